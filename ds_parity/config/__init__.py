@@ -1,0 +1,8 @@
+"""The extended DeepSpeed configuration: read, checked and rewritten. Imports neither torch nor deepspeed."""
+
+from ds_parity.config.faults import ABSENT
+from ds_parity.config.load import load_config
+from ds_parity.config.rewrite import Change, Rewrite, rewrite
+from ds_parity.config.settings import Settings, parse
+
+__all__ = ["ABSENT", "Change", "Rewrite", "Settings", "load_config", "parse", "rewrite"]

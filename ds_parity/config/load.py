@@ -1,0 +1,151 @@
+"""Reading a configuration as DeepSpeed does, with every fault a ConfigError that says where it is."""
+
+import base64
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hjson
+
+from ds_parity.config.faults import Fault, refuse, show
+from ds_parity.config.settings import PASSES, SECTION
+from ds_parity.errors import ConfigError
+
+_ACCEPTED = "give the path of a JSON file, a mapping, or urlsafe base64 of JSON"
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Read a configuration: the path of a JSON or HJSON file, a mapping (copied), or urlsafe base64 of JSON.
+
+    Raises:
+        ConfigError: a missing file, invalid JSON (with line and column), a duplicate key, or no object at the top.
+    """
+    if isinstance(source, Mapping):
+        return plain_copy(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"config is {show(source)}, of type {type(source).__name__}: {_ACCEPTED}")
+    path = os.fsdecode(source)
+    decoded = _base64_text(path) if isinstance(source, str) else None
+    return _read_text(decoded, "config in base64") if decoded is not None else _read_text(_read_file(path), path)
+
+
+def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a configuration: mappings become dicts, lists and tuples are copied, anything else is kept as it is.
+
+    Not `copy.deepcopy`: DeepSpeed's dicts may hold process groups, which can't be copied.
+
+    Raises:
+        ConfigError: the configuration holds itself, or is nested too deep.
+    """
+    try:
+        return {key: _copied(value) for key, value in config.items()}
+    except RecursionError:
+        raise ConfigError("config is nested too deep, or holds itself: write it as a plain JSON object") from None
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_copied(entry) for entry in value]
+    return tuple(_copied(entry) for entry in value) if type(value) is tuple else value
+
+
+def _base64_text(source: str) -> str | None:
+    """The JSON object in a base64 string; None where `source` must be a path."""
+    try:
+        text = base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _read_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"config = {show(path)}: no such file (a relative path starts at the working directory); {_ACCEPTED}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config = {show(path)}: can't be read as a file ({error}); {_ACCEPTED}") from None
+
+
+class _Real:
+    """The text of a real number: hjson would turn 8.0 into 8 at once, and the extra keys refuse 8.0."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __int__(self) -> int:
+        return 0  # hjson compares this with the number, finds it unequal, and so keeps the number as it is
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def as_deepspeed_reads_it(self) -> float | int:
+        number = float(self.text)
+        return int(number) if number.is_integer() and abs(number) < 1e10 else number
+
+
+class _Pairs(dict[str, Any]):
+    """A JSON object that remembers which of its keys were given twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        keys = [key for key, _ in pairs]
+        self.twice = [key for key in self if keys.count(key) > 1] if len(self) < len(keys) else []
+
+
+def _read_text(text: str, name: str) -> dict[str, Any]:
+    try:
+        tree = hjson.loads(text, object_pairs_hook=_Pairs, parse_float=_Real)
+        if not isinstance(tree, _Pairs):
+            _refuse_top_level(tree, name)
+        refuse(_number_faults(tree, "", name))
+        return {key: _settled(value, strict=key in (PASSES, SECTION)) for key, value in tree.items()}
+    except hjson.HjsonDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{name}, {where}: not valid JSON: {error.msg}; correct the file there") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{name}: nested too deep to be read; a DeepSpeed configuration is a few levels deep"
+        ) from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{name}: not valid JSON: {error}; correct the file") from None
+
+
+def _refuse_top_level(tree: Any, name: str) -> NoReturn:
+    value = "a number" if isinstance(tree, _Real) else show(tree)
+    raise ConfigError(f"{name} holds {value}: the top level must be an object; write {{...}} around the keys")
+
+
+def _number_faults(node: Any, path: str, name: str) -> Iterator[Fault]:
+    """Duplicate keys and numbers that are not finite, with their paths."""
+    if isinstance(node, _Pairs):
+        for key in node.twice:
+            rule = f"given more than once in {name}"
+            yield Fault(f"{path}{key}", node[key], rule, "keep one: which of them would count is not defined")
+        for key, value in node.items():
+            yield from _number_faults(value, f"{path}{key}.", name)
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _number_faults(value, f"{path}{index}.", name)
+    elif isinstance(node, _Real) and not math.isfinite(float(node.text)):
+        yield Fault(path.rstrip("."), node.text, "too large for a floating-point number", "write a smaller number")
+
+
+def _settled(node: Any, strict: bool) -> Any:
+    if isinstance(node, _Pairs):
+        return {key: _settled(value, strict) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_settled(value, strict) for value in node]
+    if isinstance(node, _Real):
+        return float(node.text) if strict else node.as_deepspeed_reads_it()
+    return node

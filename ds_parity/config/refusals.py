@@ -1,0 +1,161 @@
+"""DeepSpeed options that are wrong, or not verified, with a boundary that moves: each is refused with its reason."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ds_parity.config.faults import ABSENT, Fault
+from ds_parity.config.settings import AUTO
+
+_UNSUPPORTED: Final = {
+    "compile.deepcompile": (
+        "its compiled backward reduces gradients on a schedule of its own, which a moving boundary does not reach",
+        "set it to false",
+    ),
+    "elasticity.enabled": (
+        "elastic training picks the batch size by itself, and gradient_accumulation_passes fixes it",
+        "remove the section",
+    ),
+    "autotuning.enabled": (
+        "the autotuner replaces the batch size and the ZeRO stage, and gradient_accumulation_passes fixes the batch",
+        "tune with plain DeepSpeed first, then remove the section",
+    ),
+    "hybrid_engine.enabled": (
+        "its engine has a forward and a step of its own, which are not verified with a moving boundary",
+        "set it to false, and generate with a separate inference engine",
+    ),
+}
+_COMPRESSED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
+_FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
+
+
+@dataclass
+class _Reader:
+    """Reads values by dotted path. "auto" and absent read as the default; a wrong type adds a fault and does too."""
+
+    config: Mapping[str, Any]
+    faults: dict[str, Fault] = field(default_factory=dict)
+
+    def raw(self, path: str) -> Any:
+        *sections, name = path.split(".")
+        node: Any = self.config
+        for section in sections:
+            node = node.get(section, AUTO)
+            if not isinstance(node, Mapping):
+                if node != AUTO:
+                    self.wrong(section, node, "must be an object of keys and values", f"write {{...}} for {section}")
+                return ABSENT
+        return node.get(name, ABSENT)
+
+    def wrong(self, path: str, value: Any, rule: str, way_out: str) -> None:
+        self.faults.setdefault(path, Fault(path, value, rule, way_out))
+
+    def flag(self, path: str) -> bool:
+        value = self.raw(path)
+        if value in (ABSENT, AUTO):
+            return False
+        if not isinstance(value, bool):
+            self.wrong(path, value, "must be true or false", "write one of the two, without quotes")
+        return value is True
+
+    def number(self, path: str, default: float) -> float:
+        value = self.raw(path)
+        if value in (ABSENT, AUTO):
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+            self.wrong(path, value, "must be a finite number", f"write for example {default:g}, without quotes")
+            return default
+        return value
+
+    def text(self, path: str) -> str | None:
+        value = self.raw(path)
+        if value in (ABSENT, AUTO, None):
+            return None
+        if not isinstance(value, str):
+            self.wrong(path, value, "must be a name in quotes", "see DeepSpeed's documentation of this key")
+            return None
+        return value.lower()
+
+    def stage(self) -> int | None:
+        """The ZeRO stage; None where nobody can tell yet."""
+        value = self.raw("zero_optimization.stage")
+        if value is ABSENT:
+            return None if self.config.get("zero_optimization") == AUTO else 0
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3:
+            return value
+        if value != AUTO:
+            self.wrong("zero_optimization.stage", value, "must be 0, 1, 2 or 3", "write the number of the ZeRO stage")
+        return None
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def refusals(config: Mapping[str, Any]) -> list[Fault]:
+    """Every option of a DeepSpeed configuration that is refused, and every wrong type met on the way."""
+    if isinstance(zero := config.get("zero_optimization"), bool):  # DeepSpeed's old way to write stages 1 and 0
+        config = {**config, "zero_optimization": {"stage": int(zero)}}
+    reader = _Reader(config)
+    stage = reader.stage()
+    checks: tuple[Callable[[_Reader, int | None], Iterator[Fault]], ...] = (_precision, _reduction, _step, _switches)
+    found = [fault for check in checks for fault in check(reader, stage)]
+    return [*reader.faults.values(), *found]
+
+
+def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
+    if reader.flag("fp16.enabled") and stage == 0:
+        rule = (
+            "wrong with ZeRO stage 0: engine.backward does not scale the loss there, but the step divides by the "
+            "loss scale, so every gradient comes out too small by that factor"
+        )
+        yield Fault("fp16.enabled", True, rule, "set zero_optimization.stage to 1, or use bf16")
+    # DeepSpeed reads the old name where the new one is missing or null.
+    bf16 = "bfloat16" if reader.config.get("bf16") is None else "bf16"
+    accumulation = reader.raw("data_types.grad_accum_dtype")
+    if reader.flag(f"{bf16}.enabled") and stage == 0 and str(accumulation).lower() in _FP32_NAMES:
+        rule = "DeepSpeed has no bf16 with fp32 accumulation at ZeRO stage 0"
+        way_out = "set zero_optimization.stage to 1, or leave grad_accum_dtype out"
+        yield Fault("data_types.grad_accum_dtype", str(accumulation), rule, way_out)
+
+
+def _reduction(reader: _Reader, stage: int | None) -> Iterator[Fault]:
+    factor = reader.number("gradient_predivide_factor", 1.0)
+    if factor != 1 and stage == 3:
+        rule = (
+            "ZeRO stage 3 refuses it with reduce_scatter, and without that does not multiply by it again where it "
+            "equals the number of ranks, so the gradient comes out too small"
+        )
+        yield Fault("gradient_predivide_factor", factor, rule, "remove it, or use ZeRO stage 2")
+    if reader.text("gradient_allreduce_op") == "sum" and stage == 3:
+        rule = "ZeRO stage 3 can only average over ranks, and DeepSpeed refuses it"
+        yield Fault("gradient_allreduce_op", "sum", rule, 'write "mean": ds_parity undoes the mean')
+    size = reader.number("sequence_parallel_size", 1)
+    if size != 1:
+        rule = "sequence parallelism changes what gradients are divided by, and is not verified yet"
+        yield Fault("sequence_parallel_size", size, rule, "write 1, or train with plain DeepSpeed")
+
+
+def _step(reader: _Reader, stage: int | None) -> Iterator[Fault]:
+    zenflow = reader.raw("zero_optimization.zenflow")
+    if zenflow not in (ABSENT, AUTO, None):
+        rule = "ZenFlow updates parameters between boundaries, on an interval of its own"
+        yield Fault("zero_optimization.zenflow", zenflow, rule, "remove it")
+    optimizer = reader.text("optimizer.type")
+    if optimizer in _COMPRESSED_OPTIMIZERS:
+        rule = "it sends compressed gradients, and carries their error on a schedule of its own into later steps"
+        yield Fault("optimizer.type", reader.raw("optimizer.type"), rule, "use AdamW or Lamb")
+
+
+def _switches(reader: _Reader, stage: int | None) -> Iterator[Fault]:
+    for path, (rule, way_out) in _UNSUPPORTED.items():
+        if reader.flag(path):
+            yield Fault(path, True, rule, way_out)
+    reader.flag("managed_gradient_accumulation")
+    if reader.number("gradient_clipping", 1.0) < 0:
+        rule = "must be 0 or greater"
+        yield Fault("gradient_clipping", reader.raw("gradient_clipping"), rule, "write 0.0 for no clipping")

@@ -1,0 +1,170 @@
+"""Extended configuration in, plain DeepSpeed configuration out, with every change and its reason."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_parity.config.faults import ABSENT, Fault, refuse
+from ds_parity.config.load import plain_copy
+from ds_parity.config.refusals import refusals
+from ds_parity.config.settings import (
+    AUTO,
+    BATCH,
+    COUNT_RULE,
+    MICRO,
+    PASSES,
+    SECTION,
+    STEPS,
+    Settings,
+    is_count,
+    parse,
+)
+
+_CLIPPING_WHY = (
+    "DeepSpeed's default became 1.0 after 0.19.0 and was 0 before, so a missing key means different things; "
+    "write 0.0 for no clipping"
+)
+_MANAGED_WHY = (
+    "ds_parity sets the boundary itself, and DeepSpeed's set_gradient_accumulation_boundary asserts without it"
+)
+_AUTO_WHY = 'left as it is while train_micro_batch_size_per_gpu is "auto": what fills that in settles the batch'
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key, by its dotted path, before and after (`ABSENT` where it is not there), and why it was changed."""
+
+    key: str
+    before: Any
+    after: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A plain DeepSpeed configuration, what was changed to get it, and the settings that it was read with."""
+
+    config: dict[str, Any]
+    changes: tuple[Change, ...]
+    settings: Settings
+
+
+def rewrite(config: Mapping[str, Any], dp_world_size: int) -> Rewrite:
+    """Turn an extended configuration into a plain DeepSpeed one for `dp_world_size` ranks; the input is not touched.
+
+    Rewriting the output with the same extra keys gives the same output.
+
+    Raises:
+        ConfigError: a fault in the extra keys, no `gradient_accumulation_passes`, a batch size that contradicts it,
+            or DeepSpeed options that would go wrong; all of a kind in one message.
+    """
+    settings = parse(config)
+    if settings is None:
+        way_out = f'add for example "{PASSES}": 64, or give the configuration to DeepSpeed as it is'
+        refuse([Fault(PASSES, ABSENT, "there is nothing to rewrite without it", way_out)])
+    if not is_count(dp_world_size):
+        refuse([Fault("dp_world_size", dp_world_size, COUNT_RULE, "give the number of data-parallel ranks")])
+    assert settings is not None
+    batch = _Batch(settings, dp_world_size)
+    refuse([*batch.faults(config), *refusals(config)])
+    draft = _Draft(plain_copy(config))
+    draft.remove(PASSES, "read by ds_parity; it is no key of DeepSpeed")
+    draft.remove(SECTION, "read by ds_parity; it is no section of DeepSpeed")
+    batch.write(draft)
+    draft.default("gradient_clipping", 1.0, _CLIPPING_WHY)
+    if draft.config.get("managed_gradient_accumulation") is False:
+        draft.set("managed_gradient_accumulation", True, _MANAGED_WHY)
+    return Rewrite(draft.config, tuple(draft.changes), settings)
+
+
+@dataclass
+class _Draft:
+    config: dict[str, Any]
+    changes: list[Change] = field(default_factory=list)
+
+    def remove(self, key: str, why: str) -> None:
+        if key in self.config:
+            self.changes.append(Change(key, self.config.pop(key), ABSENT, why))
+
+    def set(self, key: str, value: Any, why: str) -> None:
+        before = self.config.get(key, ABSENT)
+        if before != value:
+            self.config[key] = value
+            self.changes.append(Change(key, before, value, why))
+
+    def default(self, key: str, value: Any, why: str) -> None:
+        if key not in self.config:
+            self.set(key, value, why)
+
+    def keep(self, key: str, why: str) -> None:
+        self.changes.append(Change(key, self.config[key], self.config[key], why))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """DeepSpeed's batch triple for a number of passes, and the arithmetic behind it."""
+
+    settings: Settings
+    ranks: int
+
+    @property
+    def passes(self) -> int:
+        return self.settings.gradient_accumulation_passes
+
+    @property
+    def steps(self) -> int:
+        return -(-self.passes // self.ranks)
+
+    @property
+    def steps_why(self) -> str:
+        if self.passes % self.ranks == 0:
+            return f"{self.passes} passes / {self.ranks} data-parallel ranks = {self.steps} passes a rank"
+        micro = self.settings.train_micro_batch_size_per_gpu
+        target = f"{self.passes} micro-batches" if micro == AUTO else f"{self.settings.target} {self.settings.count}s"
+        return (
+            f"{self.passes} passes / {self.ranks} data-parallel ranks = {self.passes / self.ranks:.4g}, rounded up to "
+            f"{self.steps} passes a rank: the window still closes at {target}, DeepSpeed is only told the next whole "
+            f"number of passes a rank"
+        )
+
+    def faults(self, config: Mapping[str, Any]) -> Iterator[Fault]:
+        """What contradicts the passes in a train_batch_size or gradient_accumulation_steps given beside them."""
+        for key in (BATCH, STEPS):
+            given = config.get(key)
+            if given in (None, AUTO):
+                continue
+            if not is_count(given):
+                yield Fault(key, given, f'{COUNT_RULE}, or "auto"', f"leave it out: {PASSES} decides it")
+            elif key == STEPS and given != self.steps:
+                yield Fault(key, given, f"contradicts {PASSES}: {self.steps_why}", self._way_out(str(self.steps)))
+            elif key == BATCH:
+                yield from self._batch_faults(given)
+
+    def _batch_faults(self, given: int) -> Iterator[Fault]:
+        micro = self.settings.train_micro_batch_size_per_gpu
+        if not isinstance(micro, int):
+            if given % self.passes and given % (self.steps * self.ranks):
+                rule = f"no micro-batch size fits: {given} / {self.passes} passes = {given / self.passes:.4g}"
+                yield Fault(BATCH, given, rule, f"write a multiple of {self.passes}, or leave it out")
+            return
+        target, told = self.settings.target, micro * self.steps * self.ranks
+        if given not in (target, told):
+            rule = f"contradicts {PASSES} x {MICRO} = {self.passes} x {micro} = {target} rollouts an optimizer step"
+            yield Fault(BATCH, given, rule, self._way_out(str(target)))
+
+    def _way_out(self, right: str) -> str:
+        return f"write {right} (in a Hugging Face Trainer's arguments too), or leave it out, or change {PASSES}"
+
+    def write(self, draft: _Draft) -> None:
+        micro = self.settings.train_micro_batch_size_per_gpu
+        if not isinstance(micro, int):
+            for key in (BATCH, MICRO, STEPS):
+                if draft.config.get(key) == AUTO:
+                    draft.keep(key, _AUTO_WHY)
+            return
+        told = micro * self.steps * self.ranks
+        sum_why = f"{micro} a micro-batch x {self.steps} passes a rank x {self.ranks} data-parallel ranks = {told}"
+        uneven = "" if self.passes % self.ranks == 0 else f"; {self.steps_why}"
+        draft.set(MICRO, micro, f"{BATCH} / {PASSES} = {draft.config.get(BATCH)} / {self.passes} = {micro}")
+        draft.set(STEPS, self.steps, self.steps_why)
+        draft.set(BATCH, told, sum_why + uneven)

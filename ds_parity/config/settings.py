@@ -1,0 +1,227 @@
+"""The extra keys of the DeepSpeed JSON: what they mean, and the strict reading of them."""
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ds_parity.config.faults import ABSENT, Fault, nearest, refuse
+from ds_parity.errors import ConfigError
+
+PASSES: Final = "gradient_accumulation_passes"
+MICRO: Final = "train_micro_batch_size_per_gpu"
+BATCH: Final = "train_batch_size"
+STEPS: Final = "gradient_accumulation_steps"
+SECTION: Final = "ds_parity"
+AUTO: Final = "auto"
+
+# Counts travel between ranks as int64: with this bound passes x micro-batch can't overflow there.
+MAX_COUNT: Final = 2**31 - 1
+COUNT_RULE: Final = f"must be a whole number from 1 to {MAX_COUNT}"
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+# DeepSpeed's own keys that read much like ours. A key that is closer to one of these is no misspelling of ours.
+_DEEPSPEED_NEIGHBOURS: Final = frozenset({STEPS, MICRO, BATCH, "managed_gradient_accumulation"})
+
+
+class Settings(BaseModel):
+    """The extra keys, checked. Frozen; `gradient_accumulation_passes` switches ds_parity on."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    gradient_accumulation_passes: Count = Field(
+        description="Micro-batches in one optimizer step, summed over all data-parallel ranks. Without this key "
+        "ds_parity stands aside, and DeepSpeed's own engine is returned."
+    )
+    train_micro_batch_size_per_gpu: Count | Literal["auto"] = Field(
+        description='DeepSpeed\'s key: rollouts in a micro-batch of one rank. "auto" where the Hugging Face Trainer '
+        "fills it in; where it is absent, train_batch_size / gradient_accumulation_passes."
+    )
+    count: Literal["rollout", "prompt"] = Field(
+        default="rollout", description="What the target counts: rollouts, or prompts whose rollouts are complete."
+    )
+    overshoot: Literal["carry", "reset", "error"] = Field(
+        default="carry",
+        description="What a surplus over the target does: it counts for the next window (carry), is forgotten (reset), "
+        "or is a WindowError (error).",
+    )
+    loss_reduction: Literal["mean", "sum"] = Field(
+        default="mean",
+        description="How the loss given to backward was reduced: the mean over the micro-batch's weight units, or "
+        "their sum.",
+    )
+    loss_weight: Literal["rollout", "token", "pass", "target"] = Field(
+        default="rollout",
+        description="The unit that a step averages over: every rollout, token or pass weighs the same, or the sum is "
+        "divided by the constant target (Dr. GRPO, PipelineRL).",
+    )
+    lr_progress: Literal["optimizer_step", "rollout"] = Field(
+        default="optimizer_step",
+        description="What moves the LR scheduler: one step for each optimizer step, or the rollouts consumed / target.",
+    )
+    last_window: Literal["step", "drop", "error"] = Field(
+        default="step",
+        description="What an unfinished window does at the end of the data: a step normalised by what it holds, "
+        "nothing (drop), or a WindowError (error).",
+    )
+    lookahead: Annotated[int, Field(ge=0, le=MAX_COUNT)] = Field(
+        default=0, description="Passes read ahead, whose counts are exchanged together in one collective."
+    )
+    exchange_timeout: float = Field(
+        default=600.0, gt=0, allow_inf_nan=False, description="Seconds to wait for the counts of the other ranks."
+    )
+    trace: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Path of a trace to write (JSON Lines); null for none."
+    )
+
+    @property
+    def target(self) -> int:
+        """What closes a window, summed over all data-parallel ranks: passes x micro-batch size.
+
+        Raises:
+            ConfigError: the micro-batch size is still "auto".
+        """
+        if isinstance(self.train_micro_batch_size_per_gpu, int):
+            return self.gradient_accumulation_passes * self.train_micro_batch_size_per_gpu
+        raise ConfigError(
+            f'{MICRO} = "auto": the target, {PASSES} ({self.gradient_accumulation_passes}) x {MICRO}, is not known '
+            f"until something fills it in; write a whole number, or let the Hugging Face Trainer start DeepSpeed, "
+            f"which puts its per_device_train_batch_size there"
+        )
+
+    @property
+    def fingerprint(self) -> int:
+        """24 bits that agree on two ranks exactly where their settings do; `trace` may differ, and is left out."""
+        canonical = json.dumps(self.model_dump(exclude={"trace"}), sort_keys=True, separators=(",", ":"))
+        return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:3], "big")
+
+
+_TOP_LEVEL: Final = (PASSES, MICRO)
+_WHOLE: Final = (PASSES, MICRO, "lookahead")
+SECTION_FIELDS: Final = tuple(name for name in Settings.model_fields if name not in _TOP_LEVEL)
+_RULES: Final[Mapping[str, str]] = {
+    PASSES: COUNT_RULE,
+    MICRO: f'{COUNT_RULE}, or "auto"',
+    "lookahead": f"must be a whole number from 0 to {MAX_COUNT}",
+    "exchange_timeout": "must be a finite number of seconds, greater than 0",
+    "trace": "must be the path of a file, or null",
+}
+
+
+def key_path(field: str) -> str:
+    """Where a field of `Settings` stands in the JSON, such as `ds_parity.overshoot`."""
+    return field if field in _TOP_LEVEL else f"{SECTION}.{field}"
+
+
+def parse(config: Mapping[str, Any]) -> Settings | None:
+    """Read the extra keys of a configuration; None where `gradient_accumulation_passes` is absent.
+
+    Raises:
+        ConfigError: one message for all faults of the extra keys, each with its path, value, rule and way out.
+    """
+    if not isinstance(config, Mapping):
+        refuse([Fault("config", config, "must be an object of keys and values", "load_config reads one from a file")])
+    faults = _misspelt(config)
+    if PASSES in config:
+        return _read(config, faults)
+    if SECTION in config and not faults:
+        way_out = f'add for example "{PASSES}": 64, or remove the section for plain DeepSpeed'
+        faults.append(Fault(SECTION, config[SECTION], f"has no effect without {PASSES}", way_out))
+    refuse(faults)
+    return None
+
+
+def is_count(value: Any) -> bool:
+    """Whether `value` is a whole number that counts something: an int, at least 1, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_COUNT
+
+
+def _misspelt(config: Mapping[str, Any]) -> list[Fault]:
+    own = {PASSES, SECTION}
+    known = own | _DEEPSPEED_NEIGHBOURS
+    faults = []
+    for key in config:
+        meant = None if key in known else nearest(key, known)
+        if meant in own:
+            faults.append(Fault(key, config[key], "DeepSpeed ignores it in silence", f'did you mean "{meant}"?'))
+        elif PASSES in config and key in SECTION_FIELDS:
+            way_out = f'move it into the section: "{SECTION}": {{"{key}": ...}}'
+            faults.append(Fault(key, config[key], "DeepSpeed ignores it at the top level", way_out))
+    return faults
+
+
+def _read(config: Mapping[str, Any], faults: list[Fault]) -> Settings:
+    section = config.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        way_out = f'write for example "{SECTION}": {{"overshoot": "carry"}}, or leave it out for the defaults'
+        faults.append(Fault(SECTION, section, "must be an object", way_out))
+        section = {}
+    faults += [_unknown(key, value) for key, value in section.items() if key not in SECTION_FIELDS]
+    values = {key: value for key, value in section.items() if key in SECTION_FIELDS}
+    values |= {PASSES: config[PASSES], MICRO: _micro(config, faults)}
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        wrong = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_input=False))
+        refuse([*faults, *(_wrong(name, values[name]) for name in wrong)])
+        raise
+    refuse(faults)
+    return settings
+
+
+def _micro(config: Mapping[str, Any], faults: list[Fault]) -> Any:
+    """The micro-batch size as given, or worked out from train_batch_size; "auto" where a fault is added."""
+    if config.get(MICRO) is not None:
+        return config[MICRO]
+    passes, batch = config[PASSES], config.get(BATCH)
+    if not is_count(passes):
+        return AUTO
+    if not is_count(batch):
+        rule = f"nothing says how many rollouts a micro-batch holds ({BATCH} is no whole number either)"
+        faults.append(Fault(MICRO, config.get(MICRO, ABSENT), rule, f'add for example "{MICRO}": 1'))
+        return AUTO
+    if batch % passes:
+        division = f"{batch} / {passes} = {batch / passes:.4g}"
+        rule = f"must be a multiple of {PASSES} ({passes}) where {MICRO} is absent: {division}"
+        way_out = f"write {BATCH}: {max(1, batch // passes) * passes}, or give {MICRO} and leave {BATCH} out"
+        faults.append(Fault(BATCH, batch, rule, way_out))
+        return AUTO
+    return batch // passes
+
+
+def _unknown(key: Any, value: Any) -> Fault:
+    if key in (*_TOP_LEVEL, BATCH, STEPS):
+        return Fault(f"{SECTION}.{key}", value, "belongs at the top level", f"move it out of {SECTION}")
+    return Fault(f"{SECTION}.{key}", value, "is not a key of this section", _did_you_mean(key, SECTION_FIELDS))
+
+
+def _wrong(name: str, value: Any) -> Fault:
+    if name == PASSES and value == AUTO:
+        rule = "nothing can fill it in: neither DeepSpeed nor the Hugging Face Trainer has an argument for it"
+        return Fault(PASSES, value, rule, f'write the number, for example "{PASSES}": 64')
+    choices = get_args(Settings.model_fields[name].annotation)
+    if name in _RULES:
+        return Fault(key_path(name), value, _RULES[name], _number_way_out(name, value))
+    rule = f"must be one of {', '.join(_quoted(choices))}"
+    return Fault(key_path(name), value, rule, _did_you_mean(value, choices))
+
+
+def _did_you_mean(word: Any, options: Collection[str]) -> str:
+    meant = nearest(word, options, cutoff=0.6)
+    return f'did you mean "{meant}"?' if meant else f"choose from {', '.join(_quoted(options))}, or leave it out"
+
+
+def _number_way_out(name: str, value: Any) -> str:
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
+        return f"write {int(value)} without the quotes"
+    if isinstance(value, float) and value.is_integer() and name in _WHOLE:
+        return f"write {int(value)} without the decimal point" if is_count(int(value)) else "write a whole number"
+    if name in _TOP_LEVEL:
+        return f'write for example "{name}": {64 if name == PASSES else 1}'
+    return f"leave it out for the default, {json.dumps(Settings.model_fields[name].default)}"
+
+
+def _quoted(words: Collection[str]) -> list[str]:
+    return [f'"{word}"' for word in words]

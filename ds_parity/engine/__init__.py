@@ -1,0 +1,1 @@
+"""The wrapper, thin: DeepSpeed, a window, an exchange of counts."""

@@ -1,0 +1,219 @@
+"""One pass after another: count, divide, mark the boundary, correct, step, record. The only place that orders them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_parity.config import Settings
+from ds_parity.engine.exchange import Exchange, Known, Pending, Place, Slot, host_group
+from ds_parity.engine.finished import Finished
+from ds_parity.engine.metrics import LossMeter
+from ds_parity.engine.normalize import (
+    correction_for,
+    discard_accumulated,
+    divisor,
+    keep_clip_norm,
+    reduce_accumulated,
+    silenced,
+)
+from ds_parity.engine.schedule import RolloutSchedule
+from ds_parity.errors import WindowError
+from ds_parity.window import Counts, Ledger, PassTotals, Rules
+
+_LOG = logging.getLogger("ds_parity")
+
+
+class Driver:
+    """Drives a DeepSpeed engine by the rollouts that the whole cluster has consumed.
+
+    Attributes:
+        engine: the bare DeepSpeed engine.
+        settings: the extra keys.
+        ledger: windows, totals and clocks.
+        exchange: counts over the data-parallel ranks.
+        schedule: the scheduler under `lr_progress: rollout`, else None.
+        finished: the last step, None before the first.
+        on_step: called with every finished step (a trace's writer).
+    """
+
+    def __init__(self, engine: Any, settings: Settings, slots: int) -> None:
+        group = engine.data_parallel_group
+        self.engine = engine
+        self.settings = settings
+        self.ranks = dist.get_world_size(group)
+        self.ledger = Ledger(
+            Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
+        )
+        exchange_group = host_group(group, settings.exchange_timeout) if self.ranks > 1 else None
+        self.exchange = Exchange(exchange_group, self.ranks, slots, settings.exchange_timeout)
+        self.schedule = self._take_schedule()
+        self.finished: Finished | None = None
+        self.on_step: list[Callable[[Finished], None]] = []
+        self._configuration = settings.fingerprint
+        self._averaged_over = self.ranks if engine.gradient_average else 1
+        self._correction = correction_for(engine.optimizer)
+        self._meter = LossMeter(torch.device(engine.device), group, self.ranks)
+        self._stepped = True
+        keep_clip_norm(engine)
+        self._mark(False)
+
+    # One pass.
+
+    def announce(self, slots: Sequence[Slot]) -> Pending:
+        """Start the exchange of this rank's next passes."""
+        return self.exchange.start(self._place("runs a pass"), slots)
+
+    def slot(self, counts: Counts) -> Slot:
+        """Return the announcement of one pass of this rank."""
+        return Slot(counts, active=counts.weight(self.settings.loss_weight) > 0)
+
+    def backward(
+        self, loss: torch.Tensor, own: Counts, known: Known, ahead: Sequence[PassTotals], **kwargs: Any
+    ) -> Any:
+        """Run one backward, divided by the expected total; return the loss as it was accumulated."""
+        window = self.ledger.count(known.totals, ahead)
+        self._stepped = False
+        self._mark(window.closed and self.ledger.total() > 0)
+        weight = own.weight(self.settings.loss_weight)
+        if weight == 0:
+            with silenced(self.engine.module):
+                self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            return torch.zeros_like(loss)
+        by_sum = self.settings.loss_reduction == "sum"
+        self._meter.add(loss, 1 if by_sum else weight)
+        scaled = loss / divisor(window.expected, weight, self._averaged_over, self.settings.loss_reduction)
+        return self.engine.backward(scaled, scale_wrt_gas=False, **kwargs)
+
+    def step(self, **kwargs: Any) -> None:
+        """End the pass; at the boundary correct, update, move the scheduler, record.
+
+        Raises:
+            WindowError: there was no backward since the last step.
+        """
+        if self._stepped:
+            raise WindowError(
+                f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one pass; "
+                "call it once after every backward()"
+            )
+        self._stepped = True
+        if not self.ledger.window.closed:
+            self.engine.step(**kwargs)
+        elif self.ledger.total() > 0:
+            self._update(**kwargs)
+        else:
+            self.engine.step(**kwargs)
+            self._skip()
+
+    def on_every_rank(self, slot: Slot) -> PassTotals:
+        """Return what a pass would hold if every rank held what `slot` does."""
+        held, ranks = slot.counts, self.ranks
+        return PassTotals(held.rollouts * ranks, held.prompts * ranks, held.tokens * ranks, slot.active * ranks)
+
+    def would_close(self, held: PassTotals) -> bool:
+        """Whether a next pass that holds `held` over all ranks would end the window."""
+        return self.ledger.closes_with(held)
+
+    # The end of the data.
+
+    def finish(self) -> None:
+        """Settle the window that the data ended in: step, drop or error.
+
+        Raises:
+            WindowError: a window is open and `last_window` is `error`.
+            RankDesyncError: not every rank has finished.
+        """
+        if not self._stepped:
+            raise WindowError("finish() between a backward() and its step(): call step() first")
+        self.exchange.start(self._place("finishes"), []).wait()
+        window = self.ledger.window
+        if window.passes == 0:
+            return
+        if self.settings.last_window == "error":
+            raise WindowError(
+                f"the data ended inside window {window.index}: {self.ledger.units()} of {window.target} "
+                f"{self.settings.count}s after {window.passes} passes, and ds_parity.last_window is 'error'; feed a "
+                "multiple of the target, or choose 'step' or 'drop'"
+            )
+        self.ledger.end()
+        if self.ledger.total() == 0:
+            self._skip()
+        elif self.settings.last_window == "drop":
+            self._drop()
+        else:
+            self._mark(True)
+            reduce_accumulated(self.engine)
+            self._update()
+
+    # What a boundary does.
+
+    def _update(self, **kwargs: Any) -> None:
+        engine, window, total = self.engine, self.ledger.window, self.ledger.total()
+        lr = tuple(float(rate) for rate in engine.get_lr())
+        if self.schedule is not None:
+            self.schedule.advance_to(self.ledger.progress.advanced(self.ledger.units()))
+        # DeepSpeed adds its fixed train_batch_size; what its monitor then shows is the rollouts consumed.
+        engine.global_samples = self.ledger.rollouts + window.rollouts - engine.train_batch_size()
+        if window.expected == total:
+            engine.step(**kwargs)
+        else:
+            with self._correction(engine, window.expected, total):
+                engine.step(**kwargs)
+        self._mark(False)
+        self._settle(lr, applied=engine.was_step_applied())
+
+    def _skip(self) -> None:
+        window = self.ledger.window
+        _LOG.warning(
+            "window %d (%d passes, %d rollouts) has a total of 0 %s weight: no optimizer step is taken for it, and it is "
+            "recorded as skipped; look for empty rollouts or masks",
+            *(window.index, window.passes, window.rollouts, self.settings.loss_weight),
+        )
+        self._settle(tuple(float(rate) for rate in self.engine.get_lr()), applied=False)
+
+    def _drop(self) -> None:
+        window = self.ledger.window
+        _LOG.warning(
+            "the data ended inside window %d: its %d rollouts are dropped (ds_parity.last_window: drop)",
+            *(window.index, window.rollouts),
+        )
+        discard_accumulated(self.engine)
+        self._settle(tuple(float(rate) for rate in self.engine.get_lr()), applied=False)
+
+    def _settle(self, lr: tuple[float, ...], *, applied: bool) -> None:
+        total = self.ledger.total()
+        window = self.ledger.settle(applied=applied)
+        self.engine.global_samples = self.ledger.rollouts
+        self.finished = Finished(
+            window=window,
+            total=total,
+            loss_sum=self._meter.settle(),
+            lr=lr,
+            grad_norm=self.engine.get_global_grad_norm() if applied else None,
+            loss_scale=self.engine._get_optimizer_loss_scale() if self.engine.fp16_enabled() else None,
+            skipped=not applied,
+        )
+        for listener in self.on_step:
+            listener(self.finished)
+
+    # Small things.
+
+    def awaits_step(self) -> bool:
+        """Whether a backward() has run whose step() has not."""
+        return not self._stepped
+
+    def _mark(self, boundary: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(boundary)
+
+    def _place(self, kind: str) -> Place:
+        return Place(kind, self.ledger.window.index, self.ledger.passes, self._configuration)
+
+    def _take_schedule(self) -> RolloutSchedule | None:
+        if self.settings.lr_progress != "rollout" or self.engine.lr_scheduler is None:
+            return None
+        self.engine.lr_scheduler = RolloutSchedule(self.engine.lr_scheduler)
+        return self.engine.lr_scheduler

@@ -1,0 +1,262 @@
+"""The proxy: a DeepSpeed engine whose `backward` and `step` count rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import wrapt
+
+from ds_parity.config import Settings
+from ds_parity.engine import checkpoint
+from ds_parity.engine.driver import Driver
+from ds_parity.engine.passes import PassQueue
+from ds_parity.errors import WindowError
+from ds_parity.trace import StepRecord
+from ds_parity.window import Counts, Window
+
+
+class ParityEngine(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships no types
+    """A transparent proxy of a DeepSpeed engine: `isinstance(engine, deepspeed.DeepSpeedEngine)` holds.
+
+    Everything that is not defined here is DeepSpeed's own. What differs:
+
+    - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
+    - `step` updates at the boundary only, and must follow every `backward`;
+    - `passes`, `idle`, `finish`, `window` and `last_step` are new;
+    - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
+      `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
+    """
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        super().__init__(engine)
+        self._self_settings = settings
+        self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead))
+        self._self_queue: PassQueue | None = None
+        self._self_told = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        return self.__wrapped__(*args, **kwargs)
+
+    # The pass.
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        rollouts: int | None = None,
+        prompts: int | None = None,
+        tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Run backward on the loss of one micro-batch and count what it held.
+
+        Waits for the counts of the other ranks (never for the accelerator), because whether this pass is the boundary
+        decides what DeepSpeed's backward does.
+
+        Args:
+            loss: scalar; a mean over the micro-batch's weight units, or their sum (`loss_reduction`).
+            retain_graph: as in DeepSpeed.
+            scale_wrt_gas: accepted for unchanged loops; must be True.
+            rollouts: rollouts held (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an unchanged
+                DeepSpeed loop runs.
+            prompts: prompts finished (>= 0); default 0.
+            tokens: loss tokens held (>= 0); required for `loss_weight: token`.
+
+        Returns:
+            The loss as it was accumulated: divided, and 0 where its weight is 0.
+
+        Raises:
+            WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced, or the window
+                waits for its `step()`.
+            RankDesyncError: ranks are not in the same pass.
+        """
+        self._refuse_scaling(scale_wrt_gas)
+        given = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
+        given = {name: count for name, count in given.items() if count is not None}
+        driver: Driver = self._self_driver
+        if self._self_queue is not None:
+            own, known, ahead = self._self_queue.take()
+            self._check_announced(own, given)
+        else:
+            own, ahead = self._counts(given), []
+            known = driver.announce([driver.slot(own)]).wait()[0]
+        return driver.backward(loss, own, known, ahead, retain_graph=retain_graph)
+
+    def idle(self, loss: torch.Tensor) -> torch.Tensor:
+        """Run an idle pass: a real backward that contributes exactly nothing, also where `loss` is inf or NaN.
+
+        Args:
+            loss: scalar of any micro-batch, attached to every parameter that other ranks' losses are attached to.
+        """
+        return self.backward(loss, rollouts=0, prompts=0, tokens=0)
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """End the pass; at the boundary, update.
+
+        Raises:
+            WindowError: there was no `backward` since the last `step`.
+        """
+        self._self_driver.step(lr_kwargs=lr_kwargs)
+
+    def passes(
+        self, stream: Iterable[Any], *, lookahead: int | None = None, idle: Any = None, finish: bool = True
+    ) -> Iterator[Any]:
+        """Yield this rank's micro-batches, and idle passes where it is dry and others are not.
+
+        Args:
+            stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
+                be endless or arrive as it is produced. Read no further than `lookahead` passes.
+            lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
+                rank. With 0 one exchange a pass, and nothing waits for data that hasn't arrived.
+            idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
+            finish: settle the last window when all streams have ended.
+
+        Raises:
+            WindowError: a rank has nothing to run in an idle pass.
+        """
+        ahead = self._self_settings.lookahead if lookahead is None else lookahead
+        queue = PassQueue(self._self_driver, stream, max(1, ahead), idle)
+        self._self_queue = queue
+        try:
+            yield from queue
+        finally:
+            self._self_queue = None
+        if finish:
+            self.finish()
+
+    def finish(self) -> StepRecord | None:
+        """Settle the last window as `ds_parity.last_window` says; every rank calls it. Returns the last step.
+
+        Raises:
+            WindowError: a window is open under `last_window: error`, or a `step()` is owed.
+            RankDesyncError: not every rank has finished.
+        """
+        self._self_driver.finish()
+        return self.last_step
+
+    # What there is to know.
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current pass ends its window.
+
+        After `backward` it is known. Before it, it is known inside `passes` with look-ahead, and otherwise foretold as
+        DeepSpeed does: as if every rank held `train_micro_batch_size_per_gpu` rollouts.
+
+        Raises:
+            WindowError: it is asked before `backward` in a loop that passes counts, which nothing can foretell.
+        """
+        driver: Driver = self._self_driver
+        if driver.awaits_step():
+            return driver.ledger.window.closed
+        if self._self_queue is not None:
+            return driver.would_close(self._self_queue.next_known())
+        if self._self_told:
+            raise WindowError(
+                "is_gradient_accumulation_boundary() before backward(): the counts of this pass are not known yet; ask "
+                "between backward() and step(), or take micro-batches from passes(stream, lookahead=...)"
+            )
+        usual = driver.slot(self._usual())
+        return driver.would_close(driver.on_every_rank(usual))
+
+    @property
+    def window(self) -> Window:
+        """The window as it stands: index, passes, rollouts, prompts, tokens, target."""
+        window: Window = self._self_driver.ledger.window
+        return window
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The last finished step; reading it waits for the accelerator, unlike everything else here."""
+        finished = self._self_driver.finished
+        return None if finished is None else finished.record
+
+    def get_global_grad_norm(self) -> Any:
+        """Return the norm of the step's gradient before clipping: of sum(w * grad l) / sum(w)."""
+        return self.__wrapped__.get_global_grad_norm()
+
+    # Checkpoints.
+
+    def save_checkpoint(self, save_dir: str, tag: Any = None, client_state: Any = None, **kwargs: Any) -> Any:
+        """Save between windows, with the window's state under `client_state["ds_parity"]`.
+
+        Raises:
+            CheckpointError: a window is open: gradients of its passes would be lost.
+        """
+        state = checkpoint.with_window(self._self_driver, client_state or {})
+        return self.__wrapped__.save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
+
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """Load, and go on in the window that the checkpoint was saved before; a bare one starts a fresh window.
+
+        Raises:
+            CheckpointError: the checkpoint counted towards another target.
+        """
+        path, state = self.__wrapped__.load_checkpoint(load_dir, *args, **kwargs)
+        if path is not None:
+            checkpoint.resume(self._self_driver, state or {})
+        return path, state
+
+    # What would move the boundary behind its back.
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Raise WindowError: the boundary follows from the counts."""
+        raise self._owned("set_gradient_accumulation_boundary", "remove the call; counts given to backward() decide")
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Raise WindowError: the target is fixed by the configuration."""
+        raise self._owned("set_train_batch_size", "set gradient_accumulation_passes in the configuration")
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Raise WindowError: the target is fixed by the configuration."""
+        raise self._owned("set_train_micro_batch_size", "pass rollouts= to backward(); micro-batches may differ")
+
+    def coalesce_grad_reduction(self) -> Any:
+        """Raise WindowError: the block would have to end where the window does."""
+        raise self._owned("coalesce_grad_reduction", "remove it; DeepSpeed's block must end at a boundary it can't see")
+
+    # Small things.
+
+    def _counts(self, given: dict[str, int]) -> Counts:
+        if not given:
+            return self._usual()
+        self._self_told = True
+        if self._self_settings.loss_weight == "token" and "tokens" not in given:
+            raise WindowError(
+                f"backward({', '.join(f'{k}={v}' for k, v in given.items())}) without tokens= although "
+                "ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass how many loss tokens the "
+                "micro-batch holds"
+            )
+        return Counts(**{"rollouts": self._self_settings.train_micro_batch_size_per_gpu, **given})
+
+    def _usual(self) -> Counts:
+        settings: Settings = self._self_settings
+        if settings.loss_weight == "token" or settings.count == "prompt":
+            missing = "tokens" if settings.loss_weight == "token" else "prompts"
+            raise WindowError(
+                f"backward(loss) without {missing}= although ds_parity.loss_weight is {settings.loss_weight!r} and "
+                f"ds_parity.count is {settings.count!r}: only rollouts have a default; pass {missing}="
+            )
+        return Counts(rollouts=settings.train_micro_batch_size_per_gpu)
+
+    def _check_announced(self, own: Counts, given: dict[str, int]) -> None:
+        # The loop may repeat what the micro-batch says, also in an idle pass, where it says what the stand-in holds.
+        wrong = {name: count for name, count in given.items() if own.rollouts and count != getattr(own, name)}
+        if wrong:
+            raise WindowError(
+                f"backward() got {wrong} but passes() has announced {own}: inside passes() the counts are the "
+                "micro-batch's own; call backward(loss) alone"
+            )
+
+    def _refuse_scaling(self, scale_wrt_gas: bool) -> None:
+        if not scale_wrt_gas:
+            raise WindowError(
+                "backward(scale_wrt_gas=False): ds_parity divides the loss by the window's total, and that is the only "
+                "division; pass the micro-batch's plain loss and leave scale_wrt_gas out"
+            )
+
+    def _owned(self, name: str, way_out: str) -> WindowError:
+        return WindowError(f"{name}(): with gradient_accumulation_passes ds_parity owns the boundary; {way_out}")

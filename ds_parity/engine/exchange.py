@@ -1,0 +1,161 @@
+"""Counts over the data-parallel group: one small collective on the host, started early and waited for late.
+
+What travels is a sum, so its size does not grow with the number of ranks: six whole numbers a pass and two for the
+fingerprint. The fingerprint (window, pass, kind of call, configuration) is 24 bits wide and is summed together with its
+square: by Cauchy-Schwarz n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_parity.errors import RankDesyncError
+from ds_parity.window import Counts, PassTotals
+
+_GROUPS: dict[tuple[Any, tuple[int, ...], float], Any] = {}
+_FIELDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank says it is; ranks that exchange counts must say the same."""
+
+    kind: str
+    window: int
+    pass_index: int
+    configuration: int
+
+    def fingerprint(self) -> int:
+        """24 bits of the place."""
+        return zlib.crc32(repr(self).encode()) & 0xFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One pass as one rank announces it; `dry`: its stream has ended, `stuck`: and it has nothing to re-run."""
+
+    counts: Counts
+    active: bool
+    dry: bool = False
+    stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One pass as all ranks know it after the exchange."""
+
+    totals: PassTotals
+    dry_ranks: int = 0
+    stuck_ranks: int = 0
+
+
+def host_group(members_of: Any, timeout: float) -> Any:
+    """Return a gloo group over the ranks of `members_of`; every rank of the job must call, and alike.
+
+    Args:
+        members_of: the data-parallel process group.
+        timeout: seconds that an exchange may take before it is an error.
+    """
+    mine = tuple(dist.get_process_group_ranks(members_of))
+    key = (dist.group.WORLD, mine, timeout)
+    if key not in _GROUPS:
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        for members in sorted(set(told)):
+            group = dist.new_group(list(members), backend="gloo", timeout=timedelta(seconds=timeout))
+            _GROUPS[dist.group.WORLD, members, timeout] = group
+    return _GROUPS[key]
+
+
+class Exchange:
+    """Sums counts over the data-parallel ranks, and refuses ranks that are not in the same place.
+
+    Attributes:
+        ranks: data-parallel ranks.
+        slots: passes that one exchange holds, the same on every rank.
+        collectives: how many collectives were started (a diagnosis is not counted).
+    """
+
+    def __init__(self, group: Any, ranks: int, slots: int, timeout: float) -> None:
+        self.ranks = ranks
+        self.slots = slots
+        self.collectives = 0
+        self._group = group
+        self._timeout = timeout
+
+    def start(self, place: Place, slots: Sequence[Slot]) -> Pending:
+        """Launch the exchange of up to `slots` passes; never blocks."""
+        padded = [*slots, *[Slot(Counts(), active=False, dry=True)] * (self.slots - len(slots))]
+        fingerprint = place.fingerprint()
+        numbers = [fingerprint, fingerprint * fingerprint]
+        for slot in padded:
+            counts = slot.counts
+            numbers += [counts.rollouts, counts.prompts, counts.tokens, slot.active, slot.dry, slot.stuck]
+        vector = torch.tensor(numbers, dtype=torch.int64)
+        if self.ranks == 1:
+            return Pending(self, place, vector, None)
+        self.collectives += 1
+        try:
+            work = dist.all_reduce(vector, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._gone(place, error) from error
+        return Pending(self, place, vector, work)
+
+    def finish(self, place: Place, vector: torch.Tensor, work: Any) -> list[Known]:
+        """Wait for an exchange; used by `Pending.wait`."""
+        try:
+            if work is not None:
+                work.wait()
+            numbers = vector.tolist()
+            if self.ranks * numbers[1] != numbers[0] ** 2:
+                raise self._parted(place)
+        except RuntimeError as error:
+            raise self._gone(place, error) from error
+        passes = [numbers[at : at + _FIELDS] for at in range(2, len(numbers), _FIELDS)]
+        return [Known(PassTotals(*held[:4]), *held[4:]) for held in passes]
+
+    def _parted(self, place: Place) -> RankDesyncError:
+        told: list[Any] = [None] * self.ranks
+        dist.all_gather_object(told, (dist.get_rank(), place), group=self._group)
+        lines = "; ".join(
+            f"rank {rank} {where.kind} in window {where.window}, pass {where.pass_index}, "
+            f"configuration {where.configuration:06x}"
+            for rank, where in told
+        )
+        return RankDesyncError(
+            f"ranks are not in the same place: {lines}. Every rank must run the same number of passes with the same "
+            "configuration: call idle() on ranks without data, or take micro-batches from passes(), which does"
+        )
+
+    def _gone(self, place: Place, error: RuntimeError) -> RankDesyncError:
+        return RankDesyncError(
+            f"rank {dist.get_rank()} waited in {place.kind}, window {place.window}, pass {place.pass_index}, for the "
+            f"counts of the other {self.ranks - 1} ranks, up to {self._timeout:g} s (ds_parity.exchange_timeout): one of "
+            "them ended, or runs a different number of passes. Call idle() on ranks without data, or take micro-batches "
+            f"from passes(), which does. ({str(error).splitlines()[0]})"
+        )
+
+
+@dataclass(slots=True)
+class Pending:
+    """An exchange under way."""
+
+    exchange: Exchange
+    place: Place
+    vector: torch.Tensor
+    work: Any
+
+    def wait(self) -> list[Known]:
+        """Return what the passes held over all ranks.
+
+        Raises:
+            RankDesyncError: on every rank, where ranks are not in the same place, one is gone, or time ran out.
+        """
+        return self.exchange.finish(self.place, self.vector, self.work)

@@ -1,0 +1,104 @@
+"""The drop-in for `deepspeed.initialize`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_parity.config import load_config, parse, rewrite
+from ds_parity.engine.engine import ParityEngine
+from ds_parity.errors import ConfigError
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Initialize a DeepSpeed engine that steps by rollouts.
+
+    Takes the keywords of `deepspeed.initialize` (deepspeed/__init__.py, 0.19.8). Without `gradient_accumulation_passes`
+    in the configuration it returns precisely what `deepspeed.initialize` returns.
+
+    Returns:
+        engine, optimizer, training dataloader, LR scheduler.
+
+    Raises:
+        ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
+    """
+    keywords: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "training_data": training_data,
+        "lr_scheduler": lr_scheduler,
+        "distributed_port": distributed_port,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "collate_fn": collate_fn,
+        "mesh_param": mesh_param,
+    }
+    source = _given(args, config, config_params)
+    extended = None if source is None else load_config(source)
+    if extended is None or parse(extended) is None:
+        return deepspeed.initialize(args=args, config=config, config_params=config_params, **keywords)  # type: ignore[no-any-return]
+    _refuse_pipeline(model)
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    rewritten = rewrite(extended, _data_parallel_size(mpu, mesh_param, extended))
+    bare, *rest = deepspeed.initialize(args=_without_config(args), config=rewritten.config, **keywords)
+    engine = ParityEngine(bare, rewritten.settings)
+    return engine, rest[0], rest[1], bare.lr_scheduler
+
+
+def _given(args: Any, config: Any, config_params: Any) -> Any:
+    for source in (config, config_params, getattr(args, "deepspeed_config", None)):
+        if source is not None:
+            return source
+    return getattr(args, "deepscale_config", None)
+
+
+def _without_config(args: Any) -> Any:
+    # DeepSpeed refuses a configuration in both places; the caller's own args stay as they are.
+    if args is None:
+        return None
+    bare = copy.copy(args)
+    for name in ("deepspeed_config", "deepscale_config"):
+        if getattr(bare, name, None) is not None:
+            setattr(bare, name, None)
+    return bare
+
+
+def _data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> int:
+    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+        return int(mpu.get_data_parallel_world_size())
+    if mesh_param:
+        return int(mesh_param[0])
+    section = config.get("tensor_parallel")
+    autotp = section.get("autotp_size", 0) if isinstance(section, dict) else 0
+    return dist.get_world_size() // (autotp if isinstance(autotp, int) and autotp > 1 else 1)
+
+
+def _refuse_pipeline(model: Any) -> None:
+    if isinstance(model, deepspeed.PipelineModule):
+        raise ConfigError(
+            "model is a PipelineModule: its train_batch() owns the micro-batches and the boundary, so passes can't be "
+            "counted; use ZeRO without pipeline parallelism, or drop gradient_accumulation_passes"
+        )

@@ -1,0 +1,28 @@
+"""The step's loss, weighted over ranks and passes: summed where it is computed, read only when somebody asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class LossMeter:
+    """Sums weight * loss on the device, without waiting for it; one small all-reduce a step."""
+
+    def __init__(self, device: torch.device, group: Any, ranks: int) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, loss: torch.Tensor, units: int) -> None:
+        """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
+        self._sum = self._sum + loss.detach().to(torch.float64) * units
+
+    def settle(self) -> torch.Tensor:
+        """Return the window's sum over all ranks, still on the device, and start the next window at 0."""
+        total, self._sum = self._sum, torch.zeros_like(self._sum)
+        if self._ranks > 1:
+            dist.all_reduce(total, group=self._group)
+        return total

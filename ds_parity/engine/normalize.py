@@ -1,0 +1,167 @@
+"""Dividing a loss as it goes in, and correcting the accumulated gradient at the boundary.
+
+With losses divided by the expected total E, the window's gradient stands at sum(w * grad l) / E; the step needs it
+times E / T, T the actual total. This module and schedule.py are the only ones that touch what DeepSpeed keeps to
+itself; all of it was read in DeepSpeed 0.19.8, and tests/distributed/test_internals.py fails by name when it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+
+from ds_parity.errors import ConfigError
+
+
+def divisor(expected: float, weight: int, ranks: int, loss_reduction: str) -> float:
+    """Return what a loss is divided by, so that DeepSpeed's mean over `ranks` leaves weight * loss / expected.
+
+    One division of two exact numbers: with n equal micro-batches on each rank it is n to the last bit, and
+    `loss / divisor` is DeepSpeed's own `loss / gradient_accumulation_steps`.
+
+    Args:
+        expected: expected total of the window (> 0).
+        weight: weight of this micro-batch (> 0).
+        ranks: what DeepSpeed divides the sum over ranks by (1 where it sums).
+        loss_reduction: `mean` (the loss is a mean over its weight units) or `sum`.
+    """
+    return expected / (ranks * (1 if loss_reduction == "sum" else weight))
+
+
+@contextmanager
+def silenced(module: torch.nn.Module) -> Iterator[None]:
+    """Make whatever backward runs inside contribute exactly zero, also where the forward gave inf or NaN.
+
+    The zeros are put in before a gradient is accumulated, so that DeepSpeed's reductions run as in any other pass.
+    """
+    handles = [p.register_hook(torch.zeros_like) for p in module.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def keep_clip_norm(engine: Any) -> None:
+    """Let the engine keep the norm that it computes to clip fp32 gradients on ZeRO 0, and throws away.
+
+    Without it `get_global_grad_norm()` is None there. Costs nothing: the same call, its result kept.
+    """
+
+    def clip_fp32_gradients() -> None:
+        engine._global_grad_norm = clip_grad_norm_(
+            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+        )
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+@contextmanager
+def _zero(engine: Any, expected: float, total: float) -> Iterator[None]:
+    # The factor E / T rides on the unscale that step() does anyway; a dynamic scaler's own state never sees it.
+    optimizer = engine.optimizer
+    before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
+    scale = optimizer.loss_scale
+    optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, scale * total / expected
+    try:
+        yield
+    finally:
+        optimizer.custom_loss_scaler, optimizer.external_loss_scale = before
+
+
+@contextmanager
+def _low_precision(engine: Any, expected: float, total: float) -> Iterator[None]:
+    config = engine.optimizer.loss_scale_config
+    scale = config.cur_scale
+    config.cur_scale = scale * total / expected
+    try:
+        yield
+    finally:
+        config.cur_scale = scale
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer) and engine.was_step_applied():
+        # The unfused wrapper keeps the norm of the gradients as they came in, before the unscale.
+        engine.optimizer._global_grad_norm = engine._global_grad_norm = engine._global_grad_norm * (
+            expected / total / scale
+        )
+
+
+@contextmanager
+def _bf16_accumulated(engine: Any, expected: float, total: float) -> Iterator[None]:
+    for flat in engine.optimizer.fp32_groups_gradients_flat:
+        flat.mul_(expected / total)
+    yield
+
+
+@contextmanager
+def _plain(engine: Any, expected: float, total: float) -> Iterator[None]:
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(expected / total)
+    yield
+
+
+_Correction = Callable[[Any, float, float], AbstractContextManager[None]]
+_CORRECTIONS: tuple[tuple[type, _Correction], ...] = (
+    (DeepSpeedZeroOptimizer, _zero),
+    (DeepSpeedZeroOptimizer_Stage3, _zero),
+    (BF16_Optimizer, _bf16_accumulated),
+    (FP16_Optimizer, _low_precision),
+    (FP16_UnfusedOptimizer, _low_precision),
+    (torch.optim.Optimizer, _plain),
+)
+
+
+def correction_for(optimizer: Any) -> _Correction:
+    """Return how to correct gradients under this optimizer wrapper: a context around DeepSpeed's `step()`.
+
+    Raises:
+        ConfigError: nothing here knows how the wrapper keeps its gradients.
+    """
+    for kind, correction in _CORRECTIONS:
+        if isinstance(optimizer, kind):
+            return correction
+    known = ", ".join(kind.__name__ for kind, _ in _CORRECTIONS)
+    raise ConfigError(
+        f"optimizer wrapper {type(optimizer).__name__}: ds_parity corrects accumulated gradients under {known} only; "
+        "choose a configuration that builds one of these, or drop gradient_accumulation_passes"
+    )
+
+
+def reduce_accumulated(engine: Any) -> None:
+    """Reduce what is accumulated, as the boundary's backward would have: for a window that ends without one.
+
+    This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step).
+    """
+    if engine.zero_optimization_partition_gradients():
+        engine.optimizer.finalize_gradient_accumulation_boundary()
+    else:
+        engine.allreduce_gradients()
+
+
+def discard_accumulated(engine: Any) -> None:
+    """Throw the accumulated gradients away, as DeepSpeed does on an overflow; the engine can go on after it."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer._pre_step()
+        optimizer._overflow_clean_up(optimizer.loss_scale)
+    elif isinstance(optimizer, BF16_Optimizer):
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()
+    else:
+        engine.zero_grad()

@@ -1,0 +1,111 @@
+"""Passes in lock-step over streams that run dry at different times, with counts known ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_parity.engine.driver import Driver
+from ds_parity.engine.exchange import Known, Pending, Slot
+from ds_parity.errors import WindowError
+from ds_parity.window import Counts, PassTotals
+
+
+@dataclass(slots=True, eq=False)
+class _Planned:
+    batch: Any
+    own: Counts
+    known: Known | None = None
+
+
+class PassQueue:
+    """The next passes of this rank: read from its stream, announced together, handed out one by one.
+
+    Args:
+        driver: whose exchange announces them.
+        stream: micro-batches of this rank, with `rollouts`, `prompts` and `tokens`.
+        chunk: passes exchanged together (>= 1).
+        stand_in: what idle passes run until a micro-batch was seen.
+    """
+
+    def __init__(self, driver: Driver, stream: Iterable[Any], chunk: int, stand_in: Any = None) -> None:
+        driver.exchange.slots = chunk
+        self._driver = driver
+        self._stream = iter(stream)
+        self._chunk = chunk
+        self._smallest = stand_in
+        self._queue: deque[_Planned] = deque()
+        self._pending: Pending | None = None
+        self._unknown: list[_Planned] = []
+        self._dry = False
+        self._all_dry = False
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self._fill()
+            if not self._queue:
+                return
+            yield self._queue[0].batch
+
+    def take(self) -> tuple[Counts, Known, list[PassTotals]]:
+        """Return the counts of the pass that was handed out last, and what is known of the passes after it."""
+        self._learn()
+        planned = self._queue.popleft()
+        assert planned.known is not None
+        return planned.own, planned.known, [later.known.totals for later in self._queue if later.known is not None]
+
+    def next_known(self) -> PassTotals:
+        """Return what the pass that was handed out last holds over all ranks."""
+        self._learn()
+        known = self._queue[0].known
+        assert known is not None
+        return known.totals
+
+    def _fill(self) -> None:
+        # A window starts with at least a chunk known; chunks follow each other, each pass exchanged once.
+        wanted = self._chunk if self._driver.ledger.window.passes == 0 else 1
+        while len(self._queue) < wanted and not self._all_dry:
+            self._announce()
+            if self._chunk > 1 or self._dry:
+                self._learn()
+
+    def _announce(self) -> None:
+        read = self._read()
+        padding = self._chunk - len(read)
+        stuck = padding > 0 and not read and self._smallest is None
+        slots = [self._driver.slot(planned.own) for planned in read]
+        slots += [Slot(Counts(), active=False, dry=True, stuck=stuck)] * padding
+        read += [_Planned(self._smallest, Counts()) for _ in range(padding)]
+        self._unknown = read
+        self._queue.extend(read)
+        self._pending = self._driver.announce(slots)
+
+    def _read(self) -> list[_Planned]:
+        read: list[_Planned] = []
+        while len(read) < self._chunk and not self._dry:
+            batch = next(self._stream, None)
+            if batch is None:
+                self._dry = True
+                break
+            if self._smallest is None or batch.tokens < self._smallest.tokens:
+                self._smallest = batch
+            read.append(_Planned(batch, Counts(batch.rollouts, batch.prompts, batch.tokens)))
+        return read
+
+    def _learn(self) -> None:
+        if self._pending is None:
+            return
+        answer, self._pending = self._pending.wait(), None
+        ranks = self._driver.ranks
+        for planned, known in zip(self._unknown, answer, strict=True):
+            planned.known = known
+            if known.dry_ranks == ranks:
+                self._all_dry = True
+                self._queue.remove(planned)
+            elif known.stuck_ranks:
+                raise WindowError(
+                    f"{known.stuck_ranks} of {ranks} ranks have no micro-batch at all, so their idle passes have nothing "
+                    "to run; give passes() a small one to stand in: passes(stream, idle=micro_batch)"
+                )

@@ -1,0 +1,65 @@
+"""Putting a scheduler at a position: `lr_progress: rollout`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import wrapt
+from deepspeed.runtime import lr_schedules
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from ds_parity.errors import ConfigError
+from ds_parity.window import Progress
+
+# DeepSpeed's schedulers are functions of `last_batch_iteration`, which stands one behind the steps taken
+# (lr_schedules.py, 0.19.8: -1 before the first).
+_BY_ITERATION = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
+
+
+class RolloutSchedule(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships no types
+    """A scheduler whose `step()` goes to the nominal progress in place of one step on; all else is the scheduler's.
+
+    A function of its step (all of DeepSpeed's, LambdaLR) stands at the fractional position; any other takes the whole
+    steps that were completed, and the remainder is carried.
+
+    Raises:
+        ConfigError: the scheduler moves by a metric, not by steps.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ds_parity.lr_progress is 'rollout' but the scheduler is ReduceLROnPlateau, which moves by a metric "
+                "and has no position to stand at; choose 'optimizer_step', or a scheduler that counts steps"
+            )
+        super().__init__(scheduler)
+        self._self_progress: Progress | None = None
+        self._self_taken = 0
+
+    def advance_to(self, progress: Progress) -> None:
+        """Say where the next `step()` goes."""
+        self._self_progress = progress
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Go to the position last given to `advance_to`; what is passed here is the caller's step count, and unused."""
+        progress = self._self_progress
+        if progress is None:
+            raise RuntimeError("RolloutSchedule.step() before advance_to()")
+        self._place(progress)
+
+    def resume_at(self, progress: Progress) -> None:
+        """Take `progress` as reached already: the scheduler's own state came from a checkpoint."""
+        self._self_taken = progress.whole
+
+    def _place(self, progress: Progress) -> None:
+        scheduler = self.__wrapped__
+        nominal = progress.whole if progress.nominal.is_integer() else progress.nominal
+        if isinstance(scheduler, _BY_ITERATION):
+            scheduler.step(nominal - 1)
+        elif isinstance(scheduler, LambdaLR):
+            scheduler.last_epoch = nominal - 1
+            scheduler.step()
+        else:
+            for _ in range(progress.whole - self._self_taken):
+                scheduler.step()
+        self._self_taken = progress.whole

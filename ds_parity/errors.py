@@ -1,0 +1,40 @@
+"""The exception tree.
+
+    DsParityError
+    ├── ConfigError      (also a ValueError)  a configuration that can't be right
+    ├── WindowError      counts, passes and steps used in a way that has no right result
+    ├── RankDesyncError  ranks are not in the same pass of the same window
+    ├── TraceError       a trace that can't be read or written
+    ├── CheckpointError  a checkpoint that can't be saved or resumed from here
+    └── HarnessError     a parity run that ended without a verdict
+
+Every message names the thing, its value, the rule and the way out.
+"""
+
+
+class DsParityError(Exception):
+    """Root of everything that ds_parity raises on purpose."""
+
+
+class ConfigError(DsParityError, ValueError):
+    """A configuration that is misspelt, contradicts itself, or asks for what can't be right."""
+
+
+class WindowError(DsParityError):
+    """Counts, passes and steps used in a way that has no right result."""
+
+
+class RankDesyncError(DsParityError):
+    """Ranks are not in the same pass of the same window, or one of them is gone."""
+
+
+class TraceError(DsParityError):
+    """A trace that can't be read or written."""
+
+
+class CheckpointError(DsParityError):
+    """A checkpoint that can't be saved or resumed from here."""
+
+
+class HarnessError(DsParityError):
+    """A parity run that ended without a verdict: a rank died, the launcher is missing, time ran out."""

@@ -1,0 +1,133 @@
+"""How far two traces may lie apart, and how their distance is measured."""
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from ds_parity.errors import ConfigError
+from ds_parity.trace import Weights
+
+
+class Tier(str, Enum):
+    """How like two traces must be: bit for bit, or the same sums added up in another order."""
+
+    EXACT = "exact"
+    REASSOCIATED = "reassociated"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+# Machine epsilon: the distance from 1 to the next number.
+EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
+
+# Set from measurement: the greatest relative difference seen between sound engines, in units of eps * sqrt(terms), and
+# a margin. A test that fails is a reason to look for a bug, not to raise one of these.
+C = {"loss": 4.0, "grad_norm": 8.0, "weights": 8.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The relative difference that adding the same terms in another order explains: c * eps * sqrt(terms).
+
+    Attributes:
+        constant: c, measured (see `C`).
+        eps: machine epsilon of the type that the run computes in.
+        terms: loss tokens summed up to and including the step, since errors add up over steps; fewer than 1 count as 1.
+            For the mean over steps: their mean.
+    """
+
+    constant: float
+    eps: float
+    terms: float
+
+    @property
+    def relative(self) -> float:
+        """For the difference of one step."""
+        return self.constant * self.eps * math.sqrt(max(self.terms, 1))
+
+    def mean(self, steps: int) -> float:
+        """For the mean signed difference over `steps` (>= 1) steps: rounding has no side, so it averages out.
+
+        With `terms` averaged over the steps, this is the bound of a mean of independent errors: the root mean square of
+        the bounds of the steps, over sqrt(steps).
+        """
+        return self.relative / math.sqrt(steps)
+
+    def __str__(self) -> str:
+        return f"{self.constant:g} * {self.eps:.3g} * sqrt({max(self.terms, 1):.15g} tokens)"
+
+
+def eps(dtype: str) -> float:
+    """Machine epsilon of `fp64`, `fp32`, `bf16` or `fp16`.
+
+    Raises:
+        ConfigError: for any other type.
+    """
+    if dtype not in EPS:
+        raise ConfigError(f"dtype {dtype!r} has no bound: it must be one of {', '.join(EPS)}")
+    return EPS[dtype]
+
+
+def bits(value: object) -> object:
+    """What is equal for two values when they are equal bit for bit: -0.0 is not 0.0, and weights are their checksum."""
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, tuple):
+        return tuple(bits(item) for item in value)
+    return value.checksum if isinstance(value, Weights) else value
+
+
+def has_nan(value: object) -> bool:
+    """Whether a value is NaN or holds one."""
+    if isinstance(value, tuple):
+        return any(has_nan(item) for item in value)
+    if isinstance(value, Weights):
+        return has_nan((value.norm, *value.sketch))
+    return isinstance(value, float) and math.isnan(value)
+
+
+def signed(reference: float, candidate: float, floor: float = 0.0) -> float:
+    """(candidate - reference) / max(|reference|, floor); 0 where both are equal, infinite or NaN where undefined."""
+    if reference == candidate:
+        return 0.0
+    scale = max(abs(reference), floor)
+    difference = candidate - reference
+    return difference / scale if scale else math.copysign(math.inf, difference)
+
+
+def gap(reference: object, candidate: object, floor: float = 0.0) -> float:
+    """How far two values of one field lie apart (>= 0, or NaN).
+
+    Counts: the difference. Floats: the relative difference, over no less than `floor`. Tuples: the greatest of their
+    items, infinite where their lengths differ. Weights: their distance over the norm of the reference.
+    """
+    if isinstance(reference, Weights) and isinstance(candidate, Weights):
+        return _weights_gap(reference, candidate)
+    if isinstance(reference, tuple) and isinstance(candidate, tuple):
+        if len(reference) != len(candidate):
+            return math.inf
+        return greatest(gap(a, b, floor) for a, b in zip(reference, candidate, strict=True))
+    if isinstance(reference, int) and isinstance(candidate, int):
+        return float(abs(reference - candidate))
+    if isinstance(reference, float) and isinstance(candidate, float):
+        return abs(signed(reference, candidate, floor))
+    return math.nan
+
+
+def greatest(values: Iterable[float]) -> float:
+    """The greatest of some gaps, 0 for none; NaN if one is NaN, which `max` would lose."""
+    known = list(values)
+    return math.nan if any(math.isnan(value) for value in known) else max(known, default=0.0)
+
+
+def _weights_gap(reference: Weights, candidate: Weights) -> float:
+    """The difference of the norms, which the distance is never below, or the sketched distance if that is greater."""
+    norms = abs(signed(reference.norm, candidate.norm))
+    a, b = reference.sketch, candidate.sketch
+    if a == b or len(a) != len(b):
+        return norms
+    distance = math.dist(a, b) / math.sqrt(len(a))
+    return greatest((norms, distance / reference.norm if reference.norm else math.inf))

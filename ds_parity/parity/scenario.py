@@ -1,0 +1,160 @@
+"""A scenario: configuration, model, rollouts, ranks and steps, from which every rank builds the same run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ds_parity.config import Settings, parse
+from ds_parity.errors import ConfigError
+from ds_parity.parity.batches import Layout, collate_layout, ragged_layout, uniform_layout
+from ds_parity.parity.model import PolicyGradient
+from ds_parity.parity.rollouts import informative, load_rollouts, shorten
+from ds_parity.planning.records import MicroBatch, Rollout
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is run, in plain values that travel to the ranks as JSON.
+
+    Attributes:
+        name: also the folder of its traces.
+        config: the extended DeepSpeed configuration.
+        ranks: data-parallel ranks.
+        shape: how rollouts are cut into micro-batches: `uniform` (one a micro-batch), `ragged` (0 to 5, windows that
+            hold the same rollouts on any number of ranks) or `overshoot` (ragged, passes that go beyond the target).
+        windows: how many windows' worth of rollouts there are (>= 1).
+        seed: of the model's weights, of the choice of rollouts and of the raggedness.
+        drive: `loop` (counts given to every backward) or `passes` (the engine reads the stream).
+        max_tokens: rollouts are shortened to this length (>= 2), None: as they are.
+        model: `package.module:function`, called with a seed, returns an `nn.Module` from token ids to logits.
+        rollouts: a JSON Lines file of the user's own, None: the bundled ones.
+        short: rollouts taken off the end, so that the last window stays open.
+    """
+
+    name: str
+    config: dict[str, Any]
+    ranks: int = 2
+    shape: str = "ragged"
+    windows: int = 4
+    seed: int = 0
+    drive: str = "loop"
+    max_tokens: int | None = None
+    model: str = "ds_parity.parity.model:build"
+    rollouts: str | None = None
+    short: int = 0
+    objective: str = "policy_gradient"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> Settings:
+        """The extra keys.
+
+        Raises:
+            ConfigError: they are absent or can't be right.
+        """
+        settings = parse(self.config)
+        if settings is None:
+            raise ConfigError(
+                f"scenario {self.name!r}: the configuration has no gradient_accumulation_passes, so there is nothing to "
+                "compare with bare DeepSpeed; add the key"
+            )
+        return settings
+
+    @property
+    def dtype(self) -> str:
+        """The type that the model computes in: fp32, bf16 or fp16."""
+        for name in ("bf16", "fp16"):
+            section = self.config.get(name)
+            if isinstance(section, dict) and section.get("enabled"):
+                return name
+        return "fp32"
+
+    def layout(self) -> Layout:
+        """Return layout[pass][rank], a tuple of rollouts.
+
+        Raises:
+            ConfigError: there are too few rollouts, or uniform windows can't be formed.
+        """
+        settings = self.settings
+        pool = self._pool(settings.target * (self.windows + 1))
+        if self.shape == "uniform":
+            passes, left = divmod(settings.target, self.ranks)
+            if left or not isinstance(settings.train_micro_batch_size_per_gpu, int):
+                raise ConfigError(
+                    f"uniform windows need a target that the ranks divide: {settings.target} rollouts on {self.ranks} "
+                    "ranks leave a remainder; choose another number of ranks"
+                )
+            return uniform_layout(self.ranks, passes * self.windows, pool)
+        same = self.shape == "ragged"
+        pool = pool[: settings.target * self.windows - self.short]
+        windows = self.windows if same and not self.short else self.windows + 1
+        layout = ragged_layout(
+            pool, self.ranks, settings.target, windows, self.seed, same_windows=same and not self.short
+        )
+        return streamed(layout, self.ranks) if self.drive == "passes" else layout
+
+    def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
+        """Return the collated layout, on the host."""
+        return collate_layout(self.layout())
+
+    def build(self) -> nn.Module:
+        """Return the model with its loss on top, weights drawn from the seed."""
+        policy = resolve(self.model)(self.seed)
+        if not isinstance(policy, nn.Module):
+            raise ConfigError(f"model {self.model!r} returned {type(policy).__name__}: it must return a torch nn.Module")
+        settings = self.settings
+        return PolicyGradient(policy, settings.loss_weight, settings.loss_reduction, self.objective)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; the inverse of `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Scenario:
+        """Build a scenario from what `to_json` returned."""
+        return cls(**{f.name: values[f.name] for f in fields(cls)})
+
+    def _pool(self, wanted: int) -> tuple[Rollout, ...]:
+        every = _rollouts(self.rollouts)
+        start = (self.seed * 97) % max(1, len(every) - wanted + 1)
+        chosen = every[start : start + wanted]
+        return chosen if self.max_tokens is None else shorten(chosen, self.max_tokens)
+
+
+def streamed(layout: Layout, ranks: int) -> Layout:
+    """Return the layout as streams give it: each rank's micro-batches without gaps, idle only when it has run dry."""
+    streams = [[held[rank] for held in layout if held[rank]] for rank in range(ranks)]
+    passes = max(len(stream) for stream in streams)
+    return tuple(tuple(stream[i] if i < len(stream) else () for stream in streams) for i in range(passes))
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """Return the function that `package.module:function` names.
+
+    Raises:
+        ConfigError: there is no such module or function.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{name!r} does not name a function that can be imported ({error}): write package.module:function, and start "
+            "where Python can import the package"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{name!r} is a {type(found).__name__}: it must be a function")
+    return found  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=4)
+def _rollouts(path: str | None) -> tuple[Rollout, ...]:
+    # Groups whose solutions all earned alike have no gradient, and only dilute a comparison.
+    return informative(load_rollouts(None if path is None else Path(path)))

@@ -1,0 +1,83 @@
+"""A comparison for people: a table and a verdict."""
+
+import math
+
+from rich.table import Table
+
+from ds_parity.parity.bounds import greatest
+from ds_parity.parity.compare import Comparison, Difference, Row
+
+_COLUMNS = ("step", "passes", "rollouts", "loss", "lr", "grad norm", "greatest difference", "")
+_ABSENT = "-"
+
+
+def render(comparison: Comparison) -> Table:
+    """One line a step: the candidate's counts and figures, what lies furthest off, and `ok` or `DIFFERS`."""
+    table = Table(title=f"candidate against reference, {comparison.tier} tier ({comparison.dtype})")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in ("greatest difference", "") else "right")
+    for row in comparison.rows:
+        table.add_row(*_cells(row), style="bold red" if row.differences else None)
+    return table
+
+
+def verdict(comparison: Comparison) -> str:
+    """The notes, then equal or not in a sentence with the first difference's numbers, then what was not compared."""
+    lines = [f"note: {note}" for note in comparison.notes]
+    steps = _number(len(comparison.rows), "step")
+    first = comparison.first
+    if first is None:
+        lines.append(f"equal: {steps}, every compared field within its bound ({comparison.tier} tier)")
+    else:
+        count = _number(len(comparison.differences), "difference")
+        lines.append(f"differs: {count} in {steps} ({comparison.tier} tier); the first: {sentence(first)}")
+    if comparison.not_compared:
+        lines.append(f"not compared: {', '.join(comparison.not_compared)}")
+    return "\n".join(lines)
+
+
+def sentence(difference: Difference) -> str:
+    """A difference in a sentence: where, both values in full, how far apart, and the rule."""
+    where = "all steps" if difference.step is None else f"step {difference.step}"
+    values = f"candidate {difference.candidate!r}, reference {difference.reference!r}"
+    if difference.difference is None or difference.bound is None:
+        return f"{where}, {difference.field}: {values}: {difference.why}"
+    numbers = f"difference {difference.difference:.3g}, bound {difference.bound:.3g}"
+    return f"{where}, {difference.field}: {values} ({numbers}): {difference.why}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    record = row.candidate
+    if record is None:
+        figures = (str(row.step), *[_ABSENT] * 5)
+    else:
+        lr = ", ".join(_figure(value) for value in record.lr) or _ABSENT
+        figures = (
+            str(row.step),
+            str(record.passes),
+            str(record.rollouts),
+            _figure(record.loss),
+            lr,
+            _figure(record.grad_norm),
+        )
+    return (*figures, _furthest(row), "DIFFERS" if row.differences else "ok")
+
+
+def _furthest(row: Row) -> str:
+    """What fails, if something does; the greatest difference otherwise."""
+    if row.differences:
+        first = row.differences[0]
+        return first.field if first.difference is None else f"{first.difference:.2e} {first.field}"
+    known = [(name, getattr(row, name)) for name in ("loss", "lr", "grad_norm", "weights")]
+    known = [(name, value) for name, value in known if value is not None]
+    most = greatest(value for _, value in known)
+    names = [name for name, value in known if value == most or math.isnan(value)]
+    return f"{most:.2e} {names[0]}" if names else _ABSENT
+
+
+def _figure(value: float | None) -> str:
+    return _ABSENT if value is None else f"{value:.6g}"
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,1 @@
+"""Rollouts and micro-batches. Light: no torch."""

@@ -1,0 +1,96 @@
+"""Reading a trace. Whatever is wrong with it is a TraceError that names the file and the line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ds_parity.errors import TraceError
+from ds_parity.trace.records import SCHEMA, Header, StepRecord, Trace
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_header(path: str | Path) -> Header:
+    """Line 1 of a trace.
+
+    Raises:
+        TraceError: the file is missing or empty, line 1 is no header, or its schema version isn't `SCHEMA`.
+    """
+    for _, line in _lines(path):
+        return _header(path, line)
+    raise TraceError(f"{path}: the trace is empty: line 1 must be a header")
+
+
+def iter_steps(path: str | Path) -> Iterator[StepRecord]:
+    """The steps of a trace, one at a time: memory stays flat however long the trace is.
+
+    The first step may be any: a resumed run begins where its checkpoint stood. Every other follows its predecessor.
+
+    Raises:
+        TraceError: as `read_header`; and, when its line is reached, for a record that is invalid or cut short, and for
+            a step that is doubled, missing or out of order.
+    """
+    read_header(path)
+    before: int | None = None
+    for number, line in _lines(path):
+        if number == 1:
+            continue
+        record = _parse(path, number, line, StepRecord)
+        if before is not None and record.step != before + 1:
+            raise TraceError(f"{path}, line {number}: {_misplaced(record.step, before)}")
+        before = record.step
+        yield record
+
+
+def read_trace(path: str | Path) -> Trace:
+    """A whole trace. Raises TraceError as `iter_steps` does."""
+    return Trace(header=read_header(path), steps=tuple(iter_steps(path)))
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers, from 1, and lines with their newline; OSError becomes TraceError."""
+    try:
+        with Path(path).open("rb") as file:
+            yield from enumerate(file, start=1)
+    except OSError as error:
+        raise TraceError(f"{path}: can't read the trace: {error.strerror or error}") from error
+
+
+def _header(path: str | Path, line: bytes) -> Header:
+    try:
+        raw = json.loads(line)
+    except ValueError:
+        raw = None
+    if not isinstance(raw, dict) or "schema_version" not in raw:
+        raise TraceError(f"{path}, line 1: no header: line 1 must be a JSON object with a `schema_version`")
+    if raw["schema_version"] != SCHEMA:
+        raise TraceError(f"{path}, line 1: schema version {raw['schema_version']!r}, but this release reads {SCHEMA}")
+    return _parse(path, 1, line, Header)
+
+
+def _parse(path: str | Path, number: int, line: bytes, model: type[Model]) -> Model:
+    try:
+        return model.model_validate_json(line)
+    except ValidationError as error:
+        if not line.endswith(b"\n"):
+            raise TraceError(f"{path}, line {number}: cut short: its writer was stopped in mid-line") from error
+        raise TraceError(f"{path}, line {number}: {_faults(error)}") from error
+
+
+def _faults(error: ValidationError) -> str:
+    """All faults of a record in one line: key, rule, and the value where it is short."""
+    return "; ".join(
+        f"{'.'.join(map(str, fault['loc'])) or 'record'}: {fault['msg']}, got {fault['input']!r:.60}"
+        for fault in error.errors(include_url=False)
+    )
+
+
+def _misplaced(step: int, before: int) -> str:
+    if step == before:
+        return f"step {step} is doubled"
+    if step < before:
+        return f"step {step} is out of order: it follows step {before}"
+    return f"step {before + 1} is missing: step {step} follows step {before}"

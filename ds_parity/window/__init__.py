@@ -1,0 +1,7 @@
+"""The pure core: what passes held, when a window closes, where the schedule stands. No torch, no collectives."""
+
+from ds_parity.window.counts import Counts, PassTotals
+from ds_parity.window.progress import Progress
+from ds_parity.window.window import Ledger, Rules, Window
+
+__all__ = ["Counts", "Ledger", "PassTotals", "Progress", "Rules", "Window"]

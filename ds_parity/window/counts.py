@@ -1,0 +1,79 @@
+"""What a pass held: on one rank, and over all data-parallel ranks."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_parity.errors import WindowError
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise WindowError(f"{name} is {value!r}: a count must be a whole number >= 0; pass how many, not whether")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise WindowError(
+            f"{name} is {value!r}: a count must be a whole number >= 0; pass an int (a NaN or a fraction here means "
+            "that the data path miscounted)"
+        ) from None
+    if number < 0:
+        raise WindowError(f"{name} is {number}: a count must be >= 0; pass 0 for an idle pass")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one rank's micro-batch held, each >= 0.
+
+    Raises:
+        WindowError: a count is negative, fractional, NaN or a bool.
+    """
+
+    rollouts: int = 0
+    prompts: int = 0
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+
+    def weight(self, unit: str) -> int:
+        """How many units the micro-batch's mean loss stands for (spec: its rollouts, its tokens, or 1)."""
+        if unit == "token":
+            return self.tokens
+        if unit == "pass":
+            return int(self.rollouts > 0)
+        return self.rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class PassTotals:
+    """What one pass held over all data-parallel ranks; `active` is the number of ranks that contribute a gradient."""
+
+    rollouts: int = 0
+    prompts: int = 0
+    tokens: int = 0
+    active: int = 0
+
+    @classmethod
+    def of(cls, held: list[Counts], unit: str) -> PassTotals:
+        """Sum the counts of every rank; `unit` is the `loss_weight` that decides which ranks are active."""
+        return cls(
+            rollouts=sum(counts.rollouts for counts in held),
+            prompts=sum(counts.prompts for counts in held),
+            tokens=sum(counts.tokens for counts in held),
+            active=sum(counts.weight(unit) > 0 for counts in held),
+        )
+
+    def weight(self, unit: str) -> int:
+        """The sum of the ranks' weights; a rank's `pass` weight is 1, so there it is the number of active ranks."""
+        if unit == "pass":
+            return self.active
+        return self.tokens if unit == "token" else self.rollouts
+
+    def counted(self, count: str) -> int:
+        """The units that bring the window nearer to its target: rollouts or prompts."""
+        return self.prompts if count == "prompt" else self.rollouts

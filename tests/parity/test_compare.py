@@ -1,0 +1,426 @@
+"""The comparison fails whatever isn't shown to be equal: NaN, absent values, missing steps, an ulp where bits count."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.bounds import EPS, Bound, C, Tier, gap, greatest, has_nan
+from ds_parity.parity.compare import compare
+from ds_parity.trace import Header, StepRecord, Trace, Weights
+
+EXACT, REASSOCIATED = Tier.EXACT, Tier.REASSOCIATED
+HEADER = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="ab", engine="ds_parity")
+BOTH = pytest.mark.parametrize("tier", [EXACT, REASSOCIATED])
+
+
+def weights(norm=10.0, sketch=(3.0, -4.0), digit="a"):
+    return Weights(checksum=digit * 64, norm=norm, sketch=sketch)
+
+
+def record(step=1, **changes):
+    counts = {"passes": 2, "idle_passes": 1, "rollouts": 4, "prompts": 2, "tokens": 100, "total": 4.0}
+    figures = {"loss": 0.5, "lr": (1e-3, 1e-4), "grad_norm": 2.0, "loss_scale": 1024.0, "metrics": {"reward": 0.25}}
+    return StepRecord(**{"step": step, "weights": weights(), **counts, **figures, **changes})
+
+
+def trace(*steps, **header):
+    return Trace(HEADER.model_copy(update=header), steps or tuple(record(step) for step in (1, 2, 3)))
+
+
+def changed(**changes):
+    """A trace of three steps with changes in the second."""
+    return trace(record(1), record(2, **changes), record(3))
+
+
+def fields(comparison):
+    return [(difference.step, difference.field) for difference in comparison.differences]
+
+
+@BOTH
+def test_a_trace_equals_itself(tier):
+    comparison = compare(trace(), trace(), tier)
+    assert comparison.equal
+    assert comparison.first is None
+    assert comparison.notes == (
+        () if tier is EXACT else tuple(f"{n} is compared in the exact tier only" for n in ("loss_scale", "metrics"))
+    )
+
+
+ONE_ULP = {
+    "total": math.nextafter(4.0, 5),
+    "loss": math.nextafter(0.5, 1),
+    "lr": (1e-3, math.nextafter(1e-4, 1)),
+    "grad_norm": math.nextafter(2.0, 3),
+    "loss_scale": math.nextafter(1024.0, 0),
+    "metrics": {"reward": math.nextafter(0.25, 1)},
+    "weights": weights(digit="b"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_ULP)
+def test_one_ulp_fails_the_exact_tier(name):
+    comparison = compare(trace(), changed(**{name: ONE_ULP[name]}), EXACT)
+    assert fields(comparison) == [(2, "metrics.reward" if name == "metrics" else name)]
+    assert comparison.first.bound == 0.0
+    assert "bit for bit" in comparison.first.why
+
+
+@pytest.mark.parametrize("name", ["lr", "total"])
+def test_one_ulp_of_lr_or_total_fails_the_reassociated_tier_too(name):
+    assert fields(compare(trace(), changed(**{name: ONE_ULP[name]}), REASSOCIATED)) == [(2, name)]
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "weights"])
+def test_one_ulp_of_a_sum_passes_the_reassociated_tier(name):
+    assert compare(trace(), changed(**{name: ONE_ULP[name]}), REASSOCIATED).equal
+
+
+@pytest.mark.parametrize("name", ["passes", "idle_passes", "rollouts", "prompts", "tokens"])
+@BOTH
+def test_a_count_that_is_off_by_one_fails(tier, name):
+    off = getattr(record(), name) + 1
+    comparison = compare(trace(), changed(**{name: off}), tier)
+    assert fields(comparison) == [(2, name)]
+    assert comparison.first.difference == 1.0
+
+
+@BOTH
+def test_a_step_that_one_engine_skipped_fails(tier):
+    assert fields(compare(trace(), changed(skipped=True), tier)) == [(2, "skipped")]
+
+
+@BOTH
+def test_another_number_of_parameter_groups_fails(tier):
+    assert fields(compare(trace(), changed(lr=(1e-3,)), tier)) == [(2, "lr")]
+
+
+def test_minus_zero_is_not_zero_in_the_exact_tier():
+    assert not compare(changed(loss=0.0), changed(loss=-0.0), EXACT).equal
+
+
+NAN = {
+    "loss": math.nan,
+    "grad_norm": math.nan,
+    "lr": (1e-3, math.nan),
+    "total": math.nan,
+    "weights": weights(norm=math.nan),
+}
+
+
+@pytest.mark.parametrize("name", NAN)
+@pytest.mark.parametrize("sides", ["reference", "candidate", "both"])
+@BOTH
+def test_nan_fails_in_either_trace_and_in_both(tier, sides, name):
+    bad = changed(**{name: NAN[name]})
+    comparison = compare(trace() if sides == "candidate" else bad, trace() if sides == "reference" else bad, tier)
+    assert (comparison.first.step, comparison.first.field) == (2, name)
+    assert "NaN" in comparison.first.why
+
+
+def test_nan_in_a_metric_or_the_loss_scale_fails_the_exact_tier():
+    bad = changed(metrics={"reward": math.nan}, loss_scale=math.nan)
+    assert fields(compare(bad, bad, EXACT)) == [(2, "loss_scale"), (2, "metrics.reward")]
+
+
+@BOTH
+def test_nan_in_the_sketch_fails(tier):
+    bad = changed(weights=weights(sketch=(math.nan, 1.0)))
+    assert fields(compare(bad, bad, tier)) == [(2, "weights")]
+
+
+@BOTH
+def test_infinity_equals_itself_and_nothing_else(tier):
+    infinite = changed(loss=math.inf)
+    assert compare(infinite, infinite, tier).equal
+    for other in (changed(loss=-math.inf), trace()):
+        assert not compare(infinite, other, tier).equal
+        assert not compare(other, infinite, tier).equal
+
+
+def test_a_difference_that_itself_is_nan_fails_in_its_step_and_in_the_mean():
+    infinite = compare(trace(record(1, grad_norm=math.inf)), trace(record(1)), REASSOCIATED)
+    assert fields(infinite) == [(1, "grad_norm")]
+    assert math.isnan(infinite.first.difference)
+    steps = compare(changed(grad_norm=math.inf), trace(), REASSOCIATED)
+    assert fields(steps) == [(2, "grad_norm"), (None, "grad_norm, mean")]
+
+
+@pytest.mark.parametrize("sides", ["reference", "candidate", "both"])
+@BOTH
+def test_a_trace_without_steps_fails_even_against_another(tier, sides):
+    empty = Trace(HEADER, ())
+    comparison = compare(trace() if sides == "candidate" else empty, trace() if sides == "reference" else empty, tier)
+    assert not comparison.equal
+    assert "has no steps" in comparison.first.why
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+@BOTH
+def test_a_step_that_one_trace_lacks_fails(tier, lost):
+    short = trace(*(record(step) for step in (1, 2, 3) if step != lost))
+    missing = compare(trace(), short, tier)
+    assert fields(missing) == [(lost, "step")]
+    assert missing.first.why == f"step {lost} is in the reference only"
+    assert [row.candidate is None for row in missing.rows] == [step == lost for step in (1, 2, 3)]
+    assert compare(short, trace(), tier).first.why == f"step {lost} is in the candidate only"
+
+
+@BOTH
+def test_a_doubled_step_fails(tier):
+    doubled = trace(record(1), record(2), record(2), record(3))
+    assert "2 times" in compare(trace(), doubled, tier).first.why
+    assert not compare(doubled, doubled, tier).equal
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "weights"])
+@BOTH
+def test_a_field_that_only_one_trace_has_fails(tier, name):
+    comparison = compare(trace(), changed(**{name: None}), tier)
+    assert (2, name) in fields(comparison)
+    assert comparison.first.why == f"{name} is in the reference only"
+    assert not compare(changed(**{name: None}), trace(), tier).equal
+
+
+def test_a_metric_that_only_one_trace_has_fails_the_exact_tier():
+    assert fields(compare(trace(), changed(metrics={}), EXACT)) == [(2, "metrics.reward")]
+    assert fields(compare(trace(), changed(metrics={"reward": 0.25, "kl": 0.0}), EXACT)) == [(2, "metrics.kl")]
+
+
+def test_a_sketch_that_only_one_trace_has_fails_the_reassociated_tier():
+    assert "sketches of 2 and 0" in compare(trace(), changed(weights=weights(sketch=())), REASSOCIATED).first.why
+
+
+def test_what_neither_trace_has_is_named_and_not_compared():
+    bare = trace(record(1, loss=None, grad_norm=None, loss_scale=None, weights=None, metrics={}))
+    comparison = compare(bare, bare, EXACT)
+    assert comparison.equal
+    assert comparison.not_compared == ("loss", "grad_norm", "loss_scale", "weights", "metrics")
+    assert compare(trace(), trace(), EXACT).not_compared == ()
+    assert compare(trace(), trace(), REASSOCIATED).not_compared == ("loss_scale", "metrics")
+
+
+@pytest.mark.parametrize("header", [{"ranks": 4}, {"engine": "torch"}])
+@BOTH
+def test_passes_are_left_out_where_the_ranks_decide_them_and_nothing_else_is(tier, header):
+    other = trace(*(record(step, passes=9, idle_passes=0) for step in (1, 2, 3)), **header)
+    for comparison in (compare(trace(), other, tier), compare(other, trace(), tier)):
+        assert comparison.equal
+        assert {"passes", "idle_passes"} <= set(comparison.not_compared)
+        assert any("passes is not compared" in note for note in comparison.notes)
+    rollouts = trace(record(1), record(2, rollouts=5), record(3), **header)
+    assert fields(compare(trace(), rollouts, tier)) == [(2, "rollouts")]
+
+
+def test_headers_that_differ_are_said_first():
+    other = trace(config_hash="cd", seed=2, ranks=4)
+    notes = compare(trace(), other, EXACT).notes
+    assert [note.split(":")[0] for note in notes[:3]] == [
+        f"the headers differ in {name}" for name in ("config_hash", "seed", "ranks")
+    ]
+    assert "'ab'" in notes[0]
+    assert "'cd'" in notes[0]
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+@pytest.mark.parametrize("side", [1, -1])
+def test_just_within_the_bound_passes_and_just_over_fails(dtype, name, side):
+    bound = Bound(C[name], EPS[dtype], 100).relative
+    one = trace(record(1, **{name: 2.0}))
+    for factor, equal in ((0.9, True), (1.1, False)):
+        other = trace(record(1, **{name: 2.0 * (1 + side * factor * bound)}))
+        assert compare(one, other, REASSOCIATED, dtype).equal is equal
+
+
+def test_the_bound_grows_with_the_tokens_summed_so_far():
+    off = 2.0 * (1 + 0.9 * Bound(C["grad_norm"], EPS["fp32"], 300).relative)
+    assert compare(trace(), trace(record(1), record(2), record(3, grad_norm=off)), REASSOCIATED).equal
+    assert not compare(trace(), trace(record(1, grad_norm=off), record(2), record(3)), REASSOCIATED).equal
+
+
+def test_a_loss_near_zero_is_measured_on_the_scale_of_the_trace():
+    reference = trace(record(1, loss=1.0), record(2, loss=1e-9))
+    assert compare(reference, trace(record(1, loss=1.0), record(2, loss=2e-9)), REASSOCIATED).equal
+    assert not compare(reference, trace(record(1, loss=1.0), record(2, loss=1e-3)), REASSOCIATED).equal
+
+
+def test_an_infinite_loss_does_not_widen_the_scale_of_the_others():
+    reference = trace(record(1, loss=math.inf), record(2, loss=1.0))
+    assert fields(compare(reference, trace(record(1, loss=math.inf), record(2, loss=2.0)), REASSOCIATED))[0] == (
+        2,
+        "loss",
+    )
+
+
+def test_weights_are_measured_by_sketch_over_norm():
+    bound = Bound(C["weights"], EPS["fp32"], 100).relative
+    one = trace(record(1))
+    for factor, equal in ((0.99, True), (1.01, False)):
+        moved = 3.0 + factor * bound * 10.0 * math.sqrt(2)
+        other = trace(record(1, weights=weights(sketch=(moved, -4.0), digit="b")))
+        assert compare(one, other, REASSOCIATED).equal is equal
+
+
+def test_weights_that_moved_without_changing_their_norm_fail_by_sketch():
+    assert fields(compare(trace(), changed(weights=weights(sketch=(4.0, -3.0), digit="b")), REASSOCIATED)) == [
+        (2, "weights")
+    ]
+
+
+@pytest.mark.parametrize("sketch", [(), (3.0, -4.0)])
+def test_norms_that_differ_fail_with_and_without_a_sketch(sketch):
+    one = trace(record(1, weights=weights(sketch=sketch)))
+    other = trace(record(1, weights=weights(norm=10.1, sketch=sketch, digit="b")))
+    assert fields(compare(one, other, REASSOCIATED)) == [(1, "weights")]
+
+
+def test_a_small_bias_that_every_step_hides_is_caught_by_the_mean_signed_difference():
+    def run(sign):
+        steps = []
+        for step in range(1, 26):
+            bound = Bound(C["grad_norm"], EPS["fp32"], 100 * step).relative
+            steps.append(record(step, grad_norm=2.0 * (1 + sign(step) * 0.5 * bound)))
+        return trace(*steps)
+
+    reference = run(lambda step: 0)
+    assert compare(reference, run(lambda step: (-1) ** step), REASSOCIATED).equal
+    biased = compare(reference, run(lambda step: 1), REASSOCIATED)
+    assert fields(biased) == [(None, "grad_norm, mean")]
+    assert not biased.first.difference <= biased.first.bound
+
+
+def test_a_bound_too_wide_to_prove_anything_is_said():
+    wide = trace(record(1, tokens=1_000_000))
+    assert any("proves little" in note for note in compare(wide, wide, REASSOCIATED, "bf16").notes)
+    assert not any("proves little" in note for note in compare(wide, wide, REASSOCIATED, "fp32").notes)
+
+
+def test_rows_hold_the_relative_difference_of_each_quantity():
+    comparison = compare(trace(), changed(loss=0.6, grad_norm=3.0, lr=(1e-3, 2e-4)), EXACT)
+    row = comparison.rows[1]
+    assert (row.loss, row.grad_norm, row.lr, row.weights) == pytest.approx((0.2, 0.5, 1.0, 0.0))
+    assert comparison.rows[0].differences == ()
+    assert [difference.field for difference in row.differences] == ["lr", "loss", "grad_norm"]
+
+
+def test_a_dtype_without_a_bound_is_refused():
+    with pytest.raises(ConfigError, match=r"'fp8'.*fp64, fp32, bf16, fp16"):
+        compare(trace(), trace(), REASSOCIATED, "fp8")
+
+
+def test_a_difference_from_zero_is_infinite_and_nan_is_never_lost():
+    assert gap(0.0, 1e-300) == math.inf
+    assert gap(weights(norm=0.0), weights(norm=0.0, sketch=(3.0, -4.1))) == math.inf
+    assert math.isnan(greatest([1.0, math.nan, 2.0]))
+    assert math.isnan(gap(1.0, None))
+    assert has_nan((1.0, (math.nan,)))
+
+
+FIGURES = st.sampled_from([0.5, 0.5 + 2.0**-30, 0.5 + 2.0**-20, 0.6, 0.0, -0.0, math.inf, -math.inf, math.nan])
+COUNTS = st.sampled_from([2, 2, 2, 3])
+WEIGHTS = st.builds(weights, FIGURES, st.tuples(FIGURES, FIGURES) | st.just(()), st.sampled_from("ab"))
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "passes": COUNTS,
+        "tokens": COUNTS,
+        "total": FIGURES,
+        "loss": FIGURES | st.none(),
+        "lr": st.tuples(FIGURES),
+        "grad_norm": FIGURES | st.none(),
+        "loss_scale": FIGURES | st.none(),
+        "skipped": st.booleans(),
+        "weights": WEIGHTS | st.none(),
+        "metrics": st.dictionaries(st.sampled_from("xy"), FIGURES, max_size=2),
+    },
+)
+
+
+@st.composite
+def two_traces(draw):
+    """Two traces that share most of their steps and values, so that equal pairs come up as well."""
+    shared = draw(st.lists(CHANGES, max_size=3))
+    extra = st.just({}) | CHANGES
+    sides = []
+    for _ in range(2):
+        steps = [record(step, **changes | draw(extra)) for step, changes in enumerate(shared, 1)]
+        kept = tuple(step for step in steps if draw(st.integers(0, 9)))
+        sides.append(Trace(HEADER.model_copy(update={"ranks": draw(st.sampled_from([2, 2, 4]))}), kept))
+    return tuple(sides)
+
+
+def same(a, b):
+    return (
+        a is b is None
+        or (not isinstance(a, float) and a == b)
+        or (isinstance(a, float) and isinstance(b, float) and a == b and math.copysign(1, a) == math.copysign(1, b))
+    )
+
+
+def within(name, a, b, terms, floor):
+    if a is None or b is None:
+        return a is b
+    return a == b or abs(a - b) <= C[name] * EPS["fp32"] * math.sqrt(max(terms, 1)) * max(abs(a), floor)
+
+
+def clean(item):
+    return not any(math.isnan(value) for value in (item.norm, *item.sketch))
+
+
+def near_weights(a, b, terms):
+    if a is None or b is None:
+        return a is b
+    if not clean(a) or not clean(b) or len(a.sketch) != len(b.sketch):
+        return False
+    pairs = list(zip(a.sketch, b.sketch, strict=True))
+    distance = math.sqrt(sum((x - y) ** 2 for x, y in pairs if x != y) / max(len(pairs), 1))
+    limit = C["weights"] * EPS["fp32"] * math.sqrt(max(terms, 1)) * abs(a.norm)
+    return (a.norm == b.norm or abs(a.norm - b.norm) <= limit) and (a.sketch == b.sketch or distance <= limit)
+
+
+def step_within_bounds(a, b, tier, *, same_ranks, terms, floor):
+    names = ["rollouts", "prompts", "tokens", "total", "skipped", *(["passes", "idle_passes"] if same_ranks else [])]
+    good = all(same(getattr(a, name), getattr(b, name)) for name in names)
+    good &= len(a.lr) == len(b.lr) and all(same(x, y) for x, y in zip(a.lr, b.lr, strict=False))
+    if tier is REASSOCIATED:
+        near = within("loss", a.loss, b.loss, terms, floor) and within("grad_norm", a.grad_norm, b.grad_norm, terms, 0)
+        return good and near and near_weights(a.weights, b.weights, terms)
+    good &= all(same(getattr(a, name), getattr(b, name)) for name in ("loss", "grad_norm", "loss_scale"))
+    good &= a.metrics.keys() == b.metrics.keys() and all(same(a.metrics[name], b.metrics[name]) for name in a.metrics)
+    if a.weights is None or b.weights is None:
+        return good and a.weights is b.weights
+    return good and a.weights.checksum == b.weights.checksum and clean(a.weights) and clean(b.weights)
+
+
+def all_within_bounds(reference, candidate, tier):
+    if not reference.steps or [r.step for r in reference.steps] != [r.step for r in candidate.steps]:
+        return False
+    losses = [abs(r.loss) for r in reference.steps if r.loss is not None and math.isfinite(r.loss)]
+    same_ranks = reference.header.ranks == candidate.header.ranks
+    terms, good = 0, True
+    for a, b in zip(reference.steps, candidate.steps, strict=True):
+        terms += a.tokens
+        good &= step_within_bounds(a, b, tier, same_ranks=same_ranks, terms=terms, floor=max(losses, default=0.0))
+    return good
+
+
+@BOTH
+@settings(max_examples=600, deadline=None)
+@given(two_traces())
+def test_equal_is_said_only_if_every_compared_field_is_within_its_bound(tier, traces):
+    comparison = compare(*traces, tier)
+    biased = [difference.field for difference in comparison.differences if difference.field.endswith(", mean")]
+    within_bounds = all_within_bounds(*traces, tier)
+    assert not comparison.equal or within_bounds
+    assert comparison.equal or biased or not within_bounds
+
+
+def test_equal_and_first_cannot_contradict_the_differences():
+    comparison = compare(trace(), changed(rollouts=5), EXACT)
+    assert comparison.first == comparison.differences[0]
+    assert not comparison.equal
+    assert replace(comparison, differences=()).equal

@@ -1,0 +1,95 @@
+"""What a trace's lines promise: floats come back bit for bit, and nothing unasked for is let in."""
+
+import math
+import struct
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ds_parity.trace import SCHEMA, Header, StepRecord, Weights
+
+STEP = {
+    "step": 1,
+    "passes": 2,
+    "idle_passes": 0,
+    "rollouts": 8,
+    "prompts": 2,
+    "tokens": 64,
+    "total": 8.0,
+    "loss": 0.5,
+    "lr": (1e-3,),
+    "grad_norm": 1.0,
+}
+
+
+def bits(value: float) -> bytes:
+    return b"NaN" if math.isnan(value) else struct.pack("<d", value)
+
+
+@given(st.floats())
+@example(math.nan)
+@example(math.inf)
+@example(-math.inf)
+@example(-0.0)
+@example(5e-324)
+@example(1.7976931348623157e308)
+def test_every_float_survives_json_bit_for_bit_wherever_it_stands(value):
+    weights = Weights(checksum="0" * 64, norm=value, sketch=(value,))
+    floats = {"total": value, "loss": value, "grad_norm": value, "loss_scale": value}
+    record = StepRecord(**STEP | floats, weights=weights, metrics={"reward": value}).model_copy(update={"lr": (value,)})
+    again = StepRecord.model_validate_json(record.model_dump_json())
+    found = [again.total, again.loss, *again.lr, again.grad_norm, again.loss_scale, again.metrics["reward"]]
+    assert {bits(item) for item in [*found, again.weights.norm, *again.weights.sketch]} == {bits(value)}
+
+
+@given(st.integers(1, 2**63 - 1), st.lists(st.integers(0, 2**63 - 1), min_size=5, max_size=5), st.booleans())
+def test_counts_and_flags_survive_json(step, counts, skipped):
+    names = ("passes", "idle_passes", "rollouts", "prompts", "tokens")
+    record = StepRecord(**STEP | dict(zip(names, counts, strict=True)) | {"step": step, "skipped": skipped})
+    assert StepRecord.model_validate_json(record.model_dump_json()) == record
+
+
+def test_a_header_survives_json_and_carries_the_schema_version():
+    header = Header(
+        scenario="s", seed=None, versions={"torch": "2.13.0"}, device="cpu", ranks=2, config_hash="ab", engine="torch"
+    )
+    assert header.schema_version == SCHEMA
+    assert Header.model_validate_json(header.model_dump_json()) == header
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", 0),
+        ("passes", -1),
+        ("tokens", 1.0),
+        ("tokens", 2**63),
+        ("rollouts", True),
+        ("loss", "0.5"),
+        ("loss", "nan"),
+        ("lr", 1e-3),
+        ("skipped", 1),
+        ("grad_nrom", 1.0),
+    ],
+)
+def test_a_wrong_value_or_an_unknown_key_is_refused(key, value):
+    with pytest.raises(ValidationError, match=key):
+        StepRecord(**STEP | {key: value})
+
+
+@pytest.mark.parametrize("checksum", ["", "0" * 63, "0" * 65, "G" * 64, "A" * 64])
+def test_a_checksum_that_is_no_sha256_is_refused(checksum):
+    with pytest.raises(ValidationError, match="checksum"):
+        Weights(checksum=checksum, norm=1.0)
+
+
+def test_records_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        StepRecord(**STEP).step = 2
+
+
+def test_the_nan_that_pythons_own_json_writes_is_read_too():
+    line = StepRecord(**STEP | {"loss": math.nan}).model_dump_json().replace('"NaN"', "NaN")
+    assert math.isnan(StepRecord.model_validate_json(line).loss)
