@@ -34,6 +34,7 @@ class Driver:
     Attributes:
         engine: the bare DeepSpeed engine.
         settings: the extra keys.
+        usual_rollouts: what a micro-batch holds where nobody says.
         ledger: windows, totals and clocks.
         exchange: counts over the data-parallel ranks.
         schedule: the scheduler under `lr_progress: rollout`, else None.
@@ -45,6 +46,7 @@ class Driver:
         group = engine.data_parallel_group
         self.engine = engine
         self.settings = settings
+        self.usual_rollouts = settings.target // settings.gradient_accumulation_passes
         self.ranks = dist.get_world_size(group)
         self.ledger = Ledger(
             Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
@@ -78,7 +80,13 @@ class Driver:
         """Run one backward, divided by the expected total; return the loss as it was accumulated."""
         window = self.ledger.count(known.totals, ahead)
         self._stepped = False
-        self._mark(window.closed and self.ledger.total() > 0)
+        boundary = window.closed and self.ledger.total() > 0
+        if boundary and self.engine.inside_no_sync_ctxt:
+            raise WindowError(
+                f"backward() inside no_sync() in the pass that closes window {window.index}: its gradients would not be "
+                "reduced, and ranks would part; leave no_sync() out, DeepSpeed communicates only where it must"
+            )
+        self._mark(boundary)
         weight = own.weight(self.settings.loss_weight)
         if weight == 0:
             with silenced(self.engine.module):
@@ -215,5 +223,6 @@ class Driver:
     def _take_schedule(self) -> RolloutSchedule | None:
         if self.settings.lr_progress != "rollout" or self.engine.lr_scheduler is None:
             return None
-        self.engine.lr_scheduler = RolloutSchedule(self.engine.lr_scheduler)
-        return self.engine.lr_scheduler
+        schedule = RolloutSchedule(self.engine.lr_scheduler)
+        self.engine.lr_scheduler = schedule
+        return schedule

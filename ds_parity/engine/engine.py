@@ -17,7 +17,7 @@ from ds_parity.trace import StepRecord
 from ds_parity.window import Counts, Window
 
 
-class ParityEngine(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships no types
+class ParityEngine(wrapt.ObjectProxy[Any]):
     """A transparent proxy of a DeepSpeed engine: `isinstance(engine, deepspeed.DeepSpeedEngine)` holds.
 
     Everything that is not defined here is DeepSpeed's own. What differs:
@@ -75,8 +75,8 @@ class ParityEngine(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships no t
             RankDesyncError: ranks are not in the same pass.
         """
         self._refuse_scaling(scale_wrt_gas)
-        given = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
-        given = {name: count for name, count in given.items() if count is not None}
+        counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
+        given = {name: count for name, count in counts.items() if count is not None}
         driver: Driver = self._self_driver
         if self._self_queue is not None:
             own, known, ahead = self._self_queue.take()
@@ -84,7 +84,8 @@ class ParityEngine(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships no t
         else:
             own, ahead = self._counts(given), []
             known = driver.announce([driver.slot(own)]).wait()[0]
-        return driver.backward(loss, own, known, ahead, retain_graph=retain_graph)
+        scaled: torch.Tensor = driver.backward(loss, own, known, ahead, retain_graph=retain_graph)
+        return scaled
 
     def idle(self, loss: torch.Tensor) -> torch.Tensor:
         """Run an idle pass: a real backward that contributes exactly nothing, also where `loss` is inf or NaN.
@@ -230,7 +231,7 @@ class ParityEngine(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships no t
                 "ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass how many loss tokens the "
                 "micro-batch holds"
             )
-        return Counts(**{"rollouts": self._self_settings.train_micro_batch_size_per_gpu, **given})
+        return Counts(**{"rollouts": self._self_driver.usual_rollouts, **given})
 
     def _usual(self) -> Counts:
         settings: Settings = self._self_settings
@@ -240,7 +241,7 @@ class ParityEngine(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships no t
                 f"backward(loss) without {missing}= although ds_parity.loss_weight is {settings.loss_weight!r} and "
                 f"ds_parity.count is {settings.count!r}: only rollouts have a default; pass {missing}="
             )
-        return Counts(rollouts=settings.train_micro_batch_size_per_gpu)
+        return Counts(rollouts=self._self_driver.usual_rollouts)
 
     def _check_announced(self, own: Counts, given: dict[str, int]) -> None:
         # The loop may repeat what the micro-batch says, also in an idle pass, where it says what the stand-in holds.

@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_parity.config import load_config, parse, rewrite
 from ds_parity.engine.engine import ParityEngine
+from ds_parity.engine.tracing import attach
 from ds_parity.errors import ConfigError
 
 
@@ -63,8 +64,11 @@ def initialize(
         dist_init_required=dist_init_required,
     )
     rewritten = rewrite(extended, _data_parallel_size(mpu, mesh_param, extended))
+    rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
     bare, *rest = deepspeed.initialize(args=_without_config(args), config=rewritten.config, **keywords)
     engine = ParityEngine(bare, rewritten.settings)
+    if rewritten.settings.trace is not None:
+        attach(engine._self_driver, rewritten.settings.trace, extended)
     return engine, rest[0], rest[1], bare.lr_scheduler
 
 

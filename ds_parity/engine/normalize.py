@@ -43,7 +43,8 @@ def silenced(module: torch.nn.Module) -> Iterator[None]:
 
     The zeros are put in before a gradient is accumulated, so that DeepSpeed's reductions run as in any other pass.
     """
-    handles = [p.register_hook(torch.zeros_like) for p in module.parameters() if p.requires_grad]
+    trained = (p for p in module.parameters() if p.requires_grad)
+    handles = [p.register_hook(torch.zeros_like) for p in trained]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from ds_parity.window import Progress
 _BY_ITERATION = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
 
 
-class RolloutSchedule(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships no types
+class RolloutSchedule(wrapt.ObjectProxy[Any]):
     """A scheduler whose `step()` goes to the nominal progress in place of one step on; all else is the scheduler's.
 
     A function of its step (all of DeepSpeed's, LambdaLR) stands at the fractional position; any other takes the whole
@@ -53,11 +53,11 @@ class RolloutSchedule(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt ships n
 
     def _place(self, progress: Progress) -> None:
         scheduler = self.__wrapped__
-        nominal = progress.whole if progress.nominal.is_integer() else progress.nominal
+        nominal: float = progress.whole if progress.nominal.is_integer() else progress.nominal
         if isinstance(scheduler, _BY_ITERATION):
             scheduler.step(nominal - 1)
         elif isinstance(scheduler, LambdaLR):
-            scheduler.last_epoch = nominal - 1
+            scheduler.last_epoch = nominal - 1  # type: ignore[assignment]  # fractional, on purpose
             scheduler.step()
         else:
             for _ in range(progress.whole - self._self_taken):

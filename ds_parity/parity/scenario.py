@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from ds_parity.parity.batches import Layout, collate_layout, ragged_layout, unif
 from ds_parity.parity.model import PolicyGradient
 from ds_parity.parity.rollouts import informative, load_rollouts, shorten
 from ds_parity.planning.records import MicroBatch, Rollout
+
+# Loss tokens of every rollout in uniform windows that are weighed by tokens.
+_LEVEL = 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Scenario:
         model: `package.module:function`, called with a seed, returns an `nn.Module` from token ids to logits.
         rollouts: a JSON Lines file of the user's own, None: the bundled ones.
         short: rollouts taken off the end, so that the last window stays open.
+        objective: `policy_gradient` or `nll`.
     """
 
     name: str
@@ -50,7 +54,6 @@ class Scenario:
     rollouts: str | None = None
     short: int = 0
     objective: str = "policy_gradient"
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> Settings:
@@ -83,15 +86,9 @@ class Scenario:
             ConfigError: there are too few rollouts, or uniform windows can't be formed.
         """
         settings = self.settings
-        pool = self._pool(settings.target * (self.windows + 1))
         if self.shape == "uniform":
-            passes, left = divmod(settings.target, self.ranks)
-            if left or not isinstance(settings.train_micro_batch_size_per_gpu, int):
-                raise ConfigError(
-                    f"uniform windows need a target that the ranks divide: {settings.target} rollouts on {self.ranks} "
-                    "ranks leave a remainder; choose another number of ranks"
-                )
-            return uniform_layout(self.ranks, passes * self.windows, pool)
+            return self._uniform(settings)
+        pool = self._pool(settings.target * (self.windows + 1))
         same = self.shape == "ragged"
         pool = pool[: settings.target * self.windows - self.short]
         windows = self.windows if same and not self.short else self.windows + 1
@@ -108,7 +105,9 @@ class Scenario:
         """Return the model with its loss on top, weights drawn from the seed."""
         policy = resolve(self.model)(self.seed)
         if not isinstance(policy, nn.Module):
-            raise ConfigError(f"model {self.model!r} returned {type(policy).__name__}: it must return a torch nn.Module")
+            raise ConfigError(
+                f"model {self.model!r} returned {type(policy).__name__}: it must return a torch nn.Module"
+            )
         settings = self.settings
         return PolicyGradient(policy, settings.loss_weight, settings.loss_reduction, self.objective)
 
@@ -121,8 +120,20 @@ class Scenario:
         """Build a scenario from what `to_json` returned."""
         return cls(**{f.name: values[f.name] for f in fields(cls)})
 
-    def _pool(self, wanted: int) -> tuple[Rollout, ...]:
+    def _uniform(self, settings: Settings) -> Layout:
+        passes, left = divmod(settings.target, self.ranks)
+        if left:
+            raise ConfigError(
+                f"uniform windows need a target that the ranks divide: {settings.target} rollouts on {self.ranks} ranks "
+                "leave a remainder; choose another number of ranks"
+            )
+        tokens = _LEVEL if settings.loss_weight == "token" else None
+        return uniform_layout(self.ranks, passes * self.windows, self._pool(settings.target * self.windows, tokens))
+
+    def _pool(self, wanted: int, tokens: int | None = None) -> tuple[Rollout, ...]:
         every = _rollouts(self.rollouts)
+        if tokens is not None:
+            every = leveled(every, tokens)
         start = (self.seed * 97) % max(1, len(every) - wanted + 1)
         chosen = every[start : start + wanted]
         return chosen if self.max_tokens is None else shorten(chosen, self.max_tokens)
@@ -133,6 +144,15 @@ def streamed(layout: Layout, ranks: int) -> Layout:
     streams = [[held[rank] for held in layout if held[rank]] for rank in range(ranks)]
     passes = max(len(stream) for stream in streams)
     return tuple(tuple(stream[i] if i < len(stream) else () for stream in streams) for i in range(passes))
+
+
+def leveled(rollouts: Sequence[Rollout], tokens: int) -> tuple[Rollout, ...]:
+    """Return the rollouts with at least `tokens` loss tokens, cut to that many: where tokens weigh, these are uniform."""
+    return tuple(
+        replace(rollout, tokens=rollout.tokens[: rollout.prompt_length + tokens])
+        for rollout in rollouts
+        if rollout.loss_tokens >= tokens
+    )
 
 
 def resolve(name: str) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ import math
 from rich.table import Table
 
 from ds_parity.parity.bounds import greatest
-from ds_parity.parity.compare import Comparison, Difference, Row
+from ds_parity.parity.fields import Comparison, Difference, Row
 
 _COLUMNS = ("step", "passes", "rollouts", "loss", "lr", "grad norm", "greatest difference", "")
 _ABSENT = "-"
@@ -22,12 +22,15 @@ def render(comparison: Comparison) -> Table:
 
 
 def verdict(comparison: Comparison) -> str:
-    """The notes, then equal or not in a sentence with the first difference's numbers, then what was not compared."""
+    """The notes, then equal or not with the numbers, then what was not compared.
+
+    Equal: how near each bounded field came to its bound. Not equal: the first difference.
+    """
     lines = [f"note: {note}" for note in comparison.notes]
     steps = _number(len(comparison.rows), "step")
     first = comparison.first
     if first is None:
-        lines.append(f"equal: {steps}, every compared field within its bound ({comparison.tier} tier)")
+        lines.append(f"equal: {steps}; {_nearest(comparison)}")
     else:
         count = _number(len(comparison.differences), "difference")
         lines.append(f"differs: {count} in {steps} ({comparison.tier} tier); the first: {sentence(first)}")
@@ -44,6 +47,14 @@ def sentence(difference: Difference) -> str:
         return f"{where}, {difference.field}: {values}: {difference.why}"
     numbers = f"difference {difference.difference:.3g}, bound {difference.bound:.3g}"
     return f"{where}, {difference.field}: {values} ({numbers}): {difference.why}"
+
+
+def _nearest(comparison: Comparison) -> str:
+    """What makes equal traces equal; without anything to bound, all that is compared is compared bit for bit."""
+    if not comparison.measured:
+        return "every compared field bit for bit"
+    parts = (f"{it.field} {it.difference:.2g} of {it.bound:.2g} allowed" for it in comparison.measured)
+    return f"greatest difference {', '.join(parts)}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from ds_parity.parity.bounds import Tier
 from ds_parity.parity.compare import compare
 from ds_parity.parity.tables import render, verdict
-from ds_parity.trace import Header, StepRecord, Trace
+from ds_parity.trace import Header, StepRecord, Trace, Weights
 
 HEADER = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="ab", engine="ds_parity")
 
@@ -67,11 +67,43 @@ def test_figures_that_were_not_taken_are_dashes():
     assert lines(compare(bare, bare, Tier.EXACT))[0].count(" - ") == 3
 
 
-def test_the_verdict_of_equal_traces_says_how_many_steps_and_what_was_not_compared():
+def test_the_verdict_of_traces_that_are_equal_bit_for_bit_says_so_and_what_was_not_compared():
     assert verdict(compare(trace({}, {}), trace({}, {}), Tier.EXACT)).splitlines() == [
-        "equal: 2 steps, every compared field within its bound (exact tier)",
+        "equal: 2 steps; every compared field bit for bit",
         "not compared: loss_scale, weights, metrics",
     ]
+
+
+def test_the_verdict_within_bounds_shows_what_was_measured_beside_its_bound():
+    held = {"weights": Weights(checksum="a" * 64, norm=10.0)}
+    reference = trace({"rollouts": 1} | held, {"rollouts": 3} | held)
+    moved = {"weights": Weights(checksum="b" * 64, norm=10.0 + 2e-7)}
+    near = trace({"rollouts": 1} | held, {"rollouts": 3, "loss": 0.5 + 1e-7} | moved)
+    assert verdict(compare(reference, near, Tier.REASSOCIATED)).splitlines() == [
+        "equal: 2 steps; greatest difference loss 2e-07 of 7.2e-07 allowed, grad_norm 0 of 1.4e-07 allowed, "
+        "weights 2e-08 of 6e-08 allowed",
+        "not compared: loss_scale, metrics",
+    ]
+
+
+def test_the_verdict_without_anything_to_bound_is_bit_for_bit_in_the_reassociated_tier_too():
+    bare = trace({"loss": None, "grad_norm": None})
+    assert verdict(compare(bare, bare, Tier.REASSOCIATED)).splitlines() == [
+        "equal: 1 step; every compared field bit for bit",
+        "not compared: loss, grad_norm, loss_scale, weights, metrics",
+    ]
+
+
+def test_the_verdict_against_torch_has_one_note_on_passes():
+    text = verdict(compare(trace({}, engine="torch", ranks=1), trace({"passes": 3}), Tier.REASSOCIATED))
+    assert [line.split(":")[0] for line in text.splitlines()] == [
+        "note",
+        "equal",
+        "not compared",
+    ]
+    assert text.startswith(
+        "note: passes and idle_passes are not compared: the ranks decide them (torch on 1, ds_parity on 2)\nequal: 1 step;"
+    )
 
 
 def test_the_verdict_names_the_first_difference_with_its_numbers():
@@ -90,11 +122,11 @@ def test_the_verdict_shows_floats_in_full_so_that_one_ulp_is_seen():
 
 def test_the_verdict_says_first_that_the_headers_differ():
     text = verdict(compare(trace({}), trace({}, config_hash="cd"), Tier.EXACT))
-    assert text.startswith("note: the headers differ in config_hash: reference 'ab', candidate 'cd'\nequal: 1 step,")
+    assert text.startswith("note: the headers differ in config_hash: reference 'ab', candidate 'cd'\nequal: 1 step;")
 
 
 def test_the_verdict_of_a_bias_speaks_of_all_steps():
-    biased = compare(trace(*[{}] * 30), trace(*[{"loss": 0.5 + 1.9e-6}] * 30), Tier.REASSOCIATED)
+    biased = compare(trace(*[{}] * 30), trace(*[{"loss": 0.5 + 1.2e-6}] * 30), Tier.REASSOCIATED)
     assert "the first: all steps, loss, mean: " in verdict(biased)
     assert "a bias does not" in verdict(biased)
 

@@ -1,0 +1,222 @@
+"""The command line, thin: parses, calls, prints. Exit code 0: equal, 1: differs, 2: bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ds_parity._version import __version__
+from ds_parity.errors import DsParityError
+
+if TYPE_CHECKING:
+    from ds_parity.parity.compare import Comparison
+    from ds_parity.parity.probe import ProbeResult
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# A pipe has no width of its own, and 80 columns would cut numbers short.
+_WIDTH = None if sys.stdout.isatty() else 120
+out, err = Console(width=_WIDTH), Console(stderr=True)
+
+Config = Annotated[str, typer.Argument(help="extended DeepSpeed JSON: a path, or base64", show_default=False)]
+Ranks = Annotated[int, typer.Option(min=1, help="data-parallel ranks")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
+Seed = Annotated[int, typer.Option(min=0, help="of weights, rollouts and raggedness")]
+Timeout = Annotated[float, typer.Option(min=1, help="seconds for all ranks to finish")]
+Model = Annotated[str, typer.Option(help="package.module:function that takes a seed and returns an nn.Module")]
+Rollouts = Annotated[str | None, typer.Option(help="JSON Lines of your own: prompt, completion, reward")]
+MaxTokens = Annotated[int | None, typer.Option(min=2, help="shorten rollouts to this many tokens")]
+Folder = Annotated[Path, typer.Option("--out", help="folder for traces and logs")]
+
+
+def main() -> None:
+    """Run the command line; whatever is wrong with the input ends in one message and exit code 2."""
+    try:
+        app()
+    except DsParityError as error:
+        err.print(f"ds-parity: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"ds-parity {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help="Step DeepSpeed's optimizer by rollouts, and prove that the step is right.")
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def verify(
+    config: Config,
+    ranks: Ranks = 2,
+    windows: Annotated[int, typer.Option(min=1, help="windows' worth of rollouts")] = 5,
+    seed: Seed = 0,
+    model: Model = "ds_parity.parity.model:build",
+    rollouts: Rollouts = None,
+    max_tokens: MaxTokens = None,
+    timeout: Timeout = 600,
+    folder: Folder = Path("ds_parity_out"),
+    as_json: Json = False,
+) -> None:
+    """Train with the reference engines and with ours on real ranks, and compare the traces."""
+    from ds_parity.config import load_config
+    from ds_parity.parity import verify as harness
+
+    extended = load_config(config)
+    options: dict[str, Any] = {"windows": windows, "seed": seed, "model": model}
+    options |= {"rollouts": rollouts, "max_tokens": max_tokens}
+    total = sum(len(references) + 1 for _, references in harness.scenarios(extended, ranks, **options)[0])
+    with _progress(total) as report:
+        verified = harness.verify(extended, folder, ranks=ranks, timeout=timeout, progress=report, **options)
+    if as_json:
+        _print_json(
+            {
+                "equal": verified.equal,
+                "outcomes": {outcome.title: _plain(outcome.comparison) for outcome in verified.outcomes},
+                "left_out": verified.left_out,
+            }
+        )
+    else:
+        for outcome in verified.outcomes:
+            _show(outcome.comparison, outcome.title)
+        for reason in verified.left_out:
+            out.print(f"left out: {reason}", markup=False, soft_wrap=True)
+        out.print(f"traces: {folder}", markup=False, highlight=False)
+        _verdict(verified.equal, "every step is equal" if verified.equal else "the runs differ")
+    raise typer.Exit(0 if verified.equal else 1)
+
+
+@app.command()
+def rewrite(config: Config, ranks: Ranks = 1) -> None:
+    """Print the plain DeepSpeed JSON to standard output, and what was changed and why to standard error."""
+    from ds_parity.config import load_config
+    from ds_parity.config import rewrite as rewritten
+
+    result = rewritten(load_config(config), ranks)
+    sys.stdout.write(json.dumps(result.config, indent=2) + "\n")
+    for change in result.changes:
+        line = f"{change.key}: {change.before!r} -> {change.after!r}: {change.why}"
+        err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def compare(
+    reference: Annotated[Path, typer.Argument(help="the trace that is right", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(help="the trace in question", show_default=False)],
+    tier: Annotated[
+        str | None, typer.Option(help="exact or reassociated; by default exact, unless a side is torch or ranks differ")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in")] = "fp32",
+    as_json: Json = False,
+) -> None:
+    """Compare two traces step by step."""
+    from ds_parity.errors import ConfigError
+    from ds_parity.parity.bounds import Tier
+    from ds_parity.parity.compare import compare as compared
+    from ds_parity.trace import read_trace
+
+    a, b = read_trace(reference), read_trace(candidate)
+    if tier not in (None, *[str(known) for known in Tier]):
+        raise ConfigError(f"--tier is {tier!r}: it must be {' or '.join(map(str, Tier))}")
+    alike = a.header.ranks == b.header.ranks and "torch" not in (a.header.engine, b.header.engine)
+    chosen = Tier(tier) if tier else (Tier.EXACT if alike else Tier.REASSOCIATED)
+    result = compared(a, b, chosen, dtype)
+    if as_json:
+        _print_json(_plain(result))
+    else:
+        _show(result, f"{candidate} against {reference}, {chosen} tier")
+        _verdict(result.equal, "equal" if result.equal else "the traces differ")
+    raise typer.Exit(0 if result.equal else 1)
+
+
+@app.command()
+def probe(
+    config: Config,
+    ranks: Ranks = 2,
+    seed: Seed = 0,
+    subject: Annotated[
+        str, typer.Option(help="package.module:function(scenario, record) that runs the window")
+    ] = "ds_parity.parity.candidate:run",
+    model: Model = "ds_parity.parity.model:build_tiny",
+    rollouts: Rollouts = None,
+    max_tokens: MaxTokens = 256,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="by default 1e-5 in fp32, 2e-2 in bf16 and fp16")
+    ] = None,
+    timeout: Timeout = 300,
+    folder: Folder = Path("ds_parity_out"),
+    as_json: Json = False,
+) -> None:
+    """Show with what coefficient each micro-batch of each rank really entered one step."""
+    from ds_parity.config import load_config
+    from ds_parity.parity import probing
+
+    options = {"seed": seed, "model": model, "rollouts": rollouts, "max_tokens": max_tokens}
+    with _progress(1) as report:
+        result, limit = probing.probe_config(
+            load_config(config), subject, folder, ranks=ranks, timeout=timeout, progress=report, **options
+        )
+    limit = limit if tolerance is None else tolerance
+    right = result.within(limit)
+    if as_json:
+        _print_json({**asdict(result), "tolerance": limit, "right": right})
+    else:
+        _show_probe(result)
+        _verdict(right, f"{result.pattern} (greatest error {result.error:.2g} of {limit:g} allowed)")
+    raise typer.Exit(0 if right else 1)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("starting ranks", total=total)
+        yield lambda done, title: bar.update(task, completed=done, description=title)
+
+
+def _show(comparison: Comparison, title: str) -> None:
+    from ds_parity.parity.tables import render, verdict
+
+    out.print(f"\n[bold]{title}[/bold]")
+    out.print(render(comparison))
+    out.print(verdict(comparison), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_probe(result: ProbeResult) -> None:
+    from ds_parity.parity.tables import coefficients
+
+    out.print(coefficients(result.measured, result.expected))
+    out.print(f"unexplained by any combination of the gradients: {result.residual:.2g} of the update", highlight=False)
+
+
+def _verdict(good: bool, sentence: str) -> None:
+    out.print(("PASS: " if good else "FAIL: ") + sentence, style="bold green" if good else "bold red", highlight=False)
+
+
+def _plain(comparison: Comparison) -> dict[str, Any]:
+    rows = [{**asdict(row), "candidate": row.candidate and row.candidate.model_dump()} for row in comparison.rows]
+    return {**asdict(comparison), "rows": rows, "equal": comparison.equal}
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")

@@ -1,0 +1,81 @@
+"""The engine under test: a scenario run through `ds_parity.initialize`, as a user's loop would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+import ds_parity
+from ds_parity.parity.batches import collate, to_device
+from ds_parity.parity.scenario import Scenario
+from ds_parity.planning.records import MicroBatch
+from ds_parity.trace import StepRecord
+
+Record = Callable[[StepRecord, nn.Module], None]
+
+
+def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None) -> Any:
+    """Run the scenario and hand every finished step to `record`; returns the engine.
+
+    Args:
+        scenario: what to run.
+        record: called with every step and the module.
+        config: another configuration for the engine alone; the model and its loss stay the scenario's.
+    """
+    module = scenario.build()
+    engine, *_ = ds_parity.initialize(
+        model=module, model_parameters=module.parameters(), config=config or scenario.config
+    )
+    drive = _by_passes if scenario.drive == "passes" else _by_counts
+    for _ in drive(engine, scenario):
+        _note(engine, record)
+    engine.finish()
+    _note(engine, record)
+    return engine
+
+
+def stand_in(scenario: Scenario) -> MicroBatch:
+    """Return a real micro-batch for idle passes: the scenario's shortest rollout, whose loss is not 0."""
+    rollouts = (rollout for held in scenario.layout() for batch in held for rollout in batch)
+    return to_device(collate((min(rollouts, key=lambda rollout: len(rollout.tokens)),)), _device())
+
+
+def own_batches(scenario: Scenario) -> list[MicroBatch]:
+    """Return this rank's micro-batches, a pass each, on its device."""
+    rank = dist.get_rank()
+    return [to_device(held[rank], _device()) for held in scenario.batches()]
+
+
+def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:
+    idle = stand_in(scenario)
+    for batch in own_batches(scenario):
+        if batch.rollouts:
+            loss = engine(**batch.inputs)
+            engine.backward(loss, rollouts=batch.rollouts, prompts=batch.prompts, tokens=batch.tokens)
+        else:
+            engine.idle(engine(**idle.inputs))
+        engine.step()
+        yield
+
+
+def _by_passes(engine: Any, scenario: Scenario) -> Iterator[None]:
+    stream = [batch for batch in own_batches(scenario) if batch.rollouts]
+    for batch in engine.passes(stream, idle=stand_in(scenario), finish=False):
+        engine.backward(engine(**batch.inputs))
+        engine.step()
+        yield
+
+
+def _note(engine: Any, record: Record) -> None:
+    step = engine.last_step if engine.window.passes == 0 else None
+    if step is not None and step.step != getattr(record, "noted", 0):
+        record.noted = step.step  # type: ignore[attr-defined]
+        record(step, engine.module)
+
+
+def _device() -> str:
+    return str(get_accelerator().current_device_name())

@@ -1,0 +1,158 @@
+"""What is compared and what comparing finds: the fields of a step, and the differences of two traces."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ds_parity.parity.bounds import Tier, has_nan
+from ds_parity.trace import StepRecord, Trace, Weights
+
+
+class How(Enum):
+    """How the REASSOCIATED tier compares a field. The EXACT tier compares every field bit for bit."""
+
+    EXACT = "bit for bit"
+    BOUNDED = "within its bound"
+    LEFT_OUT = "not at all"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a step: its name, and how the REASSOCIATED tier compares it."""
+
+    name: str
+    how: How
+
+
+FIELDS = (
+    Field("passes", How.EXACT),
+    Field("idle_passes", How.EXACT),
+    Field("rollouts", How.EXACT),
+    Field("prompts", How.EXACT),
+    Field("tokens", How.EXACT),
+    Field("total", How.EXACT),
+    Field("lr", How.EXACT),
+    Field("skipped", How.EXACT),
+    Field("loss", How.BOUNDED),
+    Field("grad_norm", How.BOUNDED),
+    Field("loss_scale", How.LEFT_OUT),
+    Field("weights", How.BOUNDED),
+)  # and each metric, which is How.LEFT_OUT
+
+OPTIONAL = ("loss", "grad_norm", "loss_scale", "weights", "metrics")
+BOUNDED = tuple(field.name for field in FIELDS if field.how is How.BOUNDED)
+METRIC = "metrics."  # and the name of a metric
+
+
+def value_of(record: StepRecord | None, name: str) -> object:
+    """A field of a step, or a metric by its prefixed name; None where absent."""
+    if record is None:
+        return None
+    if name.startswith(METRIC):
+        return record.metrics.get(name.removeprefix(METRIC))
+    return getattr(record, name)
+
+
+def present(trace: Trace, name: str) -> bool:
+    """Whether a step of the trace has the field."""
+    return any(value_of(record, name) not in (None, {}) for record in trace.steps)
+
+
+def unlike(name: str, a: object, b: object, bounded: bool) -> str | None:
+    """Why two values of a field can't be equal, whatever the bound."""
+    if a is None or b is None:
+        return f"{name} is in the {'candidate' if a is None else 'reference'} only"
+    if has_nan(a) or has_nan(b):
+        return f"{name} is NaN, which equals nothing, itself included"
+    if bounded and isinstance(a, Weights) and isinstance(b, Weights) and len(a.sketch) != len(b.sketch):
+        return f"{name} have sketches of {len(a.sketch)} and {len(b.sketch)} numbers, which can't be compared"
+    return None
+
+
+def shown(value: object, bounded: bool) -> object:
+    """What a difference shows of a value: of weights, what was compared."""
+    if isinstance(value, Weights):
+        return value.norm if bounded else value.checksum
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field that isn't within its bound.
+
+    Attributes:
+        step: None for what holds for the whole trace.
+        field: its name; `step` for steps that are missing, doubled or absent, `loss, mean` for a mean over steps.
+        reference: its value there, None where absent.
+        candidate: the same.
+        difference: relative for floats and weights, absolute for counts, None where there is nothing to subtract.
+        bound: what the difference may be, None where no difference may be.
+        why: the rule, in a sentence.
+    """
+
+    step: int | None
+    field: str
+    reference: object
+    candidate: object
+    difference: float | None
+    bound: float | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step, for the table: the candidate's record (None where missing), and how far four quantities lie apart.
+
+    A quantity is None where one of the traces lacks it; it can be NaN and inf.
+    """
+
+    step: int
+    candidate: StepRecord | None
+    loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    weights: float | None
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A bounded field in the step in which it comes nearest to its bound, or furthest over it."""
+
+    field: str
+    step: int
+    difference: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What comparing two traces found.
+
+    Attributes:
+        tier: what was asked.
+        dtype: the type that the bounds are of.
+        differences: those of the whole trace that forbid a comparison, then by step, then biases.
+        rows: one per step of either trace.
+        measured: one per field that the REASSOCIATED tier bounds and both traces have; none in the EXACT tier.
+        not_compared: fields that neither trace has, or that a rule leaves out.
+        notes: what to know before the verdict: headers that differ, rules that leave fields out, bounds too wide to
+            prove much.
+    """
+
+    tier: Tier
+    dtype: str
+    differences: tuple[Difference, ...]
+    rows: tuple[Row, ...]
+    measured: tuple[Measured, ...]
+    not_compared: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every compared field of every step is within its bound."""
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference, None where there is none."""
+        return self.differences[0] if self.differences else None

@@ -1,0 +1,35 @@
+"""`ds-parity probe`: start ranks, probe one window of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_parity.parity.launch import Call, Job, run
+from ds_parity.parity.probe import TOLERANCE, ProbeResult
+from ds_parity.parity.scenario import Scenario
+
+
+def probe_config(
+    config: dict[str, Any],
+    subject: str,
+    folder: Path,
+    *,
+    ranks: int = 2,
+    timeout: float = 300.0,
+    progress: Callable[[int, str], None] = lambda done, title: None,
+    **options: Any,
+) -> tuple[ProbeResult, float]:
+    """Probe a ragged window; returns what it came to, and the tolerance of the configuration's type.
+
+    Raises:
+        ConfigError: the configuration can't be run.
+        HarnessError: a rank failed, or time ran out.
+    """
+    scenario = Scenario("probe", config, ranks, shape="overshoot", windows=1, **options)
+    scenario.settings.target  # noqa: B018  # asked for its ConfigError, before any rank is started
+    arguments = {"scenario": scenario.to_json(), "subject": subject}
+    call = Call(f"probe of {subject}", "ds_parity.parity.probe:probe", arguments)
+    found = run(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)
+    return ProbeResult(**found[0]), TOLERANCE[scenario.dtype]

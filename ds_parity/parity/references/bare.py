@@ -1,0 +1,67 @@
+"""The bare DeepSpeed engine, and what its references have in common: how a step is written down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ds_parity.config import rewrite
+from ds_parity.engine.normalize import keep_clip_norm
+from ds_parity.parity.oracle import Passes, PlannedWindow, weight
+from ds_parity.parity.scenario import Scenario
+from ds_parity.trace import StepRecord
+
+
+def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = None) -> Any:
+    """Return the bare engine of the rewritten configuration, or one that was told another number of steps."""
+    module = scenario.build()
+    plain = rewrite(scenario.config, scenario.ranks).config
+    if gradient_accumulation_steps is not None:
+        batch = plain["train_micro_batch_size_per_gpu"] * gradient_accumulation_steps * scenario.ranks
+        plain |= {"gradient_accumulation_steps": gradient_accumulation_steps, "train_batch_size": batch}
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=plain)
+    keep_clip_norm(engine)  # it only keeps what DeepSpeed computes, so that there is a norm to compare on ZeRO 0
+    return engine
+
+
+class StepNotes:
+    """Gathers over one window what its line in the trace needs.
+
+    The loss is summed as the definition says, sum of weight * loss over ranks and passes, in fp64.
+    """
+
+    def __init__(self, scenario: Scenario, passes: Passes) -> None:
+        self._settings = scenario.settings
+        self._passes = passes
+        self._sum = torch.zeros((), dtype=torch.float64)
+
+    def add(self, loss: torch.Tensor, own: int) -> None:
+        """Add the undivided loss of a micro-batch of weight `own`."""
+        units = 1 if self._settings.loss_reduction == "sum" else own
+        self._sum = self._sum + loss.detach().double().cpu() * units
+
+    def record(self, number: int, window: PlannedWindow, lr: list[float], grad_norm: Any, applied: bool) -> StepRecord:
+        """Return the step's line; collective, and the next window starts at 0."""
+        total, self._sum = self._sum, torch.zeros((), dtype=torch.float64)
+        if dist.get_world_size() > 1:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, total)
+            total = torch.stack(gathered).sum()
+        held = self._passes[window.first : window.last + 1]
+        batches = [batch for row in held for batch in row]
+        return StepRecord(
+            step=number,
+            passes=len(held),
+            idle_passes=sum(weight(batch, self._settings.loss_weight) == 0 for batch in batches),
+            rollouts=sum(batch.rollouts for batch in batches),
+            prompts=sum(batch.prompts for batch in batches),
+            tokens=sum(batch.tokens for batch in batches),
+            total=window.total,
+            loss=float(total) / window.total if window.total else None,
+            lr=tuple(float(rate) for rate in lr),
+            grad_norm=float(grad_norm) if applied and grad_norm is not None else None,
+            skipped=not applied,
+        )

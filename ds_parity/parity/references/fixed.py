@@ -1,0 +1,28 @@
+"""Reference `deepspeed`: the bare engine with its own fixed gradient_accumulation_steps, on uniform windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_parity.parity.candidate import Record, own_batches
+from ds_parity.parity.oracle import plan
+from ds_parity.parity.references.bare import StepNotes, initialize
+from ds_parity.parity.scenario import Scenario
+
+
+def run(scenario: Scenario, record: Record) -> Any:
+    """Run an unchanged DeepSpeed loop: DeepSpeed decides the boundary, divides the loss and moves the scheduler."""
+    engine = initialize(scenario)
+    passes = scenario.batches()
+    windows = iter(plan(passes, scenario.settings))
+    notes = StepNotes(scenario, passes)
+    for batch in own_batches(scenario):
+        loss = engine(**batch.inputs)
+        engine.backward(loss)
+        notes.add(loss, batch.rollouts if scenario.settings.loss_weight != "token" else batch.tokens)
+        lr, steps = engine.get_lr(), engine.global_steps
+        engine.step()
+        if engine.global_steps != steps:
+            norm, applied = engine.get_global_grad_norm(), engine.was_step_applied()
+            record(notes.record(engine.global_steps, next(windows), lr, norm, applied), engine.module)
+    return engine

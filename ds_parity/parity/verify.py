@@ -1,0 +1,115 @@
+"""`ds-parity verify`: one configuration, run by the references and by ours, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.bounds import Tier
+from ds_parity.parity.compare import Comparison, compare
+from ds_parity.parity.launch import Call, Job, run
+from ds_parity.parity.scenario import Scenario
+from ds_parity.trace import Trace, read_trace
+
+Progress = Callable[[int, str], None]
+TIERS = {"deepspeed": Tier.EXACT, "deepspeed-loop": Tier.EXACT, "torch": Tier.REASSOCIATED}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One comparison of the engine under test with one reference."""
+
+    scenario: Scenario
+    reference: str
+    comparison: Comparison
+    candidate: Trace
+
+    @property
+    def title(self) -> str:
+        """The scenario's name and the reference's."""
+        return f"{self.scenario.name} against {self.reference}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All outcomes; `left_out` says why a comparison could not be made."""
+
+    outcomes: tuple[Outcome, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether there was something to compare, and all of it was equal."""
+        return bool(self.outcomes) and all(outcome.comparison.equal for outcome in self.outcomes)
+
+
+def scenarios(
+    config: dict[str, Any], ranks: int, **options: Any
+) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[str]]:
+    """Return what `verify` runs for a configuration, with its references, and what it leaves out and why.
+
+    Raises:
+        ConfigError: the configuration can't be run at all.
+    """
+    ragged = Scenario("ragged", config, ranks, shape="overshoot", short=2, **options)
+    ragged.settings.target  # noqa: B018  # asked for its ConfigError, before any rank is started
+    wanted: list[tuple[Scenario, tuple[str, ...]]] = [(ragged, ("deepspeed-loop", "torch"))]
+    uniform = Scenario("uniform", config, ranks, shape="uniform", **options)
+    try:
+        uniform.layout()
+    except ConfigError as error:
+        return wanted, [f"uniform against deepspeed: {error}"]
+    return [(uniform, ("deepspeed",)), *wanted], []
+
+
+def calls(runs: list[tuple[Scenario, tuple[str, ...]]], folder: Path) -> tuple[Call, ...]:
+    """Return the calls that leave the traces of `runs` in `folder`."""
+    return tuple(
+        Call(
+            f"{scenario.name}: {engine}",
+            "ds_parity.parity.tasks:run_scenario",
+            {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)},
+        )
+        for scenario, references in runs
+        for engine in (*references, "ds_parity")
+    )
+
+
+def verify(
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    ranks: int = 2,
+    timeout: float = 600.0,
+    progress: Progress = lambda done, title: None,
+    **options: Any,
+) -> Verification:
+    """Run the references and the engine under test, and compare their traces, which stay in `folder`.
+
+    Args:
+        config: extended configuration.
+        folder: for traces and the ranks' log.
+        ranks: processes to start.
+        timeout: seconds for all of it.
+        progress: told how many runs have finished, and which one is under way.
+        options: of `Scenario` (windows, seed, model, rollouts, max_tokens).
+
+    Raises:
+        ConfigError: the configuration can't be run.
+        HarnessError: a rank failed, or time ran out.
+    """
+    runs, left_out = scenarios(config, ranks, **options)
+    folder = folder.resolve()
+    run(Job(calls(runs, folder), folder / "ranks", ranks, timeout), progress)
+    outcomes = [outcome(scenario, reference, folder) for scenario, references in runs for reference in references]
+    return Verification(tuple(outcomes), tuple(left_out))
+
+
+def outcome(scenario: Scenario, reference: str, folder: Path, candidate: str = "ds_parity") -> Outcome:
+    """Compare two traces of a scenario that lie in `folder`."""
+    traces = [read_trace(folder / scenario.name / f"{engine}.jsonl") for engine in (reference, candidate)]
+    comparison = compare(traces[0], traces[1], TIERS[reference], scenario.dtype)
+    return Outcome(scenario, reference, comparison, traces[1])

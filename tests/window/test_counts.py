@@ -1,0 +1,85 @@
+"""What a rank may say that it held, and what its loss weighs for it."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_parity.errors import WindowError
+from ds_parity.window import Counts, PassTotals
+
+NAMES = ("rollouts", "prompts", "tokens")
+WHOLE = st.integers(0, 10**6)
+HELD = st.lists(st.builds(Counts, WHOLE, WHOLE, WHOLE), max_size=6)
+UNITS = ("rollout", "token", "pass", "target")
+
+each_count = pytest.mark.parametrize("name", NAMES)
+
+
+@each_count
+@pytest.mark.parametrize("value", [-1, np.int64(-3)])
+def test_a_negative_count_is_refused_by_name_with_the_rule(name, value):
+    with pytest.raises(WindowError, match=rf"^{name} is -\d: a count must be >= 0; pass 0 for an idle pass"):
+        Counts(**{name: value})
+
+
+@each_count
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.5, 8.0, np.float32(8), "8", None, np.array([1, 2])])
+def test_what_is_not_whole_is_refused_by_name_with_the_rule(name, value):
+    with pytest.raises(WindowError, match=rf"^{name} is (?s:.*): a count must be a whole number >= 0; pass an int"):
+        Counts(**{name: value})
+
+
+@each_count
+@pytest.mark.parametrize("value", [True, False, np.True_])
+def test_a_flag_is_not_a_count(name, value):
+    with pytest.raises(WindowError, match=rf"^{name} is .*{bool(value)}.*: a count must be a whole number >= 0"):
+        Counts(**{name: value})
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.array])
+def test_a_numpy_integer_becomes_a_plain_int_that_cannot_overflow(kind):
+    counts = Counts(kind(100), kind(101), kind(102))
+    assert counts == Counts(100, 101, 102)
+    assert {type(getattr(counts, name)) for name in NAMES} == {int}
+    assert PassTotals.of([counts] * 3, "token").tokens == 306
+
+
+def test_counts_cannot_be_changed_after_they_were_checked():
+    with pytest.raises(AttributeError):
+        Counts(1).rollouts = -1
+
+
+@pytest.mark.parametrize(("unit", "weight"), [("rollout", 3), ("token", 50), ("pass", 1), ("target", 3)])
+def test_the_weight_of_a_micro_batch_is_its_rollouts_its_tokens_or_one(unit, weight):
+    assert Counts(rollouts=3, prompts=2, tokens=50).weight(unit) == weight
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_micro_batch_that_holds_nothing_weighs_nothing(unit):
+    assert Counts().weight(unit) == 0
+
+
+def test_rollouts_without_a_loss_token_have_no_token_weight():
+    assert Counts(rollouts=3).weight("token") == 0
+
+
+@given(HELD, st.sampled_from(UNITS))
+def test_a_pass_weighs_what_its_ranks_weigh_together(held, unit):
+    totals = PassTotals.of(held, unit)
+    assert totals.weight(unit) == sum(counts.weight(unit) for counts in held)
+    assert totals.active == sum(counts.weight(unit) > 0 for counts in held)
+    assert [getattr(totals, name) for name in NAMES] == [sum(getattr(one, name) for one in held) for name in NAMES]
+
+
+@given(HELD.flatmap(lambda held: st.tuples(st.just(held), st.permutations(held))), st.sampled_from(UNITS))
+def test_the_order_of_the_ranks_makes_no_difference(both, unit):
+    held, shuffled = both
+    assert PassTotals.of(held, unit) == PassTotals.of(shuffled, unit)
+
+
+def test_the_target_counts_rollouts_or_prompts():
+    totals = PassTotals(rollouts=7, prompts=2, tokens=90, active=1)
+    assert (totals.counted("rollout"), totals.counted("prompt")) == (7, 2)
