@@ -29,24 +29,25 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"client_state has a key {_KEY!r} of its own; that name holds the window's state: rename it"
         )
-    return {**client_state, _KEY: driver.ledger.state()}
+    return {**client_state, _KEY: {**driver.ledger.state(), "count": driver.settings.count}}
 
 
 def resume(driver: Driver, client_state: dict[str, Any]) -> None:
     """Put the window's state back.
 
     Raises:
-        CheckpointError: the checkpoint counted towards another target.
+        CheckpointError: the checkpoint counted something else, or towards another target.
     """
     state = client_state.get(_KEY)
     if state is None:
         _LOG.warning("the checkpoint holds no ds_parity state (bare DeepSpeed wrote it): the window starts fresh")
         return
-    target = driver.ledger.rules.target
-    if state["target"] != target:
+    saved, wanted = (state["target"], state["count"]), (driver.ledger.rules.target, driver.settings.count)
+    if saved != wanted:
         raise CheckpointError(
-            f"the checkpoint was counting towards a target of {state['target']}, this configuration says {target}: "
-            "boundaries and LR would not continue; restore gradient_accumulation_passes, or start afresh"
+            f"the checkpoint was counting towards a target of {saved[0]} {saved[1]}s, this configuration says "
+            f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes and "
+            "ds_parity.count, or start afresh"
         )
     driver.ledger.restore(state)
     driver.engine.global_samples = driver.ledger.rollouts

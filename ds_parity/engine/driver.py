@@ -72,7 +72,7 @@ class Driver:
 
     def slot(self, counts: Counts) -> Slot:
         """Return the announcement of one pass of this rank."""
-        return Slot(counts, active=counts.weight(self.settings.loss_weight) > 0)
+        return Slot(counts, active=counts.active(self.settings.loss_weight))
 
     def backward(
         self, loss: torch.Tensor, own: Counts, known: Known, ahead: Sequence[PassTotals], **kwargs: Any

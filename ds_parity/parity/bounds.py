@@ -24,11 +24,12 @@ class Tier(str, Enum):
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 
 # In units of eps * sqrt(rollouts). Measured against the torch reference (fp64, the whole window as one batch) over ZeRO
-# 0-3, all four loss weights, 2 ranks, DeepSpeed 0.19.8, torch 2.13.0 on a CPU; greatest seen, loss / grad_norm / weights:
+# 0-3, all four loss weights, 2 ranks, DeepSpeed 0.19.8, torch 2.13.0 on a CPU. The greatest seen, loss / grad_norm /
+# weights:
 #     fp32  0.73 / 0.28 / 0.06
 #     bf16  0.02 / 0.05 / 0.011
-# times about 4. bf16 lies far lower since its forward errors average out over tokens. fp64 is taken from fp32, fp16, not
-# measured, from bf16. A test that fails is a reason to look for a bug, not to raise one of these.
+# times about 4. bf16 lies far lower: its forward errors average out over tokens. fp16 is not measured, but taken from
+# bf16, and fp64 from fp32. A test that fails is a reason to look for a bug, not to raise one of these.
 C = {
     "fp64": {"loss": 3.0, "grad_norm": 1.2, "weights": 0.25},
     "fp32": {"loss": 3.0, "grad_norm": 1.2, "weights": 0.25},
@@ -139,4 +140,4 @@ def _weights_gap(reference: Weights, candidate: Weights) -> float:
     if a == b or len(a) != len(b):
         return norms
     distance = math.dist(a, b) / math.sqrt(len(a))
-    return greatest((norms, distance / reference.norm if reference.norm else math.inf))
+    return greatest((norms, distance / reference.norm if 0 < reference.norm < math.inf else math.inf))

@@ -25,6 +25,8 @@ from ds_parity.parity.fields import (
 )
 from ds_parity.trace import StepRecord, Trace
 
+__all__ = ["Comparison", "compare"]
+
 _PACKING = ("passes", "idle_passes")
 _HEADER = ("scenario", "config_hash", "seed", "ranks", "device", "versions")
 _LOOSE = 0.1

@@ -141,11 +141,14 @@ def _where(job: Job) -> str:
 
 def _why(job: Job, code: int) -> str:
     log = job.folder / "log.txt"
-    for rank in range(job.ranks):
-        for line in said(job.folder, rank):
-            if "failed" in line:
-                title = job.calls[line["failed"]].title
-                return f"rank {rank} failed in {title!r}: {line['error']}: {line['message']} (log: {log})"
+    failures = [
+        (line["at"], rank, line) for rank in range(job.ranks) for line in said(job.folder, rank) if "failed" in line
+    ]
+    if failures:
+        # The first to fail is the cause; what the others say is that it is gone.
+        _, rank, line = min(failures, key=lambda failure: failure[:2])
+        title = job.calls[line["failed"]].title
+        return f"rank {rank} failed in {title!r}: {line['error']}: {line['message']} (log: {log})"
     tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
     return (
         f"a rank ended with code {code} {_where(job)} without saying why: it was killed, or could not start; the log "

@@ -85,5 +85,5 @@ def _expected(window: Passes, settings: Settings, needed: int) -> float:
     for held, weights in zip(window, _weights(window, settings), strict=True):
         if weights:
             counted = sum(_units(batch, settings) for batch in held)
-            return needed * weights / counted if counted else float(needed)
+            return needed * weights / max(counted, 1)
     return float(needed)

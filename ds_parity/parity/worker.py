@@ -34,7 +34,7 @@ def main(path: str) -> int:
             try:
                 result = resolve(call["function"])(**call["arguments"])
             except Exception as error:
-                _say(out, {"failed": number, "error": type(error).__name__, "message": str(error)})
+                _say(out, {"failed": number, "at": time.time(), "error": type(error).__name__, "message": str(error)})
                 traceback.print_exc()
                 sys.stderr.flush()
                 # A peer may wait in a collective for ever; leaving at once lets the launcher end it.

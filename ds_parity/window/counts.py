@@ -48,10 +48,14 @@ class Counts:
             return int(self.rollouts > 0)
         return self.rollouts
 
+    def active(self, unit: str) -> bool:
+        """Whether the pass isn't idle: it holds rollouts, or a part of one that weighs something (a turn's tokens)."""
+        return self.rollouts > 0 or self.weight(unit) > 0
+
 
 @dataclass(frozen=True, slots=True)
 class PassTotals:
-    """What one pass held over all data-parallel ranks; `active` is the number of ranks that contribute a gradient."""
+    """What one pass held over all data-parallel ranks; `active` is the number of ranks that were not idle."""
 
     rollouts: int = 0
     prompts: int = 0
@@ -60,12 +64,12 @@ class PassTotals:
 
     @classmethod
     def of(cls, held: list[Counts], unit: str) -> PassTotals:
-        """Sum the counts of every rank; `unit` is the `loss_weight` that decides which ranks are active."""
+        """Sum the counts of every rank; `unit` is the `loss_weight`."""
         return cls(
             rollouts=sum(counts.rollouts for counts in held),
             prompts=sum(counts.prompts for counts in held),
             tokens=sum(counts.tokens for counts in held),
-            active=sum(counts.weight(unit) > 0 for counts in held),
+            active=sum(counts.active(unit) for counts in held),
         )
 
     def weight(self, unit: str) -> int:

@@ -69,6 +69,7 @@ class Ledger:
         self.rules = rules
         self.passes = 0
         self.consumed = 0
+        self.origin = 0
         self.rollouts = 0
         self.progress = Progress(rules.target)
         self.window = self._opened(0)
@@ -113,9 +114,14 @@ class Ledger:
         return self.window
 
     def settle(self, *, applied: bool) -> Window:
-        """Open the next window; returns the one that ended. Progress moves only with a step that was applied."""
+        """Open the next window; returns the one that ended. Progress moves only with a step that was applied.
+
+        Where the data ended inside a window, counting starts anew: the next data's first window is a whole one.
+        """
         ended = self.window
         self.consumed += self._units(ended)
+        if self.consumed < ended.closes_at:
+            self.origin = self.consumed
         self.rollouts += ended.rollouts
         if applied:
             self.progress = self.progress.advanced(self._units(ended))
@@ -133,6 +139,7 @@ class Ledger:
             "passes": self.passes,
             "windows": self.window.index,
             "consumed": self.consumed,
+            "origin": self.origin,
             "rollouts": self.rollouts,
             "progress_units": self.progress.units,
         }
@@ -141,6 +148,7 @@ class Ledger:
         """Go on from `state`; the inverse of `state()`."""
         self.passes = state["passes"]
         self.consumed = state["consumed"]
+        self.origin = state["origin"]
         self.rollouts = state["rollouts"]
         self.progress = Progress(self.rules.target, state["progress_units"])
         self.window = self._opened(state["windows"])
@@ -151,7 +159,8 @@ class Ledger:
     def _opened(self, index: int) -> Window:
         target = self.rules.target
         carried = self.rules.overshoot == "carry"
-        closes_at = (self.consumed // target + 1) * target if carried else self.consumed + target
+        surplus = (self.consumed - self.origin) % target if carried else 0
+        closes_at = self.consumed + target - surplus
         return Window(index=index, target=target, closes_at=closes_at, opened_at=self.consumed)
 
     def _added(self, window: Window, held: PassTotals) -> Window:
@@ -180,7 +189,8 @@ class Ledger:
         # is put right at the boundary.
         needed = window.closes_at - window.opened_at
         counted = held.counted(self.rules.count)
-        return needed * held.weight(self.rules.loss_weight) / counted if counted else float(needed)
+        estimate = needed * held.weight(self.rules.loss_weight)
+        return estimate / counted if counted else float(estimate)
 
     def _refuse_surplus(self, window: Window) -> None:
         surplus = window.opened_at + self._units(window) - window.closes_at

@@ -373,6 +373,7 @@ def test_a_dtype_without_a_bound_is_refused():
 def test_a_difference_from_zero_is_infinite_and_nan_is_never_lost():
     assert gap(0.0, 1e-300) == math.inf
     assert gap(weights(norm=0.0), weights(norm=0.0, sketch=(3.0, -4.1))) == math.inf
+    assert gap(weights(norm=math.inf), weights(norm=math.inf, sketch=(3.0, -4.1))) == math.inf
     assert math.isnan(greatest([1.0, math.nan, 2.0]))
     assert math.isnan(gap(1.0, None))
     assert has_nan((1.0, (math.nan,)))
@@ -424,7 +425,8 @@ def same(a, b):
 def within(name, a, b, terms, floor):
     if a is None or b is None:
         return a is b
-    return a == b or abs(a - b) <= C["fp32"][name] * EPS["fp32"] * math.sqrt(max(terms, 1)) * max(abs(a), floor)
+    limit = C["fp32"][name] * EPS["fp32"] * math.sqrt(max(terms, 1)) * max(abs(a), floor)
+    return a == b or (math.isfinite(a) and abs(a - b) <= limit)
 
 
 def clean(item):
@@ -436,10 +438,11 @@ def near_weights(a, b, terms):
         return a is b
     if not clean(a) or not clean(b) or len(a.sketch) != len(b.sketch):
         return False
-    pairs = list(zip(a.sketch, b.sketch, strict=True))
-    distance = math.sqrt(sum((x - y) ** 2 for x, y in pairs if x != y) / max(len(pairs), 1))
+    if not all(math.isfinite(value) for value in (a.norm, *a.sketch, *b.sketch)):
+        return a.norm == b.norm and a.sketch == b.sketch
+    distance = math.dist(a.sketch, b.sketch) / math.sqrt(max(len(a.sketch), 1))
     limit = C["fp32"]["weights"] * EPS["fp32"] * math.sqrt(max(terms, 1)) * abs(a.norm)
-    return (a.norm == b.norm or abs(a.norm - b.norm) <= limit) and (a.sketch == b.sketch or distance <= limit)
+    return abs(a.norm - b.norm) <= limit and distance <= limit
 
 
 def step_within_bounds(a, b, tier, *, same_ranks, terms, floor):

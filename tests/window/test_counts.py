@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_parity.errors import WindowError
@@ -67,10 +67,11 @@ def test_rollouts_without_a_loss_token_have_no_token_weight():
 
 
 @given(HELD, st.sampled_from(UNITS))
+@example([Counts(rollouts=3)], "token")
 def test_a_pass_weighs_what_its_ranks_weigh_together(held, unit):
     totals = PassTotals.of(held, unit)
     assert totals.weight(unit) == sum(counts.weight(unit) for counts in held)
-    assert totals.active == sum(counts.weight(unit) > 0 for counts in held)
+    assert totals.active == sum(counts.rollouts > 0 or counts.weight(unit) > 0 for counts in held)
     assert [getattr(totals, name) for name in NAMES] == [sum(getattr(one, name) for one in held) for name in NAMES]
 
 

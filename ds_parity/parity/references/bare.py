@@ -55,7 +55,7 @@ class StepNotes:
         return StepRecord(
             step=number,
             passes=len(held),
-            idle_passes=sum(weight(batch, self._settings.loss_weight) == 0 for batch in batches),
+            idle_passes=sum(not batch.rollouts and not weight(batch, self._settings.loss_weight) for batch in batches),
             rollouts=sum(batch.rollouts for batch in batches),
             prompts=sum(batch.prompts for batch in batches),
             tokens=sum(batch.tokens for batch in batches),

@@ -1,0 +1,48 @@
+"""One launched set of ranks for all scenarios: a process start costs more than twenty engines."""
+
+from pathlib import Path
+
+import cells
+import ranked
+import pytest
+
+from ds_parity.parity.launch import Call, Job, run
+from ds_parity.trace import read_trace
+
+HERE = str(Path(__file__).parent)
+
+
+class Launched:
+    """Traces and results that a set of ranks left behind."""
+
+    def __init__(self, folder, results):
+        self.folder = folder
+        self.results = results
+
+    def trace(self, scenario, engine):
+        return read_trace(self.folder / scenario.name / f"{engine}.jsonl")
+
+
+def launch(folder, calls, ranks, **options):
+    results = run(Job(tuple(calls), folder / "ranks", ranks, timeout=500, import_from=(HERE,), **options))
+    return Launched(folder, {call.title: result for call, result in zip(calls, results, strict=True)})
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory):
+    """Every scenario, probe and task that runs on two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    calls = [cells.run_call(scenario, engine, folder) for scenario, engines in cells.RUNS for engine in engines]
+    calls += [cells.run_call(scenario, control, folder) for scenario, control in cells.CONTROLS]
+    calls += [cells.run_call(cells.same_windows(*cell, 2), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
+    calls += [cells.probe_call(scenario, subject) for scenario, subject in cells.PROBES]
+    calls += [Call(name, f"ranked:{name}", {"folder": str(folder / name)}) for name in ranked.TASKS]
+    return launch(folder, calls, 2)
+
+
+@pytest.fixture(scope="session", params=[1, 4])
+def other_ranks(request, tmp_path_factory):
+    """The scenarios whose windows are the same, on one rank and on four."""
+    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
+    scenarios = [cells.same_windows(*cell, request.param) for cell in cells.SAME_WINDOWS]
+    return request.param, launch(folder, [cells.run_call(s, "ds_parity", folder) for s in scenarios], request.param)
