@@ -139,6 +139,11 @@ def _where(job: Job) -> str:
     return f"in {titles[-1]!r}" if titles else "before the first call"
 
 
+def _fell_silent(folder: Path, rank: int) -> bool:
+    lines = list(said(folder, rank))
+    return not lines or "started" in lines[-1]
+
+
 def _why(job: Job, code: int) -> str:
     log = job.folder / "log.txt"
     failures = [
@@ -148,7 +153,9 @@ def _why(job: Job, code: int) -> str:
         # The first to fail is the cause; what the others say is that it is gone.
         _, rank, line = min(failures, key=lambda failure: failure[:2])
         title = job.calls[line["failed"]].title
-        return f"rank {rank} failed in {title!r}: {line['error']}: {line['message']} (log: {log})"
+        silent = [str(other) for other in range(job.ranks) if _fell_silent(job.folder, other)]
+        others = f"; rank {', '.join(silent)} ended without saying why: killed, or by the launcher" if silent else ""
+        return f"rank {rank} failed in {title!r}: {line['error']}: {line['message']}{others} (log: {log})"
     tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
     return (
         f"a rank ended with code {code} {_where(job)} without saying why: it was killed, or could not start; the log "

@@ -92,3 +92,22 @@ def _figure(value: float | None) -> str:
 
 def _number(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def coefficients(measured: list[list[float]], expected: list[list[float]]) -> Table:
+    """A row a pass, a column a rank: the coefficient measured, beside the one expected; red where they part."""
+    ranks = len(expected[0])
+    table = Table(title="with what coefficient each micro-batch entered the step: measured | expected")
+    table.add_column("pass", justify="right")
+    for rank in range(ranks):
+        table.add_column(f"rank {rank}", justify="right")
+    largest = max(max(row) for row in expected)
+    for index, (found, wanted) in enumerate(zip(measured, expected, strict=True)):
+        cells = [_coefficient(a, b, largest) for a, b in zip(found, wanted, strict=True)]
+        table.add_row(str(index), *cells)
+    return table
+
+
+def _coefficient(measured: float, expected: float, largest: float) -> str:
+    text = f"{measured:8.5f} | {expected:.5f}" if expected else f"{measured:8.5f} | idle"
+    return text if abs(measured - expected) <= 0.05 * largest else f"[bold red]{text}[/bold red]"

@@ -8,7 +8,7 @@ from ds_parity.parity.scenario import Scenario
 STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16")
 WEIGHTS = ("rollout", "token", "pass", "target")
-PASSES = (2, 3, 4, 5, 6)
+UNIFORM = [*[(gas, "SGD") for gas in (2, 3, 4, 5, 6)], (3, "AdamW")]
 TINY = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 96}
 
 
@@ -74,8 +74,7 @@ def never_marked(stage):
 
 
 RUNS = [
-    *[(uniform(*cell), ("deepspeed", "ds_parity")) for cell in product(STAGES, DTYPES, PASSES)],
-    *[(uniform(*cell, 3, "AdamW"), ("deepspeed", "ds_parity")) for cell in product(STAGES, DTYPES)],
+    *[(uniform(*at, *how), ("deepspeed", "ds_parity")) for at, how in product(product(STAGES, DTYPES), UNIFORM)],
     *[(ragged(*cell), ("deepspeed-loop", "torch", "ds_parity")) for cell in product(STAGES, DTYPES, WEIGHTS)],
     *[(streams(*cell), ("deepspeed-loop", "torch", "ds_parity")) for cell in product(STAGES, DTYPES)],
     *[(summed(stage), ("deepspeed-loop", "torch", "ds_parity")) for stage in STAGES],

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import cells
-import ranked
 import pytest
+import ranked
 
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.trace import read_trace

@@ -20,14 +20,11 @@ def assert_equal(launched, scenario, reference, tier):
     assert all(row.candidate.weights is not None for row in comparison.rows)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("gas", cells.PASSES)
+@pytest.mark.parametrize(("gas", "optimizer"), cells.UNIFORM)
 @pytest.mark.parametrize("dtype", cells.DTYPES)
 @pytest.mark.parametrize("stage", cells.STAGES)
 def test_uniform_windows_are_bit_identical_to_fixed_accumulation(two_ranks, stage, dtype, gas, optimizer):
     """Loss, LR, gradient norm, weights and counters, for a number of passes that is a power of two and not."""
-    if optimizer == "AdamW" and gas != 3:
-        pytest.skip("AdamW runs at 3 passes only: the optimizer does not see how many there were")
     assert_equal(two_ranks, cells.uniform(stage, dtype, gas, optimizer), "deepspeed", Tier.EXACT)
 
 
@@ -78,8 +75,8 @@ def test_the_mean_of_micro_batches_fails_and_by_far(two_ranks, stage, weight):
     )
     assert not comparison.equal
     off = {d.field: d for d in comparison.differences if d.step == 1}
-    assert off["grad_norm"].difference > 1000 * off["grad_norm"].bound.relative
-    assert off["loss"].difference > 1000 * off["loss"].bound.relative
+    assert off["grad_norm"].difference > 1000 * off["grad_norm"].bound
+    assert off["loss"].difference > 1000 * off["loss"].bound
 
 
 @pytest.mark.parametrize(("stage", "dtype"), cells.SAME_WINDOWS)

@@ -1,0 +1,28 @@
+"""What the ranks of test_launch.py do."""
+
+import os
+import signal
+import time
+
+import torch.distributed as dist
+
+
+def echo(value, seconds=0.0):
+    time.sleep(seconds)
+    return value
+
+
+def fail(rank):
+    if dist.get_rank() == rank:
+        raise ValueError(f"7 is not what rank {rank} wanted")
+    dist.barrier()
+
+
+def die(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang():
+    time.sleep(600)

@@ -1,0 +1,94 @@
+"""Starting ranks: what is said when they can't start, die or hang, and that none is left behind."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ds_parity.errors import HarnessError
+from ds_parity.parity import launch
+from ds_parity.parity.launch import Call, Job, run
+
+HERE = str(Path(__file__).parent)
+
+
+def job(folder, function, *, ranks=2, timeout=120, **arguments):
+    return Job((Call(function, f"launched:{function}", arguments),), folder / "ranks", ranks, timeout, (HERE,))
+
+
+def left_behind(folder):
+    """Processes whose command line names the job; one that was killed may take a moment to go."""
+    mark, deadline = str(folder), time.monotonic() + 5
+    while True:
+        left = [p for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or [])]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+@pytest.mark.ranks
+def test_results_come_back_in_order_and_progress_is_told(tmp_path):
+    seen = []
+    calls = tuple(Call(f"call {n}", "launched:echo", {"value": n, "seconds": 0.3}) for n in range(3))
+    results = run(Job(calls, tmp_path / "ranks", 2, 120, (HERE,)), lambda done, title: seen.append((done, title)))
+    assert results == [0, 1, 2]
+    assert (0, "starting ranks") in seen
+    assert any(done and title.startswith("call") for done, title in seen)
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.ranks
+def test_an_exception_on_one_rank_is_named_with_its_rank_and_ends_the_others(tmp_path):
+    with pytest.raises(HarnessError, match=r"rank 1 failed in 'fail': ValueError: 7 is not what rank 1 wanted"):
+        run(job(tmp_path, "fail", rank=1))
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(HarnessError, match="rank 1 ended without saying why: killed"):
+        run(job(tmp_path, "die", rank=1))
+    assert time.monotonic() - begun < 120
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.ranks
+def test_ranks_that_hang_are_ended_when_the_time_is_up(tmp_path):
+    with pytest.raises(HarnessError, match=r"did not finish within 25 s \(in 'hang'\): they were ended"):
+        run(job(tmp_path, "hang", timeout=25))
+    assert not left_behind(tmp_path)
+
+
+def test_a_launcher_that_is_not_there_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: None)
+    with pytest.raises(HarnessError, match=r"no `deepspeed` launcher beside .* install deepspeed"):
+        run(job(tmp_path, "echo", value=1))
+
+
+def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch):
+    """Ctrl-C while the ranks start."""
+    monkeypatch.setattr(launch, "_command", lambda job: [sys.executable, "-c", _SLEEPER, str(tmp_path)])
+    (tmp_path / "ranks").mkdir()
+
+    def interrupt(done, title):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(job(tmp_path, "echo", value=1), interrupt)
+    assert not left_behind(tmp_path)
+
+
+_SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', sys.argv[1]]); time.sleep(60)"
+
+
+def test_a_line_that_is_being_written_is_passed_over(tmp_path):
+    (tmp_path / "rank0.jsonl").write_text(json.dumps({"started": 0}) + '\n{"fin')
+    assert list(launch.said(tmp_path, 0)) == [{"started": 0}]

@@ -1,0 +1,153 @@
+"""The command line: exit codes, one message for bad input, never a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_parity.trace import Header, StepRecord, TraceWriter
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "ds_configs" / "zero2_bf16.json"
+
+
+def ds_parity(*arguments, **environment):
+    command = [sys.executable, "-c", "from ds_parity.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, check=False
+    )
+
+
+def refused(*arguments, **environment):
+    """The message of a call that must end in exit code 2 and no traceback."""
+    ran = ds_parity(*arguments, **environment)
+    assert ran.returncode == 2, ran
+    assert "Traceback" not in ran.stdout + ran.stderr
+    return ran.stderr
+
+
+def trace(path, loss=1.0, engine="ds_parity"):
+    header = Header(scenario="s", seed=0, versions={}, device="cpu gloo", ranks=2, config_hash="0" * 64, engine=engine)
+    counts = {"passes": 2, "idle_passes": 0, "rollouts": 4, "prompts": 1, "tokens": 100, "total": 4.0}
+    with TraceWriter(path, header) as writer:
+        for step in (1, 2):
+            writer.write(StepRecord(step=step, **counts, loss=loss, lr=(0.1,), grad_norm=1.0))
+    return path
+
+
+class TestRewrite:
+    def test_prints_plain_json_to_stdout_and_reasons_to_stderr(self):
+        ran = ds_parity("rewrite", CONFIG, "--ranks", 4)
+        plain = json.loads(ran.stdout)
+        assert ran.returncode == 0
+        assert (plain["train_batch_size"], plain["gradient_accumulation_steps"]) == (12, 3)
+        assert "ds_parity" not in plain
+        assert "gradient_accumulation_steps: (absent) -> 3" in ran.stderr
+
+    def test_does_not_import_torch(self):
+        code = f"import sys; sys.argv = ['ds-parity', 'rewrite', {str(CONFIG)!r}]\nfrom ds_parity.cli import app\n"
+        code += "app(standalone_mode=False)\nassert not {'torch', 'deepspeed'} & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("command", ["verify", "rewrite", "probe"])
+    def test_a_missing_file(self, command):
+        assert "nowhere.json" in refused(command, "nowhere.json")
+
+    @pytest.mark.parametrize("command", ["verify", "rewrite", "probe"])
+    def test_invalid_json_is_located(self, command, tmp_path):
+        bad = tmp_path / "bad.json"
+        bad.write_text('{\n  "gradient_accumulation_passes": 4,\n  "zero_optimization": {,}\n}')
+        assert "line 3" in refused(command, bad)
+
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    def test_a_plain_configuration_has_nothing_to_verify(self, command, tmp_path):
+        plain = tmp_path / "plain.json"
+        plain.write_text('{"train_batch_size": 4}')
+        assert "no gradient_accumulation_passes" in refused(command, plain)
+
+    def test_a_model_that_is_not_there(self, tmp_path):
+        message = refused("verify", CONFIG, "--model", "nowhere:build", "--out", tmp_path)
+        assert "nowhere:build" in message
+        assert "package.module:function" in message
+
+    def test_rollouts_that_are_not_there(self, tmp_path):
+        assert "nowhere.jsonl" in refused("verify", CONFIG, "--rollouts", "nowhere.jsonl", "--out", tmp_path)
+
+    def test_ranks_below_1(self):
+        assert "--ranks" in refused("verify", CONFIG, "--ranks", 0)
+
+    def test_a_launcher_that_is_not_there(self, tmp_path):
+        """A Python without a launcher beside it, and none on PATH."""
+        code = "import sys; sys.executable = '/nowhere/python'; from ds_parity.cli import main; main()"
+        ran = subprocess.run(
+            [sys.executable, "-c", code, "verify", str(CONFIG), "--out", str(tmp_path)],
+            capture_output=True, text=True, timeout=300, env={**os.environ, "PATH": "/nowhere"}, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 2
+        assert "no `deepspeed` launcher" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+    def test_a_trace_that_is_not_one(self, tmp_path):
+        bad = tmp_path / "bad.jsonl"
+        bad.write_text("hello\n")
+        assert "bad.jsonl" in refused("compare", trace(tmp_path / "a.jsonl"), bad)
+
+    def test_an_unknown_tier(self, tmp_path):
+        a = trace(tmp_path / "a.jsonl")
+        assert "--tier is 'close'" in refused("compare", a, a, "--tier", "close")
+
+
+class TestCompare:
+    def test_equal_traces_exit_0(self, tmp_path):
+        ran = ds_parity("compare", trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl"))
+        assert ran.returncode == 0
+        assert "PASS: equal" in ran.stdout
+
+    def test_different_traces_exit_1_and_name_the_first_difference(self, tmp_path):
+        ran = ds_parity("compare", trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl", loss=1.0000001))
+        assert ran.returncode == 1
+        assert "FAIL: the traces differ" in ran.stdout
+        assert "step 1, loss" in ran.stdout
+
+    def test_a_torch_trace_is_compared_within_bounds(self, tmp_path):
+        reference = trace(tmp_path / "a.jsonl", engine="torch")
+        ran = ds_parity("compare", reference, trace(tmp_path / "b.jsonl", loss=1.0000001), "--json")
+        found = json.loads(ran.stdout)
+        assert ran.returncode == 0
+        assert found["equal"]
+        assert found["tier"] == "reassociated"
+
+
+@pytest.mark.ranks
+class TestVerify:
+    def test_says_pass_exits_0_and_leaves_both_traces(self, tmp_path):
+        small = ["--windows", 2, "--max-tokens", 96, "--model", "ds_parity.parity.model:build_tiny"]
+        ran = ds_parity("verify", CONFIG, "--out", tmp_path, *small)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert "PASS: every step is equal" in ran.stdout
+        for title in ("uniform against deepspeed", "ragged against deepspeed-loop", "ragged against torch"):
+            assert title in ran.stdout
+        assert {path.name for path in (tmp_path / "ragged").iterdir()} == {
+            "ds_parity.jsonl", "deepspeed-loop.jsonl", "torch.jsonl",
+        }  # fmt: skip
+
+    def test_a_rank_that_fails_is_one_message_and_exit_2(self, tmp_path):
+        """A user's own model that returns no logits."""
+        (tmp_path / "broken.py").write_text("def build(seed):\n    return 7\n")
+        environment = {"PYTHONPATH": str(tmp_path)}
+        message = refused("verify", CONFIG, "--model", "broken:build", "--out", tmp_path / "out", **environment)
+        assert "returned int: it must return a torch nn.Module" in message
+
+
+@pytest.mark.ranks
+def test_probe_shows_a_faulty_loop_and_exits_1(tmp_path):
+    subject = "ds_parity.parity.controls.last_backward_only:run"
+    ran = ds_parity("probe", ROOT / "ds_configs" / "zero2_fp32.json", "--subject", subject, "--out", tmp_path)
+    assert ran.returncode == 1, ran.stderr
+    assert "rank 1" in ran.stdout
+    assert "FAIL" in ran.stdout
