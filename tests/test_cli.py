@@ -126,8 +126,16 @@ class TestCompare:
 @pytest.mark.ranks
 class TestVerify:
     def test_says_pass_exits_0_and_leaves_both_traces(self, tmp_path):
-        small = ["--windows", 2, "--max-tokens", 96, "--model", "ds_parity.parity.model:build_tiny"]
-        ran = ds_parity("verify", CONFIG, "--out", tmp_path, *small)
+        """With the user's own model and rollouts."""
+        (tmp_path / "mine.py").write_text("from ds_parity.parity.model import build_tiny as build\n")
+        lines = [
+            {"prompt": f"{n} + {n} = ", "completion": f"{2 * n + k} " + "because " * 12, "reward": float(k == 0)}
+            for n in range(20)
+            for k in range(3)
+        ]
+        (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        small = ["--windows", 2, "--model", "mine:build", "--rollouts", tmp_path / "mine.jsonl"]
+        ran = ds_parity("verify", CONFIG, "--out", tmp_path, *small, PYTHONPATH=str(tmp_path))
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert "PASS: every step is equal" in ran.stdout
         for title in ("uniform against deepspeed", "ragged against deepspeed-loop", "ragged against torch"):

@@ -2,7 +2,7 @@
 
 With losses divided by the expected total E, the window's gradient stands at sum(w * grad l) / E; the step needs it
 times E / T, T the actual total. This module and schedule.py are the only ones that touch what DeepSpeed keeps to
-itself; all of it was read in DeepSpeed 0.19.8, and tests/distributed/test_internals.py fails by name when it changes.
+itself; all of it was read in DeepSpeed 0.19.8, and tests/engine/test_internals.py fails by name when it changes.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ def _command(job: Job) -> list[str]:
 def _environment(job: Job) -> dict[str, str]:
     environment = {**os.environ, **job.environment}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products on CUDA ask for
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*job.import_from, environment.get("PYTHONPATH", "")]))
     return environment
 
@@ -136,7 +137,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _where(job: Job) -> str:
     titles = [line["title"] for line in said(job.folder, 0) if "started" in line]
-    return f"in {titles[-1]!r}" if titles else "before the first call"
+    if titles:
+        return f"in {titles[-1]!r}"
+    return (
+        "before the first call; DeepSpeed compiles its ops on first use, and a compilation that is ended leaves a file "
+        "named `lock` in torch's extension folder: remove it if a later run waits for ever"
+    )
 
 
 def _fell_silent(folder: Path, rank: int) -> bool:

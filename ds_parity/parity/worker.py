@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
@@ -25,6 +26,7 @@ def main(path: str) -> int:
     job = json.loads(Path(path).read_text())
     sys.path[:0] = job["import_from"]
     logger.setLevel("ERROR")
+    _make_repeatable()
     deepspeed.init_distributed()
     says = Path(path).parent / f"rank{dist.get_rank()}.jsonl"
     with says.open("a", buffering=1) as out:
@@ -43,6 +45,12 @@ def main(path: str) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def _make_repeatable() -> None:
+    # Kernels that add in a random order would part two runs of the same engine, and EXACT means bit for bit.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _say(out: Any, line: dict[str, Any]) -> None:

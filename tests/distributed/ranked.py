@@ -1,8 +1,10 @@
 """Small things that two ranks do, each in a few lines; what they return is asserted in test_engine.py."""
 
 import io
+import json
 import logging
 import time
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -17,6 +19,8 @@ TASKS = [
     "boundaries",
     "bare_without_the_key",
     "unchanged_loop",
+    "configuration_by_arguments",
+    "all_idle",
     "idle_nan",
     "empty_window",
     "drop",
@@ -115,6 +119,32 @@ def unchanged_loop(folder):
         "steps": engine.global_steps,
         "optimizer": optimizer is engine.optimizer,
     }
+
+
+def configuration_by_arguments(folder):
+    """`--deepspeed_config FILE`, as deepspeed.add_config_arguments gives it."""
+    from argparse import Namespace
+
+    path = Path(f"{folder}-{dist.get_rank()}.json")
+    path.write_text(json.dumps(config(1, passes=4)))
+    given = Namespace(local_rank=dist.get_rank(), deepspeed_config=str(path))
+    model = torch.nn.Linear(4, 1)
+    engine, *_ = ds_parity.initialize(args=given, model=model, model_parameters=model.parameters())
+    return {"target": engine.window.target, "args": given.deepspeed_config == str(path)}
+
+
+def all_idle(folder):
+    """A window in which no rank has a rollout, at the end of the data."""
+    said, handler = _listen()
+    engine = build(config(1, passes=4))
+    before = weights.vector(engine.module)
+    for seed in range(2):
+        engine.idle(forward(engine, seed))
+        engine.step()
+    engine.finish()
+    logging.getLogger("ds_parity").removeHandler(handler)
+    unmoved = torch.equal(before, weights.vector(engine.module))
+    return {"said": said.getvalue(), "unmoved": unmoved, "record": engine.last_step.model_dump()}
 
 
 def idle_nan(folder):

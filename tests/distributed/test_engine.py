@@ -50,6 +50,18 @@ def test_an_unchanged_deepspeed_loop_runs(two_ranks):
     assert found["lr"] == pytest.approx([0.1**5])
 
 
+def test_the_configuration_may_come_with_the_arguments_which_stay_as_they_are(two_ranks):
+    assert two_ranks.results["configuration_by_arguments"] == {"target": 4, "args": True}
+
+
+def test_a_window_of_idle_passes_alone_takes_no_step_and_says_so(two_ranks):
+    found = two_ranks.results["all_idle"]
+    assert found["unmoved"]
+    assert found["record"]["skipped"]
+    assert (found["record"]["rollouts"], found["record"]["idle_passes"]) == (0, 4)
+    assert "window 0 (2 passes, 0 rollouts) has a total of 0 rollout weight" in found["said"]
+
+
 def test_an_idle_pass_contributes_nothing_also_where_its_forward_is_nan_or_inf(two_ranks, stage):
     found = two_ranks.results["idle_nan"][stage]
     assert found["equal"] == [True, True]

@@ -36,7 +36,8 @@ def left_behind(folder):
 def test_results_come_back_in_order_and_progress_is_told(tmp_path):
     seen = []
     calls = tuple(Call(f"call {n}", "launched:echo", {"value": n, "seconds": 0.3}) for n in range(3))
-    results = run(Job(calls, tmp_path / "ranks", 2, 120, (HERE,)), lambda done, title: seen.append((done, title)))
+    # Time enough for DeepSpeed to compile its ops, once a machine; the tests below find them compiled.
+    results = run(Job(calls, tmp_path / "ranks", 2, 300, (HERE,)), lambda done, title: seen.append((done, title)))
     assert results == [0, 1, 2]
     assert (0, "starting ranks") in seen
     assert any(done and title.startswith("call") for done, title in seen)
