@@ -30,13 +30,19 @@ def _ours(engine, batches):
         engine.step()
 
 
+def _ours_ahead(engine, batches):
+    for batch in engine.passes(batches, finish=False):
+        engine.backward(engine(**batch.inputs))
+        engine.step()
+
+
 def _by_hand(engine, batches, totals):
     """The same window as an RL trainer writes it, with counts that fell from the sky."""
     share = totals / (dist.get_world_size())
     for index, batch in enumerate(batches):
         engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
         loss = engine(**batch.inputs)
-        engine.backward(loss / (share / batch.tokens), scale_wrt_gas=False)
+        engine.backward(loss / (share / batch.rollouts), scale_wrt_gas=False)
         engine.step()
 
 
@@ -45,8 +51,9 @@ def step_time(scenario, rounds):
     wanted = Scenario.from_json(scenario)
     ours, bare = _engines(wanted)
     batches = own_batches(wanted)
-    totals = float(sum(batch.tokens for held in wanted.batches() for batch in held))
-    rivals = {"ours": lambda: _ours(ours, batches), "by hand": lambda: _by_hand(bare, batches, totals)}
+    totals = float(sum(batch.rollouts for held in wanted.batches() for batch in held))
+    drive = _ours_ahead if wanted.settings.lookahead else _ours
+    rivals = {"ours": lambda: drive(ours, batches), "by hand": lambda: _by_hand(bare, batches, totals)}
     taken = {name: [] for name in rivals}
     gc.disable()
     for number in range(rounds + 2):
@@ -65,7 +72,7 @@ def memory(scenario):
     wanted = Scenario.from_json(scenario)
     ours, bare = _engines(wanted)
     batches = own_batches(wanted)
-    totals = float(sum(batch.tokens for held in wanted.batches() for batch in held))
+    totals = float(sum(batch.rollouts for held in wanted.batches() for batch in held))
     for _ in range(2):
         _ours(ours, batches)
         _by_hand(bare, batches, totals)

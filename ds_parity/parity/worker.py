@@ -50,7 +50,7 @@ def main(path: str) -> int:
 def _make_repeatable() -> None:
     # Kernels that add in a random order would part two runs of the same engine, and EXACT means bit for bit.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in its stubs
 
 
 def _say(out: Any, line: dict[str, Any]) -> None:
