@@ -9,58 +9,63 @@ import torch.distributed as dist
 
 import ds_parity
 from ds_parity.config import rewrite
-from ds_parity.parity.candidate import own_batches
+from ds_parity.parity.candidate import own_batches, stand_in
+from ds_parity.parity.oracle import weight
 from ds_parity.parity.scenario import Scenario
 
 
-def _engines(scenario):
-    built = []
-    for initialize, config in (
-        (ds_parity.initialize, scenario.config),
-        (deepspeed.initialize, rewrite(scenario.config, scenario.ranks).config),
-    ):
-        model = scenario.build()
-        built.append(initialize(model=model, model_parameters=model.parameters(), config=config)[0])
-    return built
+class Rivals:
+    """Ours and the bare engine over the same model, and one window of micro-batches for both."""
 
+    def __init__(self, scenario):
+        wanted = Scenario.from_json(scenario)
+        plain = rewrite(wanted.config, wanted.ranks).config
+        self.ours = self._engine(wanted, ds_parity.initialize, wanted.config)
+        self.bare = self._engine(wanted, deepspeed.initialize, plain)
+        self.batches, self.idle = own_batches(wanted), stand_in(wanted)
+        self.unit, self.ahead = wanted.settings.loss_weight, wanted.settings.lookahead > 0
+        self.total = float(sum(weight(batch, self.unit) for held in wanted.batches() for batch in held))
 
-def _ours(engine, batches):
-    for batch in batches:
-        engine.backward(engine(**batch.inputs), rollouts=batch.rollouts, tokens=batch.tokens)
-        engine.step()
+    def _engine(self, wanted, initialize, config):
+        model = wanted.build()
+        return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
+    def window_of_ours(self):
+        if self.ahead:
+            for batch in self.ours.passes(self.batches, finish=False):
+                self.ours.backward(self.ours(**batch.inputs))
+                self.ours.step()
+            return
+        for batch in self.batches:
+            if batch.rollouts:
+                loss = self.ours(**batch.inputs)
+                self.ours.backward(loss, rollouts=batch.rollouts, tokens=batch.tokens)
+            else:
+                self.ours.idle(self.ours(**self.idle.inputs))
+            self.ours.step()
 
-def _ours_ahead(engine, batches):
-    for batch in engine.passes(batches, finish=False):
-        engine.backward(engine(**batch.inputs))
-        engine.step()
-
-
-def _by_hand(engine, batches, totals):
-    """The same window as an RL trainer writes it, with counts that fell from the sky."""
-    share = totals / (dist.get_world_size())
-    for index, batch in enumerate(batches):
-        engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-        loss = engine(**batch.inputs)
-        engine.backward(loss / (share / batch.rollouts), scale_wrt_gas=False)
-        engine.step()
+    def window_by_hand(self):
+        """The same window as an RL trainer writes it, its total known as if it fell from the sky."""
+        share = self.total / dist.get_world_size()
+        for index, batch in enumerate(self.batches):
+            self.bare.set_gradient_accumulation_boundary(index == len(self.batches) - 1)
+            units = weight(batch, self.unit)
+            loss = self.bare(**(batch if batch.rollouts else self.idle).inputs)
+            self.bare.backward(loss / (share / units) if units else loss * 0.0, scale_wrt_gas=False)
+            self.bare.step()
 
 
 def step_time(scenario, rounds):
     """Seconds a window of each rival, in turn; the order is swapped every round."""
-    wanted = Scenario.from_json(scenario)
-    ours, bare = _engines(wanted)
-    batches = own_batches(wanted)
-    totals = float(sum(batch.rollouts for held in wanted.batches() for batch in held))
-    drive = _ours_ahead if wanted.settings.lookahead else _ours
-    rivals = {"ours": lambda: drive(ours, batches), "by hand": lambda: _by_hand(bare, batches, totals)}
-    taken = {name: [] for name in rivals}
+    rivals = Rivals(scenario)
+    windows = {"ours": rivals.window_of_ours, "by hand": rivals.window_by_hand}
+    taken = {name: [] for name in windows}
     gc.disable()
     for number in range(rounds + 2):
-        for name in list(rivals)[:: 1 if number % 2 else -1]:
+        for name in list(windows)[:: 1 if number % 2 else -1]:
             dist.barrier()
             begun = time.perf_counter()
-            rivals[name]()
+            windows[name]()
             if number >= 2:
                 taken[name].append(time.perf_counter() - begun)
     gc.enable()
@@ -68,20 +73,17 @@ def step_time(scenario, rounds):
 
 
 def memory(scenario):
-    """Peak bytes allocated above the start in one window of each rival, correction included."""
-    wanted = Scenario.from_json(scenario)
-    ours, bare = _engines(wanted)
-    batches = own_batches(wanted)
-    totals = float(sum(batch.rollouts for held in wanted.batches() for batch in held))
+    """Peak bytes allocated above the start in one corrected window of each rival."""
+    rivals = Rivals(scenario)
     for _ in range(2):
-        _ours(ours, batches)
-        _by_hand(bare, batches, totals)
-    window = ours.last_step
+        rivals.window_of_ours()
+        rivals.window_by_hand()
+    parameters = rivals.ours.module.parameters()
     return {
-        "ours": _peak(lambda: _ours(ours, batches)),
-        "by hand": _peak(lambda: _by_hand(bare, batches, totals)),
-        "gradients": 4 * sum(p.numel() if not hasattr(p, "ds_numel") else p.ds_numel for p in ours.module.parameters()),
-        "total": window.total,
+        "ours": _peak(rivals.window_of_ours),
+        "by hand": _peak(rivals.window_by_hand),
+        "gradients": 4 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+        "corrected": rivals.ours._self_driver.finished.window.expected != rivals.total,
     }
 
 

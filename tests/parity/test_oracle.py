@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_parity.config import parse
-from ds_parity.parity.oracle import plan, weight
+from ds_parity.parity.oracle import plan
 from ds_parity.planning.records import MicroBatch
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
@@ -132,8 +132,8 @@ def test_a_window_without_weight_makes_no_progress():
 # second closes at 8 with pass 3; pass 4 stays open.
 PASSES = [
     [batch(1, 0, 10), batch()],
-    [batch(2, 1, 30), batch(1, 1, 5)],
-    [batch(), batch(1, 0, 8)],
+    [batch(1, 1, 30), batch(1, 1, 5)],
+    [batch(), batch(2, 0, 8)],
     [batch(2, 1, 7), batch(1, 1, 20)],
     [batch(1, 1, 9), batch()],
 ]
@@ -150,8 +150,26 @@ PASSES = [
     ],
 )
 def test_totals_and_expected_totals_worked_out_by_hand(loss_weight, totals, expected):
-    windows = plan([[batch(2, 0, 20), batch()], *PASSES[1:]] if False else PASSES, settings(4, loss_weight=loss_weight))
+    windows = plan(PASSES, settings(4, loss_weight=loss_weight))
     assert [(w.first, w.last, w.open) for w in windows] == [(0, 2, False), (3, 3, False), (4, 4, True)]
     assert [w.total for w in windows] == totals
     assert [w.expected for w in windows] == expected
     assert [w.progress for w in windows] == [Fraction(5, 4), Fraction(8, 4), Fraction(9, 4)]
+
+
+def test_under_reset_the_surplus_is_forgotten_and_prompts_are_counted_where_they_are_the_unit():
+    reset = plan(PASSES, settings(4, overshoot="reset"))
+    assert [(w.first, w.last, w.open) for w in reset] == [(0, 2, False), (3, 4, False)]
+    prompts = plan(PASSES, settings(2, count="prompt"))
+    assert [(w.first, w.last, w.open, w.total) for w in prompts] == [(0, 1, False, 3.0), (2, 3, False, 5.0), (4, 4, True, 1.0)]
+
+
+def test_with_look_ahead_every_expected_total_is_the_total():
+    windows = plan(PASSES, settings(4, loss_weight="token"), lookahead=True)
+    assert [w.expected for w in windows] == [w.total for w in windows] == [53.0, 27.0, 9.0]
+
+
+@pytest.mark.parametrize("loss_weight", WEIGHTS)
+def test_a_window_that_holds_nothing_has_total_0(loss_weight):
+    (window,) = plan([[batch(), batch()]], settings(4, loss_weight=loss_weight))
+    assert (window.total, window.open) == (0.0, True)

@@ -1,0 +1,144 @@
+"""The probe's arithmetic: an update is taken apart into the gradients that made it, and the pattern is named."""
+
+import math
+
+import numpy as np
+import pytest
+
+from ds_parity.parity.probe import TOLERANCE, decompose
+
+EXPECTED = [[0.1, 0.2], [0.3, 0.1], [0.1, 0.2]]  # three passes, two ranks
+
+
+def gradients(count=6, parameters=400, idle=(), seed=0):
+    drawn = np.random.default_rng(seed).normal(size=(count, parameters)) * 10.0 ** np.arange(count)[:, None]
+    drawn[list(idle)] = 0.0
+    return drawn
+
+
+def update(coefficients, rows):
+    return np.array(coefficients).reshape(-1) @ rows
+
+
+def pattern(coefficients, expected=EXPECTED, rows=None):
+    rows = gradients(np.array(expected).size) if rows is None else rows
+    return decompose(update(coefficients, rows), rows, expected).pattern
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_known_coefficients_are_recovered_from_gradients_of_very_different_length(seed):
+    rows = gradients(seed=seed)
+    wanted = np.random.default_rng(seed + 100).uniform(-1, 1, size=(3, 2))
+    found = decompose(update(wanted, rows), rows, EXPECTED)
+    np.testing.assert_allclose(found.measured, wanted, rtol=0, atol=1e-9)
+    assert found.residual < 1e-12
+    assert found.condition < 2
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCE.values())
+def test_the_right_coefficients_are_within_and_a_wrong_one_is_not(tolerance):
+    rows = gradients()
+    right = decompose(update(EXPECTED, rows), rows, EXPECTED)
+    assert right.within(tolerance)
+    assert right.expected == EXPECTED
+    wrong = [[0.1, 0.2], [0.3, 0.1], [0.1, 0.2 + 0.3 * 2 * tolerance]]
+    assert not decompose(update(wrong, rows), rows, EXPECTED).within(tolerance)
+
+
+def test_the_error_is_in_units_of_the_greatest_expected_coefficient():
+    rows = gradients()
+    off = [[0.1, 0.2], [0.3, 0.1], [0.1, 0.26]]
+    assert decompose(update(off, rows), rows, EXPECTED).error == pytest.approx(0.06 / 0.3, rel=1e-9)
+
+
+def test_an_idle_pass_has_coefficient_0_and_disturbs_no_other():
+    expected = [[0.0, 0.4], [0.6, 0.0]]
+    rows = gradients(4, idle=(0, 3))
+    found = decompose(update(expected, rows), rows, expected)
+    assert found.measured[0][0] == found.measured[1][1] == 0.0
+    assert found.pattern == "as expected"
+    assert found.within(1e-9)
+
+
+def test_an_update_that_no_micro_batch_explains_is_in_the_residual_and_never_within():
+    """Half the update lies at right angles to every gradient: what an idle pass adds to a step shows here alone."""
+    rows = gradients(2, parameters=3)
+    inside = update([[0.5, 0.5]], rows)
+    outside = np.cross(*rows)
+    outside *= np.linalg.norm(inside) / np.linalg.norm(outside)
+    found = decompose(inside + outside, rows, [[0.5, 0.5]])
+    assert found.residual == pytest.approx(math.sqrt(0.5), rel=1e-9)
+    assert found.pattern == "as expected"
+    assert not found.within(0.5)
+
+
+def test_gradients_that_are_nearly_sums_of_others_are_flagged_though_the_coefficients_are_right():
+    rows = gradients(4)
+    rows[3] = rows[0] / np.linalg.norm(rows[0]) + 1e-5 * rows[3] / np.linalg.norm(rows[3])
+    expected = [[0.25, 0.25], [0.25, 0.25]]
+    found = decompose(update(expected, rows), rows, expected)
+    assert found.condition > 1e4
+    assert found.error < 1e-5
+    assert not found.within(1.0)
+
+
+def test_more_gradients_than_parameters_are_flagged():
+    """Four vectors in three dimensions are always dependent: their coefficients are not determined."""
+    rows = np.random.default_rng(0).normal(size=(4, 3))
+    expected = [[0.25, 0.25], [0.25, 0.25]]
+    assert not decompose(update(expected, rows), rows, expected).condition < 1e3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_update_with_nan_or_inf_is_never_within(bad):
+    rows = gradients()
+    step = update(EXPECTED, rows)
+    step[7] = bad
+    assert not decompose(step, rows, EXPECTED).within(math.inf)
+
+
+def test_pattern_as_expected():
+    assert pattern(EXPECTED) == "as expected"
+
+
+def test_pattern_of_an_update_of_zero():
+    assert pattern(np.zeros((3, 2))) == "nothing entered the step"
+
+
+@pytest.mark.parametrize(("factor", "named"), [(1 / 2, "0.5"), (2, "2"), (1 / 3, "0.3333"), (-1, "-1")])
+def test_pattern_of_one_factor_on_everything_such_as_a_half_for_two_ranks(factor, named):
+    assert pattern(np.array(EXPECTED) * factor) == f"all off by the same factor, {named}"
+
+
+def test_pattern_of_one_factor_where_a_rank_is_idle():
+    expected = [[0.0, 0.4], [0.6, 0.0]]
+    named = pattern(np.array(expected) / 2, expected, gradients(4, idle=(0, 3)))
+    assert named == "all off by the same factor, 0.5"
+
+
+def test_pattern_of_earlier_passes_overwritten():
+    named = pattern([[0, 0], [0, 0], [0.1, 0.2]])
+    assert named.startswith("only the last pass entered the step")
+
+
+def test_pattern_of_a_missing_first_pass():
+    assert pattern([[0, 0], [0.3, 0.1], [0.1, 0.2]]) == "the first pass is missing"
+
+
+def test_pattern_of_a_missing_first_pass_where_a_rank_is_idle_in_a_later_one():
+    expected = [[0.25, 0.25], [0.25, 0.0], [0.125, 0.125]]
+    named = pattern([[0, 0], *expected[1:]], expected, gradients(6, idle=(3,)))
+    assert named == "the first pass is missing"
+
+
+def test_pattern_of_other_shares():
+    assert pattern([[1 / 6] * 2] * 3) == "micro-batches entered with other shares than their weights"
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_wrong_shares_after_an_idle_first_pass_are_not_called_a_missing_pass(passes):
+    """Nothing of the first pass should have entered, so nothing of it is missing."""
+    expected = [[0.0, 0.0], *[[0.3 / (passes - 1), 0.7 / (passes - 1)]] * (passes - 1)]
+    measured = [[0.0, 0.0], *[[0.5 / (passes - 1)] * 2] * (passes - 1)]
+    named = pattern(measured, expected, gradients(2 * passes, idle=(0, 1)))
+    assert named == "micro-batches entered with other shares than their weights"

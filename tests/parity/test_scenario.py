@@ -1,0 +1,161 @@
+"""A scenario is the same run on every rank and in every process, and refuses what can't be one."""
+
+import json
+from collections import Counter
+
+import cells
+import pytest
+from torch import nn
+
+from ds_parity.config import rewrite
+from ds_parity.errors import ConfigError
+from ds_parity.parity.model import PolicyGradient
+from ds_parity.parity.oracle import plan
+from ds_parity.parity.scenario import Scenario, leveled, resolve, streamed
+from ds_parity.planning.records import Rollout
+
+
+def scenario(shape="ragged", config=None, **values):
+    return Scenario("test", config or cells.config(2), shape=shape, **{**cells.TINY, **values})
+
+
+def flat(layout):
+    return [rollout for row in layout for held in row for rollout in held]
+
+
+def test_a_scenario_travels_as_json_and_comes_back_the_same():
+    sent = scenario("overshoot", ranks=3, windows=2, seed=7, drive="passes", short=1, rollouts="mine", objective="nll")
+    assert Scenario.from_json(json.loads(json.dumps(sent.to_json()))) == sent
+    assert Scenario.from_json(json.loads(json.dumps(scenario().to_json()))) != sent
+
+
+@pytest.mark.parametrize("shape", ["uniform", "ragged", "overshoot"])
+def test_equal_scenarios_have_equal_layouts_and_another_seed_has_another(shape):
+    assert scenario(shape, seed=3).layout() == scenario(shape, seed=3).layout()
+    assert scenario(shape, seed=3).layout() != scenario(shape, seed=4).layout()
+
+
+def test_ragged_windows_hold_the_same_rollouts_on_any_number_of_ranks():
+    held = []
+    for ranks in (1, 2, 4):
+        wanted = scenario(ranks=ranks)
+        layout = wanted.layout()
+        windows = plan(wanted.batches(), wanted.settings)
+        held.append([flat(layout[w.first : w.last + 1]) for w in windows])
+    assert held[0] == held[1] == held[2]
+    assert [len(window) for window in held[0]] == [12] * 4
+
+
+def test_overshooting_windows_go_beyond_the_target():
+    wanted = scenario("overshoot", seed=3)
+    closed = plan(wanted.batches(), wanted.settings)
+    assert any(w.total > w.expected for w in closed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_uniform_windows_have_one_rollout_on_every_rank_in_every_pass(ranks):
+    wanted = scenario("uniform", ranks=ranks, windows=2)
+    layout = wanted.layout()
+    assert {len(held) for row in layout for held in row} == {1}
+    assert [w.last - w.first + 1 for w in plan(wanted.batches(), wanted.settings)] == [12 // ranks] * 2
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_uniform_window_has_as_many_passes_as_deepspeed_accumulates(micro):
+    """Otherwise the reference `deepspeed`, which decides by itself, steps somewhere else."""
+    config = {**cells.config(0, passes=6), "train_micro_batch_size_per_gpu": micro}
+    wanted = scenario("uniform", config, windows=1)
+    assert len(wanted.layout()) == rewrite(config, 2).config["gradient_accumulation_steps"]
+
+
+def test_uniform_windows_are_refused_with_the_arithmetic_where_ranks_do_not_divide_the_target():
+    with pytest.raises(ConfigError, match=r"12 rollouts on 5 ranks leave a remainder; choose another number of ranks"):
+        scenario("uniform", ranks=5).layout()
+
+
+def test_uniform_windows_weighed_by_tokens_hold_equally_many_in_every_micro_batch():
+    wanted = scenario("uniform", cells.config(0, loss_weight="token"), max_tokens=None)
+    assert {batch.tokens for row in wanted.batches() for batch in row} == {64}
+
+
+def test_leveled_keeps_the_rollouts_that_have_enough_loss_tokens_and_cuts_them_to_that_many():
+    rollouts = [Rollout(name, tuple(range(length)), prompt_length=3) for name, length in zip("abcd", (9, 7, 8, 3), strict=True)]
+    kept = leveled(rollouts, 5)
+    assert [(rollout.prompt_id, rollout.tokens, rollout.loss_tokens) for rollout in kept] == [
+        ("a", tuple(range(8)), 5),
+        ("c", tuple(range(8)), 5),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_streamed_keeps_each_ranks_order_and_is_idle_only_at_the_end(ranks):
+    layout = scenario("overshoot", ranks=ranks, seed=4).layout()
+    stream = streamed(layout, ranks)
+    assert any(not held for row in layout for held in row), "the layout should have gaps to close"
+    for rank in range(ranks):
+        held = [row[rank] for row in stream]
+        busy = [one for one in held if one]
+        assert busy == [row[rank] for row in layout if row[rank]]
+        assert held == busy + [()] * (len(held) - len(busy))
+    assert all(any(row) for row in stream)
+
+
+def test_a_scenario_driven_by_passes_is_laid_out_as_streams():
+    by_loop, by_passes = (scenario("overshoot", seed=4, drive=drive).layout() for drive in ("loop", "passes"))
+    assert by_passes == streamed(by_loop, 2) != by_loop
+
+
+@pytest.mark.parametrize("shape", ["ragged", "overshoot"])
+@pytest.mark.parametrize("short", [1, 5, 11])
+def test_short_takes_that_many_rollouts_off_the_end_and_leaves_the_last_window_open(shape, short):
+    wanted = scenario(shape, short=short)
+    assert Counter(flat(wanted.layout())) == Counter(flat(scenario(shape).layout())[: 4 * 12 - short])
+    assert [w.open for w in plan(wanted.batches(), wanted.settings)] == [False] * 3 + [True]
+    assert not any(w.open for w in plan(scenario(shape).batches(), wanted.settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_package.module:build", r"'no_such_package\.module:build'.*No module named 'no_such_package'"),
+        ("ds_parity.parity.model:no_such", r"'ds_parity\.parity\.model:no_such'.*no attribute 'no_such'"),
+        ("ds_parity.parity.model", r"'ds_parity\.parity\.model'.*write package\.module:function"),
+        ("", r"'' does not name a function"),
+        ("ds_parity.parity.model:VOCAB", r"'ds_parity\.parity\.model:VOCAB' is a int: it must be a function"),
+        (".model:build", r"'\.model:build'.*write package\.module:function"),
+    ],
+)
+def test_a_name_that_leads_to_no_function_is_refused_with_what_is_wrong(name, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve(name)
+
+
+def test_a_name_that_leads_to_a_function_gives_the_function():
+    assert resolve("json:dumps") is json.dumps
+
+
+def test_a_scenario_without_the_key_is_refused():
+    bare = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    with pytest.raises(ConfigError, match=r"'test'.*no gradient_accumulation_passes.*add the key"):
+        _ = scenario(config=bare).settings
+
+
+@pytest.mark.parametrize("weight", cells.WEIGHTS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_build_puts_the_loss_of_the_configuration_on_the_model(weight, reduction):
+    wanted = scenario(config=cells.config(0, loss_weight=weight, loss_reduction=reduction), objective="nll")
+    model = wanted.build()
+    assert isinstance(model, PolicyGradient)
+    assert (model.loss_weight, model.loss_reduction, model.objective) == (weight, reduction, "nll")
+    assert isinstance(model.policy, nn.Module)
+    assert model(**wanted.batches()[-1][-1].inputs).shape == ()
+
+
+def test_a_model_that_is_no_module_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"model 'builtins:str' returned str: it must return a torch nn\.Module"):
+        scenario(model="builtins:str").build()
+
+
+@pytest.mark.parametrize(("section", "dtype"), [("bf16", "bf16"), ("fp16", "fp16"), ("neither", "fp32")])
+def test_the_type_is_that_of_the_section_which_is_enabled(section, dtype):
+    assert scenario(config={**cells.config(1), section: {"enabled": True}}).dtype == dtype
