@@ -21,6 +21,10 @@ _UNSUPPORTED: Final = {
         "the autotuner replaces the batch size and the ZeRO stage, and gradient_accumulation_passes fixes the batch",
         "tune with plain DeepSpeed first, then remove the section",
     ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        "it steps parts of the model inside the boundary's backward, before the gradient can be corrected",
+        "set it to false",
+    ),
     "hybrid_engine.enabled": (
         "its engine has a forward and a step of its own, which are not verified with a moving boundary",
         "set it to false, and generate with a separate inference engine",
@@ -149,6 +153,12 @@ def _step(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     if optimizer in _COMPRESSED_OPTIMIZERS:
         rule = "it sends compressed gradients, and carries their error on a schedule of its own into later steps"
         yield Fault("optimizer.type", reader.raw("optimizer.type"), rule, "use AdamW or Lamb")
+    if optimizer == "muon":
+        rule = (
+            "ZeRO folds the gradient into Muon's momentum inside the boundary's backward, before a window's total can "
+            "correct it, so that momentum mixes gradients of different scales"
+        )
+        yield Fault("optimizer.type", reader.raw("optimizer.type"), rule, "use AdamW")
 
 
 def _switches(reader: _Reader, stage: int | None) -> Iterator[Fault]:

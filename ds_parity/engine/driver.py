@@ -22,7 +22,7 @@ from ds_parity.engine.normalize import (
     silenced,
 )
 from ds_parity.engine.schedule import RolloutSchedule
-from ds_parity.errors import WindowError
+from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
 _LOG = logging.getLogger("ds_parity")
@@ -45,12 +45,14 @@ class Driver:
     def __init__(self, engine: Any, settings: Settings, slots: int) -> None:
         group = engine.data_parallel_group
         self.engine = engine
+        self._group = group
         self.settings = settings
         self.usual_rollouts = settings.target // settings.gradient_accumulation_passes
         self.ranks = dist.get_world_size(group)
         self.ledger = Ledger(
             Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
         )
+        self._agree("the extra keys", settings.fingerprint)
         exchange_group = host_group(group, settings.exchange_timeout) if self.ranks > 1 else None
         self.exchange = Exchange(exchange_group, self.ranks, slots, settings.exchange_timeout)
         self.schedule = self._take_schedule()
@@ -59,6 +61,9 @@ class Driver:
         self._configuration = settings.fingerprint
         self._averaged_over = self.ranks if engine.gradient_average else 1
         self._correction = correction_for(engine.optimizer)
+        # A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size
+        # (stage_1_and_2.py and stage3.py, step); the correction, by a factor of 1 too, holds the old one.
+        self._freeze_scale = engine.fp16_enabled()
         self._meter = LossMeter(torch.device(engine.device), group, self.ranks)
         self._stepped = True
         keep_clip_norm(engine)
@@ -70,14 +75,37 @@ class Driver:
         """Start the exchange of this rank's next passes."""
         return self.exchange.start(self._place("runs a pass"), slots)
 
+    def look_ahead(self, passes: int) -> None:
+        """Exchange so many passes together from here on.
+
+        Raises:
+            RankDesyncError: ranks were given different numbers.
+        """
+        if passes != self.exchange.slots:
+            self._agree("look-ahead", passes)
+            self.exchange.slots = passes
+
     def slot(self, counts: Counts) -> Slot:
-        """Return the announcement of one pass of this rank."""
+        """Return the announcement of one pass of this rank.
+
+        Raises:
+            WindowError: the pass before it waits for its step().
+        """
+        if not self._stepped:
+            raise WindowError(
+                f"backward() in window {self.ledger.window.index} while the pass before it waits for its step(): one "
+                "step() ends one pass; call it after every backward()"
+            )
         return Slot(counts, active=counts.active(self.settings.loss_weight))
 
     def backward(
         self, loss: torch.Tensor, own: Counts, known: Known, ahead: Sequence[PassTotals], **kwargs: Any
     ) -> Any:
-        """Run one backward, divided by the expected total; return the loss as it was accumulated."""
+        """Run one backward, divided by the expected total; return the loss as it was accumulated.
+
+        Raises:
+            WindowError: the pass before it waits for its step(), or it would close a window inside no_sync().
+        """
         window = self.ledger.count(known.totals, ahead)
         self._stepped = False
         boundary = window.closed and self.ledger.total() > 0
@@ -157,6 +185,14 @@ class Driver:
             reduce_accumulated(self.engine)
             self._update()
 
+    def abandon(self) -> None:
+        """Throw the open window away, gradients and losses with it: what comes next is loaded over it."""
+        if self.ledger.window.passes:
+            discard_accumulated(self.engine)
+            self._meter.settle()
+        self._stepped = True
+        self._mark(False)
+
     # What a boundary does.
 
     def _update(self, **kwargs: Any) -> None:
@@ -166,7 +202,7 @@ class Driver:
             self.schedule.advance_to(self.ledger.progress.advanced(self.ledger.units()))
         # DeepSpeed adds its fixed train_batch_size; what its monitor then shows is the rollouts consumed.
         engine.global_samples = self.ledger.rollouts + window.rollouts - engine.train_batch_size()
-        if window.expected == total:
+        if window.expected == total and not self._freeze_scale:
             engine.step(**kwargs)
         else:
             with self._correction(engine, window.expected, total):
@@ -213,6 +249,17 @@ class Driver:
     def awaits_step(self) -> bool:
         """Whether a backward() has run whose step() has not."""
         return not self._stepped
+
+    def _agree(self, what: str, value: int) -> None:
+        # Exchanges of different sizes end a gloo process at once, so sizes are compared before they are used.
+        told: list[Any] = [None] * self.ranks
+        dist.all_gather_object(told, value, group=self._group)
+        if len(set(told)) > 1:
+            ranks = ", ".join(f"rank {rank} has {theirs:#x}" for rank, theirs in enumerate(told))
+            raise RankDesyncError(
+                f"ranks differ in {what}: {ranks} (a number that stands for it). All ranks need the same configuration "
+                "and the same arguments of passes(); look at what this rank was started with"
+            )
 
     def _mark(self, boundary: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(boundary)

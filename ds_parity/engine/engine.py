@@ -75,6 +75,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             RankDesyncError: ranks are not in the same pass.
         """
         self._refuse_scaling(scale_wrt_gas)
+        self._refuse_loss(loss)
         counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
         given = {name: count for name, count in counts.items() if count is not None}
         driver: Driver = self._self_driver
@@ -110,14 +111,16 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
-                be endless or arrive as it is produced. Read no further than `lookahead` passes.
+                be endless or arrive as it is produced.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
-                rank. With 0 one exchange a pass, and nothing waits for data that hasn't arrived.
+                rank. With 0 one exchange a pass, and nothing waits for data that hasn't arrived. A window starts with at
+                least so many known, so the stream is read at most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
             finish: settle the last window when all streams have ended.
 
         Raises:
-            WindowError: a rank has nothing to run in an idle pass.
+            WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward.
+            RankDesyncError: ranks were given different look-aheads.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
         queue = PassQueue(self._self_driver, stream, max(1, ahead), idle)
@@ -125,7 +128,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         try:
             yield from queue
         finally:
-            self._self_queue = None
+            # An older generator that is closed late must not end a newer one.
+            if self._self_queue is queue:
+                self._self_queue = None
         if finish:
             self.finish()
 
@@ -181,24 +186,55 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     # Checkpoints.
 
-    def save_checkpoint(self, save_dir: str, tag: Any = None, client_state: Any = None, **kwargs: Any) -> Any:
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
         """Save between windows, with the window's state under `client_state["ds_parity"]`.
 
         Raises:
             CheckpointError: a window is open: gradients of its passes would be lost.
         """
         state = checkpoint.with_window(self._self_driver, client_state or {})
-        return self.__wrapped__.save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
+        return self.__wrapped__.save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
 
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """Load, and go on in the window that the checkpoint was saved before; a bare one starts a fresh window.
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """Load, and go on where the checkpoint was saved, at the start of a window.
+
+        An open window is thrown away. A checkpoint of bare DeepSpeed starts a fresh window, said once. With
+        `load_module_only` the counts stay as they are, like everything else but the weights.
 
         Raises:
-            CheckpointError: the checkpoint counted towards another target.
+            CheckpointError: the checkpoint counted something else, or towards another target.
         """
-        path, state = self.__wrapped__.load_checkpoint(load_dir, *args, **kwargs)
-        if path is not None:
-            checkpoint.resume(self._self_driver, state or {})
+        driver: Driver = self._self_driver
+        driver.abandon()
+        path, state = self.__wrapped__.load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        if path is None or load_module_only:
+            driver.ledger.restore(driver.ledger.state())
+        else:
+            checkpoint.resume(driver, state or {}, scheduler=load_lr_scheduler_states)
         return path, state
 
     # What would move the boundary behind its back.
@@ -259,5 +295,39 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 "division; pass the micro-batch's plain loss and leave scale_wrt_gas out"
             )
 
+    def _refuse_loss(self, loss: Any) -> None:
+        # Before anything is counted: a pass that is counted and has no gradient can't be taken back.
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise WindowError(
+                f"backward() got a {type(loss).__name__} that is no loss: it must be a tensor of one element with a graph "
+                "behind it; add up the parts of a loss before"
+            )
+
     def _owned(self, name: str, way_out: str) -> WindowError:
         return WindowError(f"{name}(): with gradient_accumulation_passes ds_parity owns the boundary; {way_out}")
+
+
+def _returning_proxy(name: str) -> Any:
+    # nn.Module's own return self, which would be the engine without us.
+    def method(self: ParityEngine, *args: Any, **kwargs: Any) -> Any:
+        returned = getattr(self.__wrapped__, name)(*args, **kwargs)
+        return self if returned is self.__wrapped__ else returned
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "to",
+    "cuda",
+    "cpu",
+    "half",
+    "float",
+    "double",
+    "bfloat16",
+    "type",
+    "apply",
+    "requires_grad_",
+    "to_empty",
+):
+    setattr(ParityEngine, _name, _returning_proxy(_name))

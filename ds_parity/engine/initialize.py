@@ -58,6 +58,7 @@ def initialize(
     if extended is None or parse(extended) is None:
         return deepspeed.initialize(args=args, config=config, config_params=config_params, **keywords)  # type: ignore[no-any-return]
     _refuse_pipeline(model)
+    _refuse_sequence_parallel(mpu, mesh_param)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=distributed_port,
@@ -98,6 +99,15 @@ def _data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> in
     section = config.get("tensor_parallel")
     autotp = section.get("autotp_size", 0) if isinstance(section, dict) else 0
     return dist.get_world_size() // (autotp if isinstance(autotp, int) and autotp > 1 else 1)
+
+
+def _refuse_sequence_parallel(mpu: Any, mesh_param: Any) -> None:
+    size = mesh_param[1] if mesh_param else getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    if size > 1:
+        raise ConfigError(
+            f"a sequence-parallel size of {size} (mesh_param or mpu): DeepSpeed divides gradients by other numbers there, "
+            "by stage, which is not verified yet; use 1, or drop gradient_accumulation_passes"
+        )
 
 
 def _refuse_pipeline(model: Any) -> None:

@@ -128,7 +128,8 @@ def correction_for(optimizer: Any) -> _Correction:
         ConfigError: nothing here knows how the wrapper keeps its gradients.
     """
     for kind, correction in _CORRECTIONS:
-        if isinstance(optimizer, kind):
+        # SuperOffload derives from ZeRO 3 and steps before a correction; torch's optimizers derive as they like.
+        if type(optimizer) is kind or (kind is torch.optim.Optimizer and isinstance(optimizer, kind)):
             return correction
     known = ", ".join(kind.__name__ for kind, _ in _CORRECTIONS)
     raise ConfigError(
@@ -140,10 +141,14 @@ def correction_for(optimizer: Any) -> _Correction:
 def reduce_accumulated(engine: Any) -> None:
     """Reduce what is accumulated, as the boundary's backward would have: for a window that ends without one.
 
-    This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step).
+    This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step). With
+    `overlap_comm` ZeRO 1 leaves the reduction to hooks of the backward, so it takes the flush that DeepSpeed ends
+    `coalesce_grad_reduction` with.
     """
     if engine.zero_optimization_partition_gradients():
         engine.optimizer.finalize_gradient_accumulation_boundary()
+    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and engine.optimizer.overlap_comm:
+        engine._flush_coalesced_reduction_zero12(engine.optimizer)
     else:
         engine.allreduce_gradients()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from ds_parity.engine.driver import Driver
 from ds_parity.engine.exchange import Known, Pending, Slot
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, PassTotals
+
+_END: Any = object()
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +34,7 @@ class PassQueue:
     """
 
     def __init__(self, driver: Driver, stream: Iterable[Any], chunk: int, stand_in: Any = None) -> None:
-        driver.exchange.slots = chunk
+        driver.look_ahead(chunk)
         self._driver = driver
         self._stream = iter(stream)
         self._chunk = chunk
@@ -47,10 +50,20 @@ class PassQueue:
             self._fill()
             if not self._queue:
                 return
-            yield self._queue[0].batch
+            planned = self._queue[0]
+            yield planned.batch
+            if self._queue and self._queue[0] is planned:
+                raise WindowError(
+                    "passes() was asked for the next micro-batch before the last had its backward(): all ranks count on "
+                    "every pass; run engine.idle(loss) in place of a micro-batch that is to be left out"
+                )
 
     def take(self) -> tuple[Counts, Known, list[PassTotals]]:
         """Return the counts of the pass that was handed out last, and what is known of the passes after it."""
+        if not self._queue:
+            raise WindowError(
+                "backward() inside passes(), but the micro-batch it handed out had its backward() already"
+            )
         self._learn()
         planned = self._queue.popleft()
         assert planned.known is not None
@@ -58,6 +71,11 @@ class PassQueue:
 
     def next_known(self) -> PassTotals:
         """Return what the pass that was handed out last holds over all ranks."""
+        if not self._queue:
+            raise WindowError(
+                "is_gradient_accumulation_boundary() between two micro-batches of passes(): the next one's counts are "
+                "not known yet; ask between backward() and step()"
+            )
         self._learn()
         known = self._queue[0].known
         assert known is not None
@@ -77,7 +95,7 @@ class PassQueue:
         stuck = padding > 0 and not read and self._smallest is None
         slots = [self._driver.slot(planned.own) for planned in read]
         slots += [Slot(Counts(), active=False, dry=True, stuck=stuck)] * padding
-        read += [_Planned(self._smallest, Counts()) for _ in range(padding)]
+        read += [_Planned(_fresh(self._smallest), Counts()) for _ in range(padding)]
         self._unknown = read
         self._queue.extend(read)
         self._pending = self._driver.announce(slots)
@@ -85,8 +103,8 @@ class PassQueue:
     def _read(self) -> list[_Planned]:
         read: list[_Planned] = []
         while len(read) < self._chunk and not self._dry:
-            batch = next(self._stream, None)
-            if batch is None:
+            batch = next(self._stream, _END)
+            if batch is _END:
                 self._dry = True
                 break
             if self._smallest is None or batch.tokens < self._smallest.tokens:
@@ -109,3 +127,12 @@ class PassQueue:
                     f"{known.stuck_ranks} of {ranks} ranks have no micro-batch at all, so their idle passes have nothing "
                     "to run; give passes() a small one to stand in: passes(stream, idle=micro_batch)"
                 )
+
+
+def _fresh(batch: Any) -> Any:
+    # A loop may take its inputs apart; an idle pass must find them whole.
+    again = copy.copy(batch)
+    inputs = getattr(batch, "inputs", None)
+    if isinstance(inputs, Mapping):
+        object.__setattr__(again, "inputs", dict(inputs))
+    return again

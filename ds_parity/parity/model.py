@@ -149,7 +149,8 @@ class PolicyGradient(nn.Module):
     - loss_weight "token": the loss tokens, all alike;
     - any other ("rollout", "pass", "target"): the rollouts, each with the mean over its own loss tokens.
 
-    loss_reduction "mean" divides by the micro-batch's number of units, "sum" does not.
+    loss_reduction "mean" divides by the micro-batch's number of units, "sum" does not. To "pass" the micro-batch is one
+    unit, so there the two are the same.
 
     Args:
         policy: called as policy(input_ids), returns logits (B, T, V) or an object that has them as `.logits`.
@@ -207,4 +208,4 @@ class PolicyGradient(nn.Module):
             total = losses.sum()
             return total / mask.sum().clamp(min=1) if self.loss_reduction == "mean" else total
         means = losses.sum(-1) / mask.sum(-1).clamp(min=1)
-        return means.mean() if self.loss_reduction == "mean" else means.sum()
+        return means.sum() if self.loss_reduction == "sum" and self.loss_weight != "pass" else means.mean()

@@ -45,10 +45,10 @@ def plan(passes: Passes, settings: Settings, lookahead: bool = False) -> list[Pl
     Args:
         passes: passes[pass][rank].
         settings: the extra keys.
-        lookahead: losses are divided by the actual total from the start.
+        lookahead: a window that reaches its target divides losses by the actual total from its start.
     """
     windows: list[PlannedWindow] = []
-    consumed = opened = first = 0
+    consumed = opened = first = applied = 0
     for index, held in enumerate(passes):
         consumed += sum(_units(batch, settings) for batch in held)
         limit = opened + settings.target
@@ -59,8 +59,10 @@ def plan(passes: Passes, settings: Settings, lookahead: bool = False) -> list[Pl
             continue
         window = passes[first : index + 1]
         total = _total(window, settings)
-        guess = total if lookahead else _expected(window, settings, limit - opened)
-        progress = Fraction(consumed, settings.target)
+        known = consumed >= limit and (lookahead or _first_with_weight(window, settings) == len(window) - 1)
+        guess = total if known else _expected(window, settings, limit - opened)
+        applied += consumed - opened if total else 0
+        progress = Fraction(applied, settings.target)
         windows.append(PlannedWindow(first, index, guess, total, consumed < limit, progress))
         first, opened = index + 1, consumed
     return windows
@@ -82,8 +84,12 @@ def _total(window: Passes, settings: Settings) -> float:
 def _expected(window: Passes, settings: Settings, needed: int) -> float:
     if settings.loss_weight == "target":
         return float(settings.target)
-    for held, weights in zip(window, _weights(window, settings), strict=True):
-        if weights:
-            counted = sum(_units(batch, settings) for batch in held)
-            return needed * weights / max(counted, 1)
-    return float(needed)
+    first = _first_with_weight(window, settings)
+    if first is None:
+        return 0.0
+    counted = sum(_units(batch, settings) for batch in window[first])
+    return needed * _weights(window, settings)[first] / max(counted, 1)
+
+
+def _first_with_weight(window: Passes, settings: Settings) -> int | None:
+    return next((index for index, weights in enumerate(_weights(window, settings)) if weights), None)

@@ -111,10 +111,17 @@ def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[flo
         measured=measured.tolist(),
         expected=expected,
         residual=float(np.linalg.norm(update - basis @ solution)) / size,
-        condition=float(np.linalg.cond(basis)),
+        condition=_condition(basis, live, wanted),
         error=float(np.abs(coefficients - wanted).max() / wanted.max()),
         pattern=_pattern(measured, np.array(expected)),
     )
+
+
+def _condition(basis: np.ndarray, live: np.ndarray, expected: np.ndarray) -> float:
+    # More gradients than parameters, or one that is zero where a weight is due, have no coefficients of their own.
+    if basis.shape[1] > basis.shape[0] or (~live & (expected > 0)).any():
+        return float("inf")
+    return float(np.linalg.cond(basis))
 
 
 def _gradients(scenario: Scenario, passes: int) -> tuple[torch.Tensor, np.ndarray]:
@@ -156,20 +163,22 @@ def _update(scenario: Scenario, start: torch.Tensor, run: Callable[..., Any]) ->
     return update
 
 
-def _pattern(measured: np.ndarray, expected: np.ndarray) -> str:
-    """Name what the coefficients look like, from the plainest to the strangest."""
-    scale = expected.max()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = (measured / expected)[expected > 0]
-    if np.abs(measured - expected).max() <= 0.05 * scale:
+def _pattern(measured: np.ndarray, expected: np.ndarray) -> str:  # noqa: PLR0911  # one return a pattern
+    """Name what the coefficients look like, from the plainest to the strangest; idle passes have no say."""
+    near = 0.05 * expected.max()
+    if not np.isfinite(measured).all():
+        return "the update is not finite"
+    if np.abs(measured - expected).max() <= near:
         return "as expected"
-    if np.abs(measured).max() <= 0.05 * scale:
+    if np.abs(measured).max() <= near:
         return "nothing entered the step"
+    due = expected > 0
+    ratios = measured[due] / expected[due]
     if np.abs(ratios - ratios.mean()).max() <= 0.05 * np.abs(ratios).max():
         return f"all off by the same factor, {ratios.mean():.4g}"
-    first, last = measured[:-1], measured[1:]
-    if len(measured) > 1 and np.abs(first).max() <= 0.05 * scale:
+    passes = [np.abs(row[owed]).max() > near for row, owed in zip(measured, due, strict=True) if owed.any()]
+    if len(passes) > 1 and passes == [False] * (len(passes) - 1) + [True]:
         return "only the last pass entered the step: the earlier ones were overwritten (last-backward-only)"
-    if len(measured) > 1 and np.abs(measured[0]).max() <= 0.05 * scale and np.abs(last).min() > 0:
+    if len(passes) > 1 and passes == [False] + [True] * (len(passes) - 1):
         return "the first pass is missing"
     return "micro-batches entered with other shares than their weights"

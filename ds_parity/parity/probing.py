@@ -28,7 +28,7 @@ def probe_config(
         HarnessError: a rank failed, or time ran out.
     """
     scenario = Scenario("probe", config, ranks, shape="overshoot", windows=1, **options)
-    scenario.settings.target  # noqa: B018  # asked for its ConfigError, before any rank is started
+    scenario.layout()  # for its ConfigError, before any rank is started
     arguments = {"scenario": scenario.to_json(), "subject": subject}
     call = Call(f"probe of {subject}", "ds_parity.parity.probe:probe", arguments)
     found = run(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)

@@ -38,7 +38,7 @@ class Scenario:
         max_tokens: rollouts are shortened to this length (>= 2), None: as they are.
         model: `package.module:function`, called with a seed, returns an `nn.Module` from token ids to logits.
         rollouts: a JSON Lines file of the user's own, None: the bundled ones.
-        short: rollouts taken off the end, so that the last window stays open.
+        short: rollouts that the last window of `ragged` and `overshoot` lacks (0 to target - 1); it stays open.
         objective: `policy_gradient` or `nll`.
     """
 
@@ -54,6 +54,11 @@ class Scenario:
     rollouts: str | None = None
     short: int = 0
     objective: str = "policy_gradient"
+
+    def __post_init__(self) -> None:
+        for name, known in (("shape", ("uniform", "ragged", "overshoot")), ("drive", ("loop", "passes"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"scenario {self.name!r}: {name} is {getattr(self, name)!r}, it must be in {known}")
 
     @property
     def settings(self) -> Settings:
@@ -88,13 +93,13 @@ class Scenario:
         settings = self.settings
         if self.shape == "uniform":
             return self._uniform(settings)
+        if not 0 <= self.short < settings.target:
+            raise ConfigError(f"short is {self.short}: it must be from 0 to the target less 1, {settings.target - 1}")
         pool = self._pool(settings.target * (self.windows + 1))
-        same = self.shape == "ragged"
-        pool = pool[: settings.target * self.windows - self.short]
-        windows = self.windows if same and not self.short else self.windows + 1
-        layout = ragged_layout(
-            pool, self.ranks, settings.target, windows, self.seed, same_windows=same and not self.short
-        )
+        layout = self._ragged(settings.target, self.windows - bool(self.short), pool, self.seed)
+        if self.short:
+            left = pool[settings.target * (self.windows - 1) : settings.target * self.windows - self.short]
+            layout += self._ragged(settings.target, 1, left, self.seed + 1, same_windows=False)
         return streamed(layout, self.ranks) if self.drive == "passes" else layout
 
     def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
@@ -120,15 +125,29 @@ class Scenario:
         """Build a scenario from what `to_json` returned."""
         return cls(**{f.name: values[f.name] for f in fields(cls)})
 
+    def _ragged(
+        self, target: int, windows: int, pool: tuple[Rollout, ...], seed: int, same_windows: bool | None = None
+    ) -> Layout:
+        same = self.shape == "ragged" if same_windows is None else same_windows
+        # The last window of `overshoot` may have gone to the one before it.
+        held = pool[: target * windows]
+        return ragged_layout(held, self.ranks, target, windows, seed, same_windows=same) if windows else ()
+
     def _uniform(self, settings: Settings) -> Layout:
-        passes, left = divmod(settings.target, self.ranks)
+        passes, left = divmod(settings.gradient_accumulation_passes, self.ranks)
         if left:
             raise ConfigError(
-                f"uniform windows need a target that the ranks divide: {settings.target} rollouts on {self.ranks} ranks "
-                "leave a remainder; choose another number of ranks"
+                f"uniform windows need passes that the ranks divide: {settings.gradient_accumulation_passes} passes on "
+                f"{self.ranks} ranks leave a remainder of {left}; choose another number of ranks"
             )
         tokens = _LEVEL if settings.loss_weight == "token" else None
-        return uniform_layout(self.ranks, passes * self.windows, self._pool(settings.target * self.windows, tokens))
+        held = settings.target // settings.gradient_accumulation_passes
+        pool = self._pool(settings.target * self.windows, tokens)
+        rows = uniform_layout(self.ranks * held, passes * self.windows, pool)
+        return tuple(
+            tuple(tuple(one for cell in row[at : at + held] for one in cell) for at in range(0, len(row), held))
+            for row in rows
+        )
 
     def _pool(self, wanted: int, tokens: int | None = None) -> tuple[Rollout, ...]:
         every = _rollouts(self.rollouts)
@@ -164,7 +183,7 @@ def resolve(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{name!r} does not name a function that can be imported ({error}): write package.module:function, and start "
             "where Python can import the package"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,9 @@ def scenarios(
     Raises:
         ConfigError: the configuration can't be run at all.
     """
-    ragged = Scenario("ragged", config, ranks, shape="overshoot", short=2, **options)
-    ragged.settings.target  # noqa: B018  # asked for its ConfigError, before any rank is started
+    ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
+    ragged = replace(ragged, short=min(2, ragged.settings.target - 1))
+    ragged.layout()  # for its ConfigError, before any rank is started
     wanted: list[tuple[Scenario, tuple[str, ...]]] = [(ragged, ("deepspeed-loop", "torch"))]
     uniform = Scenario("uniform", config, ranks, shape="uniform", **options)
     try:

@@ -16,6 +16,10 @@ import ds_parity
 from ds_parity.parity import weights
 
 TASKS = [
+    "late_close",
+    "proxy_methods",
+    "checkpoints",
+    "overlapped_finish",
     "boundaries",
     "bare_without_the_key",
     "unchanged_loop",
@@ -251,6 +255,7 @@ def misuse(folder):
     one_pass(engine, 1, rollouts=2)
     found["foretell"] = refusal(engine.is_gradient_accumulation_boundary)
     found["save"] = refusal(lambda: engine.save_checkpoint(folder))
+    found["tuple"] = refusal(lambda: engine.backward((forward(engine, 1), 0), rollouts=2))
     engine.backward(forward(engine, 1), rollouts=2)
     found["twice"] = refusal(lambda: engine.backward(forward(engine, 1), rollouts=2))
     found["finish"] = refusal(engine.finish)
@@ -261,6 +266,15 @@ def misuse(folder):
     found["overshoot"] = refusal(lambda: exact.backward(forward(exact, 0), rollouts=2))
     dry = build(config(1))
     found["stuck"] = refusal(lambda: list(dry.passes([] if dist.get_rank() else [_Batch()], lookahead=3)))
+    skipping = build(config(1, passes=20))
+    batches = skipping.passes([_Batch() for _ in range(3)], finish=False)
+    next(batches)
+    found["no backward"] = refusal(lambda: next(batches))
+    doubled = build(config(1, passes=20))
+    for _ in doubled.passes([_Batch()], finish=False):
+        one_pass(doubled, 1)
+        found["two backwards"] = refusal(lambda: doubled.backward(forward(doubled, 1)))
+        found["foretell in passes"] = refusal(doubled.is_gradient_accumulation_boundary)
     synced = build(config(1, passes=2))
     with synced.no_sync():
         found["no_sync"] = refusal(lambda: synced.backward(forward(synced, 0)))
@@ -279,9 +293,10 @@ def desync(folder):
     engine = build(config(1, passes=8))
     one_pass(engine, 1)
     pass_count = refusal(engine.finish if rank else lambda: one_pass(engine, 2))
-    other = build(config(1, passes=8, overshoot="reset" if rank else "carry"))
-    settings = refusal(lambda: one_pass(other, 1))
-    return _from_all({"pass count": pass_count, "settings": settings})
+    settings = refusal(lambda: build(config(1, passes=8, overshoot="reset" if rank else "carry")))
+    ahead = build(config(1, passes=8))
+    lookahead = refusal(lambda: next(iter(ahead.passes([_Batch()], lookahead=2 + rank))))
+    return _from_all({"pass count": pass_count, "settings": settings, "lookahead": lookahead})
 
 
 def silence_of_a_rank(folder):
@@ -401,6 +416,101 @@ def resume(folder):
         wrong = build(config(stage, passes=6))
         message = refusal(lambda engine=wrong, stage=stage: engine.load_checkpoint(f"{folder}/{stage}"))
         found[stage] = {"whole": traces[0], "resumed": traces[1], "other target": message}
+    return found
+
+
+def late_close(folder):
+    """A generator that was left and is closed while a newer one runs."""
+    engine = build(config(1, passes=20))
+    left = engine.passes([_Batch() for _ in range(4)], finish=False)
+    next(left)
+    one_pass(engine, 1)
+    taken = 0
+    for _ in engine.passes([_Batch() for _ in range(3)], finish=False):
+        left.close()
+        one_pass(engine, 1)
+        taken += 1
+    return {"taken": taken, "passes": engine.window.passes}
+
+
+def proxy_methods(folder):
+    engine = build(config(1, passes=4))
+    kept = [engine.to(engine.device), engine.apply(lambda module: None), engine.requires_grad_(True)]
+    return {"kept": [returned is engine for returned in kept], "weights": engine.module is engine.__wrapped__.module}
+
+
+def checkpoints(folder):
+    """Loading into an open window, saving what was loaded, weights alone, and a checkpoint of bare DeepSpeed."""
+    found = {}
+    extended = config(1, passes=4, lr_progress="rollout")
+    for stage in STAGES:
+        extended = config(stage, passes=4, lr_progress="rollout")
+        path = f"{folder}/{stage}"
+        engine = build(extended)
+        for seed in range(4):
+            one_pass(engine, seed)
+        engine.save_checkpoint(path)
+        reached = []
+        for dirty in (False, True):
+            other = build(extended)
+            for seed in range(3 if dirty else 0):
+                one_pass(other, seed + 7)
+            _, state = other.load_checkpoint(path)
+            for seed in (8, 9):
+                one_pass(other, seed)
+            reached.append((weights.summary(weights.vector(other.module)).checksum, other.last_step.model_dump()))
+        other.save_checkpoint(path, "again", {"ds_parity": state["ds_parity"], "mine": 1}, False)
+        wider = build(config(stage, passes=6))
+        wider.load_checkpoint(path, load_module_only=True)
+        found[stage] = {"clean": reached[0], "dirty": reached[1], "wider": (wider.global_samples, wider.window.index)}
+    plain = {k: v for k, v in config(1).items() if k != "gradient_accumulation_passes"}
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    bare, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={**plain, "train_batch_size": 4, "gradient_accumulation_steps": 2},
+    )
+    for seed in range(10):
+        bare.backward(forward(bare, seed))
+        bare.step()
+    bare.save_checkpoint(f"{folder}/bare")
+    rates = [bare.get_lr()[0]]
+    said, handler = _listen()
+    engine = build(config(1, passes=4, lr_progress="rollout"))
+    engine.load_checkpoint(f"{folder}/bare")
+    logging.getLogger("ds_parity").removeHandler(handler)
+    for seed in range(2):
+        one_pass(engine, seed)
+    rates.append(engine.get_lr()[0])
+    found["bare"] = {
+        "rates": rates,
+        "samples": engine.global_samples,
+        "step": engine.last_step.step,
+        "said": said.getvalue(),
+    }
+    return found
+
+
+def overlapped_finish(folder):
+    """An open window at the end under overlap_comm, beside the same window closed by its last backward."""
+    found = {}
+    for stage in (1, 2, 3):
+        reached = []
+        for passes in (20, 4):
+            extended = config(stage, passes=passes)
+            extended["zero_optimization"]["overlap_comm"] = True
+            engine = build(extended)
+            torch.manual_seed(dist.get_rank())
+            for seed in range(2):
+                one_pass(engine, 10 * dist.get_rank() + seed)
+            if passes == 20:
+                engine.finish()
+            reached.append((weights.vector(engine.module), float(engine.get_global_grad_norm())))
+        found[stage] = {
+            "difference": float((reached[0][0] - reached[1][0]).abs().max()),
+            "norms": [norm for _, norm in reached],
+        }
     return found
 
 

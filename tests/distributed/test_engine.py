@@ -126,6 +126,10 @@ MISUSE = {
     "foretell": "before backward.*ask between backward",
     "save": "CheckpointError.*4 rollouts of 1 passes are pending.*finish",
     "twice": "waits for its step",
+    "tuple": "got a tuple that is no loss",
+    "no backward": "before the last had its backward.*engine.idle",
+    "two backwards": "had its backward\\(\\) already",
+    "foretell in passes": "between two micro-batches of passes",
     "finish": "call step\\(\\) first",
     "no tokens": "without tokens=.*pass tokens=",
     "rollouts only": "rollouts=1.*loss_weight is 'token'",
@@ -141,12 +145,48 @@ def test_misuse_is_refused_with_the_rule_and_the_way_out(two_ranks, case):
     assert re.search(MISUSE[case], two_ranks.results["misuse"][case], re.DOTALL)
 
 
-@pytest.mark.parametrize("case", ["pass count", "settings"])
-def test_ranks_that_part_are_told_on_every_rank(two_ranks, case):
-    for message in (told[case] for told in two_ranks.results["desync"]):
-        assert message.startswith("RankDesyncError: ranks are not in the same place: rank 0")
-        assert "rank 1" in message
+def test_ranks_that_part_are_told_on_every_rank(two_ranks):
+    for message in (told["pass count"] for told in two_ranks.results["desync"]):
+        assert message.startswith("RankDesyncError: ranks are not in the same place: rank 0 runs a pass")
+        assert "rank 1 finishes" in message
         assert "idle()" in message
+
+
+@pytest.mark.parametrize(("case", "what"), [("settings", "the extra keys"), ("lookahead", "look-ahead")])
+def test_ranks_that_were_told_different_things_are_told_so_on_every_rank(two_ranks, case, what):
+    for message in (told[case] for told in two_ranks.results["desync"]):
+        assert message.startswith(f"RankDesyncError: ranks differ in {what}: rank 0 has")
+
+
+def test_a_generator_that_is_closed_late_leaves_the_newer_one_alone(two_ranks):
+    assert two_ranks.results["late_close"] == {"taken": 3, "passes": 4}
+
+
+def test_methods_that_return_the_module_return_the_proxy(two_ranks):
+    assert two_ranks.results["proxy_methods"] == {"kept": [True] * 3, "weights": True}
+
+
+class TestCheckpoints:
+    def test_loading_throws_an_open_window_away(self, two_ranks, stage):
+        found = two_ranks.results["checkpoints"][stage]
+        assert found["dirty"] == found["clean"]
+
+    def test_weights_alone_may_be_loaded_towards_another_target(self, two_ranks, stage):
+        assert two_ranks.results["checkpoints"][stage]["wider"] == [0, 0]
+
+    def test_a_bare_one_goes_on_where_its_scheduler_stood(self, two_ranks):
+        """Five steps of bare DeepSpeed, 20 rollouts; then one of ours."""
+        found = two_ranks.results["checkpoints"]["bare"]
+        assert found["rates"] == pytest.approx([0.025 + 0.0025 * 4, 0.025 + 0.0025 * 5])
+        assert (found["samples"], found["step"]) == (24, 6)
+        assert found["said"].count("the window starts fresh") == 1
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_a_window_ended_by_finish_is_the_window_ended_by_its_last_backward_also_with_overlap_comm(two_ranks, stage):
+    found = two_ranks.results["overlapped_finish"][stage]
+    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6)
+    assert found["difference"] < 1e-7
 
 
 def test_a_silent_rank_ends_the_wait_when_the_time_is_up(two_ranks):

@@ -43,6 +43,17 @@ class TestZero:
         ), f"{optimizer.__name__}: finish() relies on it; read normalize.reduce_accumulated again"
 
 
+def test_zero_1_with_overlap_has_a_flush_that_reduces_what_is_accumulated():
+    flush = source(engine.DeepSpeedEngine, "_flush_coalesced_reduction_zero12")
+    assert "optimizer.reduce_ready_partitions_and_remove_grads(param, i)" in flush
+
+
+def test_a_growing_loss_scale_is_read_after_it_grew():
+    """Why the driver freezes the scale in every fp16 step: DeepSpeed unscales by what the next step will use."""
+    step = source(stage_1_and_2.DeepSpeedZeroOptimizer, "step")
+    assert step.index("self._update_scale(self.overflow)") < step.index("self.unscale_and_clip_grads(")
+
+
 class TestDiscarding:
     """normalize.discard_accumulated does what DeepSpeed does on an overflow."""
 

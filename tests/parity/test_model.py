@@ -101,7 +101,7 @@ def paper_loss(nll, loss_weight, loss_reduction):
     first = [-logp[1, 2], -logp[2, 0]] if nll else [-2.0 * logp[1, 2], -2.0 * logp[2, 0]]
     second = [-logp[2, 1]] if nll else [0.25 * logp[2, 1]]
     terms = first + second if loss_weight == "token" else [(first[0] + first[1]) / 2, second[0]]
-    return sum(terms) / (len(terms) if loss_reduction == "mean" else 1)
+    return sum(terms) / (len(terms) if loss_reduction == "mean" or loss_weight == "pass" else 1)
 
 
 @pytest.mark.parametrize("loss_weight", WEIGHTS)
@@ -128,18 +128,19 @@ def test_the_policy_gradient_is_advantage_times_that_of_the_negative_log_likelih
 @pytest.mark.parametrize("loss_weight", WEIGHTS)
 @pytest.mark.parametrize("objective", ["nll", "policy_gradient"])
 def test_padding_changes_neither_loss_nor_gradient(objective, loss_weight):
-    """The sum over a padded batch is the sum over its rows, each alone and without padding."""
+    """The sum over a padded batch is that over its rows, alone and without padding; a pass is one unit: their mean."""
     model = build_tiny().double()
+    rows = 2 if loss_weight == "pass" else 1
     choices = {"loss_weight": loss_weight, "loss_reduction": "sum", "objective": objective}
     together = gradients(model, [SHORT, LONG], **choices)
     apart = [gradients(model, [rollout], **choices) for rollout in (SHORT, LONG)]
     for whole, *parts in zip(together, *apart, strict=True):
-        torch.testing.assert_close(whole, sum(parts), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(whole * rows, sum(parts), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(("loss_weight", "units"), [("rollout", 2), ("pass", 2), ("target", 2), ("token", 6)])
+@pytest.mark.parametrize(("loss_weight", "units"), [("rollout", 2), ("pass", 1), ("target", 2), ("token", 6)])
 def test_mean_is_sum_over_the_number_of_weight_units(loss_weight, units):
-    """Two rollouts, or their 2 + 4 loss tokens."""
+    """Two rollouts, one pass, or their 2 + 4 loss tokens."""
     model = build_tiny().double()
     mean = gradients(model, [SHORT, LONG], loss_weight=loss_weight)
     total = gradients(model, [SHORT, LONG], loss_weight=loss_weight, loss_reduction="sum")

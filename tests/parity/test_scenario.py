@@ -69,7 +69,9 @@ def test_a_uniform_window_has_as_many_passes_as_deepspeed_accumulates(micro):
 
 
 def test_uniform_windows_are_refused_with_the_arithmetic_where_ranks_do_not_divide_the_target():
-    with pytest.raises(ConfigError, match=r"12 rollouts on 5 ranks leave a remainder; choose another number of ranks"):
+    with pytest.raises(
+        ConfigError, match=r"12 passes on 5 ranks leave a remainder of 2; choose another number of ranks"
+    ):
         scenario("uniform", ranks=5).layout()
 
 
@@ -79,7 +81,9 @@ def test_uniform_windows_weighed_by_tokens_hold_equally_many_in_every_micro_batc
 
 
 def test_leveled_keeps_the_rollouts_that_have_enough_loss_tokens_and_cuts_them_to_that_many():
-    rollouts = [Rollout(name, tuple(range(length)), prompt_length=3) for name, length in zip("abcd", (9, 7, 8, 3), strict=True)]
+    rollouts = [
+        Rollout(name, tuple(range(length)), prompt_length=3) for name, length in zip("abcd", (9, 7, 8, 3), strict=True)
+    ]
     kept = leveled(rollouts, 5)
     assert [(rollout.prompt_id, rollout.tokens, rollout.loss_tokens) for rollout in kept] == [
         ("a", tuple(range(8)), 5),

@@ -47,7 +47,7 @@ def run(scenario: Scenario, record: Record) -> nn.Module:
             prompts=sum(batch.prompts for batch in batches),
             tokens=sum(batch.tokens for batch in batches),
             total=window.total,
-            loss=None if loss is None else float(loss),
+            loss=None if loss is None else float(loss.detach()),
             lr=lr,
             grad_norm=norm,
             skipped=loss is None,
@@ -83,9 +83,9 @@ def _shares(rows: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[
             if unit == "token":
                 shares.append(1 / total)
             elif unit == "pass":
-                shares.append(1 / rollout.loss_tokens / len(held) / total)
+                shares.append(1 / max(rollout.loss_tokens, 1) / len(held) / total)
             else:
-                shares.append(1 / rollout.loss_tokens / total)
+                shares.append(1 / max(rollout.loss_tokens, 1) / total)
     return shares
 
 

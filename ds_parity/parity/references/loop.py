@@ -12,6 +12,7 @@ import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from ds_parity.config import Settings
+from ds_parity.errors import ConfigError
 from ds_parity.parity.candidate import Record, own_batches, stand_in
 from ds_parity.parity.oracle import PlannedWindow, plan, weight
 from ds_parity.parity.references.bare import StepNotes, initialize
@@ -25,7 +26,9 @@ def run(scenario: Scenario, record: Record) -> Any:
     engine = initialize(scenario)
     passes, own = scenario.batches(), own_batches(scenario)
     idle, notes = stand_in(scenario), StepNotes(scenario, passes)
-    windows = plan(passes, settings, lookahead=settings.lookahead > 0 and scenario.drive == "passes")
+    windows = plan(passes, settings, lookahead=_looks_ahead(scenario))
+    if _looks_ahead(scenario) and max(w.last - w.first for w in windows) >= settings.lookahead:
+        raise ConfigError("deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest")
     for number, window in enumerate(windows, start=1):
         for index in range(window.first, window.last + 1):
             engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
@@ -36,6 +39,10 @@ def run(scenario: Scenario, record: Record) -> Any:
         norm, applied = _step(engine, window, settings)
         record(notes.record(number, window, lr, norm, applied), engine.module)
     return engine
+
+
+def _looks_ahead(scenario: Scenario) -> bool:
+    return scenario.settings.lookahead > 0 and scenario.drive == "passes"
 
 
 def _backward(

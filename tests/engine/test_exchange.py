@@ -1,0 +1,167 @@
+"""What ranks tell each other fits its numbers, tells places apart, and costs nothing where there is one rank."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ds_parity.engine.exchange import Exchange, Known, Place, Slot
+from ds_parity.errors import RankDesyncError
+from ds_parity.window import Counts, PassTotals
+
+PLACE = Place("runs a pass", window=3, pass_index=17, configuration=0xABCDEF)
+MOST_RANKS = 4096
+INT64 = 2**63 - 1
+
+
+@st.composite
+def fingerprints(draw):
+    """24 bits from each of up to 4,096 ranks: all alike, or with a few that differ."""
+    everyone = [draw(st.integers(0, 2**24 - 1))] * draw(st.integers(1, MOST_RANKS))
+    for rank, other in draw(
+        st.dictionaries(st.integers(0, MOST_RANKS - 1), st.integers(0, 2**24 - 1), max_size=4)
+    ).items():
+        everyone[rank % len(everyone)] = other
+    return everyone
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """An exchange whose other rank, here in the same process, sends what `other` makes of this rank's numbers."""
+
+    def build(other):
+        def all_reduce(vector, group, async_op):
+            assert async_op
+            vector += other(vector.clone())
+
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        return Exchange("a group", ranks=2, slots=1, timeout=5.0)
+
+    return build
+
+
+# The fingerprint.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "finishes"},
+        *(
+            {name: getattr(PLACE, name) + by}
+            for name, by in product(("window", "pass_index", "configuration"), (-1, 1, 1000))
+        ),
+    ],
+)
+def test_places_that_differ_in_any_field_have_different_fingerprints(change):
+    assert replace(PLACE, **change).fingerprint() != PLACE.fingerprint()
+
+
+def test_ranks_up_to_300_passes_apart_have_different_fingerprints():
+    assert len({replace(PLACE, pass_index=number).fingerprint() for number in range(300)}) == 300
+
+
+@given(st.builds(Place, st.text(), *[st.integers(0, 2**63)] * 3))
+def test_a_fingerprint_has_24_bits_and_is_the_same_for_equal_places(place):
+    assert 0 <= place.fingerprint() < 2**24
+    assert replace(place).fingerprint() == place.fingerprint()
+
+
+@given(fingerprints())
+@example([2**24 - 1] * MOST_RANKS)
+@example([0] * (MOST_RANKS - 1) + [1])
+@example([2**24 - 1] * (MOST_RANKS - 1) + [2**24 - 2])
+def test_n_times_the_sum_of_squares_is_the_square_of_the_sum_exactly_where_all_sent_the_same(everyone):
+    """And both sums that travel fit into int64."""
+    total, squares = sum(everyone), sum(one * one for one in everyone)
+    assert (len(everyone) * squares == total * total) == (len(set(everyone)) == 1)
+    assert max(total, squares) <= INT64
+
+
+@given(fingerprints())
+@example([2**24 - 1] * (MOST_RANKS - 1) + [2**24 - 2])
+def test_finish_refuses_ranks_that_sent_different_fingerprints_and_no_others(everyone):
+    class Checked(Exchange):
+        def _parted(self, place):
+            return RankDesyncError("parted")
+
+    sums = torch.tensor([[one, one * one] for one in everyone], dtype=torch.int64).sum(0)
+    vector = torch.cat([sums, torch.zeros(6, dtype=torch.int64)])
+    exchange = Checked(None, len(everyone), slots=1, timeout=1.0)
+    if len(set(everyone)) == 1:
+        assert exchange.finish(PLACE, vector, None) == [Known(PassTotals())]
+    else:
+        with pytest.raises(RankDesyncError, match="parted"):
+            exchange.finish(PLACE, vector, None)
+
+
+# One rank.
+
+
+def test_with_one_rank_no_collective_is_started_and_the_answer_is_the_own_counts(monkeypatch):
+    """torch.distributed is not even initialised here."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("a collective was started"))
+    exchange = Exchange(None, ranks=1, slots=3, timeout=1.0)
+    slots = [Slot(Counts(2, 1, 30), active=True), Slot(Counts(), active=False)]
+    known = exchange.start(PLACE, slots).wait()
+    assert known == [Known(PassTotals(2, 1, 30, 1)), Known(PassTotals()), Known(PassTotals(), dry_ranks=1)]
+    assert exchange.collectives == 0
+
+
+@given(st.integers(0, 2**62), st.booleans(), st.booleans(), st.booleans())
+def test_counts_and_flags_of_any_size_come_back_as_they_went(number, active, dry, stuck):
+    slot = Slot(Counts(number, number // 2, number // 3), active, dry, stuck)
+    (known,) = Exchange(None, ranks=1, slots=1, timeout=1.0).start(PLACE, [slot]).wait()
+    assert known == Known(PassTotals(number, number // 2, number // 3, int(active)), int(dry), int(stuck))
+
+
+# Two ranks.
+
+
+def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(two_ranks):
+    def other(numbers):
+        numbers[2:] = torch.tensor([5, 1, 40, 1, 0, 0])
+        return numbers
+
+    exchange = two_ranks(other)
+    assert exchange.start(PLACE, [Slot(Counts(2, 1, 30), active=True)]).wait() == [Known(PassTotals(7, 2, 70, 2))]
+    assert exchange.collectives == 1
+
+
+def test_what_travels_does_not_grow_with_the_ranks_two_numbers_and_six_a_pass(monkeypatch):
+    lengths = []
+    monkeypatch.setattr(dist, "all_reduce", lambda vector, group, async_op: lengths.append((len(vector), vector.dtype)))
+    for ranks, slots in ((2, 1), (4096, 1), (2, 5)):
+        Exchange("a group", ranks, slots, timeout=1.0).start(PLACE, [])
+    assert lengths == [(8, torch.int64), (8, torch.int64), (32, torch.int64)]
+
+
+def test_a_rank_in_another_place_is_named_with_window_pass_and_configuration(two_ranks, monkeypatch):
+    elsewhere = replace(PLACE, window=4, pass_index=20)
+
+    def other(numbers):
+        numbers[:2] = torch.tensor([elsewhere.fingerprint(), elsewhere.fingerprint() ** 2])
+        return numbers
+
+    def gather(told, mine, group):
+        told[:] = [mine, (1, elsewhere)]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    says = r"rank 0 runs a pass in window 3, pass 17.*rank 1 runs a pass in window 4, pass 20, configuration abcdef"
+    with pytest.raises(RankDesyncError, match=says):
+        two_ranks(other).start(PLACE, [Slot(Counts(), active=False)]).wait()
+
+
+def test_a_collective_that_fails_is_a_desync_with_the_place_and_the_time_limit(two_ranks, monkeypatch):
+    def other(numbers):
+        raise RuntimeError("Connection closed by peer\nand a long trace")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    says = r"rank 0 waited in runs a pass, window 3, pass 17.*5 s .*\(Connection closed by peer\)$"
+    with pytest.raises(RankDesyncError, match=says):
+        two_ranks(other).start(PLACE, [])

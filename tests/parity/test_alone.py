@@ -1,0 +1,104 @@
+"""The torch reference computes the step's definition: one forward over a window gives sum(w * l) / sum(w)."""
+
+import cells
+import pytest
+import torch
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.oracle import PlannedWindow, plan, weight
+from ds_parity.parity.references.alone import optimizer_of, run, scheduler_of, window_loss
+from ds_parity.parity.scenario import Scenario
+
+REDUCTIONS = ("mean", "sum")
+
+
+def scenario(loss_weight, reduction="mean", objective="policy_gradient"):
+    """Three windows that overshoot and one that stays open, with idle ranks and 1 to 5 rollouts a micro-batch."""
+    config = cells.config(0, passes=8, loss_weight=loss_weight, loss_reduction=reduction)
+    return Scenario("alone", config, shape="overshoot", windows=4, short=3, seed=3, objective=objective, **cells.TINY)
+
+
+def by_definition(model, passes, window, settings):
+    """Sum over ranks and passes of weight * loss / total, a forward for every micro-batch."""
+    terms = []
+    for batch in (batch for row in passes[window.first : window.last + 1] for batch in row if batch.rollouts):
+        loss = model(**batch.inputs)
+        assert loss.dtype == torch.float64
+        terms.append(loss * (1 if settings.loss_reduction == "sum" else weight(batch, settings.loss_weight)))
+    return torch.stack(terms).sum() / window.total
+
+
+def gradient(loss, model):
+    return torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+@pytest.mark.parametrize("objective", ["policy_gradient", "nll"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("loss_weight", cells.WEIGHTS)
+def test_the_loss_of_a_window_is_the_weighted_sum_over_its_micro_batches(loss_weight, reduction, objective):
+    wanted = scenario(loss_weight, reduction, objective)
+    model, layout, passes = wanted.build().double(), wanted.layout(), wanted.batches()
+    windows = plan(passes, wanted.settings)
+    assert [window.open for window in windows] == [False, False, False, True]
+    for window in windows:
+        found = window_loss(model, layout, window, wanted.settings)
+        torch.testing.assert_close(found, by_definition(model, passes, window, wanted.settings), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_weight", cells.WEIGHTS)
+def test_the_gradient_of_a_window_is_the_weighted_sum_of_its_micro_batches_gradients(loss_weight):
+    wanted = scenario(loss_weight)
+    model, layout, passes = wanted.build().double(), wanted.layout(), wanted.batches()
+    window = plan(passes, wanted.settings)[0]
+    parts = [
+        weight(batch, loss_weight) / window.total * gradient(model(**batch.inputs), model)
+        for row in passes[window.first : window.last + 1]
+        for batch in row
+        if batch.rollouts
+    ]
+    assert len(parts) > 2
+    whole = gradient(window_loss(model, layout, window, wanted.settings), model)
+    assert whole.norm() > 1e-3
+    torch.testing.assert_close(whole, torch.stack(parts).sum(0), rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_of_idle_passes_has_no_loss():
+    wanted = scenario("rollout")
+    window = PlannedWindow(first=0, last=0, expected=8.0, total=0.0, open=True, progress=0)
+    assert window_loss(wanted.build().double(), (((), ()),), window, wanted.settings) is None
+
+
+def test_a_run_writes_the_definitions_loss_and_the_norm_of_its_gradient_for_every_window():
+    wanted = scenario("token")
+    passes, lines = wanted.batches(), []
+    run(wanted, lambda line, module: lines.append(line))
+    windows = plan(passes, wanted.settings)
+    assert [line.step for line in lines] == [1, 2, 3, 4]
+    assert [line.total for line in lines] == [window.total for window in windows]
+    model = wanted.build().double()
+    loss = by_definition(model, passes, windows[0], wanted.settings)
+    assert lines[0].loss == pytest.approx(float(loss), rel=1e-12)
+    assert lines[0].grad_norm == pytest.approx(float(gradient(loss, model).norm()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("Adam", torch.optim.AdamW), ("AdamW", torch.optim.AdamW), ("SGD", torch.optim.SGD)]
+)
+def test_optimizers_are_torchs_own_with_the_parameters_of_the_configuration(kind, found):
+    section = {"type": kind, "params": {"lr": 0.25, "weight_decay": 0.125}}
+    optimizer = optimizer_of({"optimizer": section}, torch.nn.Linear(2, 2))
+    assert type(optimizer) is found
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.125)
+
+
+@pytest.mark.parametrize("config", [{"optimizer": {"type": "Lamb"}}, {}])
+def test_an_optimizer_without_a_counterpart_is_refused_by_name(config):
+    name = repr(config.get("optimizer", {}).get("type"))
+    with pytest.raises(ConfigError, match=rf"optimizer\.type is {name}.*knows adam, adamw, sgd"):
+        optimizer_of(config, torch.nn.Linear(2, 2))
+
+
+def test_a_configuration_without_a_scheduler_has_none():
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    assert scheduler_of({}, optimizer) is None
+    assert scheduler_of(cells.config(0), optimizer).get_last_lr() == [0.025]
