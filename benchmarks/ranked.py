@@ -10,8 +10,15 @@ import torch.distributed as dist
 import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.parity.candidate import own_batches, stand_in
+from ds_parity.parity.model import TinyDecoder
 from ds_parity.parity.oracle import weight
 from ds_parity.parity.scenario import Scenario
+
+
+def build_wide(seed):
+    """A model whose pass takes about ten times as long as the bundled one's."""
+    torch.manual_seed(seed)
+    return TinyDecoder(width=256, layers=4, heads=8)
 
 
 class Rivals:

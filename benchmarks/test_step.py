@@ -12,8 +12,8 @@ HERE = str(Path(__file__).parent)
 STAGES = (0, 1, 2, 3)
 
 
-def scenario(stage, shape="uniform", max_tokens=None, **section):
-    """One window of 16 real rollouts on the bundled model."""
+def scenario(stage, shape="uniform", max_tokens=None, model="ds_parity.parity.model:build", **section):
+    """One window of 16 real rollouts."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_passes": 16,
@@ -22,7 +22,8 @@ def scenario(stage, shape="uniform", max_tokens=None, **section):
         "zero_optimization": {"stage": stage},
         "ds_parity": section,
     }
-    return Scenario(f"step-{stage}", config, shape=shape, windows=1, seed=1, max_tokens=max_tokens).to_json()
+    sized = {"max_tokens": max_tokens, "model": model}
+    return Scenario(f"step-{stage}", config, shape=shape, windows=1, seed=1, **sized).to_json()
 
 
 def launched(folder, function, scenarios, **arguments):
@@ -36,24 +37,27 @@ def launched(folder, function, scenarios, **arguments):
 # Counts that come pass by pass keep ranks in lock-step, so that they wait for the longest rollout of every pass, which
 # no wrapper can undo: there, rollouts are cut to one length. With counts known ahead they have their full length.
 @pytest.mark.parametrize(
-    ("max_tokens", "lookahead", "rounds"),
-    [(192, 0, 60), (None, 8, 20)],
-    ids=["counts pass by pass", "counts ahead"],
+    ("max_tokens", "model", "lookahead", "rounds"),
+    [
+        (192, "ds_parity.parity.model:build", 0, 60),
+        (192, "ranked:build_wide", 0, 12),
+        (None, "ds_parity.parity.model:build", 8, 20),
+    ],
+    ids=["counts pass by pass", "counts pass by pass, passes ten times as long", "counts ahead"],
 )
-def test_step_time(benchmark, tmp_path, capsys, max_tokens, lookahead, rounds):
+def test_step_time(benchmark, request, tmp_path, capsys, max_tokens, model, lookahead, rounds):
     """Median ratio of a window's time, ours / by hand, beside the quartiles of the ratios of single rounds."""
-    scenarios = [scenario(stage, max_tokens=max_tokens, lookahead=lookahead) for stage in STAGES]
+    scenarios = [scenario(stage, max_tokens=max_tokens, model=model, lookahead=lookahead) for stage in STAGES]
     arguments = (tmp_path / "ranks", "step_time", scenarios)
     taken = benchmark.pedantic(launched, arguments, {"rounds": rounds}, rounds=1)
     with capsys.disabled():
-        print(f"\ncounts {'ahead' if lookahead else 'pass by pass'}")
-        print("ZeRO  ours / by hand (median of medians)   quartiles of single rounds")
+        print(f"\n{request.node.callspec.id}: seconds a window by hand, ours / by hand, quartiles of single rounds")
         for stage, times in taken.items():
             ratios = [a / b for a, b in zip(times["ours"], times["by hand"], strict=True)]
             median = statistics.median(times["ours"]) / statistics.median(times["by hand"])
             low, _, high = statistics.quantiles(ratios, n=4)
             benchmark.extra_info[f"zero{stage}"] = median
-            print(f"{stage:4d}  {median:37.3f}   {low:.3f} .. {high:.3f}")
+            print(f"ZeRO {stage} {statistics.median(times['by hand']):8.3f} {median:8.3f}   {low:.3f} .. {high:.3f}")
 
 
 def test_peak_memory(benchmark, tmp_path, capsys):

@@ -64,7 +64,7 @@ class Driver:
         # A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size
         # (stage_1_and_2.py and stage3.py, step); the correction, by a factor of 1 too, holds the old one.
         self._freeze_scale = engine.fp16_enabled()
-        self._meter = LossMeter(torch.device(engine.device), group, self.ranks)
+        self._meter = LossMeter(torch.device(engine.device), group, exchange_group)
         self._stepped = True
         keep_clip_norm(engine)
         self._mark(False)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_parity.engine.hostsum import HostSum, Sum
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, PassTotals
 
@@ -88,6 +89,7 @@ class Exchange:
         self.slots = slots
         self.collectives = 0
         self._group = group
+        self._sum = HostSum(group) if ranks > 1 else None
         self._timeout = timeout
 
     def start(self, place: Place, slots: Sequence[Slot]) -> Pending:
@@ -99,21 +101,18 @@ class Exchange:
             counts = slot.counts
             numbers += [counts.rollouts, counts.prompts, counts.tokens, slot.active, slot.dry, slot.stuck]
         vector = torch.tensor(numbers, dtype=torch.int64)
-        if self.ranks == 1:
+        if self._sum is None:
             return Pending(self, place, vector, None)
         self.collectives += 1
         try:
-            work = dist.all_reduce(vector, group=self._group, async_op=True)
+            return Pending(self, place, vector, self._sum.start(vector))
         except RuntimeError as error:
             raise self._gone(place, error) from error
-        return Pending(self, place, vector, work)
 
-    def finish(self, place: Place, vector: torch.Tensor, work: Any) -> list[Known]:
+    def finish(self, place: Place, vector: torch.Tensor, work: Sum | None) -> list[Known]:
         """Wait for an exchange; used by `Pending.wait`."""
         try:
-            if work is not None:
-                work.wait()
-            numbers = vector.tolist()
+            numbers = (vector if work is None else work.wait()).tolist()
             if self.ranks * numbers[1] != numbers[0] ** 2:
                 raise self._parted(place)
         except RuntimeError as error:
@@ -150,7 +149,7 @@ class Pending:
     exchange: Exchange
     place: Place
     vector: torch.Tensor
-    work: Any
+    work: Sum | None
 
     def wait(self) -> list[Known]:
         """Return what the passes held over all ranks.

@@ -7,13 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_parity.engine.hostsum import HostSum
+
 
 class LossMeter:
-    """Sums weight * loss on the device, without waiting for it; one small all-reduce a step."""
+    """Sums weight * loss on the device, without waiting for it; one small sum over ranks a step.
 
-    def __init__(self, device: torch.device, group: Any, ranks: int) -> None:
+    Args:
+        device: where losses are.
+        group: the data-parallel group.
+        host_group: the same ranks over gloo, for losses that are on the host anyway; None with one rank.
+    """
+
+    def __init__(self, device: torch.device, group: Any, host_group: Any) -> None:
         self._group = group
-        self._ranks = ranks
+        self._over_host = HostSum(host_group) if host_group is not None else None
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, loss: torch.Tensor, units: int) -> None:
@@ -23,6 +31,9 @@ class LossMeter:
     def settle(self) -> torch.Tensor:
         """Return the window's sum over all ranks, still on the device, and start the next window at 0."""
         total, self._sum = self._sum, torch.zeros_like(self._sum)
-        if self._ranks > 1:
-            dist.all_reduce(total, group=self._group)
+        if self._over_host is None:
+            return total
+        if total.device.type == "cpu":
+            return self._over_host.start(total).wait()
+        dist.all_reduce(total, group=self._group)
         return total

@@ -350,6 +350,8 @@ class _Counting:
         "reduce_scatter_tensor",
         "broadcast",
         "barrier",
+        "isend",
+        "recv",
     )
 
     def __enter__(self):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ds_parity.engine import exchange as exchange_module
 from ds_parity.engine.exchange import Exchange, Known, Place, Slot
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, PassTotals
@@ -34,11 +36,18 @@ def two_ranks(monkeypatch):
     """An exchange whose other rank, here in the same process, sends what `other` makes of this rank's numbers."""
 
     def build(other):
-        def all_reduce(vector, group, async_op):
-            assert async_op
-            vector += other(vector.clone())
+        class Line:
+            def __init__(self, group):
+                assert group == "a group"
 
-        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+            def start(self, vector):
+                self.sum = vector + other(vector.clone())
+                return self
+
+            def wait(self):
+                return self.sum
+
+        monkeypatch.setattr(exchange_module, "HostSum", Line)
         return Exchange("a group", ranks=2, slots=1, timeout=5.0)
 
     return build
@@ -104,7 +113,7 @@ def test_finish_refuses_ranks_that_sent_different_fingerprints_and_no_others(eve
 
 def test_with_one_rank_no_collective_is_started_and_the_answer_is_the_own_counts(monkeypatch):
     """torch.distributed is not even initialised here."""
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("a collective was started"))
+    monkeypatch.setattr(exchange_module, "HostSum", lambda group: pytest.fail("a group was asked for"))
     exchange = Exchange(None, ranks=1, slots=3, timeout=1.0)
     slots = [Slot(Counts(2, 1, 30), active=True), Slot(Counts(), active=False)]
     known = exchange.start(PLACE, slots).wait()
@@ -134,7 +143,8 @@ def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(two
 
 def test_what_travels_does_not_grow_with_the_ranks_two_numbers_and_six_a_pass(monkeypatch):
     lengths = []
-    monkeypatch.setattr(dist, "all_reduce", lambda vector, group, async_op: lengths.append((len(vector), vector.dtype)))
+    line = SimpleNamespace(start=lambda vector: lengths.append((len(vector), vector.dtype)))
+    monkeypatch.setattr(exchange_module, "HostSum", lambda group: line)
     for ranks, slots in ((2, 1), (4096, 1), (2, 5)):
         Exchange("a group", ranks, slots, timeout=1.0).start(PLACE, [])
     assert lengths == [(8, torch.int64), (8, torch.int64), (32, torch.int64)]

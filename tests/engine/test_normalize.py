@@ -127,7 +127,7 @@ def test_under_a_plain_optimizer_gradients_are_multiplied_by_expected_over_total
 
 
 def meter():
-    return LossMeter(torch.device("cpu"), group=None, ranks=1)
+    return LossMeter(torch.device("cpu"), group=None, host_group=None)
 
 
 def test_the_meter_sums_weight_times_loss():

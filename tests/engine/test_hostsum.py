@@ -1,0 +1,77 @@
+"""Recursive doubling gives every rank the same sum, for any number of ranks, in as few rounds as can be.
+
+The lines between ranks are queues here, and the ranks threads; two and four real ranks run it in tests/distributed.
+"""
+
+import math
+import queue
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_parity.engine.hostsum import HostSum
+
+
+class Line(HostSum):
+    """One rank whose messages go through queues."""
+
+    def __init__(self, rank, ranks, lines):
+        self._rank, self._members, self._lines = rank, list(range(ranks)), lines
+        self._core = 1 << (ranks.bit_length() - 1)
+        self.sent = []
+
+    def send(self, vector, to, tag):
+        self.sent.append(to)
+        self._lines[self._rank, to, tag].put(vector.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def receive(self, like, source, tag):
+        received = self._lines[source, self._rank, tag].get(timeout=10)
+        assert received.shape == like.shape
+        return received
+
+
+def summed(ranks, vectors):
+    """Return what each rank holds at the end, and whom it sent to."""
+    lines = defaultdict(queue.Queue)
+    members = [Line(rank, ranks, lines) for rank in range(ranks)]
+    results = [None] * ranks
+
+    def run(rank):
+        results[rank] = members[rank].start(vectors[rank]).wait()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, [member.sent for member in members], lines
+
+
+@pytest.mark.parametrize("ranks", [*range(1, 18), 31, 32, 33])
+def test_every_rank_ends_with_the_sum_and_no_message_is_left_over(ranks):
+    vectors = [torch.tensor([rank**2, -rank, 2**40 + rank]) for rank in range(ranks)]
+    results, sent, lines = summed(ranks, vectors)
+    total = torch.stack(vectors).sum(0)
+    assert all(torch.equal(result, total) for result in results)
+    assert all(line.empty() for line in lines.values())
+    assert max(map(len, sent)) <= math.ceil(math.log2(ranks)) + 1 if ranks > 1 else not sent[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_fp64_sums_are_the_same_on_every_rank_to_the_last_bit(ranks):
+    """Partial sums are swapped in pairs, and a + b is b + a."""
+    vectors = [
+        torch.rand(3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)
+    ]
+    results, _, _ = summed(ranks, vectors)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_the_own_vector_is_left_as_it_was():
+    vectors = [torch.tensor([1]), torch.tensor([2])]
+    summed(2, vectors)
+    assert [int(vector) for vector in vectors] == [1, 2]
