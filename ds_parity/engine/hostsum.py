@@ -13,9 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# The sum under way in each group. One that nobody waited for (a loop that was left) is waited for before the next starts:
+# its messages would be taken for the next one's.
+_RUNNING: dict[Any, Sum] = {}
+
 
 class HostSum:
-    """Sums over a gloo group; one sum at a time.
+    """Sums over a gloo group; one sum at a time, whoever starts it.
 
     Args:
         group: a gloo process group; its timeout bounds every wait.
@@ -33,9 +37,16 @@ class HostSum:
         Raises:
             RuntimeError: a rank is gone.
         """
-        running = Sum(self, vector)
+        left = _RUNNING.pop(self._group, None)
+        if left is not None:
+            left.wait()
+        _RUNNING[self._group] = running = Sum(self, vector)
         running.begin()
         return running
+
+    def ended(self) -> None:
+        """Note that the sum under way has come to its end, or failed."""
+        _RUNNING.pop(self._group, None)
 
     def partner(self, round_number: int) -> int | None:
         """Return whom this rank swaps with in a round, None after the last one."""
@@ -90,6 +101,7 @@ class Sum:
             RuntimeError: a rank is gone, or did not come within the group's timeout.
         """
         over, vector = self._over, self._vector
+        over.ended()
         if over.beyond:
             assert over.fold is not None
             vector = over.receive(vector, over.fold, self._UNFOLD)

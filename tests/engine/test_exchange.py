@@ -95,12 +95,15 @@ def test_n_times_the_sum_of_squares_is_the_square_of_the_sum_exactly_where_all_s
 @example([2**24 - 1] * (MOST_RANKS - 1) + [2**24 - 2])
 def test_finish_refuses_ranks_that_sent_different_fingerprints_and_no_others(everyone):
     class Checked(Exchange):
+        def __init__(self, ranks):
+            self.ranks = ranks
+
         def _parted(self, place):
             return RankDesyncError("parted")
 
     sums = torch.tensor([[one, one * one] for one in everyone], dtype=torch.int64).sum(0)
     vector = torch.cat([sums, torch.zeros(6, dtype=torch.int64)])
-    exchange = Checked(None, len(everyone), slots=1, timeout=1.0)
+    exchange = Checked(len(everyone))
     if len(set(everyone)) == 1:
         assert exchange.finish(PLACE, vector, None) == [Known(PassTotals())]
     else:

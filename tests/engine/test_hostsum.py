@@ -21,6 +21,7 @@ class Line(HostSum):
     def __init__(self, rank, ranks, lines):
         self._rank, self._members, self._lines = rank, list(range(ranks)), lines
         self._core = 1 << (ranks.bit_length() - 1)
+        self._group = self  # each rank is a process of its own elsewhere
         self.sent = []
 
     def send(self, vector, to, tag):
@@ -69,6 +70,19 @@ def test_fp64_sums_are_the_same_on_every_rank_to_the_last_bit(ranks):
     ]
     results, _, _ = summed(ranks, vectors)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_sum_that_nobody_waited_for_leaves_nothing_for_the_next():
+    """A loop that is left between announcing a pass and its backward, on one rank or on both."""
+    for waits in ((False, False), (True, False)):
+        lines = defaultdict(queue.Queue)
+        members = [Line(rank, 2, lines) for rank in range(2)]
+        first = [member.start(torch.tensor([1 + rank])) for rank, member in enumerate(members)]
+        for sum_of_rank, wait in zip(first, waits, strict=True):
+            if wait:
+                assert int(sum_of_rank.wait()) == 3
+        second = [member.start(torch.tensor([10 + rank])) for rank, member in enumerate(members)]
+        assert [int(sum_of_rank.wait()) for sum_of_rank in second] == [21, 21]
 
 
 def test_the_own_vector_is_left_as_it_was():
