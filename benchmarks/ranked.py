@@ -1,6 +1,7 @@
 """What ranks measure: both rivals in one process, window by window in turn, so that the machine's moods cancel."""
 
 import gc
+import itertools
 import time
 
 import deepspeed
@@ -31,6 +32,7 @@ class Rivals:
         self.bare = self._engine(wanted, deepspeed.initialize, plain)
         self.batches, self.idle = own_batches(wanted), stand_in(wanted)
         self.unit, self.ahead = wanted.settings.loss_weight, wanted.settings.lookahead > 0
+        self.stream = self.ours.passes(itertools.cycle(self.batches), finish=False)  # endless, as a trainer's is
         self.total = float(sum(weight(batch, self.unit) for held in wanted.batches() for batch in held))
 
     def _engine(self, wanted, initialize, config):
@@ -39,7 +41,7 @@ class Rivals:
 
     def window_of_ours(self):
         if self.ahead:
-            for batch in self.ours.passes(self.batches, finish=False):
+            for batch in itertools.islice(self.stream, len(self.batches)):
                 self.ours.backward(self.ours(**batch.inputs))
                 self.ours.step()
             return
