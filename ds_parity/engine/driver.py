@@ -71,6 +71,14 @@ class Driver:
 
     # One pass.
 
+    def refuse_owed_step(self) -> None:
+        """Raise WindowError where the pass before waits for its step(): asked before anything is announced or taken."""
+        if not self._stepped:
+            raise WindowError(
+                f"backward() in window {self.ledger.window.index} while the pass before it waits for its step(): one "
+                "step() ends one pass; call it after every backward()"
+            )
+
     def announce(self, slots: Sequence[Slot]) -> Pending:
         """Start the exchange of this rank's next passes."""
         return self.exchange.start(self._place("runs a pass"), slots)
@@ -86,16 +94,7 @@ class Driver:
             self.exchange.slots = passes
 
     def slot(self, counts: Counts) -> Slot:
-        """Return the announcement of one pass of this rank.
-
-        Raises:
-            WindowError: the pass before it waits for its step().
-        """
-        if not self._stepped:
-            raise WindowError(
-                f"backward() in window {self.ledger.window.index} while the pass before it waits for its step(): one "
-                "step() ends one pass; call it after every backward()"
-            )
+        """Return the announcement of one pass of this rank."""
         return Slot(counts, active=counts.active(self.settings.loss_weight))
 
     def backward(
@@ -104,7 +103,7 @@ class Driver:
         """Run one backward, divided by the expected total; return the loss as it was accumulated.
 
         Raises:
-            WindowError: the pass before it waits for its step(), or it would close a window inside no_sync().
+            WindowError: it would close a window inside no_sync().
         """
         window = self.ledger.count(known.totals, ahead)
         self._stepped = False
@@ -145,14 +144,9 @@ class Driver:
             self.engine.step(**kwargs)
             self._skip()
 
-    def on_every_rank(self, slot: Slot) -> PassTotals:
-        """Return what a pass would hold if every rank held what `slot` does."""
-        held, ranks = slot.counts, self.ranks
-        return PassTotals(held.rollouts * ranks, held.prompts * ranks, held.tokens * ranks, slot.active * ranks)
-
-    def would_close(self, held: PassTotals) -> bool:
-        """Whether a next pass that holds `held` over all ranks would end the window."""
-        return self.ledger.closes_with(held)
+    def on_every_rank(self, held: Counts) -> PassTotals:
+        """Return what a pass would hold if every rank held this."""
+        return PassTotals.of([held] * self.ranks, self.settings.loss_weight)
 
     # The end of the data.
 
@@ -189,7 +183,8 @@ class Driver:
         """Throw the open window away, gradients and losses with it: what comes next is loaded over it."""
         if self.ledger.window.passes:
             discard_accumulated(self.engine)
-            self._meter.settle()
+            self._meter.reset()
+        self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self._stepped = True
         self._mark(False)
 
@@ -197,7 +192,7 @@ class Driver:
 
     def _update(self, **kwargs: Any) -> None:
         engine, window, total = self.engine, self.ledger.window, self.ledger.total()
-        lr = tuple(float(rate) for rate in engine.get_lr())
+        lr = self._lr()
         if self.schedule is not None:
             self.schedule.advance_to(self.ledger.progress.advanced(self.ledger.units()))
         # DeepSpeed adds its fixed train_batch_size; what its monitor then shows is the rollouts consumed.
@@ -217,7 +212,7 @@ class Driver:
             "recorded as skipped; look for empty rollouts or masks",
             *(window.index, window.passes, window.rollouts, self.settings.loss_weight),
         )
-        self._settle(tuple(float(rate) for rate in self.engine.get_lr()), applied=False)
+        self._settle(self._lr(), applied=False)
 
     def _drop(self) -> None:
         window = self.ledger.window
@@ -226,7 +221,7 @@ class Driver:
             *(window.index, window.rollouts),
         )
         discard_accumulated(self.engine)
-        self._settle(tuple(float(rate) for rate in self.engine.get_lr()), applied=False)
+        self._settle(self._lr(), applied=False)
 
     def _settle(self, lr: tuple[float, ...], *, applied: bool) -> None:
         total = self.ledger.total()
@@ -260,6 +255,9 @@ class Driver:
                 f"ranks differ in {what}: {ranks} (a number that stands for it). All ranks need the same configuration "
                 "and the same arguments of passes(); look at what this rank was started with"
             )
+
+    def _lr(self) -> tuple[float, ...]:
+        return tuple(float(rate) for rate in self.engine.get_lr())
 
     def _mark(self, boundary: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(boundary)

@@ -79,6 +79,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
         given = {name: count for name, count in counts.items() if count is not None}
         driver: Driver = self._self_driver
+        driver.refuse_owed_step()
         if self._self_queue is not None:
             own, known, ahead = self._self_queue.take()
             self._check_announced(own, given)
@@ -159,14 +160,13 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         if driver.awaits_step():
             return driver.ledger.window.closed
         if self._self_queue is not None:
-            return driver.would_close(self._self_queue.next_known())
+            return driver.ledger.closes_with(self._self_queue.next_known())
         if self._self_told:
             raise WindowError(
                 "is_gradient_accumulation_boundary() before backward(): the counts of this pass are not known yet; ask "
                 "between backward() and step(), or take micro-batches from passes(stream, lookahead=...)"
             )
-        usual = driver.slot(self._usual())
-        return driver.would_close(driver.on_every_rank(usual))
+        return driver.ledger.closes_with(driver.on_every_rank(self._usual()))
 
     @property
     def window(self) -> Window:
@@ -179,10 +179,6 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """The last finished step; reading it waits for the accelerator, unlike everything else here."""
         finished = self._self_driver.finished
         return None if finished is None else finished.record
-
-    def get_global_grad_norm(self) -> Any:
-        """Return the norm of the step's gradient before clipping: of sum(w * grad l) / sum(w)."""
-        return self.__wrapped__.get_global_grad_norm()
 
     # Checkpoints.
 
@@ -231,9 +227,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             load_module_only,
             custom_load_fn,
         )
-        if path is None or load_module_only:
-            driver.ledger.restore(driver.ledger.state())
-        else:
+        if path is not None and not load_module_only:
             checkpoint.resume(driver, state or {}, scheduler=load_lr_scheduler_states)
         return path, state
 

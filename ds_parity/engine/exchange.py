@@ -93,7 +93,7 @@ class Exchange:
         self._timeout = timeout
 
     def start(self, place: Place, slots: Sequence[Slot]) -> Pending:
-        """Launch the exchange of up to `slots` passes; never blocks."""
+        """Launch the exchange of up to `slots` passes; waits for nothing but an exchange that was left unfinished."""
         padded = [*slots, *[Slot(Counts(), active=False, dry=True)] * (self.slots - len(slots))]
         fingerprint = place.fingerprint()
         numbers = [fingerprint, fingerprint * fingerprint]

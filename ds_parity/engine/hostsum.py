@@ -84,6 +84,7 @@ class Sum:
         self._over = over
         self._vector = vector
         self._sent: list[Any] = []
+        self._result: torch.Tensor | None = None
 
     def begin(self) -> None:
         """Send the first vector, where nothing has to come in before."""
@@ -95,11 +96,13 @@ class Sum:
             self._sent.append(over.send(self._vector, first, 0))
 
     def wait(self) -> torch.Tensor:
-        """Return the sum.
+        """Return the sum; again, where it is asked again.
 
         Raises:
             RuntimeError: a rank is gone, or did not come within the group's timeout.
         """
+        if self._result is not None:
+            return self._result
         over, vector = self._over, self._vector
         over.ended()
         if over.beyond:
@@ -109,6 +112,7 @@ class Sum:
             vector = self._doubled(vector)
         for work in self._sent:
             work.wait()
+        self._result = vector
         return vector
 
     def _doubled(self, vector: torch.Tensor) -> torch.Tensor:

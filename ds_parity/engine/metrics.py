@@ -28,9 +28,14 @@ class LossMeter:
         """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
         self._sum = self._sum + loss.detach().to(torch.float64) * units
 
+    def reset(self) -> None:
+        """Forget the window's losses."""
+        self._sum = torch.zeros_like(self._sum)
+
     def settle(self) -> torch.Tensor:
         """Return the window's sum over all ranks, still on the device, and start the next window at 0."""
-        total, self._sum = self._sum, torch.zeros_like(self._sum)
+        total = self._sum
+        self.reset()
         if self._over_host is None:
             return total
         if total.device.type == "cpu":

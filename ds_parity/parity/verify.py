@@ -66,16 +66,16 @@ def scenarios(
     return [(uniform, ("deepspeed",)), *wanted], []
 
 
+def call(scenario: Scenario, engine: str, folder: Path) -> Call:
+    """Return the call that leaves the trace of a scenario, as an engine runs it, in `folder`."""
+    arguments = {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)}
+    return Call(f"{scenario.name}: {engine}", "ds_parity.parity.tasks:run_scenario", arguments)
+
+
 def calls(runs: list[tuple[Scenario, tuple[str, ...]]], folder: Path) -> tuple[Call, ...]:
     """Return the calls that leave the traces of `runs` in `folder`."""
     return tuple(
-        Call(
-            f"{scenario.name}: {engine}",
-            "ds_parity.parity.tasks:run_scenario",
-            {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)},
-        )
-        for scenario, references in runs
-        for engine in (*references, "ds_parity")
+        call(scenario, engine, folder) for scenario, references in runs for engine in (*references, "ds_parity")
     )
 
 

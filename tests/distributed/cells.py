@@ -87,11 +87,6 @@ PROBES = [
 SAME_WINDOWS = [*product(STAGES, ("fp32",)), (2, "bf16")]
 
 
-def run_call(scenario, engine, folder):
-    arguments = {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)}
-    return Call(f"{scenario.name}: {engine}", "ds_parity.parity.tasks:run_scenario", arguments)
-
-
 def probe_call(scenario, subject):
     arguments = {"scenario": scenario.to_json(), "subject": subject}
     return Call(f"{scenario.name}: {subject}", "ds_parity.parity.probe:probe", arguments)

@@ -7,6 +7,7 @@ import pytest
 import ranked
 
 from ds_parity.parity.launch import Call, Job, run
+from ds_parity.parity.verify import call
 from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
@@ -25,16 +26,16 @@ class Launched:
 
 def launch(folder, calls, ranks, **options):
     results = run(Job(tuple(calls), folder / "ranks", ranks, timeout=500, import_from=(HERE,), **options))
-    return Launched(folder, {call.title: result for call, result in zip(calls, results, strict=True)})
+    return Launched(folder, {one.title: result for one, result in zip(calls, results, strict=True)})
 
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory):
     """Every scenario, probe and task that runs on two ranks."""
     folder = tmp_path_factory.mktemp("two")
-    calls = [cells.run_call(scenario, engine, folder) for scenario, engines in cells.RUNS for engine in engines]
-    calls += [cells.run_call(scenario, control, folder) for scenario, control in cells.CONTROLS]
-    calls += [cells.run_call(cells.same_windows(*cell, 2), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
+    calls = [call(scenario, engine, folder) for scenario, engines in cells.RUNS for engine in engines]
+    calls += [call(scenario, control, folder) for scenario, control in cells.CONTROLS]
+    calls += [call(cells.same_windows(*cell, 2), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
     calls += [cells.probe_call(scenario, subject) for scenario, subject in cells.PROBES]
     calls += [Call(name, f"ranked:{name}", {"folder": str(folder / name)}) for name in ranked.TASKS]
     return launch(folder, calls, 2)
@@ -45,4 +46,4 @@ def other_ranks(request, tmp_path_factory):
     """The scenarios whose windows are the same, on one rank and on four."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     scenarios = [cells.same_windows(*cell, request.param) for cell in cells.SAME_WINDOWS]
-    return request.param, launch(folder, [cells.run_call(s, "ds_parity", folder) for s in scenarios], request.param)
+    return request.param, launch(folder, [call(s, "ds_parity", folder) for s in scenarios], request.param)

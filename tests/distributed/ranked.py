@@ -271,6 +271,11 @@ def misuse(folder):
     next(batches)
     found["no backward"] = refusal(lambda: next(batches))
     doubled = build(config(1, passes=20))
+    unstepped = build(config(1, passes=20))
+    for _ in unstepped.passes([_Batch() for _ in range(4)], lookahead=4, finish=False):
+        unstepped.backward(forward(unstepped, 1))
+        found["no step in passes"] = refusal(lambda: unstepped.backward(forward(unstepped, 1)))
+        break
     for _ in doubled.passes([_Batch()], finish=False):
         one_pass(doubled, 1)
         found["two backwards"] = refusal(lambda: doubled.backward(forward(doubled, 1)))

@@ -127,6 +127,7 @@ MISUSE = {
     "save": "CheckpointError.*4 rollouts of 1 passes are pending.*finish",
     "twice": "waits for its step",
     "tuple": "got a tuple that is no loss",
+    "no step in passes": "waits for its step",
     "no backward": "before the last had its backward.*engine.idle",
     "two backwards": "had its backward\\(\\) already",
     "foretell in passes": "between two micro-batches of passes",

@@ -83,6 +83,7 @@ def test_a_sum_that_nobody_waited_for_leaves_nothing_for_the_next():
                 assert int(sum_of_rank.wait()) == 3
         second = [member.start(torch.tensor([10 + rank])) for rank, member in enumerate(members)]
         assert [int(sum_of_rank.wait()) for sum_of_rank in second] == [21, 21]
+        assert [int(sum_of_rank.wait()) for sum_of_rank in first] == [3, 3], "a late waiter still gets its own"
 
 
 def test_the_own_vector_is_left_as_it_was():
