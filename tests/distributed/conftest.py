@@ -11,6 +11,8 @@ from ds_parity.parity.verify import call
 from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
+# Modules whose TASKS the two ranks run, a function each.
+TASKS = (ranked,)
 
 
 class Launched:
@@ -37,7 +39,11 @@ def two_ranks(tmp_path_factory):
     calls += [call(scenario, control, folder) for scenario, control in cells.CONTROLS]
     calls += [call(cells.same_windows(*cell, 2), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
     calls += [cells.probe_call(scenario, subject) for scenario, subject in cells.PROBES]
-    calls += [Call(name, f"ranked:{name}", {"folder": str(folder / name)}) for name in ranked.TASKS]
+    calls += [
+        Call(name, f"{module.__name__}:{name}", {"folder": str(folder / name)})
+        for module in TASKS
+        for name in module.TASKS
+    ]
     return launch(folder, calls, 2)
 
 
