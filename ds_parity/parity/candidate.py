@@ -27,9 +27,7 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
         config: another configuration for the engine alone; the model and its loss stay the scenario's.
     """
     module = scenario.build()
-    engine, *_ = ds_parity.initialize(
-        model=module, model_parameters=module.parameters(), config=config or scenario.config
-    )
+    engine, *_ = ds_parity.initialize(model=module, config=config or scenario.config, **scenario.keywords(module))
     drive = _by_passes if scenario.drive == "passes" else _by_counts
     for _ in drive(engine, scenario):
         _note(engine, record)

@@ -15,14 +15,22 @@ from ds_parity.parity.scenario import Scenario
 from ds_parity.trace import StepRecord
 
 
-def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = None) -> Any:
-    """Return the bare engine of the rewritten configuration, or one that was told another number of steps."""
+def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = None, *, managed: bool = True) -> Any:
+    """Return the bare engine of the rewritten configuration.
+
+    Args:
+        scenario: what it is for.
+        gradient_accumulation_steps: what DeepSpeed is told in place of the configuration's.
+        managed: False: the loop says by its calls of step() where boundaries are (`managed_gradient_accumulation`).
+    """
     module = scenario.build()
     plain = rewrite(scenario.config, scenario.ranks).config
     if gradient_accumulation_steps is not None:
         batch = plain["train_micro_batch_size_per_gpu"] * gradient_accumulation_steps * scenario.ranks
         plain |= {"gradient_accumulation_steps": gradient_accumulation_steps, "train_batch_size": batch}
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=plain)
+    if not managed:
+        plain["managed_gradient_accumulation"] = False
+    engine, *_ = deepspeed.initialize(model=module, config=plain, **scenario.keywords(module))
     keep_clip_norm(engine)  # it only keeps what DeepSpeed computes, so that there is a norm to compare on ZeRO 0
     return engine
 
@@ -33,7 +41,8 @@ class StepNotes:
     The loss is summed as the definition says, sum of weight * loss over ranks and passes, in fp64.
     """
 
-    def __init__(self, scenario: Scenario, passes: Passes) -> None:
+    def __init__(self, engine: Any, scenario: Scenario, passes: Passes) -> None:
+        self._engine = engine
         self._settings = scenario.settings
         self._passes = passes
         self._sum = torch.zeros((), dtype=torch.float64)
@@ -63,5 +72,6 @@ class StepNotes:
             loss=float(total) / window.total if window.total else None,
             lr=tuple(float(rate) for rate in lr),
             grad_norm=float(grad_norm) if applied and grad_norm is not None else None,
+            loss_scale=float(self._engine._get_optimizer_loss_scale()) if self._engine.fp16_enabled() else None,
             skipped=not applied,
         )

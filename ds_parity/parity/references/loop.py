@@ -6,9 +6,11 @@ and the scheduler's position are written out here once more.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from ds_parity.config import Settings
@@ -16,6 +18,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.candidate import Record, own_batches, stand_in
 from ds_parity.parity.oracle import PlannedWindow, plan, weight
 from ds_parity.parity.references.bare import StepNotes, initialize
+from ds_parity.parity.references.plain import ByHand
 from ds_parity.parity.scenario import Scenario
 from ds_parity.planning.records import MicroBatch
 
@@ -25,8 +28,9 @@ def run(scenario: Scenario, record: Record) -> Any:
     settings = scenario.settings
     engine = initialize(scenario)
     passes, own = scenario.batches(), own_batches(scenario)
-    idle, notes = stand_in(scenario), StepNotes(scenario, passes)
-    windows = plan(passes, settings, lookahead=_looks_ahead(scenario))
+    idle, notes = stand_in(scenario), StepNotes(engine, scenario, passes)
+    by_hand = _take_scheduler(engine) if settings.lr_progress == "rollout" else None
+    windows, reached = plan(passes, settings, lookahead=_looks_ahead(scenario)), Fraction(0)
     if _looks_ahead(scenario) and max(w.last - w.first for w in windows) >= settings.lookahead:
         raise ConfigError("deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest")
     for number, window in enumerate(windows, start=1):
@@ -36,7 +40,10 @@ def run(scenario: Scenario, record: Record) -> Any:
             if index < window.last:
                 engine.step()
         lr = engine.get_lr()
-        norm, applied = _step(engine, window, settings)
+        norm, applied = _step(engine, window)
+        if by_hand is not None and applied:
+            by_hand.advance(window.progress - reached)
+        reached = window.progress
         record(notes.record(number, window, lr, norm, applied), engine.module)
     return engine
 
@@ -54,38 +61,48 @@ def _backward(
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return
     notes.add(loss, units)
-    ranks = torch.distributed.get_world_size()
-    share = ranks if settings.loss_reduction == "sum" else ranks * units
+    averaged = torch.distributed.get_world_size() if engine.gradient_average else 1
+    share = averaged if settings.loss_reduction == "sum" else averaged * units
     engine.backward(loss / (window.expected / share), scale_wrt_gas=False)
 
 
-def _step(engine: Any, window: PlannedWindow, settings: Settings) -> tuple[Any, bool]:
-    kwargs = {}
-    if settings.lr_progress == "rollout" and engine.lr_scheduler is not None:
-        kwargs["lr_kwargs"] = {"last_batch_iteration": float(window.progress) - 1}
+def _take_scheduler(engine: Any) -> ByHand | None:
+    """Take the scheduler from the engine, which would move it a step at a time."""
+    scheduler, engine.lr_scheduler = engine.lr_scheduler, None
+    return None if scheduler is None else ByHand(scheduler)
+
+
+def _step(engine: Any, window: PlannedWindow) -> tuple[Any, bool]:
     if window.total == 0:
         engine.step()
         return None, False
-    if window.expected == window.total:
-        engine.step(**kwargs)
+    # fp16: a scale that grows in this step must not reach the gradients, which were scaled by the old one.
+    if window.expected == window.total and not engine.fp16_enabled():
+        engine.step()
         return engine.get_global_grad_norm(), engine.was_step_applied()
-    return _corrected(engine, window, kwargs), engine.was_step_applied()
+    return _corrected(engine, window), engine.was_step_applied()
 
 
-def _corrected(engine: Any, window: PlannedWindow, kwargs: dict[str, Any]) -> Any:
+def _corrected(engine: Any, window: PlannedWindow) -> Any:
     optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        for flat in optimizer.fp32_groups_gradients_flat:
+            flat.mul_(window.expected / window.total)
+        engine.step()
+        return engine.get_global_grad_norm()
     if engine.zero_optimization():
         optimizer.override_loss_scale(optimizer.loss_scale * window.total / window.expected)
-        engine.step(**kwargs)
+        engine.step()
         optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
         return engine.get_global_grad_norm()
     if engine.bfloat16_enabled():
         optimizer.loss_scale_config.cur_scale = window.total / window.expected
-        engine.step(**kwargs)
+        engine.step()
         optimizer.loss_scale_config.cur_scale = 1.0
         raw = isinstance(optimizer, FP16_UnfusedOptimizer)
         return engine.get_global_grad_norm() * (window.expected / window.total if raw else 1.0)
     for parameter in engine.module.parameters():
-        parameter.grad.mul_(window.expected / window.total)
-    engine.step(**kwargs)
+        if parameter.grad is not None:
+            parameter.grad.mul_(window.expected / window.total)
+    engine.step()
     return engine.get_global_grad_norm()

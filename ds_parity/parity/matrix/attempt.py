@@ -1,0 +1,91 @@
+"""What ranks do for a cell: run one engine, and live to say what went wrong."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_parity.parity import tasks
+from ds_parity.parity.halves import forget_autocast, fp16_allowed
+from ds_parity.parity.probe import probe as decompose
+from ds_parity.parity.scenario import Scenario
+
+
+def run(scenario: dict[str, Any], engine: str, folder: str, measured: bool = False) -> dict[str, Any]:
+    """Run a scenario with an engine, as `tasks.run_scenario`.
+
+    Returns:
+        `error`, or with `measured`: `peak`, the bytes that the second window held at most above what was held at its
+        start, on this rank, None without a second step, and `parameters`, how many numbers the model holds.
+    """
+    if not measured:
+        return _tried(lambda: tasks.run_scenario(scenario, engine, folder))
+    meter = _Peak()
+    ran = _tried(lambda: tasks.run_scenario(scenario, engine, folder, around=meter))
+    return {**ran, "peak": meter.bytes, "parameters": meter.parameters}
+
+
+def probe(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
+    """Probe a window; `error` where that failed."""
+    return _tried(lambda: decompose(scenario, subject))
+
+
+def refusal(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Build the engine under test and return as `error` what it says."""
+
+    def build() -> dict[str, Any]:
+        tasks.ENGINES["ds_parity"](Scenario.from_json(scenario), lambda record, module: None)
+        return {}
+
+    return _tried(build)
+
+
+def _tried(action: Any) -> dict[str, Any]:
+    # A configuration fails alike on all ranks; where it doesn't, the ranks hang, and the job is ended and begun anew.
+    forget_autocast()
+    try:
+        with fp16_allowed():
+            return dict(action())
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()
+
+
+class _Peak:
+    """Watches allocations between the first and the second step, what writes a step down left out."""
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+        self.parameters = 0
+        self._seen = 0
+        self._profile: Any = None
+
+    def before(self, module: nn.Module) -> None:
+        """End the window."""
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            self.bytes, self._profile = _greatest(self._profile), None
+
+    def after(self, module: nn.Module) -> None:
+        """Begin the window, the first time."""
+        self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+        self._seen += 1
+        if self._seen == 1:
+            gc.collect()
+            self._profile = torch.profiler.profile(profile_memory=True)
+            self._profile.__enter__()
+
+
+def _greatest(profile: Any) -> int:
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
