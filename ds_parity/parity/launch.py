@@ -37,6 +37,7 @@ class Job:
         folder: where what ranks say, their results and the log lie; made anew.
         ranks: processes to start.
         timeout: seconds for the whole job.
+        patience: seconds for a single call; None: as long as the job.
         import_from: folders in which functions are looked up beside the installed packages.
         environment: variables set for the ranks.
     """
@@ -45,6 +46,7 @@ class Job:
     folder: Path
     ranks: int = 2
     timeout: float = 600.0
+    patience: float | None = None
     import_from: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -116,14 +118,24 @@ def _free_port() -> int:
 
 
 def _watch(process: subprocess.Popen[bytes], job: Job, progress: Callable[[int, str], None]) -> int:
-    deadline = time.monotonic() + job.timeout
+    begun = heard = time.monotonic()
+    spoken = 0
     while process.poll() is None:
-        if time.monotonic() > deadline:
+        lines = list(said(job.folder, 0))
+        now = time.monotonic()
+        if len(lines) != spoken:
+            heard, spoken = now, len(lines)
+        if now - begun > job.timeout:
             raise HarnessError(
                 f"the ranks did not finish within {job.timeout:g} s ({_where(job)}): they were ended; look at "
                 f"{job.folder / 'log.txt'}, or allow more time"
             )
-        lines = list(said(job.folder, 0))
+        # Before the first call come imports and compilers, which say nothing.
+        if job.patience is not None and spoken and now - heard > job.patience:
+            raise HarnessError(
+                f"the ranks said nothing for {job.patience:g} s ({_where(job)}): they hang, and were ended; look at "
+                f"{job.folder / 'log.txt'}"
+            )
         titles = [line["title"] for line in lines if "started" in line]
         progress(sum("finished" in line for line in lines), titles[-1] if titles else "starting ranks")
         time.sleep(0.1)

@@ -190,10 +190,10 @@ def streamed(layout: Layout, ranks: int) -> Layout:
 def sloped(layout: Layout, target: int, *, rising: bool) -> Layout:
     """Return the layout with rollouts cut short, so that the first pass of a window foretells its total wrongly.
 
-    Those of each window's first pass that holds any are cut to 8 loss tokens and the others to 48, or the other way
-    round: where tokens weigh, the correction is by a factor of nearly 6.
+    Those of each window's first pass that holds any are cut to 4 loss tokens and the others to 48, or the other way
+    round: where tokens weigh, the correction is by a factor of up to 12.
     """
-    first, other = (8, 48) if rising else (48, 8)
+    first, other = (4, 48) if rising else (48, 4)
     rows, held, opened = [], 0, True
     for row in layout:
         tokens = first if opened else other

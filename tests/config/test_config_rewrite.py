@@ -5,6 +5,7 @@ import copy
 import json
 from pathlib import Path
 
+import cells
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -333,9 +334,20 @@ def test_there_is_a_ready_configuration_for_every_stage_and_precision():
 def test_a_ready_configuration_is_accepted_by_bare_deepspeed_once_rewritten(path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    result = rewrite(load_config(path), 1)
-    theirs = DeepSpeedConfig(json.loads(json.dumps(result.config)))
-    assert theirs.gradient_accumulation_steps == result.settings.gradient_accumulation_passes
+    result = rewrite(cells.filled_in(path), 2)
+    # DeepSpeed checks the batch against the ranks that it sees, and here is one.
+    alone = rewrite({**cells.filled_in(path), "train_batch_size": None, "gradient_accumulation_steps": None}, 1).config
+    theirs = DeepSpeedConfig(json.loads(json.dumps(alone)))
+    assert theirs.gradient_accumulation_steps == 2 * result.config["gradient_accumulation_steps"]
     assert theirs.train_batch_size == result.settings.target
-    assert theirs.gradient_clipping == 1.0
-    assert path.stem == f"zero{theirs.zero_optimization_stage}_{'bf16' if theirs.bfloat16_config.enabled else 'fp32'}"
+    assert theirs.gradient_clipping == result.config["gradient_clipping"]
+    assert f"zero{theirs.zero_optimization_stage}_" in path.stem
+    precision = {"bf16": theirs.bfloat16_config.enabled, "fp16": theirs.float16_config.enabled}
+    assert all(on == (f"_{name}" in path.stem and "autocast" not in path.stem) for name, on in precision.items())
+
+
+def test_auto_is_left_to_whoever_fills_it_in():
+    """The Hugging Face configuration passes with its "auto" values in place."""
+    result = rewrite(load_config(next(path for path in DS_CONFIGS if "huggingface" in path.stem)), 2)
+    assert result.config["train_batch_size"] == "auto"
+    assert result.config["optimizer"]["params"]["lr"] == "auto"

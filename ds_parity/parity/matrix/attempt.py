@@ -7,6 +7,7 @@ import traceback
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_parity.parity import tasks
@@ -14,12 +15,15 @@ from ds_parity.parity.halves import forget_autocast, fp16_allowed
 from ds_parity.parity.probe import probe as decompose
 from ds_parity.parity.scenario import Scenario
 
+_ACCELERATOR = get_accelerator()
+_EMULATED = ", fp16 computed by torch although DeepSpeed says that this processor can't"
+
 
 def run(scenario: dict[str, Any], engine: str, folder: str, measured: bool = False) -> dict[str, Any]:
     """Run a scenario with an engine, as `tasks.run_scenario`.
 
     Returns:
-        `error`, or with `measured`: `peak`, the bytes that the second window held at most above what was held at its
+        `raised`, or with `measured`: `peak`, the bytes that the second window held at most above what was held at its
         start, on this rank, None without a second step, and `parameters`, how many numbers the model holds.
     """
     if not measured:
@@ -30,12 +34,12 @@ def run(scenario: dict[str, Any], engine: str, folder: str, measured: bool = Fal
 
 
 def probe(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
-    """Probe a window; `error` where that failed."""
+    """Probe a window; `raised` where that failed."""
     return _tried(lambda: decompose(scenario, subject))
 
 
 def refusal(scenario: dict[str, Any]) -> dict[str, Any]:
-    """Build the engine under test and return as `error` what it says."""
+    """Build the engine under test and return as `raised` what it says."""
 
     def build() -> dict[str, Any]:
         tasks.ENGINES["ds_parity"](Scenario.from_json(scenario), lambda record, module: None)
@@ -48,11 +52,11 @@ def _tried(action: Any) -> dict[str, Any]:
     # A configuration fails alike on all ranks; where it doesn't, the ranks hang, and the job is ended and begun anew.
     forget_autocast()
     try:
-        with fp16_allowed():
-            return dict(action())
+        with fp16_allowed() as emulated:
+            return {**action(), "accelerator": f"{_ACCELERATOR.device_name()}{_EMULATED if emulated else ''}"}
     except Exception as error:
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"raised": f"{type(error).__name__}: {error}"}
     finally:
         gc.collect()
 

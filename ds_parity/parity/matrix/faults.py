@@ -29,12 +29,12 @@ FAULTS = {
     fault.name: fault
     for fault in (
         Fault(
-            "fp16_scale_growth",
+            "fp16_growing_scale",
             "a step at which the dynamic loss scale grows is unscaled by the new scale, and applied at half its size",
             "corrected: the scale is held for the step",
         ),
         Fault(
-            "fp16_zero0",
+            "fp16_zero0_unscaled_loss",
             "fp16 on ZeRO 0 does not scale the loss but divides by the loss scale: every gradient is too small by it",
             "refused",
         ),

@@ -84,7 +84,7 @@ def judge(cell: Cell, answers: Answers, folder: Path) -> Result:
 
 
 def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
-    said = answers.get(f"{cell.name}: refusal", {}).get("error")
+    said = answers.get(f"{cell.name}: refusal", {}).get("raised")
     return said.removeprefix("ConfigError: ") if said is not None and said.startswith("ConfigError: ") else None
 
 
@@ -113,9 +113,9 @@ class _UnansweredError(Exception):
 
 
 def _answer(answers: Answers, at: str) -> dict[str, Any]:
-    answer = answers.get(at, {"error": "it was not run"})
-    if "error" in answer:
-        raise _UnansweredError(f"{at.rsplit(': ', maxsplit=1)[-1]}: {answer['error']}")
+    answer = answers.get(at, {"raised": "it was not run"})
+    if "raised" in answer:
+        raise _UnansweredError(f"{at.rsplit(': ', maxsplit=1)[-1]}: {answer['raised']}")
     return answer
 
 

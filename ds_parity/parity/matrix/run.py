@@ -79,7 +79,7 @@ def _launch(job: Job, answers: Answers, progress: Progress) -> Sequence[Call]:
     except HarnessError as error:
         finished = _note(job, answers)
         if len(finished) < len(job.calls):
-            answers[job.calls[len(finished)].title] = {"error": str(error)}
+            answers[job.calls[len(finished)].title] = {"raised": str(error)}
         return job.calls[len(finished) + 1 :] if any(said(job.folder, 0)) else job.calls
     _note(job, answers)
     return ()

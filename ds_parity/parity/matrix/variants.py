@@ -74,7 +74,7 @@ def _scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
 
 _OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 _DYNAMIC = {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1}
-_ALL_SAME = dict.fromkeys(SHARDED, "fp16_scale_growth")
+_ALL_SAME = dict.fromkeys(SHARDED, "fp16_growing_scale")
 
 _PRECISION = (
     Variant("precision", "fp32", quick=True),
@@ -197,7 +197,7 @@ _OPTIMIZER = (
 )
 
 _BY_ROLLOUT = _section(lr_progress="rollout")
-_DEEPSPEED_SCHEDULES = {
+_DEEPSPEED_SCHEDULES: dict[str, dict[str, Any]] = {
     "LRRangeTest": {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2},
     "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 3},
     "WarmupDecayLR": {"total_num_steps": 8, "warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 3},
@@ -249,10 +249,10 @@ _WINDOW = (
     Variant("window", "one pass", passes=1, ragged={"windows": 8}, left_out={"deepspeed": "2 ranks hold 2 rollouts"}),
     Variant("window", "one pass on each rank", passes=2, ragged={"shape": "uniform"}),
     Variant("window", "40 passes on each rank", passes=80, fields={"windows": 2}, ragged={"shape": "uniform"}),
-    Variant("window", "corrected by 0.2", ragged={"shape": "rising"}, quick=True),
-    Variant("window", "corrected by 5", ragged={"shape": "falling"}, quick=True),
-    Variant("window", "corrected by 0.2, bf16", BF16, ragged={"shape": "rising"}),
-    Variant("window", "corrected by 5, bf16", BF16, ragged={"shape": "falling"}),
+    Variant("window", "corrected by 0.1", passes=20, ragged={"shape": "rising"}, quick=True),
+    Variant("window", "corrected by 3 to 8", passes=20, ragged={"shape": "falling"}, quick=True),
+    Variant("window", "corrected by 0.1, bf16", BF16, passes=20, ragged={"shape": "rising"}),
+    Variant("window", "corrected by 3 to 8, bf16", BF16, passes=20, ragged={"shape": "falling"}),
     Variant("window", "weight: rollout", _section(loss_weight="rollout")),
     Variant("window", "weight: pass", _section(loss_weight="pass")),
     Variant("window", "weight: target", _section(loss_weight="target")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -23,8 +22,8 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient; `closure` is not used."""
         for group in self.param_groups:
             ours, kept = group["betas"]
             for parameter in (p for p in group["params"] if p.grad is not None):
@@ -57,7 +56,7 @@ def optimizer_and_scheduler(scenario: Scenario, model: nn.Module) -> tuple[torch
     scheduler, section = keywords.get("lr_scheduler"), scenario.config.get("scheduler")
     if scheduler is None and section:
         scheduler = getattr(lr_schedules, section["type"])(optimizer, **section.get("params", {}))
-    elif isinstance(scheduler, Callable):  # type: ignore[arg-type]  # a factory; schedulers can't be called
+    elif callable(scheduler):
         scheduler = scheduler(optimizer)
     return optimizer, scheduler
 
