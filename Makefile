@@ -4,10 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: verify test lint bench clean
+.PHONY: verify matrix test lint bench clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
+
+matrix: $(READY)
+	$(BIN)/ds-parity verify --matrix
+	$(BIN)/python tools/update_readme_matrix.py ds_parity_out/matrix/matrix.md
 
 test: $(READY)
 	$(BIN)/python -m pytest
