@@ -156,7 +156,7 @@ def thrown_away(folder):
             one_pass(engine, 1, rollouts=1)
         engine.save_checkpoint(f"{folder}/{path}")
         agreed.append(engine._self_driver.meter._agreed)
-        for passes in (0, 1):
+        for passes in (1, 0):
             if dist.get_rank():
                 engine.record("only here", 5.0)
             engine.record("known", 5.0)
