@@ -53,7 +53,7 @@ def recorded(folder):
     rank, found = dist.get_rank(), {}
     for stage in STAGES:
         for path in PATHS:
-            engine = over(build(config(stage, passes=6)), path)
+            engine = over(build(config(stage, passes=3 * dist.get_world_size())), path)
             metrics = []
             for window in range(5):
                 for index in range(3):
