@@ -51,7 +51,7 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool) -> 
             "ds_parity.count, or start afresh"
         )
     driver.ledger.restore(state if scheduler else {**state, "progress_units": 0})
-    driver.engine.global_samples = driver.ledger.rollouts
+    driver.counters.settle(driver.ledger)
     if driver.schedule is not None:
         driver.schedule.resume_at(driver.ledger.progress)
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.config import Settings
+from ds_parity.engine.counters import Counters
 from ds_parity.engine.exchange import Exchange, Known, Pending, Place, Slot, host_group
 from ds_parity.engine.finished import Finished
-from ds_parity.engine.metrics import LossMeter
+from ds_parity.engine.metrics import Meter
 from ds_parity.engine.normalize import (
     correction_for,
     discard_accumulated,
@@ -36,6 +37,8 @@ class Driver:
         settings: the extra keys.
         usual_rollouts: what a micro-batch holds where nobody says.
         ledger: windows, totals and clocks.
+        meter: the window's loss and metrics.
+        counters: DeepSpeed's own, kept true.
         exchange: counts over the data-parallel ranks.
         schedule: the scheduler under `lr_progress: rollout`, else None.
         finished: the last step, None before the first.
@@ -64,7 +67,8 @@ class Driver:
         # A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size
         # (stage_1_and_2.py and stage3.py, step); the correction, by a factor of 1 too, holds the old one.
         self._freeze_scale = engine.fp16_enabled()
-        self._meter = LossMeter(torch.device(engine.device), group, exchange_group)
+        self.meter = Meter(torch.device(engine.device), group, exchange_group)
+        self.counters = Counters(engine)
         self._stepped = True
         keep_clip_norm(engine)
         self._mark(False)
@@ -120,7 +124,7 @@ class Driver:
                 self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             return torch.zeros_like(loss)
         by_sum = self.settings.loss_reduction == "sum"
-        self._meter.add(loss, 1 if by_sum else weight)
+        self.meter.add(loss, 1 if by_sum else weight)
         scaled = loss / divisor(window.expected, weight, self._averaged_over, self.settings.loss_reduction)
         return self.engine.backward(scaled, scale_wrt_gas=False, **kwargs)
 
@@ -180,10 +184,11 @@ class Driver:
             self._update()
 
     def abandon(self) -> None:
-        """Throw the open window away, gradients and losses with it: what comes next is loaded over it."""
+        """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
         if self.ledger.window.passes:
             discard_accumulated(self.engine)
-            self._meter.reset()
+            self.counters.consumed(self.ledger.window.rollouts)
+        self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self._stepped = True
         self._mark(False)
@@ -195,8 +200,7 @@ class Driver:
         lr = self._lr()
         if self.schedule is not None:
             self.schedule.advance_to(self.ledger.progress.advanced(self.ledger.units()))
-        # DeepSpeed adds its fixed train_batch_size; what its monitor then shows is the rollouts consumed.
-        engine.global_samples = self.ledger.rollouts + window.rollouts - engine.train_batch_size()
+        self.counters.before_step(self.ledger.rollouts, window.rollouts)
         if window.expected == total and not self._freeze_scale:
             engine.step(**kwargs)
         else:
@@ -212,6 +216,7 @@ class Driver:
             "recorded as skipped; look for empty rollouts or masks",
             *(window.index, window.passes, window.rollouts, self.settings.loss_weight),
         )
+        self.counters.consumed(window.rollouts)
         self._settle(self._lr(), applied=False)
 
     def _drop(self) -> None:
@@ -221,16 +226,17 @@ class Driver:
             *(window.index, window.rollouts),
         )
         discard_accumulated(self.engine)
+        self.counters.consumed(window.rollouts)
         self._settle(self._lr(), applied=False)
 
     def _settle(self, lr: tuple[float, ...], *, applied: bool) -> None:
         total = self.ledger.total()
         window = self.ledger.settle(applied=applied)
-        self.engine.global_samples = self.ledger.rollouts
+        self.counters.settle(self.ledger)
         self.finished = Finished(
             window=window,
             total=total,
-            loss_sum=self._meter.settle(),
+            sums=self.meter.settle(),
             lr=lr,
             grad_norm=self.engine.get_global_grad_norm() if applied else None,
             loss_scale=self.engine._get_optimizer_loss_scale() if self.engine.fp16_enabled() else None,

@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_parity.config import load_config, parse, rewrite
 from ds_parity.engine.engine import ParityEngine
+from ds_parity.engine.monitoring import show
 from ds_parity.engine.tracing import attach
 from ds_parity.errors import ConfigError
 
@@ -68,6 +69,7 @@ def initialize(
     rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
     bare, *rest = deepspeed.initialize(args=_without_config(args), config=rewritten.config, **keywords)
     engine = ParityEngine(bare, rewritten.settings)
+    show(engine._self_driver)
     if rewritten.settings.trace is not None:
         attach(engine._self_driver, rewritten.settings.trace, extended)
     return engine, rest[0], rest[1], bare.lr_scheduler

@@ -1,10 +1,11 @@
-"""What engine/normalize.py and engine/schedule.py rely on inside DeepSpeed, as read in 0.19.8.
+"""What engine/normalize.py, schedule.py, counters.py and monitoring.py rely on inside DeepSpeed, as read in 0.19.8.
 
 Each failure here says what changed and what has to be read again before the version is supported.
 """
 
 import ast
 import inspect
+import re
 import textwrap
 
 import pytest
@@ -13,6 +14,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.utils import timer
 
 ZERO = [stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3]
 
@@ -108,3 +110,25 @@ def test_deepspeed_schedulers_take_a_position_and_stand_one_behind(name):
     schedule = getattr(lr_schedules, name)
     assert len(inspect.signature(schedule.step).parameters) == 2
     assert "self.last_batch_iteration = " in inspect.getsource(schedule.step)
+
+
+class TestCounters:
+    """counters.py and monitoring.py put right what DeepSpeed counts by its fixed batch size."""
+
+    def test_the_timer_has_one_batch_size_and_closes_its_step_at_a_boundary(self):
+        stop = source(timer.ThroughputTimer, "stop")
+        assert "self.batch_size / (self.step_elapsed_time + TIME_EPSILON)" in stop
+        assert "if self.start_time > 0:" in stop
+        assert stop.index("if global_step:", stop.index("if self.start_time > 0:")) < stop.index(
+            "self.step_elapsed_time = 0"
+        )
+        assert "self.total_elapsed_time += duration" in stop
+
+    def test_the_step_counts_its_calls(self):
+        assert "self.micro_steps += 1" in source(engine.DeepSpeedEngine, "step")
+
+    def test_the_monitor_gets_the_lr_and_the_loss_scale_and_no_loss(self):
+        """A name that is new here may stand twice in a monitor."""
+        text = source(engine.DeepSpeedEngine, "step")
+        assert re.findall(r"Train/\w+/\w+", text) == ["Train/Samples/lr", "Train/Samples/loss_scale"]
+        assert "Train/Samples/train_loss" not in inspect.getsource(engine)

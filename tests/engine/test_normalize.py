@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_parity.engine.metrics import LossMeter
 from ds_parity.engine.normalize import correction_for, divisor, silenced
 from ds_parity.errors import ConfigError
 
@@ -121,42 +120,3 @@ def test_under_a_plain_optimizer_gradients_are_multiplied_by_expected_over_total
     with correction_for(torch.optim.SGD(module.parameters(), lr=1.0))(engine, 4.0, 5.0):
         for parameter, held in zip(module.parameters(), before, strict=True):
             assert parameter.grad is None if held is None else torch.equal(parameter.grad, held * 0.8)
-
-
-# The step's loss.
-
-
-def meter():
-    return LossMeter(torch.device("cpu"), group=None, host_group=None)
-
-
-def test_the_meter_sums_weight_times_loss():
-    losses = meter()
-    for loss, units in ((0.5, 3), (-2.0, 5), (0.25, 0)):
-        losses.add(torch.tensor(loss), units)
-    assert losses.settle().item() == 0.5 * 3 - 2.0 * 5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_meter_adds_in_fp64_what_would_vanish_in_the_losses_own_type(dtype):
-    losses = meter()
-    losses.add(torch.tensor(4096.0, dtype=dtype), 2**20)
-    for _ in range(3):
-        losses.add(torch.tensor(2.0**-10, dtype=dtype), 1)
-    total = losses.settle()
-    assert total.dtype == torch.float64
-    assert total.item() == 2.0**32 + 3 * 2.0**-10
-
-
-def test_every_window_starts_at_0_and_one_that_was_settled_keeps_its_sum():
-    losses = meter()
-    losses.add(torch.tensor(1.5), 2)
-    first = losses.settle()
-    losses.add(torch.tensor(1.0), 1)
-    assert (first.item(), losses.settle().item(), losses.settle().item()) == (3.0, 1.0, 0.0)
-
-
-def test_the_meter_keeps_no_graph_alive():
-    losses = meter()
-    losses.add(torch.ones((), requires_grad=True) * 2, 3)
-    assert not losses.settle().requires_grad
