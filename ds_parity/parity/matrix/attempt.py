@@ -23,14 +23,15 @@ def run(scenario: dict[str, Any], engine: str, folder: str, measured: bool = Fal
     """Run a scenario with an engine, as `tasks.run_scenario`.
 
     Returns:
-        `raised`, or with `measured`: `peak`, the bytes that the second window held at most above what was held at its
-        start, on this rank, None without a second step, and `parameters`, how many numbers the model holds.
+        `raised`, or with `measured`: `peaks`, the bytes that the second and the third window held at most above what was
+        held at their start, on this rank, and `parameters`, how many numbers the model holds.
     """
     if not measured:
         return _tried(lambda: tasks.run_scenario(scenario, engine, folder))
-    meter = _Peak()
+    meter = _Peaks()
     ran = _tried(lambda: tasks.run_scenario(scenario, engine, folder, around=meter))
-    return {**ran, "peak": meter.bytes, "parameters": meter.parameters}
+    meter.end()
+    return {**ran, "peaks": meter.bytes, "parameters": meter.parameters}
 
 
 def probe(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
@@ -61,29 +62,33 @@ def _tried(action: Any) -> dict[str, Any]:
         gc.collect()
 
 
-class _Peak:
-    """Watches allocations between the first and the second step, what writes a step down left out."""
+class _Peaks:
+    """Watches allocations in the second and the third window, what writes a step down left out."""
 
     def __init__(self) -> None:
-        self.bytes: int | None = None
+        self.bytes: list[int] = []
         self.parameters = 0
-        self._seen = 0
         self._profile: Any = None
 
     def before(self, module: nn.Module) -> None:
-        """End the window."""
+        """End a window."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
-            self.bytes, self._profile = _greatest(self._profile), None
+            self.bytes.append(_greatest(self._profile))
+            self._profile = None
 
     def after(self, module: nn.Module) -> None:
-        """Begin the window, the first time."""
+        """Begin one."""
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
-        self._seen += 1
-        if self._seen == 1:
+        if len(self.bytes) < 2:
             gc.collect()
             self._profile = torch.profiler.profile(profile_memory=True)
             self._profile.__enter__()
+
+    def end(self) -> None:
+        """Throw away a window that was begun and not ended by a step."""
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
 
 
 def _greatest(profile: Any) -> int:

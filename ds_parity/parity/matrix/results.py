@@ -144,9 +144,11 @@ def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> F
 
 def _memory(cell: Cell, answers: Answers) -> Finding:
     ours, by_hand = (_answer(answers, title(cell.ragged, engine)) for engine in ("ds_parity", "deepspeed-loop"))
-    if None in (ours.get("peak"), by_hand.get("peak")):
-        return Finding("memory", Status.LEFT_OUT, "there was no second step to measure")
-    extra = (ours["peak"] - by_hand["peak"]) / _gradient_bytes(cell.ragged, ours["parameters"])
+    pairs = list(zip(ours["peaks"], by_hand["peaks"], strict=True))
+    if not pairs:
+        return Finding("memory", Status.FAILED, "there was no second step to measure")
+    # Collectives of other threads come in between at random; a copy that is kept is there in every window.
+    extra = min(mine - theirs for mine, theirs in pairs) / _gradient_bytes(cell.ragged, ours["parameters"])
     detail = f"peak of a window {extra:+.3f} of the gradients beside the engine driven by hand"
     return Finding("memory", Status.RIGHT if extra <= _MEMORY else Status.DIFFERS, detail)
 

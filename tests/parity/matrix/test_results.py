@@ -43,7 +43,7 @@ def ran(tmp_path):
         for engine in (*engines, "ds_parity"):
             write(tmp_path, scenario, engine, [step(1), step(2)])
     answers = {
-        f"{scenario.name}: {engine}": {"peak": 100_000, "parameters": 29_000, "seconds": 1.0}
+        f"{scenario.name}: {engine}": {"peaks": [100_000, 200_000], "parameters": 29_000, "seconds": 1.0}
         for scenario in (PLAIN.ragged, PLAIN.uniform)
         for engine in ("deepspeed-loop", "torch", "ds_parity", "deepspeed")
     }
@@ -101,8 +101,14 @@ def test_nothing_answered_is_no_pass(tmp_path):
 
 
 def test_a_second_copy_of_the_gradients_is_a_difference(ran):
-    ran[0][f"{PLAIN.ragged.name}: ds_parity"]["peak"] += 29_000 * 4 // 2  # a rank's share on ZeRO 2
+    copy = 29_000 * 4 // 2  # a rank's share on ZeRO 2
+    ran[0][f"{PLAIN.ragged.name}: ds_parity"]["peaks"] = [100_000, 200_000 + copy]  # once: some other thread's
+    assert status_of(PLAIN, ran, "memory") is Status.RIGHT
+    ran[0][f"{PLAIN.ragged.name}: ds_parity"]["peaks"] = [100_000 + copy, 200_000 + copy]
     assert status_of(PLAIN, ran, "memory") is Status.DIFFERS
+    for engine in ("ds_parity", "deepspeed-loop"):
+        ran[0][f"{PLAIN.ragged.name}: {engine}"]["peaks"] = []
+    assert status_of(PLAIN, ran, "memory") is Status.FAILED
 
 
 def test_a_known_fault_of_deepspeed_is_told_apart_from_a_difference(ran):
