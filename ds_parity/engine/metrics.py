@@ -15,12 +15,14 @@ class LossMeter:
 
     Args:
         device: where losses are.
-        group: the data-parallel group.
+        group: the ranks that step together, sequence-parallel peers included.
         host_group: the same ranks over gloo, for losses that are on the host anyway; None with one rank.
+        peers: ranks that share a micro-batch and each add its whole loss, 1 without sequence parallelism.
     """
 
-    def __init__(self, device: torch.device, group: Any, host_group: Any) -> None:
+    def __init__(self, device: torch.device, group: Any, host_group: Any, peers: int = 1) -> None:
         self._group = group
+        self._peers = peers
         self._over_host = HostSum(host_group) if host_group is not None else None
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -33,7 +35,11 @@ class LossMeter:
         self._sum = torch.zeros_like(self._sum)
 
     def settle(self) -> torch.Tensor:
-        """Return the window's sum over all ranks, still on the device, and start the next window at 0."""
+        """Return the window's sum over all micro-batches, still on the device, and start the next window at 0."""
+        total = self._over_ranks()
+        return total if self._peers == 1 else total / self._peers
+
+    def _over_ranks(self) -> torch.Tensor:
         total = self._sum
         self.reset()
         if self._over_host is None:

@@ -40,6 +40,8 @@ class Scenario:
         rollouts: a JSON Lines file of the user's own, None: the bundled ones.
         short: rollouts that the last window of `ragged` and `overshoot` lacks (0 to target - 1); it stays open.
         objective: `policy_gradient` or `nll`.
+        sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
+            processes run.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Scenario:
     rollouts: str | None = None
     short: int = 0
     objective: str = "policy_gradient"
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         for name, known in (("shape", ("uniform", "ragged", "overshoot")), ("drive", ("loop", "passes"))):

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_parity.engine import exchange as exchange_module
-from ds_parity.engine.exchange import Exchange, Known, Place, Slot
+from ds_parity.engine.exchange import Exchange, Known, Peers, Place, Slot
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, PassTotals
 
@@ -97,6 +97,7 @@ def test_finish_refuses_ranks_that_sent_different_fingerprints_and_no_others(eve
     class Checked(Exchange):
         def __init__(self, ranks):
             self.ranks = ranks
+            self._peers = Peers()
 
         def _parted(self, place):
             return RankDesyncError("parted")

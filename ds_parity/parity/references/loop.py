@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from ds_parity.config import Settings
@@ -32,7 +31,7 @@ def run(scenario: Scenario, record: Record) -> Any:
     for number, window in enumerate(windows, start=1):
         for index in range(window.first, window.last + 1):
             engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
-            _backward(engine, own[index], idle, window, settings, notes)
+            _backward(engine, own[index], idle, window, scenario, notes)
             if index < window.last:
                 engine.step()
         lr = engine.get_lr()
@@ -46,15 +45,19 @@ def _looks_ahead(scenario: Scenario) -> bool:
 
 
 def _backward(
-    engine: Any, batch: MicroBatch, idle: MicroBatch, window: PlannedWindow, settings: Settings, notes: StepNotes
+    engine: Any, batch: MicroBatch, idle: MicroBatch, window: PlannedWindow, scenario: Scenario, notes: StepNotes
 ) -> None:
+    settings = scenario.settings
     units = weight(batch, settings.loss_weight)
     loss = engine(**(batch if batch.rollouts else idle).inputs)
     if units == 0:
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return
     notes.add(loss, units)
-    ranks = torch.distributed.get_world_size()
+    ranks: float = scenario.ranks
+    if engine.zero_optimization_stage() < 3:
+        # Gathered losses sum to so many times their gradient, and only ZeRO 3 averages over all who hold them.
+        ranks /= scenario.sequence_parallel
     share = ranks if settings.loss_reduction == "sum" else ranks * units
     engine.backward(loss / (window.expected / share), scale_wrt_gas=False)
 
