@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.engine.exchange import Peers
 from ds_parity.errors import ConfigError
@@ -110,6 +111,13 @@ def _refuse_wrong_sums(engine: Any, peers: set[int]) -> None:
             "zero_optimization.reduce_scatter = false with sequence parallelism on ZeRO stage 3: gradients that fit "
             "reduce_bucket_size are averaged over data-parallel ranks, larger ones over all ranks, so parameters of one "
             "model get different factors; leave reduce_scatter out"
+        )
+    model_parallel = getattr(engine.mpu, "get_model_parallel_group", lambda: None)()
+    if isinstance(engine.optimizer, BF16_Optimizer) and model_parallel is engine.seq_parallel_group:
+        raise ConfigError(
+            "bf16 with fp32 accumulation on ZeRO stage 1, and an mpu whose get_model_parallel_group is the sequence-parallel "
+            "one: BF16_Optimizer takes its ranks for tensor-parallel ones, has no gradient left to take the norm of on all "
+            "but the first, and raises in step(); use ZeRO stage 2 or 3, or leave data_types.grad_accum_dtype out"
         )
     factor = engine.gradient_predivide_factor()
     if stage in (1, 2) and not scatters and factor == dist.get_world_size(engine.seq_data_parallel_group):

@@ -30,7 +30,9 @@ def ragged(stage, dtype):
 
 
 def streams(stage):
-    extended = config(stage, loss_weight="token", lookahead=5, lr_progress="rollout")
+    """Streams that run dry at different times, counts known ahead, clipped gradients."""
+    section = {"loss_weight": "token", "lookahead": 5, "lr_progress": "rollout"}
+    extended = {**config(stage, **section), "gradient_clipping": 0.1}  # below the norm of every step
     name = f"sequence-streams-{stage}"
     return Scenario(name, extended, shape="overshoot", drive="passes", windows=3, seed=4, **SHARED)
 
@@ -58,7 +60,7 @@ RUNS = [
 ]
 PROBES = [
     *[probed(stage) for stage in STAGES],
-    probed(1, "accumulated", **FP32_ACCUMULATION),
+    probed(2, "accumulated", **FP32_ACCUMULATION),
     probed(2, "summed-gradients", gradient_allreduce_op="sum"),
     probed(1, "no-reduce-scatter", zero_optimization={"stage": 1, "reduce_scatter": False}),
 ]
@@ -143,11 +145,14 @@ def divisors(folder):
     cells = {
         f"{stage}-{name}": (stage, keys) for stage, (name, keys) in product(STAGES, [("fp32", {}), ("bf16", BF16)])
     }
-    cells |= {"1-accumulated": (1, FP32_ACCUMULATION), "2-sum": (2, {"gradient_allreduce_op": "sum"})}
+    cells |= {"2-accumulated": (2, FP32_ACCUMULATION), "2-sum": (2, {"gradient_allreduce_op": "sum"})}
     found = {}
     for name, (stage, keys) in cells.items():
         with remembering() as mpu:
             found[name] = step_of_bare({"zero_optimization": {"stage": stage}, **keys}, mpu=mpu)
+    with remembering():
+        keys = {"zero_optimization": {"stage": 1}, **FP32_ACCUMULATION}
+        found["1-accumulated"] = step_of_bare(keys, mpu=_Megatron())
     return found
 
 
@@ -172,6 +177,8 @@ def wrong_sums(folder):
             groups.mpu = groups.mesh_device = None
             found[name] = {"bare": step_of_bare(keys, **keywords), "said": said}
     with remembering() as mpu:
+        found["accumulated"] = {"said": refusal(lambda: build({**config(1, passes=4), **FP32_ACCUMULATION}, mpu=mpu))}
+        groups.mpu = groups.mesh_device = None
         build(config(2, passes=4), mpu=mpu).destroy()
         found["remembered"] = {"said": refusal(lambda: build(config(2, passes=4)))}
     return found
