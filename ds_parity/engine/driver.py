@@ -15,6 +15,7 @@ from ds_parity.engine.exchange import Exchange, Known, Pending, Place, Slot, hos
 from ds_parity.engine.finished import Finished
 from ds_parity.engine.metrics import Meter
 from ds_parity.engine.normalize import (
+    averaged_over,
     correction_for,
     discard_accumulated,
     divisor,
@@ -23,6 +24,7 @@ from ds_parity.engine.normalize import (
     silenced,
 )
 from ds_parity.engine.schedule import RolloutSchedule
+from ds_parity.engine.sequence import members_of
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
@@ -32,11 +34,18 @@ _LOG = logging.getLogger("ds_parity")
 class Driver:
     """Drives a DeepSpeed engine by the rollouts that the whole cluster has consumed.
 
+    Args:
+        engine: the bare DeepSpeed engine.
+        settings: the extra keys.
+        slots: passes that one exchange holds.
+        sequence: sequence-parallel size that the engine was asked for.
+
     Attributes:
         engine: the bare DeepSpeed engine.
         settings: the extra keys.
         usual_rollouts: what a micro-batch holds where nobody says.
         ledger: windows, totals and clocks.
+        ranks: data-parallel ranks.
         meter: the window's loss and metrics.
         counters: DeepSpeed's own, kept true.
         exchange: counts over the data-parallel ranks.
@@ -45,29 +54,32 @@ class Driver:
         on_step: called with every finished step (a trace's writer).
     """
 
-    def __init__(self, engine: Any, settings: Settings, slots: int) -> None:
-        group = engine.data_parallel_group
+    def __init__(self, engine: Any, settings: Settings, slots: int, sequence: int = 1) -> None:
+        members = members_of(engine, sequence)
+        group, peers = members.group, members.peers
         self.engine = engine
         self._group = group
         self.settings = settings
         self.usual_rollouts = settings.target // settings.gradient_accumulation_passes
-        self.ranks = dist.get_world_size(group)
+        self.ranks = members.ranks
         self.ledger = Ledger(
             Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
         )
         self._agree("the extra keys", settings.fingerprint)
-        exchange_group = host_group(group, settings.exchange_timeout) if self.ranks > 1 else None
-        self.exchange = Exchange(exchange_group, self.ranks, slots, settings.exchange_timeout)
+        together = self.ranks * peers.size
+        exchange_group = host_group(group, settings.exchange_timeout) if together > 1 else None
+        self.exchange = Exchange(exchange_group, together, slots, settings.exchange_timeout, peers)
         self.schedule = self._take_schedule()
         self.finished: Finished | None = None
         self.on_step: list[Callable[[Finished], None]] = []
         self._configuration = settings.fingerprint
-        self._averaged_over = self.ranks if engine.gradient_average else 1
+        self._averaged_over = averaged_over(engine, self.ranks, peers.size)
+        self._peers = peers.size
         self._correction = correction_for(engine.optimizer)
         # A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size
         # (stage_1_and_2.py and stage3.py, step); the correction, by a factor of 1 too, holds the old one.
         self._freeze_scale = engine.fp16_enabled()
-        self.meter = Meter(torch.device(engine.device), group, exchange_group)
+        self.meter = Meter(torch.device(engine.device), group, exchange_group, peers.size)
         self.counters = Counters(engine)
         self._stepped = True
         keep_clip_norm(engine)
@@ -125,7 +137,7 @@ class Driver:
             return torch.zeros_like(loss)
         by_sum = self.settings.loss_reduction == "sum"
         self.meter.add(loss, 1 if by_sum else weight)
-        scaled = loss / divisor(window.expected, weight, self._averaged_over, self.settings.loss_reduction)
+        scaled = loss / divisor(window.expected, weight, self._averaged_over, self.settings.loss_reduction, self._peers)
         return self.engine.backward(scaled, scale_wrt_gas=False, **kwargs)
 
     def step(self, **kwargs: Any) -> None:
@@ -253,7 +265,7 @@ class Driver:
 
     def _agree(self, what: str, value: int) -> None:
         # Exchanges of different sizes end a gloo process at once, so sizes are compared before they are used.
-        told: list[Any] = [None] * self.ranks
+        told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, value, group=self._group)
         if len(set(told)) > 1:
             ranks = ", ".join(f"rank {rank} has {theirs:#x}" for rank, theirs in enumerate(told))

@@ -29,10 +29,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
     """
 
-    def __init__(self, engine: Any, settings: Settings) -> None:
+    def __init__(self, engine: Any, settings: Settings, sequence: int = 1) -> None:
         super().__init__(engine)
         self._self_settings = settings
-        self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead))
+        self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead), sequence=sequence)
         self._self_queue: PassQueue | None = None
         self._self_told = False
 
@@ -57,6 +57,11 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Waits for the counts of the other ranks (never for the accelerator), because whether this pass is the boundary
         decides what DeepSpeed's backward does.
 
+        With sequence parallelism every rank of a group gives the counts and the loss of the whole micro-batch, gathered
+        from the group with `torch.distributed.nn.functional.all_gather` as in DeepSpeed's ALST tutorial: in value and in
+        gradient, the micro-batch's loss is the mean of what its ranks give. A rank that gives only its own share, so that
+        the shares add up to the loss, multiplies it by the group's size.
+
         Args:
             loss: scalar; a mean over the micro-batch's weight units, or their sum (`loss_reduction`).
             retain_graph: as in DeepSpeed.
@@ -72,7 +77,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced, or the window
                 waits for its `step()`.
-            RankDesyncError: ranks are not in the same pass.
+            RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         self._refuse_scaling(scale_wrt_gas)
         self._refuse_loss(loss)

@@ -45,15 +45,19 @@ class Meter:
 
     Args:
         device: where losses are.
-        group: the data-parallel group.
+        group: the ranks that step together, sequence-parallel peers included.
         host_group: the same ranks over gloo; None with one rank.
+        peers: ranks that share a micro-batch and each add its whole loss, 1 without sequence parallelism.
         on_device: sum over ranks on the device, without reading it; else on the host. Default: as the device is.
     """
 
-    def __init__(self, device: torch.device, group: Any, host_group: Any, *, on_device: bool | None = None) -> None:
+    def __init__(
+        self, device: torch.device, group: Any, host_group: Any, peers: int = 1, *, on_device: bool | None = None
+    ) -> None:
         self._device = device
         self._group = group
         self._host_group = host_group
+        self._peers = peers
         self._over_host = HostSum(host_group) if host_group is not None else None
         self._on_device = device.type != "cpu" if on_device is None else on_device
         self._agreed: tuple[str, ...] = ()
@@ -81,8 +85,8 @@ class Meter:
         self._held = {}
 
     def settle(self) -> Sums:
-        """Return the window's sums over all ranks, still on the device, and start the next window at 0."""
-        loss, held = self._loss, self._held
+        """Return the window's sums over all micro-batches, still on the device, and start the next window at 0."""
+        loss, held = self._loss if self._peers == 1 else self._loss / self._peers, self._held
         self.reset()
         if self._over_host is None:
             names = tuple(held)

@@ -22,8 +22,28 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from ds_parity.errors import ConfigError
 
 
-def divisor(expected: float, weight: int, ranks: int, loss_reduction: str) -> float:
-    """Return what a loss is divided by, so that DeepSpeed's mean over `ranks` leaves weight * loss / expected.
+def averaged_over(engine: Any, ranks: int, peers: int) -> int:
+    """Return what DeepSpeed divides the sum of all ranks' gradients by.
+
+    With sequence parallelism the sum runs over data- x sequence-parallel ranks. ZeRO 0 to 2 and BF16_Optimizer divide it
+    by the data-parallel ranks (engine.py, _reduce_non_expert_gradients; stage_1_and_2.py, average_tensor), ZeRO 3 by all
+    of them (coalesced_collectives.py, reduce_scatter_coalesced).
+
+    Args:
+        engine: the bare engine.
+        ranks: data-parallel ranks.
+        peers: ranks that share a micro-batch, 1 without sequence parallelism.
+    """
+    if not engine.gradient_average:
+        return 1
+    return ranks * peers if engine.zero_optimization_stage() == 3 else ranks
+
+
+def divisor(expected: float, weight: int, ranks: int, loss_reduction: str, peers: int = 1) -> float:
+    """Return what a loss is divided by, so that DeepSpeed's reduction leaves weight * grad loss / expected.
+
+    With sequence parallelism the gradients of a micro-batch's `peers`, added up, are `peers` times its own: each of them
+    gives the whole loss, which it gathered from all (ALST).
 
     One division of two exact numbers: with n equal micro-batches on each rank it is n to the last bit, and
     `loss / divisor` is DeepSpeed's own `loss / gradient_accumulation_steps`.
@@ -31,10 +51,11 @@ def divisor(expected: float, weight: int, ranks: int, loss_reduction: str) -> fl
     Args:
         expected: expected total of the window (> 0).
         weight: weight of this micro-batch (> 0).
-        ranks: what DeepSpeed divides the sum over ranks by (1 where it sums).
+        ranks: what DeepSpeed divides the sum over ranks by (`averaged_over`).
         loss_reduction: `mean` (the loss is a mean over its weight units) or `sum`.
+        peers: ranks that share a micro-batch, 1 without sequence parallelism.
     """
-    return expected / (ranks * (1 if loss_reduction == "sum" else weight))
+    return expected * peers / (ranks * (1 if loss_reduction == "sum" else weight))
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def _gradients(scenario: Scenario, passes: int) -> tuple[torch.Tensor, np.ndarra
         own.append(gradient)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, np.stack(own))
-    return start, np.stack(everyone, axis=1).reshape(-1, len(start))
+    return start, np.stack(everyone[:: scenario.sequence_parallel], axis=1).reshape(-1, len(start))
 
 
 def _of(parameter: torch.nn.Parameter) -> torch.Tensor:

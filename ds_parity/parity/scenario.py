@@ -45,6 +45,8 @@ class Scenario:
         objective: `policy_gradient` or `nll`.
         setup: `package.module:function`, called with the model, returns keywords of `initialize` (parameters, a client's
             optimizer, a client's scheduler), None: all parameters of the model.
+        sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
+            processes run.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Scenario:
     short: int = 0
     objective: str = "policy_gradient"
     setup: str | None = None
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         for name, known in (("shape", _SHAPES), ("drive", ("loop", "passes"))):

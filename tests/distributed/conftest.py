@@ -6,6 +6,7 @@ import cells
 import pytest
 import ranked
 import ranked_metrics
+import ranked_sequence
 
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.verify import call
@@ -47,17 +48,34 @@ def two_ranks(tmp_path_factory):
     calls += [halves_call(cells.ready(path), engine, folder) for path in cells.READY for engine in cells.READY_ENGINES]
     calls += [call(cells.same_windows(*cell, 2), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
     calls += [cells.probe_call(scenario, subject) for scenario, subject in cells.PROBES]
-    calls += [
-        Call(name, f"{module.__name__}:{name}", {"folder": str(folder / name)})
-        for module in TASKS
-        for name in module.TASKS
-    ]
+    calls += [one for module in TASKS for one in tasks(module, folder)]
     return launch(folder, calls, 2)
 
 
-@pytest.fixture(scope="session", params=[1, 4])
-def other_ranks(request, tmp_path_factory):
-    """The scenarios whose windows are the same, on one rank and on four."""
-    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    scenarios = [cells.same_windows(*cell, request.param) for cell in cells.SAME_WINDOWS]
-    return request.param, launch(folder, [call(s, "ds_parity", folder) for s in scenarios], request.param)
+def same_windows(folder, ranks):
+    return [call(cells.same_windows(*cell, ranks), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
+
+
+def tasks(module, folder):
+    return [Call(name, f"{module.__name__}:{name}", {"folder": str(folder / name)}) for name in module.TASKS]
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory):
+    """The scenarios whose windows are the same on any number of ranks."""
+    folder = tmp_path_factory.mktemp("one")
+    return launch(folder, same_windows(folder, 1), 1)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory):
+    """The same scenarios, and everything that takes sequence-parallel groups of 2."""
+    folder = tmp_path_factory.mktemp("four")
+    calls = [*same_windows(folder, 4), *ranked_sequence.calls(folder), *tasks(ranked_sequence, folder)]
+    return launch(folder, calls, 4)
+
+
+@pytest.fixture(params=[1, 4])
+def other_ranks(request):
+    """One rank and four."""
+    return request.param, request.getfixturevalue({1: "one_rank", 4: "four_ranks"}[request.param])

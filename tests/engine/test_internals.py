@@ -11,8 +11,10 @@ import textwrap
 import pytest
 from deepspeed.runtime import engine, lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import timer
 
@@ -132,3 +134,30 @@ class TestCounters:
         text = source(engine.DeepSpeedEngine, "step")
         assert re.findall(r"Train/\w+/\w+", text) == ["Train/Samples/lr", "Train/Samples/loss_scale"]
         assert "Train/Samples/train_loss" not in inspect.getsource(engine)
+
+
+class TestSequenceParallelism:
+    """normalize.averaged_over and engine/sequence.py; the figures are measured in tests/distributed/test_sequence.py."""
+
+    def test_zero_0_to_2_divide_by_all_ranks_over_the_sequence_parallel_size(self):
+        reduced = source(engine.DeepSpeedEngine, "_reduce_non_expert_gradients")
+        assert "dp_world_size = dist.get_world_size(dp_group) / float(self.sequence_parallel_size)" in reduced
+        averaged = source(stage_1_and_2.DeepSpeedZeroOptimizer, "average_tensor")
+        assert "dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size)" in averaged
+
+    def test_zero_3_divides_by_all_ranks(self):
+        assert "tensor_partition_flat_buffer.div_(world_sz)" in inspect.getsource(coalesced_collectives)
+
+    def test_zero_3_parameters_name_the_group_that_their_gradients_are_summed_over(self):
+        group = source(stage3.DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_group")
+        assert "ds_process_group" in group
+
+    def test_an_mpu_is_remembered_for_later_engines(self):
+        assert "groups.mpu = self.mpu" in source(engine.DeepSpeedEngine, "_configure_distributed_model")
+
+    def test_the_bf16_wrapper_norms_nothing_on_later_ranks_of_a_group_that_stands_for_the_model_parallel_one(self):
+        """Why it is refused; if one of these fails it may be right now."""
+        assert parallel_state_sp.get_model_parallel_rank is parallel_state_sp.get_sequence_parallel_rank
+        assert "tensor_mp_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)" in source(
+            BF16_Optimizer, "get_grads_for_norm"
+        )

@@ -1,13 +1,15 @@
 """What a loss is divided by, what makes a pass count for nothing, and how the step's loss is added up."""
 
 import math
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_parity.engine.normalize import correction_for, divisor, silenced
+from ds_parity.engine.normalize import averaged_over, correction_for, divisor, silenced
 from ds_parity.errors import ConfigError
 
 # The division.
@@ -36,6 +38,27 @@ def test_deepspeeds_mean_over_ranks_leaves_weight_times_loss_over_the_expected_t
 @given(st.integers(1, 2**20), st.integers(1, 2**20), st.integers(1, 4096))
 def test_the_weight_of_a_summed_loss_is_in_it_already(expected, weight, ranks):
     assert divisor(float(expected), weight, ranks, "sum") == expected / ranks
+
+
+@given(st.integers(1, 2**20), st.integers(1, 2**20), st.integers(1, 512), st.integers(1, 8), st.booleans())
+def test_peers_that_each_give_the_whole_loss_leave_it_once(expected, weight, ranks, peers, all_ranks):
+    """Whether DeepSpeed averages over all ranks (ZeRO 3) or over the data-parallel ones: their sum is `peers` times it."""
+    averaged = ranks * peers if all_ranks else ranks
+    reduced = peers / divisor(float(expected), weight, averaged, "mean", peers) / averaged
+    assert reduced == pytest.approx(weight / expected, rel=1e-14)
+
+
+def test_n_equal_micro_batches_of_sliced_sequences_are_divided_by_exactly_n_on_zero_3():
+    for n, weight, ranks, peers in product(range(1, 33), (1, 3, 77), (1, 2, 3, 8), (2, 3, 4, 6)):
+        assert divisor(float(n * ranks * weight), weight, ranks * peers, "mean", peers) == n
+
+
+@pytest.mark.parametrize(
+    ("stage", "average", "over"), [(0, True, 3), (1, True, 3), (2, True, 3), (3, True, 6), (2, False, 1)]
+)
+def test_zero_3_averages_over_all_ranks_and_the_others_over_the_data_parallel_ones(stage, average, over):
+    engine = SimpleNamespace(gradient_average=average, zero_optimization_stage=lambda: stage)
+    assert averaged_over(engine, ranks=3, peers=2) == over
 
 
 # Idle passes.

@@ -9,11 +9,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-from ds_parity.config import Settings
 from ds_parity.errors import ConfigError
 from ds_parity.parity.candidate import Record, own_batches, stand_in
 from ds_parity.parity.oracle import PlannedWindow, plan, weight
@@ -36,7 +34,7 @@ def run(scenario: Scenario, record: Record) -> Any:
     for number, window in enumerate(windows, start=1):
         for index in range(window.first, window.last + 1):
             engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
-            _backward(engine, own[index], idle, window, settings, notes)
+            _backward(engine, own[index], idle, window, scenario, notes)
             if index < window.last:
                 engine.step()
         lr = engine.get_lr()
@@ -53,15 +51,19 @@ def _looks_ahead(scenario: Scenario) -> bool:
 
 
 def _backward(
-    engine: Any, batch: MicroBatch, idle: MicroBatch, window: PlannedWindow, settings: Settings, notes: StepNotes
+    engine: Any, batch: MicroBatch, idle: MicroBatch, window: PlannedWindow, scenario: Scenario, notes: StepNotes
 ) -> None:
+    settings = scenario.settings
     units = weight(batch, settings.loss_weight)
     loss = engine(**(batch if batch.rollouts else idle).inputs)
     if units == 0:
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return
     notes.add(loss, units)
-    averaged = torch.distributed.get_world_size() if engine.gradient_average else 1
+    averaged: float = scenario.ranks if engine.gradient_average else 1
+    if engine.zero_optimization_stage() < 3:
+        # Gathered losses sum to so many times their gradient, and only ZeRO 3 averages over all who hold them.
+        averaged /= scenario.sequence_parallel
     share = averaged if settings.loss_reduction == "sum" else averaged * units
     engine.backward(loss / (window.expected / share), scale_wrt_gas=False)
 
