@@ -14,6 +14,7 @@ from ds_parity.parity.matrix.variants import VARIANTS, Variant
 from ds_parity.parity.scenario import Scenario
 
 CHECKS = ("probe", "deepspeed-loop", "torch", "deepspeed", "memory")
+NOT_PROBED = "it takes SGD and no schedule in every row, and would measure the rows on precision once more"
 _TINY = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 96}
 
 
@@ -62,9 +63,15 @@ class Cell:
             return str(error)
         return None
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Checks that are not made, and why."""
+        same = {"probe": NOT_PROBED} if self.variant.group in ("optimizer", "scheduler") else {}
+        return {**same, **self.variant.left_out}
+
     def checks(self) -> tuple[str, ...]:
         """Return the checks that are made."""
-        return tuple(check for check in CHECKS if check not in self.variant.left_out)
+        return tuple(check for check in CHECKS if check not in self.left_out)
 
     def _config(self, weight: str) -> dict[str, Any]:
         return merged(_base(self.stage, self.variant.passes, weight), self.variant.patch)

@@ -94,8 +94,8 @@ def _refusal(cell: Cell, reason: str) -> Finding:
 
 
 def _found(check: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
-    if check in cell.variant.left_out:
-        return Finding(check, Status.LEFT_OUT, cell.variant.left_out[check])
+    if check in cell.left_out:
+        return Finding(check, Status.LEFT_OUT, cell.left_out[check])
     try:
         if check == "probe":
             return _probe(cell, answers)
