@@ -147,7 +147,7 @@ def _memory(cell: Cell, answers: Answers) -> Finding:
     pairs = list(zip(ours["peaks"], by_hand["peaks"], strict=True))
     if not pairs:
         return Finding("memory", Status.FAILED, "there was no second step to measure")
-    # Collectives of other threads come in between at random; a copy that is kept is there in every window.
+    # Chance makes a window's figure greater, never smaller; a copy that is kept is there in every window.
     extra = min(mine - theirs for mine, theirs in pairs) / _gradient_bytes(cell.ragged, ours["parameters"])
     detail = f"peak of a window {extra:+.3f} of the gradients beside the engine driven by hand"
     return Finding("memory", Status.RIGHT if extra <= _MEMORY else Status.DIFFERS, detail)

@@ -31,7 +31,7 @@ def run(scenario: Scenario, record: Record) -> nn.Module:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
-        norm = None if loss is None else _step(model, optimizer, scenario.config)
+        norm = None if loss is None else _step(model, optimizer, scenario)
         if scheduler is not None and loss is not None:
             if settings.lr_progress == "rollout":
                 by_hand.advance(window.progress - reached)
@@ -89,11 +89,13 @@ def _shares(rows: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[
     return shares
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> float:
-    limit = config.get("gradient_clipping", 1.0) or float("inf")
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario) -> float | None:
+    limit = scenario.config.get("gradient_clipping", 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
     optimizer.step()
-    return float(norm)
+    # Without clipping, DeepSpeed takes no norm on ZeRO 0 in fp32.
+    stage = scenario.config.get("zero_optimization", {}).get("stage", 0)
+    return float(norm) if limit or stage or scenario.storage != "fp32" else None
 
 
 def _as_dtype(model: nn.Module, dtype: str) -> nn.Module:
