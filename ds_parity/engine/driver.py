@@ -13,15 +13,18 @@ from ds_parity.config import Settings
 from ds_parity.engine.counters import Counters
 from ds_parity.engine.exchange import Exchange, Known, Pending, Place, Slot, host_group
 from ds_parity.engine.finished import Finished
+from ds_parity.engine.leftout import forget_last_window, take_along
 from ds_parity.engine.metrics import Meter
 from ds_parity.engine.normalize import (
     averaged_over,
     correction_for,
+    corrects_every_step,
     discard_accumulated,
     divisor,
     keep_clip_norm,
     reduce_accumulated,
     silenced,
+    unscaled_loss_scale,
 )
 from ds_parity.engine.schedule import RolloutSchedule
 from ds_parity.engine.sequence import members_of
@@ -76,9 +79,7 @@ class Driver:
         self._averaged_over = averaged_over(engine, self.ranks, peers.size)
         self._peers = peers.size
         self._correction = correction_for(engine.optimizer)
-        # A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size
-        # (stage_1_and_2.py and stage3.py, step); the correction, by a factor of 1 too, holds the old one.
-        self._freeze_scale = engine.fp16_enabled()
+        self._corrects_every_step = corrects_every_step(engine)
         self.meter = Meter(torch.device(engine.device), group, exchange_group, peers.size)
         self.counters = Counters(engine)
         self._stepped = True
@@ -130,6 +131,12 @@ class Driver:
                 "reduced, and ranks would part; leave no_sync() out, DeepSpeed communicates only where it must"
             )
         self._mark(boundary)
+        accumulated = self._accumulate(loss, own, window.expected, **kwargs)
+        if window.passes == 1:
+            forget_last_window(self.engine, boundary)
+        return accumulated
+
+    def _accumulate(self, loss: torch.Tensor, own: Counts, expected: float, **kwargs: Any) -> Any:
         weight = own.weight(self.settings.loss_weight)
         if weight == 0:
             with silenced(self.engine.module):
@@ -137,8 +144,12 @@ class Driver:
             return torch.zeros_like(loss)
         by_sum = self.settings.loss_reduction == "sum"
         self.meter.add(loss, 1 if by_sum else weight)
-        scaled = loss / divisor(window.expected, weight, self._averaged_over, self.settings.loss_reduction, self._peers)
-        return self.engine.backward(scaled, scale_wrt_gas=False, **kwargs)
+        scaled = loss / divisor(expected, weight, self._averaged_over, self.settings.loss_reduction, self._peers)
+        scale = unscaled_loss_scale(self.engine)
+        if scale == 1:
+            return self.engine.backward(scaled, scale_wrt_gas=False, **kwargs)
+        self.engine.backward(scaled.float() * scale, scale_wrt_gas=False, **kwargs)
+        return scaled
 
     def step(self, **kwargs: Any) -> None:
         """End the pass; at the boundary correct, update, move the scheduler, record.
@@ -213,7 +224,8 @@ class Driver:
         if self.schedule is not None:
             self.schedule.advance_to(self.ledger.progress.advanced(self.ledger.units()))
         self.counters.before_step(self.ledger.rollouts, window.rollouts)
-        if window.expected == total and not self._freeze_scale:
+        take_along(engine)
+        if window.expected == total and not self._corrects_every_step:
             engine.step(**kwargs)
         else:
             with self._correction(engine, window.expected, total):

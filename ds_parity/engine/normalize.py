@@ -1,14 +1,14 @@
 """Dividing a loss as it goes in, and correcting the accumulated gradient at the boundary.
 
 With losses divided by the expected total E, the window's gradient stands at sum(w * grad l) / E; the step needs it
-times E / T, T the actual total. This module and schedule.py are the only ones that touch what DeepSpeed keeps to
-itself; all of it was read in DeepSpeed 0.19.8, and tests/engine/test_internals.py fails by name when it changes.
+times E / T, T the actual total. This module, schedule.py and leftout.py are the only ones that touch what DeepSpeed
+keeps to itself; all of it was read in DeepSpeed 0.19.8, and tests/engine/test_internals.py fails by name when it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,33 +87,72 @@ def keep_clip_norm(engine: Any) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
+def unscaled_loss_scale(engine: Any) -> float:
+    """Return what the loss must be multiplied by before `engine.backward`: the loss scale that DeepSpeed leaves out.
+
+    1 everywhere but for fp16 on ZeRO 0, where `engine.backward` does not scale and the step unscales all the same.
+    """
+    config = getattr(engine.optimizer, "loss_scale_config", None)
+    return float(config.cur_scale) if config is not None and config.use_grad_scaling else 1.0
+
+
+def corrects_every_step(engine: Any) -> bool:
+    """Whether each step needs the correction, by a factor of 1 too: DeepSpeed unscales those by the wrong scale.
+
+    A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size (step() in
+    stage_1_and_2.py, stage3.py, fused_optimizer.py and unfused_optimizer.py); a GradScaler's scale is left out of
+    clipping and norm on ZeRO 1 to 3, and a step that it skips on ZeRO 0 is counted as taken.
+    """
+    return bool(engine.fp16_enabled()) or _grad_scaler(engine) is not None
+
+
+def _grad_scaler(engine: Any) -> Any:
+    # torch_autocast in fp16. ZeRO 1 to 3 keep one in the optimizer, stage 0 in the engine.
+    return getattr(engine.optimizer, "torch_autocast_gradscaler", None) or engine.torch_autocast_z0_gradscaler
+
+
 @contextmanager
 def _zero(engine: Any, expected: float, total: float) -> Iterator[None]:
     # The factor E / T rides on the unscale that step() does anyway; a dynamic scaler's own state never sees it.
-    optimizer = engine.optimizer
+    optimizer, scaler = engine.optimizer, _grad_scaler(engine)
     before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
-    scale = optimizer.loss_scale
+    scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
     optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, scale * total / expected
+    # ZeRO then unscales by the GradScaler's scale itself, before it clips, on all ranks and groups alike.
+    optimizer.torch_autocast_gradscaler = None
     try:
         yield
     finally:
         optimizer.custom_loss_scaler, optimizer.external_loss_scale = before
+        optimizer.torch_autocast_gradscaler = scaler
+    if scaler is not None:
+        _tell(scaler, optimizer.overflow, engine.device)
+
+
+def _tell(scaler: Any, overflow: bool, device: Any) -> None:
+    # A GradScaler learns of an overflow from gradients alone, so it is shown one; DeepSpeed never tells it.
+    shown = torch.zeros(1, device=device, requires_grad=True)
+    shown.grad = torch.full_like(shown, float("inf") if overflow else 0.0)
+    scaler.unscale_(torch.optim.SGD([shown], lr=0.0))
+    scaler.update()
 
 
 @contextmanager
 def _low_precision(engine: Any, expected: float, total: float) -> Iterator[None]:
-    config = engine.optimizer.loss_scale_config
-    scale = config.cur_scale
-    config.cur_scale = scale * total / expected
+    # Held during the step, a dynamic scale moves after it, by what the step came to.
+    optimizer, config = engine.optimizer, engine.optimizer.loss_scale_config
+    scale, dynamic, iteration = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
+    config.cur_scale, config.dynamic_loss_scale = scale * total / expected, False
     try:
         yield
     finally:
-        config.cur_scale = scale
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer) and engine.was_step_applied():
+        config.cur_scale, config.dynamic_loss_scale = scale, dynamic
+    if dynamic:
+        config.cur_iter = iteration
+        optimizer._update_scale(optimizer.overflow)
+    if isinstance(optimizer, FP16_UnfusedOptimizer) and engine.was_step_applied():
         # The unfused wrapper keeps the norm of the gradients as they came in, before the unscale.
-        engine.optimizer._global_grad_norm = engine._global_grad_norm = engine._global_grad_norm * (
-            expected / total / scale
-        )
+        optimizer._global_grad_norm = engine._global_grad_norm = engine._global_grad_norm * (expected / total / scale)
 
 
 @contextmanager
@@ -125,10 +164,31 @@ def _bf16_accumulated(engine: Any, expected: float, total: float) -> Iterator[No
 
 @contextmanager
 def _plain(engine: Any, expected: float, total: float) -> Iterator[None]:
-    for parameter in engine.module.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(expected / total)
-    yield
+    if expected != total:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(expected / total)
+    with nullcontext() if _grad_scaler(engine) is None else _noting_a_skip(engine.optimizer):
+        yield
+
+
+@contextmanager
+def _noting_a_skip(optimizer: Any) -> Iterator[None]:
+    """Let the engine see that a GradScaler skipped the optimizer: it counts a step as skipped by `optimizer.overflow`.
+
+    torch's optimizers have no such attribute, so DeepSpeed moves the scheduler and counts a step that was none.
+    """
+
+    def stepped(*_: Any) -> None:
+        # Fused optimizers are called in any case, and skip by `found_inf`, which they are given for the call.
+        optimizer.overflow = bool(getattr(optimizer, "found_inf", False))
+
+    optimizer.overflow = True
+    handle = optimizer.register_step_post_hook(stepped)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 _Correction = Callable[[Any, float, float], AbstractContextManager[None]]

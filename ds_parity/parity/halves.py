@@ -15,9 +15,10 @@ from deepspeed.runtime import torch_autocast
 
 @contextmanager
 def fp16_allowed() -> Iterator[bool]:
-    """Let DeepSpeed build fp16 engines inside, whatever its accelerator says; yields whether it had said no.
+    """Let DeepSpeed build and run fp16 engines inside, whatever its accelerator says; yields whether it had said no.
 
-    The question is asked while an engine is built (engine.py, `_do_sanity_check`, 0.19.8); nothing else follows from it.
+    The question is asked while an engine is built (engine.py, `_do_sanity_check`, 0.19.8), and in every reduction on ZeRO 0
+    (`supported_dtypes()` in `split_half_float_double_sparse`): engines are to be run inside too.
     """
     accelerator = get_accelerator()
     denied = not accelerator.is_fp16_supported()

@@ -5,6 +5,7 @@ from pathlib import Path
 import cells
 import pytest
 import ranked
+import ranked_faults
 import ranked_metrics
 import ranked_sequence
 
@@ -14,7 +15,7 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked, ranked_metrics)
+TASKS = (ranked, ranked_metrics, ranked_faults)
 
 
 def halves_call(scenario, engine, folder):

@@ -1,4 +1,4 @@
-"""What engine/normalize.py, schedule.py, counters.py and monitoring.py rely on inside DeepSpeed, as read in 0.19.8.
+"""What engine/normalize.py, schedule.py, leftout.py, counters.py and monitoring.py rely on inside DeepSpeed, as read in 0.19.8.
 
 Each failure here says what changed and what has to be read again before the version is supported.
 """
@@ -58,6 +58,54 @@ def test_a_growing_loss_scale_is_read_after_it_grew():
     assert step.index("self._update_scale(self.overflow)") < step.index("self.unscale_and_clip_grads(")
 
 
+def test_a_zero_optimizer_keeps_the_grad_scaler_that_corrections_take_away_for_a_step():
+    for optimizer in ZERO:
+        assert "if self.torch_autocast_gradscaler:" in inspect.getsource(optimizer._optimizer_step)
+        assert "return self.torch_autocast_gradscaler.scale(value)" in inspect.getsource(optimizer.scale_if_loss)
+
+
+def test_the_engine_counts_a_step_as_skipped_by_an_attribute_of_the_optimizer():
+    step = source(engine.DeepSpeedEngine, "_take_model_step")
+    assert "self.torch_autocast_z0_gradscaler.step(self.optimizer)" in step
+    assert 'if hasattr(self.optimizer, "overflow"):\n            overflow = self.optimizer.overflow' in step
+
+
+def test_backward_scales_the_loss_of_zero_optimizers_and_of_autocast_on_zero_0_alone():
+    """If it scaled fp16 on ZeRO 0 too, normalize.unscaled_loss_scale would scale it twice."""
+    backward = source(engine.DeepSpeedEngine, "backward")
+    assert backward.count("scale_if_loss(") == backward.count("gradscaler.scale(") == 1
+    assert "loss_scale_config" not in backward
+
+
+class TestLeftOut:
+    """engine/leftout.py finishes what DeepSpeed does for the parameters that a pass used."""
+
+    def test_zero_3_records_what_a_window_used_and_adds_to_its_partitions(self):
+        optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
+        partition = source(optimizer, "partition_grads")
+        assert "self._offload_boundary_param_ids.add(param.ds_id)" in partition
+        assert "grad_buffer = self.__param_id_to_grad_partition[param.ds_id]" in partition
+        assert "self._offload_boundary_param_ids = set()" in source(optimizer, "_pre_step")
+        names = ["self", "param", "grad_buffer", "offload_fp32_gradients", "offload_fp32_offsets"]
+        assert list(inspect.signature(optimizer._offload_grad_partition_at_boundary).parameters) == names
+
+    def test_zero_1_and_2_finish_an_offloaded_window_parameter_by_parameter(self):
+        finish = source(stage_1_and_2.DeepSpeedZeroOptimizer, "_finalize_cpu_offload_gradient_accumulation")
+        for line in (
+            "not in self._offload_accumulated_param_ids",
+            "self.copy_grads_in_partition(param, group_idx)",
+            "self._restore_cpu_offload_grad_to_gpu(param)",
+            "self.set_norm_for_param_grad_in_gpu(param)",
+            "self.update_offload_overflow_tracker_for_param_grad(param)",
+            "self.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)",
+        ):
+            assert line in finish, f"leftout._take_along_zero12 does the same: {line!r} is gone"
+
+    def test_norms_are_forgotten_after_every_step(self):
+        for optimizer in ZERO:
+            assert "self.norm_for_param_grads = {}" in inspect.getsource(optimizer.reset_cpu_buffers)
+
+
 class TestDiscarding:
     """normalize.discard_accumulated does what DeepSpeed does on an overflow."""
 
@@ -80,6 +128,14 @@ class TestDiscarding:
     def test_the_bf16_wrapper_has_its_two_helpers(self):
         assert callable(BF16_Optimizer.clear_hp_grads)
         assert callable(BF16_Optimizer.clear_lp_grads)
+
+
+def test_low_precision_wrappers_move_a_dynamic_scale_by_one_method():
+    """normalize._low_precision holds the scale in the step, and calls it afterwards."""
+    for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        update = source(optimizer, "_update_scale")
+        assert "if self.loss_scale_config.dynamic_loss_scale:" in update
+        assert "self.loss_scale_config.cur_iter += 1" in update
 
 
 def test_low_precision_wrappers_unscale_by_cur_scale_and_the_unfused_one_keeps_the_raw_norm():

@@ -135,11 +135,11 @@ def test_an_unknown_optimizer_wrapper_is_refused_by_name():
 
 def test_under_a_plain_optimizer_gradients_are_multiplied_by_expected_over_total_before_the_step():
     module = perceptron()
-    engine = torch.nn.Module()
-    engine.module = module
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine = SimpleNamespace(module=module, optimizer=optimizer, torch_autocast_z0_gradscaler=None)
     module[0].bias.requires_grad_(False)
     module(torch.ones(2, 3)).sum().backward()
     before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-    with correction_for(torch.optim.SGD(module.parameters(), lr=1.0))(engine, 4.0, 5.0):
+    with correction_for(optimizer)(engine, 4.0, 5.0):
         for parameter, held in zip(module.parameters(), before, strict=True):
             assert parameter.grad is None if held is None else torch.equal(parameter.grad, held * 0.8)
