@@ -36,12 +36,12 @@ FAULTS = {
         Fault(
             "fp16_zero0_unscaled_loss",
             "fp16 on ZeRO 0 does not scale the loss but divides by the loss scale: every gradient is too small by it",
-            "refused",
+            "corrected: the loss is scaled",
         ),
         Fault(
-            "predivide_zero3",
-            "gradient_predivide_factor on ZeRO 3 is not multiplied by again",
-            "refused",
+            "autocast_fp16_clipping",
+            "clipping acts on the gradient that is still scaled, so each step is cut to the limit / 65536",
+            "corrected: unscaled before the clip",
         ),
     )
 }

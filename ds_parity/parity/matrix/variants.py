@@ -74,7 +74,9 @@ def _scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
 
 _OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 _DYNAMIC = {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1}
-_ALL_SAME = dict.fromkeys(SHARDED, "fp16_growing_scale")
+_GROWS = dict.fromkeys(STAGES, "fp16_growing_scale")
+_UNSCALED = {0: "fp16_zero0_unscaled_loss"}
+_AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 
 _PRECISION = (
     Variant("precision", "fp32", quick=True),
@@ -86,24 +88,29 @@ _PRECISION = (
         {"bf16": {"enabled": True, "immediate_grad_update": True}, **FP32_ACCUMULATION},
         refused=(0,),
     ),
-    Variant("precision", "fp16, static loss scale", _fp16(loss_scale=128.0), refused=(0,), quick=True),
-    Variant("precision", "fp16, dynamic loss scale", _fp16(**_DYNAMIC), refused=(0,)),
+    Variant("precision", "fp16, static loss scale", _fp16(loss_scale=128.0), faults=_UNSCALED, quick=True),
+    Variant("precision", "fp16, dynamic loss scale", _fp16(**_DYNAMIC), faults=_UNSCALED),
     Variant(
         "precision",
         "fp16, dynamic, overflows",
         _fp16(**_DYNAMIC | {"initial_scale_power": 22}),
         fields={"windows": 7},
         left_out={"probe": "its window overflows and is skipped", "torch": NOT_FORESEEN},
-        refused=(0,),
+        faults=_UNSCALED,
     ),
     Variant(
         "precision",
         "fp16, dynamic, scale grows",
         _fp16(**_DYNAMIC | {"loss_scale_window": 2}),
-        refused=(0,),
-        faults=_ALL_SAME,
+        faults=_GROWS,
     ),
     Variant("precision", "torch_autocast bf16", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, quick=True),
+    Variant(
+        "precision",
+        "torch_autocast fp16",
+        _AUTOCAST_FP16,
+        faults=dict.fromkeys(SHARDED, "autocast_fp16_clipping"),
+    ),
 )
 
 _OFFLOAD = (

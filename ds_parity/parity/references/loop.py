@@ -65,7 +65,11 @@ def _backward(
         # Gathered losses sum to so many times their gradient, and only ZeRO 3 averages over all who hold them.
         averaged /= scenario.sequence_parallel
     share = averaged if settings.loss_reduction == "sum" else averaged * units
-    engine.backward(loss / (window.expected / share), scale_wrt_gas=False)
+    divided = loss / (window.expected / share)
+    if engine.fp16_enabled() and not engine.zero_optimization():
+        # DeepSpeed leaves the scaling out there (tools/deepspeed_faults/fp16_zero0_unscaled_loss.py).
+        divided = divided.float() * engine.optimizer.loss_scale_config.cur_scale
+    engine.backward(divided, scale_wrt_gas=False)
 
 
 def _take_scheduler(engine: Any) -> ByHand | None:
@@ -78,8 +82,10 @@ def _step(engine: Any, window: PlannedWindow) -> tuple[Any, bool]:
     if window.total == 0:
         engine.step()
         return None, False
-    # fp16: a scale that grows in this step must not reach the gradients, which were scaled by the old one.
-    if window.expected == window.total and not engine.fp16_enabled():
+    # fp16: a scale that grows in this step must not reach the gradients, which were scaled by the old one, and clipping
+    # must not act on scaled ones.
+    scaled = engine.fp16_enabled() or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
+    if window.expected == window.total and not scaled:
         engine.step()
         return engine.get_global_grad_norm(), engine.was_step_applied()
     return _corrected(engine, window), engine.was_step_applied()
@@ -93,18 +99,38 @@ def _corrected(engine: Any, window: PlannedWindow) -> Any:
         engine.step()
         return engine.get_global_grad_norm()
     if engine.zero_optimization():
-        optimizer.override_loss_scale(optimizer.loss_scale * window.total / window.expected)
-        engine.step()
-        optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
-        return engine.get_global_grad_norm()
-    if engine.bfloat16_enabled():
-        optimizer.loss_scale_config.cur_scale = window.total / window.expected
-        engine.step()
-        optimizer.loss_scale_config.cur_scale = 1.0
-        raw = isinstance(optimizer, FP16_UnfusedOptimizer)
-        return engine.get_global_grad_norm() * (window.expected / window.total if raw else 1.0)
+        return _corrected_by_scale(engine, window)
+    if engine.bfloat16_enabled() or engine.fp16_enabled():
+        return _corrected_without_zero(engine, window)
     for parameter in engine.module.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(window.expected / window.total)
     engine.step()
     return engine.get_global_grad_norm()
+
+
+def _corrected_by_scale(engine: Any, window: PlannedWindow) -> Any:
+    optimizer = engine.optimizer
+    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
+    optimizer.override_loss_scale(scale * window.total / window.expected)
+    optimizer.torch_autocast_gradscaler = None
+    engine.step()
+    optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
+    optimizer.torch_autocast_gradscaler = scaler
+    return engine.get_global_grad_norm()
+
+
+def _corrected_without_zero(engine: Any, window: PlannedWindow) -> Any:
+    optimizer, config = engine.optimizer, engine.optimizer.loss_scale_config
+    scale, dynamic, iterations = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
+    config.cur_scale, config.dynamic_loss_scale = scale * window.total / window.expected, False
+    engine.step()
+    config.cur_scale, config.dynamic_loss_scale = scale, dynamic
+    if dynamic:
+        config.cur_iter = iterations
+        optimizer._update_scale(optimizer.overflow)
+    # The unfused wrapper keeps the norm as the gradients came in.
+    raw = isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.overflow
+    norm = engine.get_global_grad_norm()
+    return norm * (window.expected / window.total / scale) if raw else norm
