@@ -159,6 +159,11 @@ REFUSED = [
     ({"elasticity": {"enabled": True}}, "elasticity.enabled = true", "remove the section"),
     ({"autotuning": {"enabled": True}}, "autotuning.enabled = true", "remove the section"),
     ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled = true", "set it to false"),
+    (
+        {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+        "zero_optimization.elastic_checkpoint = true",
+        "universal checkpoints",
+    ),
     ({"sequence_parallel_size": 2}, "sequence_parallel_size = 2", "not verified yet"),
     ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "SUM"}, 'gradient_allreduce_op = "sum"', '"mean"'),
     ({"optimizer": {"type": "OneBitAdam"}}, 'optimizer.type = "OneBitAdam"', "AdamW"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import cells
 import pytest
 import ranked
+import ranked_checkpoints
 
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.verify import call
@@ -12,7 +13,7 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked,)
+TASKS = (ranked, ranked_checkpoints)
 
 
 class Launched:
@@ -48,8 +49,14 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", params=[1, 4])
-def other_ranks(request, tmp_path_factory):
-    """The scenarios whose windows are the same, on one rank and on four."""
+def other_ranks(request, tmp_path_factory, two_ranks):
+    """The scenarios whose windows are the same, and what two ranks have saved, on one rank and on four."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     scenarios = [cells.same_windows(*cell, request.param) for cell in cells.SAME_WINDOWS]
-    return request.param, launch(folder, [call(s, "ds_parity", folder) for s in scenarios], request.param)
+    calls = [call(s, "ds_parity", folder) for s in scenarios]
+    saved = str(two_ranks.folder / "continued")
+    calls += [
+        Call(name, f"ranked_checkpoints:{name}", {"folder": str(folder / name), "saved": saved})
+        for name in ranked_checkpoints.ELSEWHERE
+    ]
+    return request.param, launch(folder, calls, request.param)
