@@ -97,7 +97,7 @@ def _refuse_other_progress(driver: Driver, state: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint's ds_parity.lr_progress was {saved!r}, this configuration says {wanted!r}: the LR would jump "
             f"from one place of its schedule to another; write {saved!r}, or give load_lr_scheduler_states=False to "
-            "start the schedule anew"
+            "go on with the schedule of this engine"
         )
 
 

@@ -40,7 +40,7 @@ CELLS = [
     *[(stage, precision, {}) for stage in STAGES for precision in ("fp32", "bf16")],
     *[(stage, "bf16-fp32", {}) for stage in (1, 2, 3)],  # DeepSpeed refuses it on stage 0
     *[(stage, precision, OFFLOADED) for stage in (1, 2, 3) for precision in ("fp32", "bf16")],
-    (3, "bf16", ALL_OFFLOADED),
+    *[(3, precision, ALL_OFFLOADED) for precision in ("fp32", "bf16")],
 ]
 # What DeepSpeed's converter to universal checkpoints knows: ZeRO 1 to 3 with Adam's state.
 CONVERTED = [
@@ -60,9 +60,16 @@ def extended(stage, precision, offloaded, **section):
     section = {"loss_weight": "token", "lr_progress": "rollout", **section}
     made = {**config(stage, optimizer="AdamW", **section), **PRECISIONS[precision]}
     made["zero_optimization"] = {"stage": stage, **offloaded}
-    if "offload_optimizer" in offloaded:
-        made["optimizer"]["params"].pop("torch_adam")  # DeepSpeedCPUAdam
+    if cpu_adam((stage, precision, offloaded)):
+        made["optimizer"]["params"].pop("torch_adam")
+    elif offloaded:
+        made["zero_force_ds_cpu_optimizer"] = False
     return made
+
+
+def cpu_adam(cell):
+    """Whether DeepSpeedCPUAdam runs a cell, and not torch's Adam."""
+    return bool(cell[2]) and cell[1] == "bf16"
 
 
 def scenario_of(cell, ranks=2):
@@ -150,15 +157,16 @@ def continued(folder):
         with Recorder(Path(folder) / "traces", scenario, "ds_parity") as recorder:
             whole = run.windows(AFTER, recorder)
         other, loaded, resumed = Run(scenario), [], []
-        for _ in range(2):
+        for state in ("fresh", "used"):
             other.engine.load_checkpoint(path)
             loaded.append(stands(other.engine))
-            resumed.append(other.windows(AFTER))
+            with Recorder(Path(folder) / "traces", scenario, state) as recorder:
+                resumed.append(other.windows(AFTER, recorder))
             other.one(0)
         found[name] = {
             "saved": saved,
             "loaded": loaded,
-            "alike": [steps == whole for steps in resumed],
+            "alike": [resumed[0] == whole, resumed[1] == resumed[0]],
             "open": other.engine.window.passes,
             "from zero": collected(path, masters) if cell[0] else None,
             "converted": converted(path) if cell in CONVERTED else None,
@@ -335,8 +343,9 @@ def into_windows(folder):
         by_step = build(config(stage, passes=8))
         progress = refusal(lambda other=by_step, path=path: other.load_checkpoint(path))
         by_step.load_checkpoint(path, load_lr_scheduler_states=False)
-        restarted = build(extended)
-        restarted.load_checkpoint(path, load_lr_scheduler_states=False)
+        kept_schedule = build(extended)
+        held(kept_schedule, [3, 3])
+        kept_schedule.load_checkpoint(path, load_lr_scheduler_states=False)
         found[stage] = {
             "nothing": nothing,
             "refused": [refused, owed],
@@ -347,7 +356,7 @@ def into_windows(folder):
             "other target": message,
             "weights alone": alone,
             "other progress": progress,
-            "restarted": restarted._self_driver.ledger.progress.nominal,
+            "own progress": kept_schedule._self_driver.ledger.progress.nominal,
         }
         again = build(extended)
         _, state = again.load_checkpoint(path, "again")

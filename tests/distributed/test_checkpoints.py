@@ -34,8 +34,20 @@ class TestARunThatIsContinued:
         assert found["open"] == 1, "no window was open where it was loaded"
 
     def test_goes_on_bit_for_bit(self, two_ranks, cell):
-        """Boundaries, loss, LR, gradient norm, weights, the schedule's state and every counter."""
-        assert two_ranks.results["continued"][name_of(*cell)]["alike"] == [True, True]
+        """Boundaries, loss, LR, gradient norm, weights, the schedule's state and every counter.
+
+        DeepSpeedCPUAdam computes beta ** steps by one power after loading, and by a running product before: both runs
+        that were continued are alike bit for bit, and off the one that was not by rounding.
+        """
+        as_the_run, as_each_other = two_ranks.results["continued"][name_of(*cell)]["alike"]
+        assert as_each_other
+        assert as_the_run or ranked.cpu_adam(cell)
+        if not as_the_run:
+            folder = two_ranks.folder / "continued" / "traces" / name_of(*cell)
+            traces = [read_trace(folder / f"{state}.jsonl") for state in ("ds_parity", "fresh")]
+            comparison = compare(*traces, Tier.REASSOCIATED, scenario_of(cell).dtype)
+            assert comparison.equal, verdict(comparison)
+            assert [step.lr for step in traces[0].steps] == [step.lr for step in traces[1].steps]
 
 
 @pytest.mark.parametrize("cell", [cell for cell in ranked.CELLS if cell[0]], ids=lambda cell: name_of(*cell))
@@ -86,11 +98,11 @@ class TestLoading:
         message = two_ranks.results["into_windows"][stage]["other target"]
         assert "target of 8 rollouts, this configuration says 6 rollouts" in message
 
-    def test_under_another_lr_progress_is_refused_unless_the_schedule_starts_anew(self, two_ranks, stage):
+    def test_under_another_lr_progress_is_refused_unless_the_schedule_stays_as_it_is(self, two_ranks, stage):
         found = two_ranks.results["into_windows"][stage]
         assert "lr_progress was 'rollout', this configuration says 'optimizer_step'" in found["other progress"]
         assert "load_lr_scheduler_states=False" in found["other progress"]
-        assert found["restarted"] == 0.0
+        assert found["own progress"] == 1.5
 
     def test_what_was_loaded_can_be_saved_again(self, two_ranks, stage):
         assert two_ranks.results["into_windows"][stage]["again"] == [1, True]
@@ -141,12 +153,9 @@ class TestConversion:
 class TestOnOneAndFourRanks:
     """What two ranks saved goes on elsewhere, at the same boundaries and LR exactly, but for rounding in the rest."""
 
-    def assert_goes_on(self, two_ranks, launched, ranks, cell, task):
-        traces = two_ranks.folder / "continued" / "traces", launched.folder / task
-        names = scenario_of(cell).name, scenario_of(cell, ranks).name
-        reference, candidate = (
-            read_trace(folder / name / "ds_parity.jsonl") for folder, name in zip(traces, names, strict=True)
-        )
+    def assert_goes_on(self, two_ranks, launched, cell, task):
+        folders = two_ranks.folder / "continued" / "traces", launched.folder / task
+        reference, candidate = (read_trace(folder / name_of(*cell) / "ds_parity.jsonl") for folder in folders)
         comparison = compare(reference, candidate, Tier.REASSOCIATED, scenario_of(cell).dtype)
         assert comparison.equal, verdict(comparison)
         assert [step.step for step in candidate.steps] == [3, 4]
@@ -156,16 +165,16 @@ class TestOnOneAndFourRanks:
 
     @pytest.mark.parametrize("cell", ranked.CONVERTED, ids=lambda cell: name_of(*cell))
     def test_a_universal_checkpoint_goes_on(self, two_ranks, other_ranks, cell):
-        ranks, launched = other_ranks
+        _, launched = other_ranks
         assert launched.results["universal"][name_of(*cell)] == two_ranks.results["continued"][name_of(*cell)]["saved"]
-        self.assert_goes_on(two_ranks, launched, ranks, cell, "universal")
+        self.assert_goes_on(two_ranks, launched, cell, "universal")
 
     def test_a_checkpoint_of_zero_0_goes_on_as_it_is(self, two_ranks, other_ranks):
         ranks, launched = other_ranks
         found = launched.results["other_size"]
         assert found["0"] == ["nothing was raised"] * ranks
         assert found["stands"] == two_ranks.results["continued"]["0-fp32"]["saved"]
-        self.assert_goes_on(two_ranks, launched, ranks, (0, "fp32", {}), "other_size")
+        self.assert_goes_on(two_ranks, launched, (0, "fp32", {}), "other_size")
 
     @pytest.mark.parametrize("stage", ["1", "2", "3"])
     def test_other_stages_say_on_every_rank_what_to_do(self, other_ranks, stage):
