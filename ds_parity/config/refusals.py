@@ -25,6 +25,11 @@ _UNSUPPORTED: Final = {
         "it steps parts of the model inside the boundary's backward, before the gradient can be corrected",
         "set it to false",
     ),
+    "zero_optimization.elastic_checkpoint": (
+        "its checkpoints forget the learning rates (and with torch's own Adam can't be loaded), so a run does not go on "
+        "where it was saved; other numbers of ranks they don't load on either",
+        "set it to false; universal checkpoints load on any number of ranks",
+    ),
     "hybrid_engine.enabled": (
         "its engine has a forward and a step of its own, which are not verified with a moving boundary",
         "set it to false, and generate with a separate inference engine",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from ds_parity.engine.driver import Driver
 from ds_parity.errors import CheckpointError
 
 _LOG = logging.getLogger("ds_parity")
 _KEY = "ds_parity"
+_SETTINGS = ("count", "lr_progress")
 
 
 def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
@@ -23,9 +28,29 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"save_checkpoint() inside window {window.index}: {window.rollouts} rollouts of {window.passes} passes are "
             f"pending, and DeepSpeed doesn't save partial gradients; save after the step() that closes the window "
-            f"(at {window.target} {driver.settings.count}s), or call finish() first"
+            f"(at {window.closes_at - window.opened_at} {driver.settings.count}s), or call finish() first"
         )
-    return {**client_state, _KEY: {**driver.ledger.state(), "count": driver.settings.count}}
+    settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
+    return {**client_state, _KEY: {**driver.ledger.state(), **settings}}
+
+
+@contextmanager
+def explained(driver: Driver, load_dir: str) -> Iterator[None]:
+    """Add the way out to what DeepSpeed says where a ZeRO checkpoint meets another number of ranks.
+
+    Raises:
+        CheckpointError: DeepSpeed refused the checkpoint (a rank that finds no file of its own: by a bare assertion).
+    """
+    try:
+        yield
+    except (ZeRORuntimeException, AssertionError) as error:
+        said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
+        raise CheckpointError(
+            f"load_checkpoint({load_dir!r}) on {driver.ranks} data-parallel ranks: DeepSpeed refused it ({said}). If "
+            "another number of ranks saved it, convert it (python -m deepspeed.checkpoint.ds_to_universal "
+            "--inject_missing_state --input_folder DIR/TAG --output_folder DIR/universal) and load that with "
+            '"checkpoint": {"load_universal": true} in the configuration; loading ends half way, so start a new engine'
+        ) from error
 
 
 def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool) -> None:
@@ -34,15 +59,28 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool) -> 
     Args:
         driver: whose window it is.
         client_state: as it was loaded.
-        scheduler: the LR scheduler was loaded too; else nominal progress starts anew with it.
+        scheduler: the LR scheduler was loaded too; else it goes on from where this engine's stands, in a fresh one
+            from the start.
 
     Raises:
-        CheckpointError: the checkpoint counted something else, or towards another target.
+        CheckpointError: the checkpoint counted something else, towards another target, or moved its LR otherwise.
     """
     state = client_state.get(_KEY)
     if state is None:
         _LOG.warning("the checkpoint holds no ds_parity state (bare DeepSpeed wrote it): the window starts fresh")
         state = _of_bare(driver)
+    _refuse_other_counting(driver, state)
+    if scheduler:
+        _refuse_other_progress(driver, state)
+    else:
+        state = {**state, "progress_units": driver.ledger.progress.units}
+    driver.ledger.restore(state)
+    driver.counters.settle(driver.ledger)
+    if driver.schedule is not None and scheduler:
+        driver.schedule.resume_at(driver.ledger.progress)
+
+
+def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
     saved, wanted = (state["target"], state["count"]), (driver.ledger.rules.target, driver.settings.count)
     if saved != wanted:
         raise CheckpointError(
@@ -50,10 +88,17 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool) -> 
             f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes and "
             "ds_parity.count, or start afresh"
         )
-    driver.ledger.restore(state if scheduler else {**state, "progress_units": 0})
-    driver.counters.settle(driver.ledger)
-    if driver.schedule is not None:
-        driver.schedule.resume_at(driver.ledger.progress)
+
+
+def _refuse_other_progress(driver: Driver, state: dict[str, Any]) -> None:
+    # Bare DeepSpeed's steps are nominal steps, so its checkpoints suit both.
+    saved, wanted = state.get("lr_progress"), driver.settings.lr_progress
+    if saved not in (None, wanted) and driver.engine.lr_scheduler is not None:
+        raise CheckpointError(
+            f"the checkpoint's ds_parity.lr_progress was {saved!r}, this configuration says {wanted!r}: the LR would jump "
+            f"from one place of its schedule to another; write {saved!r}, or give load_lr_scheduler_states=False to "
+            "go on with the schedule of this engine"
+        )
 
 
 def _of_bare(driver: Driver) -> dict[str, Any]:

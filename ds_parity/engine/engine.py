@@ -237,24 +237,29 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     ) -> Any:
         """Load, and go on where the checkpoint was saved, at the start of a window.
 
-        An open window is thrown away. A checkpoint of bare DeepSpeed starts a fresh window, said once. With
-        `load_module_only` the counts stay as they are, like everything else but the weights.
+        An open window is thrown away, unless there was nothing to load. A checkpoint of bare DeepSpeed starts a fresh
+        window, said once. With `load_module_only` the counts stay as they are, like everything else but the weights.
+        A universal checkpoint goes on alike on any number of ranks.
 
         Raises:
-            CheckpointError: the checkpoint counted something else, or towards another target.
+            CheckpointError: the checkpoint counted something else, towards another target or moved its LR otherwise, or
+                another number of ranks saved it.
         """
         driver: Driver = self._self_driver
+        with checkpoint.explained(driver, load_dir):
+            path, state = self.__wrapped__.load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
+        if path is None:
+            return path, state
         driver.abandon()
-        path, state = self.__wrapped__.load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
-        if path is not None and not load_module_only:
+        if not load_module_only:
             checkpoint.resume(driver, state or {}, scheduler=load_lr_scheduler_states)
         return path, state
 

@@ -172,6 +172,11 @@ REFUSED = [
     ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled = true", "set it to false"),
     ({"sequence_parallel_size": 0}, "sequence_parallel_size = 0", "how many ranks share a sequence"),
     ({"sequence_parallel_size": 1.5}, "sequence_parallel_size = 1.5", "how many ranks share a sequence"),
+    (
+        {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+        "zero_optimization.elastic_checkpoint = true",
+        "universal checkpoints",
+    ),
     ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "SUM"}, 'gradient_allreduce_op = "sum"', '"mean"'),
     ({"optimizer": {"type": "OneBitAdam"}}, 'optimizer.type = "OneBitAdam"', "AdamW"),
     ({"optimizer": {"type": "ZeroOneAdam"}}, 'optimizer.type = "ZeroOneAdam"', "AdamW"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import cells
 import pytest
 import ranked
+import ranked_checkpoints
 import ranked_faults
 import ranked_metrics
 import ranked_sequence
@@ -15,7 +16,7 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked, ranked_metrics, ranked_faults)
+TASKS = (ranked, ranked_checkpoints, ranked_metrics, ranked_faults)
 
 
 def halves_call(scenario, engine, folder):
@@ -53,8 +54,11 @@ def two_ranks(tmp_path_factory):
     return launch(folder, calls, 2)
 
 
-def same_windows(folder, ranks):
-    return [call(cells.same_windows(*cell, ranks), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
+def elsewhere(folder, ranks, saved):
+    """What takes the same windows on any number of ranks, and what two ranks have saved."""
+    calls = [call(cells.same_windows(*cell, ranks), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
+    places = {name: {"folder": str(folder / name), "saved": str(saved)} for name in ranked_checkpoints.ELSEWHERE}
+    return [*calls, *[Call(name, f"ranked_checkpoints:{name}", arguments) for name, arguments in places.items()]]
 
 
 def tasks(module, folder):
@@ -62,17 +66,18 @@ def tasks(module, folder):
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory):
-    """The scenarios whose windows are the same on any number of ranks."""
+def one_rank(tmp_path_factory, two_ranks):
+    """The scenarios whose windows are the same on any number of ranks, and what two ranks have saved."""
     folder = tmp_path_factory.mktemp("one")
-    return launch(folder, same_windows(folder, 1), 1)
+    return launch(folder, elsewhere(folder, 1, two_ranks.folder / "continued"), 1)
 
 
 @pytest.fixture(scope="session")
-def four_ranks(tmp_path_factory):
-    """The same scenarios, and everything that takes sequence-parallel groups of 2."""
+def four_ranks(tmp_path_factory, two_ranks):
+    """The same, and everything that takes sequence-parallel groups of 2."""
     folder = tmp_path_factory.mktemp("four")
-    calls = [*same_windows(folder, 4), *ranked_sequence.calls(folder), *tasks(ranked_sequence, folder)]
+    calls = elsewhere(folder, 4, two_ranks.folder / "continued")
+    calls += [*ranked_sequence.calls(folder), *tasks(ranked_sequence, folder)]
     return launch(folder, calls, 4)
 
 

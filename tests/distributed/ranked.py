@@ -18,7 +18,6 @@ from ds_parity.parity import weights
 TASKS = [
     "late_close",
     "proxy_methods",
-    "checkpoints",
     "overlapped_finish",
     "boundaries",
     "bare_without_the_key",
@@ -34,7 +33,6 @@ TASKS = [
     "silence_of_a_rank",
     "overhead",
     "torch_schedulers",
-    "resume",
     "trace_key",
 ]
 
@@ -402,30 +400,6 @@ def torch_schedulers(folder):
     return found
 
 
-def resume(folder):
-    """A run, and one that is saved, thrown away and loaded in the middle: the rest must be alike bit for bit."""
-    found = {}
-    held = [3, 3, 2, 3, 1, 2, 3, 1]
-    for stage in STAGES:
-        traces = []
-        for interrupted in (False, True):
-            engine = build(config(stage, passes=4, lr_progress="rollout"))
-            steps = []
-            for index, rollouts in enumerate(held):
-                one_pass(engine, index, rollouts=rollouts)
-                if engine.window.passes == 0:
-                    steps.append(engine.last_step.model_dump())
-                if interrupted and index == 3:
-                    engine.save_checkpoint(f"{folder}/{stage}")
-                    engine = build(config(stage, passes=4, lr_progress="rollout"))
-                    engine.load_checkpoint(f"{folder}/{stage}")
-            traces.append((steps, weights.summary(weights.vector(engine.module)).checksum, engine.get_lr()))
-        wrong = build(config(stage, passes=6))
-        message = refusal(lambda engine=wrong, stage=stage: engine.load_checkpoint(f"{folder}/{stage}"))
-        found[stage] = {"whole": traces[0], "resumed": traces[1], "other target": message}
-    return found
-
-
 def late_close(folder):
     """A generator that was left and is closed while a newer one runs."""
     engine = build(config(1, passes=20))
@@ -444,59 +418,6 @@ def proxy_methods(folder):
     engine = build(config(1, passes=4))
     kept = [engine.to(engine.device), engine.apply(lambda module: None), engine.requires_grad_(True)]
     return {"kept": [returned is engine for returned in kept], "weights": engine.module is engine.__wrapped__.module}
-
-
-def checkpoints(folder):
-    """Loading into an open window, saving what was loaded, weights alone, and a checkpoint of bare DeepSpeed."""
-    found = {}
-    extended = config(1, passes=4, lr_progress="rollout")
-    for stage in STAGES:
-        extended = config(stage, passes=4, lr_progress="rollout")
-        path = f"{folder}/{stage}"
-        engine = build(extended)
-        for seed in range(4):
-            one_pass(engine, seed)
-        engine.save_checkpoint(path)
-        reached = []
-        for dirty in (False, True):
-            other = build(extended)
-            for seed in range(3 if dirty else 0):
-                one_pass(other, seed + 7)
-            _, state = other.load_checkpoint(path)
-            for seed in (8, 9):
-                one_pass(other, seed)
-            reached.append((weights.summary(weights.vector(other.module)).checksum, other.last_step.model_dump()))
-        other.save_checkpoint(path, "again", {"ds_parity": state["ds_parity"], "mine": 1}, False)
-        wider = build(config(stage, passes=6))
-        wider.load_checkpoint(path, load_module_only=True)
-        found[stage] = {"clean": reached[0], "dirty": reached[1], "wider": (wider.global_samples, wider.window.index)}
-    plain = {k: v for k, v in config(1).items() if k != "gradient_accumulation_passes"}
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    bare, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config={**plain, "train_batch_size": 4, "gradient_accumulation_steps": 2},
-    )
-    for seed in range(10):
-        bare.backward(forward(bare, seed))
-        bare.step()
-    bare.save_checkpoint(f"{folder}/bare")
-    rates = [bare.get_lr()[0]]
-    said, handler = _listen()
-    engine = build(config(1, passes=4, lr_progress="rollout"))
-    engine.load_checkpoint(f"{folder}/bare")
-    logging.getLogger("ds_parity").removeHandler(handler)
-    for seed in range(2):
-        one_pass(engine, seed)
-    rates.append(engine.get_lr()[0])
-    found["bare"] = {
-        "rates": rates,
-        "samples": engine.global_samples,
-        "step": engine.last_step.step,
-        "said": said.getvalue(),
-    }
-    return found
 
 
 def overlapped_finish(folder):

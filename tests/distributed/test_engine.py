@@ -167,22 +167,6 @@ def test_methods_that_return_the_module_return_the_proxy(two_ranks):
     assert two_ranks.results["proxy_methods"] == {"kept": [True] * 3, "weights": True}
 
 
-class TestCheckpoints:
-    def test_loading_throws_an_open_window_away(self, two_ranks, stage):
-        found = two_ranks.results["checkpoints"][stage]
-        assert found["dirty"] == found["clean"]
-
-    def test_weights_alone_may_be_loaded_towards_another_target(self, two_ranks, stage):
-        assert two_ranks.results["checkpoints"][stage]["wider"] == [0, 0]
-
-    def test_a_bare_one_goes_on_where_its_scheduler_stood(self, two_ranks):
-        """Five steps of bare DeepSpeed, 20 rollouts; then one of ours."""
-        found = two_ranks.results["checkpoints"]["bare"]
-        assert found["rates"] == pytest.approx([0.025 + 0.0025 * 4, 0.025 + 0.0025 * 5])
-        assert (found["samples"], found["step"]) == (24, 6)
-        assert found["said"].count("the window starts fresh") == 1
-
-
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_a_window_ended_by_finish_is_the_window_ended_by_its_last_backward_also_with_overlap_comm(two_ranks, stage):
     found = two_ranks.results["overlapped_finish"][stage]
@@ -227,12 +211,6 @@ class TestNominalProgress:
 
     def test_stands_one_behind_for_deepspeed_schedulers(self, two_ranks):
         assert two_ranks.results["torch_schedulers"]["deepspeed"] == 4
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(two_ranks, stage):
-    found = two_ranks.results["resume"][stage]
-    assert found["resumed"] == found["whole"]
-    assert "target of 4 rollouts, this configuration says 6 rollouts" in found["other target"]
 
 
 def test_the_trace_key_leaves_a_trace(two_ranks):
