@@ -18,10 +18,12 @@ from ds_parity.engine.normalize import (
     discard_accumulated,
     divisor,
     keep_clip_norm,
+    loss_scale,
     reduce_accumulated,
     silenced,
 )
 from ds_parity.engine.schedule import RolloutSchedule
+from ds_parity.engine.versions import refuse_broken
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
@@ -60,6 +62,7 @@ class Driver:
         self.on_step: list[Callable[[Finished], None]] = []
         self._configuration = settings.fingerprint
         self._averaged_over = self.ranks if engine.gradient_average else 1
+        refuse_broken(engine.optimizer)
         self._correction = correction_for(engine.optimizer)
         # A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size
         # (stage_1_and_2.py and stage3.py, step); the correction, by a factor of 1 too, holds the old one.
@@ -233,7 +236,7 @@ class Driver:
             loss_sum=self._meter.settle(),
             lr=lr,
             grad_norm=self.engine.get_global_grad_norm() if applied else None,
-            loss_scale=self.engine._get_optimizer_loss_scale() if self.engine.fp16_enabled() else None,
+            loss_scale=loss_scale(self.engine) if self.engine.fp16_enabled() else None,
             skipped=not applied,
         )
         for listener in self.on_step:

@@ -5,6 +5,7 @@ from pathlib import Path
 import cells
 import pytest
 import ranked
+import ranked_versions
 
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.verify import call
@@ -12,7 +13,7 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked,)
+TASKS = (ranked, ranked_versions)
 
 
 class Launched:
