@@ -22,12 +22,14 @@ from ds_parity.engine.normalize import (
     discard_accumulated,
     divisor,
     keep_clip_norm,
+    loss_scale,
     reduce_accumulated,
     silenced,
     unscaled_loss_scale,
 )
 from ds_parity.engine.schedule import RolloutSchedule
 from ds_parity.engine.sequence import members_of
+from ds_parity.engine.versions import refuse_broken
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
@@ -78,6 +80,7 @@ class Driver:
         self._configuration = settings.fingerprint
         self._averaged_over = averaged_over(engine, self.ranks, peers.size)
         self._peers = peers.size
+        refuse_broken(engine.optimizer)
         self._correction = correction_for(engine.optimizer)
         self._corrects_every_step = corrects_every_step(engine)
         self.meter = Meter(torch.device(engine.device), group, exchange_group, peers.size)
@@ -263,7 +266,7 @@ class Driver:
             sums=self.meter.settle(),
             lr=lr,
             grad_norm=self.engine.get_global_grad_norm() if applied else None,
-            loss_scale=self.engine._get_optimizer_loss_scale() if self.engine.fp16_enabled() else None,
+            loss_scale=loss_scale(self.engine) if self.engine.fp16_enabled() else None,
             skipped=not applied,
         )
         for listener in self.on_step:

@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 
+import deepspeed
 import pytest
 from deepspeed.runtime import engine, lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -18,6 +19,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import timer
 
+DEEPSPEED = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
 ZERO = [stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3]
 
 
@@ -41,15 +43,41 @@ class TestZero:
         assert "combined_scale = clip * self.loss_scale" in source(optimizer, "unscale_and_clip_grads")
         assert "self._global_grad_norm = scaled_global_grad_norm / " in source(optimizer, "step")
 
+    @pytest.mark.skipif(DEEPSPEED < (0, 19, 4), reason="normalize does it by itself before 0.19.4")
     def test_a_window_can_be_ended_without_a_backward(self, optimizer):
         assert "self.set_gradient_accumulation_boundary(True)" in source(
             optimizer, "finalize_gradient_accumulation_boundary"
         ), f"{optimizer.__name__}: finish() relies on it; read normalize.reduce_accumulated again"
 
 
-def test_zero_1_with_overlap_has_a_flush_that_reduces_what_is_accumulated():
-    flush = source(engine.DeepSpeedEngine, "_flush_coalesced_reduction_zero12")
-    assert "optimizer.reduce_ready_partitions_and_remove_grads(param, i)" in flush
+class TestABoundaryWithoutItsBackward:
+    """normalize._reduce_what_is_there and _pass_of_zeros_3."""
+
+    @pytest.mark.skipif(DEEPSPEED < (0, 19, 2), reason="coalesce_grad_reduction came with 0.19.2")
+    def test_deepspeed_itself_reduces_so_at_the_end_of_a_coalesced_block(self):
+        flush = source(engine.DeepSpeedEngine, "_flush_coalesced_reduction_zero12")
+        for line in (
+            "optimizer.reduction_stream.synchronize()",
+            "optimizer.setup_buckets()",
+            "if optimizer.get_gradient_for_reduction(param) is None:",
+            "optimizer.reduce_ready_partitions_and_remove_grads(param, i)",
+            "optimizer.overlapping_partition_gradients_reduce_epilogue()",
+        ):
+            assert line in flush, f"{line!r} is gone from the flush; read it again"
+
+    def test_buckets_are_set_up_and_passes_counted_in_one_place(self):
+        assert "self.micro_step_id += 1" in source(stage_1_and_2.DeepSpeedZeroOptimizer, "setup_buckets")
+
+    def test_zero_3_copies_partitions_to_the_host_at_the_boundary_alone(self):
+        copied = source(stage3.DeepSpeedZeroOptimizer_Stage3, "partition_grads")
+        assert "params_to_release: List[Parameter], grad_partitions: List[Tensor]" in copied
+        assert "if self.offload_optimizer:" in copied
+
+
+def test_the_loss_scale_is_where_deepspeed_logs_it_from():
+    logged = source(engine.DeepSpeedEngine, "_get_optimizer_loss_scale")
+    assert "self.optimizer.loss_scale_config.cur_scale" in logged
+    assert 'getattr(self.optimizer, "cur_scale", None)' in logged
 
 
 def test_a_growing_loss_scale_is_read_after_it_grew():
