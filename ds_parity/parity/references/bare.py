@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.config import rewrite
-from ds_parity.engine.normalize import keep_clip_norm
+from ds_parity.engine.normalize import keep_clip_norm, loss_scale
 from ds_parity.parity import ulysses
 from ds_parity.parity.oracle import Passes, PlannedWindow, weight
 from ds_parity.parity.scenario import Scenario
@@ -75,6 +75,6 @@ class StepNotes:
             loss=float(total) / window.total if window.total else None,
             lr=tuple(float(rate) for rate in lr),
             grad_norm=float(grad_norm) if applied and grad_norm is not None else None,
-            loss_scale=float(self._engine._get_optimizer_loss_scale()) if self._engine.fp16_enabled() else None,
+            loss_scale=float(loss_scale(self._engine)) if self._engine.fp16_enabled() else None,
             skipped=not applied,
         )
