@@ -20,8 +20,8 @@ from ds_parity.engine.normalize import correction_for
 from ds_parity.parity.halves import forget_autocast, fp16_allowed
 
 SCRIPTS = Path(__file__).parents[2] / "tools" / "deepspeed_faults"
-# Loss tokens by window, pass and rank: every window needs a correction, up and down.
-WINDOWS = (((5, 2), (1, 3)), ((1, 1), (7, 2)), ((2, 6), (1, 4)), ((3, 3), (1, 8)), ((4, 1), (2, 2)))
+# Loss tokens by window, pass and rank. All but the second need a correction, up and down; at that one the fp16 scale grows.
+WINDOWS = (((5, 2), (1, 3)), ((3, 3), (3, 3)), ((2, 6), (1, 4)), ((3, 3), (1, 8)), ((4, 1), (2, 2)))
 OVERFLOWING = 2
 CLIP = 0.05
 STAGES = (0, 1, 2, 3)
