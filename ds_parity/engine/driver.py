@@ -266,7 +266,7 @@ class Driver:
             sums=self.meter.settle(),
             lr=lr,
             grad_norm=self.engine.get_global_grad_norm() if applied else None,
-            loss_scale=loss_scale(self.engine) if self.engine.fp16_enabled() else None,
+            loss_scale=loss_scale(self.engine),
             skipped=not applied,
         )
         for listener in self.on_step:

@@ -270,10 +270,15 @@ def _pass_of_zeros_3(optimizer: Any) -> None:
 
 
 def loss_scale(engine: Any) -> float | None:
-    """Return the loss scale as DeepSpeed logs it (engine.py, _get_optimizer_loss_scale; not in every version)."""
+    """Return the fp16 loss scale as DeepSpeed logs it, None in other precisions.
+
+    engine.py, _get_optimizer_loss_scale, which not every version has.
+    """
+    if not engine.fp16_enabled():
+        return None
     config = getattr(engine.optimizer, "loss_scale_config", None)
-    scale: float | None = getattr(engine.optimizer, "cur_scale", None) if config is None else config.cur_scale
-    return scale
+    scale = getattr(engine.optimizer, "cur_scale", None) if config is None else config.cur_scale
+    return None if scale is None else float(scale)
 
 
 def discard_accumulated(engine: Any) -> None:

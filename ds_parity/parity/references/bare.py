@@ -75,6 +75,6 @@ class StepNotes:
             loss=float(total) / window.total if window.total else None,
             lr=tuple(float(rate) for rate in lr),
             grad_norm=float(grad_norm) if applied and grad_norm is not None else None,
-            loss_scale=float(loss_scale(self._engine)) if self._engine.fp16_enabled() else None,
+            loss_scale=loss_scale(self._engine),
             skipped=not applied,
         )
