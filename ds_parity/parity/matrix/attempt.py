@@ -6,12 +6,11 @@ import gc
 import traceback
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from ds_parity.parity import tasks
 from ds_parity.parity.halves import forget_autocast, fp16_allowed
+from ds_parity.parity.memory import Peaks
 from ds_parity.parity.probe import probe as decompose
 from ds_parity.parity.scenario import Scenario
 
@@ -28,7 +27,7 @@ def run(scenario: dict[str, Any], engine: str, folder: str, measured: bool = Fal
     """
     if not measured:
         return _tried(lambda: tasks.run_scenario(scenario, engine, folder))
-    meter = _Peaks()
+    meter = Peaks()
     ran = _tried(lambda: tasks.run_scenario(scenario, engine, folder, around=meter))
     meter.end()
     return {**ran, "peaks": meter.bytes, "parameters": meter.parameters}
@@ -60,45 +59,3 @@ def _tried(action: Any) -> dict[str, Any]:
         return {"raised": f"{type(error).__name__}: {error}"}
     finally:
         gc.collect()
-
-
-class _Peaks:
-    """Watches allocations in up to three windows after the first, what writes a step down left out.
-
-    The profiler sees this thread only: memory that a thread of a collective frees seems to stay, so a figure can be too
-    great by chance, and never too small.
-    """
-
-    def __init__(self) -> None:
-        self.bytes: list[int] = []
-        self.parameters = 0
-        self._profile: Any = None
-
-    def before(self, module: nn.Module) -> None:
-        """End a window."""
-        if self._profile is not None:
-            self._profile.__exit__(None, None, None)
-            self.bytes.append(_greatest(self._profile))
-            self._profile = None
-
-    def after(self, module: nn.Module) -> None:
-        """Begin one."""
-        self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
-        if len(self.bytes) < 3:
-            gc.collect()
-            self._profile = torch.profiler.profile(profile_memory=True)
-            self._profile.__enter__()
-
-    def end(self) -> None:
-        """Throw away a window that was begun and not ended by a step."""
-        if self._profile is not None:
-            self._profile.__exit__(None, None, None)
-
-
-def _greatest(profile: Any) -> int:
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
