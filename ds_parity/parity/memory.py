@@ -58,10 +58,10 @@ class _Allocated:
 class _Profiled:
     def __init__(self) -> None:
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self._profile.__enter__()
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> int:
-        self._profile.__exit__(None, None, None)
+        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return greatest(self._profile)
 
 
