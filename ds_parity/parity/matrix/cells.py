@@ -79,7 +79,7 @@ class Cell:
 
 def cells(variants: Iterable[Variant] = VARIANTS, *, quick: bool = False) -> tuple[Cell, ...]:
     """Return the cells of the matrix, row by row."""
-    return tuple(Cell(v, stage) for v in variants if v.quick or not quick for stage in v.stages)
+    return tuple(Cell(v, stage) for v in variants for stage in (v.quick if quick else v.stages))
 
 
 def merged(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:

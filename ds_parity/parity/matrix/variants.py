@@ -36,7 +36,7 @@ class Variant:
         left_out: check to the reason why it is not made.
         faults: stage to the fault of DeepSpeed (`matrix.faults`), which shows in the comparison with `deepspeed`.
         refused: stages on which ds_parity refuses the configuration.
-        quick: whether it belongs to the quick subset.
+        quick: stages that belong to the quick subset.
     """
 
     group: str
@@ -49,7 +49,7 @@ class Variant:
     left_out: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
-    quick: bool = False
+    quick: tuple[int, ...] = ()
 
 
 def _zero(**options: Any) -> dict[str, Any]:
@@ -79,16 +79,16 @@ _UNSCALED = {0: "fp16_zero0_unscaled_loss"}
 _AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 
 _PRECISION = (
-    Variant("precision", "fp32", quick=True),
-    Variant("precision", "bf16", BF16, quick=True),
-    Variant("precision", "bf16, fp32 accumulation", BF16 | FP32_ACCUMULATION, refused=(0,), quick=True),
+    Variant("precision", "fp32", quick=STAGES),
+    Variant("precision", "bf16", BF16, quick=STAGES),
+    Variant("precision", "bf16, fp32 accumulation", BF16 | FP32_ACCUMULATION, refused=(0,), quick=(1, 2)),
     Variant(
         "precision",
         "bf16, fp32 accumulation, immediate_grad_update",
         {"bf16": {"enabled": True, "immediate_grad_update": True}, **FP32_ACCUMULATION},
         refused=(0,),
     ),
-    Variant("precision", "fp16, static loss scale", _fp16(loss_scale=128.0), faults=_UNSCALED, quick=True),
+    Variant("precision", "fp16, static loss scale", _fp16(loss_scale=128.0), faults=_UNSCALED, quick=(0, 2)),
     Variant("precision", "fp16, dynamic loss scale", _fp16(**_DYNAMIC), faults=_UNSCALED),
     Variant(
         "precision",
@@ -104,7 +104,7 @@ _PRECISION = (
         _fp16(**_DYNAMIC | {"loss_scale_window": 2}),
         faults=_GROWS,
     ),
-    Variant("precision", "torch_autocast bf16", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, quick=True),
+    Variant("precision", "torch_autocast bf16", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, quick=(2,)),
     Variant(
         "precision",
         "torch_autocast fp16",
@@ -114,8 +114,8 @@ _PRECISION = (
 )
 
 _OFFLOAD = (
-    Variant("offload", "offload_optimizer, fp32", ADAMW | _zero(**_OFFLOADED), SHARDED, quick=True),
-    Variant("offload", "offload_optimizer, bf16", ADAMW | BF16 | _zero(**_OFFLOADED), SHARDED, quick=True),
+    Variant("offload", "offload_optimizer, fp32", ADAMW | _zero(**_OFFLOADED), SHARDED, quick=(1, 2)),
+    Variant("offload", "offload_optimizer, bf16", ADAMW | BF16 | _zero(**_OFFLOADED), SHARDED, quick=(3,)),
     Variant("offload", "offload_optimizer, fp16", ADAMW | _fp16(loss_scale=128.0) | _zero(**_OFFLOADED), SHARDED),
     Variant(
         "offload",
@@ -129,12 +129,12 @@ _OFFLOAD = (
         "offload_optimizer and offload_param, bf16",
         ADAMW | BF16 | _zero(**_OFFLOADED, offload_param={"device": "cpu"}),
         (3,),
-        quick=True,
+        quick=(3,),
     ),
 )
 
 _COMMUNICATION = (
-    Variant("communication", "overlap_comm, fp32", _zero(overlap_comm=True), SHARDED, quick=True),
+    Variant("communication", "overlap_comm, fp32", _zero(overlap_comm=True), SHARDED, quick=(1, 2)),
     Variant("communication", "overlap_comm, bf16", BF16 | _zero(overlap_comm=True), SHARDED),
     Variant("communication", "overlap_comm: false", BF16 | _zero(overlap_comm=False), SHARDED),
     Variant("communication", "contiguous_gradients: false", BF16 | _zero(contiguous_gradients=False), SHARDED),
@@ -146,7 +146,7 @@ _COMMUNICATION = (
         {"gradient_allreduce_op": "sum"},
         left_out={"deepspeed": NOT_BARE},
         refused=(3,),
-        quick=True,
+        quick=(1,),
     ),
     Variant("communication", "prescale_gradients", {"prescale_gradients": True} | _zero(reduce_scatter=False)),
     Variant(
@@ -173,12 +173,12 @@ _COMMUNICATION = (
 _STEP = (
     Variant("step", "gradient_clipping: 0", {"gradient_clipping": 0.0}),
     Variant("step", "gradient_clipping: 0, bf16", BF16 | {"gradient_clipping": 0.0}),
-    Variant("step", "managed_gradient_accumulation: false", {"managed_gradient_accumulation": False}, quick=True),
+    Variant("step", "managed_gradient_accumulation: false", {"managed_gradient_accumulation": False}, quick=(1,)),
 )
 
 _MODEL = (
     Variant("model", "activation checkpointing", fields={"model": f"{_HERE}:checkpointed"}),
-    Variant("model", "frozen parameters", fields=_from("frozen"), quick=True),
+    Variant("model", "frozen parameters", fields=_from("frozen"), quick=(2,)),
     Variant("model", "unused parameters", fields={"model": f"{_HERE}:with_unused"}),
     Variant("model", "several parameter groups", fields=_from("groups")),
     Variant("model", "several parameter groups, bf16", BF16, fields=_from("groups")),
@@ -198,7 +198,7 @@ _OPTIMIZER = (
     Variant("optimizer", "Adagrad, offloaded", _optimizer("Adagrad", _zero(**_OFFLOADED), lr=1e-2), SHARDED),
     Variant("optimizer", "Lion, offloaded", _optimizer("Lion", _zero(**_OFFLOADED), lr=1e-4), SHARDED),
     Variant("optimizer", "RMSprop (torch.optim)", _optimizer("RMSprop", lr=1e-4)),
-    Variant("optimizer", "client's torch SGD", _NO_SCHEDULE, fields=_from("client_optimizer"), quick=True),
+    Variant("optimizer", "client's torch SGD", _NO_SCHEDULE, fields=_from("client_optimizer"), quick=(2,)),
     Variant("optimizer", "client's callable", _NO_SCHEDULE, fields=_from("callable_optimizer")),
     Variant("optimizer", "client's DeepSpeedCPUAdam", _NO_SCHEDULE, fields=_from("client_cpu_adam")),
 )
@@ -256,8 +256,8 @@ _WINDOW = (
     Variant("window", "one pass", passes=1, ragged={"windows": 8}, left_out={"deepspeed": "2 ranks hold 2 rollouts"}),
     Variant("window", "one pass on each rank", passes=2, ragged={"shape": "uniform"}),
     Variant("window", "40 passes on each rank", passes=80, fields={"windows": 2}, ragged={"shape": "uniform"}),
-    Variant("window", "corrected by 0.1", passes=20, ragged={"shape": "rising"}, quick=True),
-    Variant("window", "corrected by 3 to 8", passes=20, ragged={"shape": "falling"}, quick=True),
+    Variant("window", "corrected by 0.1", passes=20, ragged={"shape": "rising"}, quick=(1, 3)),
+    Variant("window", "corrected by 3 to 8", passes=20, ragged={"shape": "falling"}, quick=(0, 2)),
     Variant("window", "corrected by 0.1, bf16", BF16, passes=20, ragged={"shape": "rising"}),
     Variant("window", "corrected by 3 to 8, bf16", BF16, passes=20, ragged={"shape": "falling"}),
     Variant("window", "weight: rollout", _section(loss_weight="rollout")),
@@ -266,7 +266,7 @@ _WINDOW = (
     Variant(
         "window", "loss_reduction: sum", _section(loss_reduction="sum"), left_out={"deepspeed": "a mean is needed"}
     ),
-    Variant("window", "streams with look-ahead", _section(lookahead=12), ragged={"drive": "passes"}, quick=True),
+    Variant("window", "streams with look-ahead", _section(lookahead=12), ragged={"drive": "passes"}, quick=(3,)),
     Variant("window", "ranks that run dry", ragged={"drive": "passes"}),
 )
 
