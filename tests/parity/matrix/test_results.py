@@ -12,6 +12,7 @@ from ds_parity.parity.matrix.variants import Variant
 from ds_parity.trace import Header, StepRecord, TraceWriter, Weights
 
 PLAIN = Cell(Variant("precision", "plain"), 2)
+SUMMED = Variant("communication", "summed", {"gradient_allreduce_op": "sum"}, refused=(3,))
 GOOD_PROBE = {
     "measured": [[0.5, 0.5]],
     "expected": [[0.5, 0.5]],
@@ -128,9 +129,8 @@ def test_a_check_that_is_left_out_says_why(ran):
 
 
 def test_refusals_are_good_only_where_the_matrix_expects_them(tmp_path):
-    fp16 = Variant("precision", "half", {"fp16": {"enabled": True}}, refused=(0,))
-    assert judge(Cell(fp16, 0), {}, tmp_path).status is Status.REFUSED
-    assert judge(Cell(replace(fp16, refused=()), 0), {}, tmp_path).status is Status.DIFFERS
+    assert judge(Cell(SUMMED, 3), {}, tmp_path).status is Status.REFUSED
+    assert judge(Cell(replace(SUMMED, refused=()), 3), {}, tmp_path).status is Status.DIFFERS
     assert judge(Cell(replace(PLAIN.variant, refused=(2,)), 2), {}, tmp_path).status is Status.DIFFERS
 
 
@@ -143,11 +143,11 @@ def test_an_engine_that_refuses_says_so(tmp_path):
 
 
 def test_tables_and_the_report_show_every_cell_and_every_reason(ran):
-    refused = judge(Cell(Variant("precision", "half", {"fp16": {"enabled": True}}, refused=(0,)), 0), {}, ran[1])
+    refused = judge(Cell(SUMMED, 3), {}, ran[1])
     results = [judge(PLAIN, *ran), refused, judge(Cell(Variant("window", "lost <1>"), 3), {}, ran[1])]
     text = tables.markdown(results, "deepspeed 1.2.3")
     assert "| plain | - | - | right | - |" in text
-    assert "| half | refused [1] | - | - | - |" in text
+    assert "| summed | - | - | - | refused [1] |" in text
     assert "3 cells: 1 right, 1 refused, 1 failed (deepspeed 1.2.3)." in text
     assert f"1. {refused.why}" in text
     page = ran[1] / "matrix.html"
