@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Peaks:
-    """Watches allocations in up to three windows after the first, what writes a step down left out.
+    """Watches allocations in up to two windows after the first, what writes a step down left out.
 
     On a CPU the profiler sees this thread only: memory that a thread of a collective frees seems to stay, so a figure can
     be too great by chance, and never too small.
@@ -35,7 +35,7 @@ class Peaks:
     def after(self, module: nn.Module) -> None:
         """Begin one."""
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
-        if len(self.bytes) < 3:
+        if len(self.bytes) < 2:
             gc.collect()
             self._watch = _Profiled() if get_accelerator().device_name() == "cpu" else _Allocated()
 

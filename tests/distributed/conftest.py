@@ -38,7 +38,7 @@ class Launched:
 
 
 def launch(folder, calls, ranks, **options):
-    results = run(Job(tuple(calls), folder / "ranks", ranks, timeout=500, import_from=(HERE,), **options))
+    results = run(Job(tuple(calls), folder / "ranks", ranks, timeout=1200, import_from=(HERE,), **options))
     return Launched(folder, {one.title: result for one, result in zip(calls, results, strict=True)})
 
 

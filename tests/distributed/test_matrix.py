@@ -22,7 +22,7 @@ def quick(tmp_path_factory):
     """The run's exit code, its cells by name and stage, and the folder."""
     folder = tmp_path_factory.mktemp("matrix")
     command = [sys.executable, "-c", "from ds_parity.cli import main; main()", "verify", "--matrix", "quick", "--json"]
-    ran = subprocess.run([*command, "--out", str(folder)], capture_output=True, text=True, timeout=580, check=False)
+    ran = subprocess.run([*command, "--out", str(folder)], capture_output=True, text=True, timeout=1200, check=False)
     assert ran.stdout, ran.stderr
     told = json.loads(ran.stdout)
     return ran.returncode, {(cell["group"], cell["name"], cell["stage"]): cell for cell in told["cells"]}, folder

@@ -22,7 +22,7 @@ def run(scenario: dict[str, Any], engine: str, folder: str, measured: bool = Fal
     """Run a scenario with an engine, as `tasks.run_scenario`.
 
     Returns:
-        `raised`, or with `measured`: `peaks`, the bytes that up to three windows after the first held at most above what
+        `raised`, or with `measured`: `peaks`, the bytes that up to two windows after the first held at most above what
         was held at their start, on this rank, and `parameters`, how many numbers the model holds.
     """
     if not measured:
