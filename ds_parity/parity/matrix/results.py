@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,14 @@ def judge(cell: Cell, answers: Answers, folder: Path) -> Result:
 
 
 def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
-    said = answers.get(f"{cell.name}: refusal", {}).get("raised")
+    asked = (f"{cell.name}: refusal", title(cell.ragged, "ds_parity"))
+    said = next((answers[at]["raised"] for at in asked if "raised" in answers.get(at, {})), None)
     return said.removeprefix("ConfigError: ") if said is not None and said.startswith("ConfigError: ") else None
 
 
 def _refusal(cell: Cell, reason: str) -> Finding:
-    known = cell.stage in cell.variant.refused
+    # What is wrong in this version of DeepSpeed alone is refused with its number (engine/versions.py).
+    known = cell.stage in cell.variant.refused or f"in deepspeed {version('deepspeed')}:" in reason
     return Finding("refusal", Status.REFUSED if known else Status.DIFFERS, reason.removeprefix("1 fault: "))
 
 

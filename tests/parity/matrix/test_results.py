@@ -1,6 +1,7 @@
 """From answers and traces to verdicts: nothing that is absent, wrong or unexpected passes."""
 
 import json
+from importlib.metadata import version
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,14 @@ def test_an_engine_that_refuses_says_so(tmp_path):
     assert judge(cell, answers, tmp_path).status is Status.REFUSED
     answers = {f"{cell.name}: refusal": {"raised": "RuntimeError: something else"}}
     assert judge(cell, answers, tmp_path).status is Status.DIFFERS
+
+
+def test_a_refusal_of_this_version_of_deepspeed_is_expected(ran):
+    """engine/versions.py names the version; any other refusal of a cell that should work is a difference."""
+    for named, status in ((version("deepspeed"), Status.REFUSED), ("0.1.2", Status.DIFFERS)):
+        refused = {"raised": f"ConfigError: offload in deepspeed {named}: it drops gradients"}
+        answers = {**ran[0], f"{PLAIN.ragged.name}: ds_parity": refused}
+        assert judge(PLAIN, answers, ran[1]).status is status
 
 
 def test_tables_and_the_report_show_every_cell_and_every_reason(ran):
