@@ -1,8 +1,8 @@
 """From answers and traces to verdicts: nothing that is absent, wrong or unexpected passes."""
 
 import json
-from importlib.metadata import version
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
