@@ -15,7 +15,7 @@ from ds_parity.parity.scenario import Scenario
 
 CHECKS = ("probe", "deepspeed-loop", "torch", "deepspeed", "memory")
 NOT_PROBED = "it takes SGD and no schedule in every row, and would measure the rows on precision once more"
-_TINY = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 96}
+_TINY = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 64}
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Cell:
     @cached_property
     def ragged(self) -> Scenario:
         """Windows of uneven passes, weighed by tokens, so that each is corrected at its boundary."""
-        wanted: dict[str, Any] = {"shape": "overshoot", "windows": 4, "seed": 3, **_TINY}
+        wanted: dict[str, Any] = {"shape": "overshoot", "windows": 3, "seed": 3, **_TINY}
         wanted |= {**self.variant.fields, **self.variant.ragged}
         return Scenario(f"{self.name}/ragged", self._config("token"), **wanted)
 
     @cached_property
     def uniform(self) -> Scenario:
         """Windows that bare DeepSpeed's fixed accumulation can run."""
-        wanted: dict[str, Any] = {"shape": "uniform", "windows": 4, "seed": 5, **_TINY, **self.variant.fields}
+        wanted: dict[str, Any] = {"shape": "uniform", "windows": 3, "seed": 5, **_TINY, **self.variant.fields}
         return Scenario(f"{self.name}/uniform", self._config("rollout"), **wanted)
 
     @property

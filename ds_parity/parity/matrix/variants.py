@@ -45,7 +45,7 @@ class Variant:
     stages: tuple[int, ...] = STAGES
     fields: Mapping[str, Any] = field(default_factory=dict)
     ragged: Mapping[str, Any] = field(default_factory=dict)
-    passes: int = 12
+    passes: int = 8
     left_out: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
