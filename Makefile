@@ -4,10 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: verify test lint bench clean
+# The oldest and the newest DeepSpeed of setup.cfg's range; the last releases between which something changed for us:
+# make test-versions VERSIONS='0.18.9 0.19.0 0.19.3'
+VERSIONS ?= 0.18.6 0.19.8
+
+.PHONY: verify matrix test lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
+
+matrix: $(READY)
+	$(BIN)/ds-parity verify --matrix
+	$(BIN)/python tools/update_readme_matrix.py ds_parity_out/matrix/matrix.md
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -21,8 +29,21 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -s
 
+test-versions: $(addprefix test-version-,$(VERSIONS))
+
+# An environment and compiled operators of its own for each version.
+test-version-%:
+	$(PYTHON) -m venv $(VENV)-$*
+	sed 's/^deepspeed==.*/deepspeed==$*/' constraints.txt > $(VENV)-$*/constraints.txt
+	$(VENV)-$*/bin/python -m pip install --quiet --constraint $(VENV)-$*/constraints.txt --editable '.[test]'
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)-$*/torch_extensions \
+		$(VENV)-$*/bin/python -m pytest tests/engine tests/distributed
+
+upstream: $(READY)
+	$(BIN)/python tools/run_upstream_tests.py $(DEEPSPEED)
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-*
 
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)

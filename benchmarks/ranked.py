@@ -11,6 +11,7 @@ import torch.distributed as dist
 import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.parity.candidate import own_batches, stand_in
+from ds_parity.parity.memory import greatest
 from ds_parity.parity.model import TinyDecoder
 from ds_parity.parity.oracle import weight
 from ds_parity.parity.scenario import Scenario
@@ -100,9 +101,4 @@ def _peak(run):
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return greatest(profile)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ds_parity._version import __version__
-from ds_parity.errors import DsParityError
+from ds_parity.errors import ConfigError, DsParityError
 
 if TYPE_CHECKING:
     from ds_parity.parity.compare import Comparison
@@ -61,7 +61,14 @@ def _options(
 
 @app.command()
 def verify(
-    config: Config,
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            help="extended DeepSpeed JSON: a path, or base64; with --matrix: quick, or a part of a row's name",
+            show_default=False,
+        ),
+    ] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="every configuration that people run")] = False,
     ranks: Ranks = 2,
     windows: Annotated[int, typer.Option(min=1, help="windows' worth of rollouts")] = 5,
     seed: Seed = 0,
@@ -76,6 +83,10 @@ def verify(
     from ds_parity.config import load_config
     from ds_parity.parity import verify as harness
 
+    if matrix:
+        raise typer.Exit(_verify_matrix(config, folder, as_json))
+    if config is None:
+        raise ConfigError("verify: no configuration: give the path of an extended DeepSpeed JSON, or --matrix")
     extended = load_config(config)
     options: dict[str, Any] = {"windows": windows, "seed": seed, "model": model}
     options |= {"rollouts": rollouts, "max_tokens": max_tokens}
@@ -124,7 +135,6 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two traces step by step."""
-    from ds_parity.errors import ConfigError
     from ds_parity.parity.bounds import Tier
     from ds_parity.parity.compare import compare as compared
     from ds_parity.trace import read_trace
@@ -178,6 +188,26 @@ def probe(
         _show_probe(result)
         _verdict(right, f"{result.pattern} (greatest error {result.error:.2g} of {limit:g} allowed)")
     raise typer.Exit(0 if right else 1)
+
+
+def _verify_matrix(subset: str | None, folder: Path, as_json: bool) -> int:
+    from ds_parity.parity.matrix import tables
+    from ds_parity.parity.matrix import verify as harness
+
+    wanted = harness.chosen(subset)
+    folder = folder / "matrix"
+    with _progress(harness.calls(wanted, folder)) as report:
+        matrix = harness.verify(wanted, folder, report)
+    if as_json:
+        _print_json(harness.plain(matrix))
+    else:
+        out.print(tables.render(matrix.results))
+        for number, note in enumerate(tables.notes(matrix.results), start=1):
+            out.print(f"[{number}] {note}", markup=False, highlight=False, soft_wrap=True)
+        out.print(", ".join(f"{name} {value}" for name, value in matrix.facts.items()), markup=False, highlight=False)
+        out.print(f"report: {folder / 'matrix.html'}", markup=False, highlight=False, soft_wrap=True)
+        _verdict(matrix.equal, tables.summary(matrix.results))
+    return 0 if matrix.equal else 1
 
 
 @contextmanager

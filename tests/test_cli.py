@@ -159,3 +159,16 @@ def test_probe_shows_a_faulty_loop_and_exits_1(tmp_path):
     assert ran.returncode == 1, ran.stderr
     assert "rank 1" in ran.stdout
     assert "FAIL" in ran.stdout
+
+
+def test_a_matrix_without_such_a_row_is_refused_with_the_groups(tmp_path):
+    ran = ds_parity("verify", "--matrix", "fp33", "--out", tmp_path)
+    assert ran.returncode == 2
+    assert "--matrix 'fp33' names no row" in ran.stderr
+    assert "precision, offload, communication" in ran.stderr
+
+
+def test_verify_without_a_configuration_says_what_to_give(tmp_path):
+    ran = ds_parity("verify", "--out", tmp_path)
+    assert ran.returncode == 2
+    assert "give the path of an extended DeepSpeed JSON, or --matrix" in ran.stderr

@@ -36,6 +36,7 @@ _UNSUPPORTED: Final = {
     ),
 }
 _COMPRESSED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
+_FP16_NAMES: Final = ("fp16", "float16", "half")
 _FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
 
 
@@ -117,19 +118,21 @@ def refusals(config: Mapping[str, Any]) -> list[Fault]:
 
 
 def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
-    if reader.flag("fp16.enabled") and stage == 0:
-        rule = (
-            "wrong with ZeRO stage 0: engine.backward does not scale the loss there, but the step divides by the "
-            "loss scale, so every gradient comes out too small by that factor"
-        )
-        yield Fault("fp16.enabled", True, rule, "set zero_optimization.stage to 1, or use bf16")
     # DeepSpeed reads the old name where the new one is missing or null.
     bf16 = "bfloat16" if reader.config.get("bf16") is None else "bf16"
     accumulation = reader.raw("data_types.grad_accum_dtype")
-    if reader.flag(f"{bf16}.enabled") and stage == 0 and str(accumulation).lower() in _FP32_NAMES:
-        rule = "DeepSpeed has no bf16 with fp32 accumulation at ZeRO stage 0"
+    half = next((name for name in ("fp16", bf16) if reader.flag(f"{name}.enabled")), None)
+    if half is not None and stage == 0 and str(accumulation).lower() in _FP32_NAMES:
+        rule = f"DeepSpeed has no {half} with fp32 accumulation at ZeRO stage 0"
         way_out = "set zero_optimization.stage to 1, or leave grad_accum_dtype out"
         yield Fault("data_types.grad_accum_dtype", str(accumulation), rule, way_out)
+    norm = reader.raw("zero_optimization.compute_grad_norm")
+    autocast = (reader.text("torch_autocast.dtype") or "").removeprefix("torch.")
+    if norm is False and reader.flag("torch_autocast.enabled") and autocast in _FP16_NAMES:
+        rule = (
+            "with torch_autocast in fp16 it leaves overflows to be found by each rank alone, and their loss scales part"
+        )
+        yield Fault("zero_optimization.compute_grad_norm", False, rule, "leave it out, or autocast to bfloat16")
 
 
 def _reduction(reader: _Reader, stage: int | None) -> Iterator[Fault]:
@@ -144,9 +147,10 @@ def _reduction(reader: _Reader, stage: int | None) -> Iterator[Fault]:
         rule = "ZeRO stage 3 can only average over ranks, and DeepSpeed refuses it"
         yield Fault("gradient_allreduce_op", "sum", rule, 'write "mean": ds_parity undoes the mean')
     size = reader.number("sequence_parallel_size", 1)
-    if size != 1:
-        rule = "sequence parallelism changes what gradients are divided by, and is not verified yet"
-        yield Fault("sequence_parallel_size", size, rule, "write 1, or train with plain DeepSpeed")
+    if size < 1 or size != int(size):
+        yield Fault(
+            "sequence_parallel_size", size, "must be a whole number from 1", "write how many ranks share a sequence"
+        )
 
 
 def _step(reader: _Reader, stage: int | None) -> Iterator[Fault]:

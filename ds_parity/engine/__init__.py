@@ -1,1 +1,5 @@
 """The wrapper, thin: DeepSpeed, a window, an exchange of counts."""
+
+from ds_parity.engine.versions import check_deepspeed
+
+check_deepspeed()

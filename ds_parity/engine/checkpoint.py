@@ -77,7 +77,7 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     else:
         state = {**state, "progress_units": driver.ledger.progress.units}
     driver.ledger.restore(state)
-    driver.engine.global_samples = driver.ledger.rollouts
+    driver.counters.settle(driver.ledger)
     if optimizer and driver.engine.load_universal_checkpoint():
         _put_universal_right(driver, state)
     if driver.schedule is not None and scheduler:

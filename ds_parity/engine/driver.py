@@ -10,18 +10,26 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.config import Settings
+from ds_parity.engine.counters import Counters
 from ds_parity.engine.exchange import Exchange, Known, Pending, Place, Slot, host_group
 from ds_parity.engine.finished import Finished
-from ds_parity.engine.metrics import LossMeter
+from ds_parity.engine.leftout import forget_last_window, take_along
+from ds_parity.engine.metrics import Meter
 from ds_parity.engine.normalize import (
+    averaged_over,
     correction_for,
+    corrects_every_step,
     discard_accumulated,
     divisor,
     keep_clip_norm,
+    loss_scale,
     reduce_accumulated,
     silenced,
+    unscaled_loss_scale,
 )
 from ds_parity.engine.schedule import RolloutSchedule
+from ds_parity.engine.sequence import members_of
+from ds_parity.engine.versions import refuse_broken
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
@@ -31,40 +39,52 @@ _LOG = logging.getLogger("ds_parity")
 class Driver:
     """Drives a DeepSpeed engine by the rollouts that the whole cluster has consumed.
 
+    Args:
+        engine: the bare DeepSpeed engine.
+        settings: the extra keys.
+        slots: passes that one exchange holds.
+        sequence: sequence-parallel size that the engine was asked for.
+
     Attributes:
         engine: the bare DeepSpeed engine.
         settings: the extra keys.
         usual_rollouts: what a micro-batch holds where nobody says.
         ledger: windows, totals and clocks.
+        ranks: data-parallel ranks.
+        meter: the window's loss and metrics.
+        counters: DeepSpeed's own, kept true.
         exchange: counts over the data-parallel ranks.
         schedule: the scheduler under `lr_progress: rollout`, else None.
         finished: the last step, None before the first.
         on_step: called with every finished step (a trace's writer).
     """
 
-    def __init__(self, engine: Any, settings: Settings, slots: int) -> None:
-        group = engine.data_parallel_group
+    def __init__(self, engine: Any, settings: Settings, slots: int, sequence: int = 1) -> None:
+        members = members_of(engine, sequence)
+        group, peers = members.group, members.peers
         self.engine = engine
         self._group = group
         self.settings = settings
         self.usual_rollouts = settings.target // settings.gradient_accumulation_passes
-        self.ranks = dist.get_world_size(group)
+        self.ranks = members.ranks
         self.ledger = Ledger(
             Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
         )
         self._agree("the extra keys", settings.fingerprint)
-        exchange_group = host_group(group, settings.exchange_timeout) if self.ranks > 1 else None
-        self.exchange = Exchange(exchange_group, self.ranks, slots, settings.exchange_timeout)
+        together = self.ranks * peers.size
+        exchange_group = host_group(group, settings.exchange_timeout) if together > 1 else None
+        self.exchange = Exchange(exchange_group, together, slots, settings.exchange_timeout, peers)
         self.schedule = self._take_schedule()
         self.finished: Finished | None = None
         self.on_step: list[Callable[[Finished], None]] = []
         self._configuration = settings.fingerprint
-        self._averaged_over = self.ranks if engine.gradient_average else 1
+        self._averaged_over = averaged_over(engine, self.ranks, peers.size)
+        self._peers = peers.size
+        refuse_broken(engine.optimizer)
         self._correction = correction_for(engine.optimizer)
-        # A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size
-        # (stage_1_and_2.py and stage3.py, step); the correction, by a factor of 1 too, holds the old one.
-        self._freeze_scale = engine.fp16_enabled()
-        self._meter = LossMeter(torch.device(engine.device), group, exchange_group)
+        self._corrects_every_step = corrects_every_step(engine)
+        self.meter = Meter(torch.device(engine.device), group, exchange_group, peers.size)
+        self.counters = Counters(engine)
         self._stepped = True
         keep_clip_norm(engine)
         self._mark(False)
@@ -114,15 +134,25 @@ class Driver:
                 "reduced, and ranks would part; leave no_sync() out, DeepSpeed communicates only where it must"
             )
         self._mark(boundary)
+        accumulated = self._accumulate(loss, own, window.expected, **kwargs)
+        if window.passes == 1:
+            forget_last_window(self.engine, boundary)
+        return accumulated
+
+    def _accumulate(self, loss: torch.Tensor, own: Counts, expected: float, **kwargs: Any) -> Any:
         weight = own.weight(self.settings.loss_weight)
         if weight == 0:
             with silenced(self.engine.module):
                 self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             return torch.zeros_like(loss)
         by_sum = self.settings.loss_reduction == "sum"
-        self._meter.add(loss, 1 if by_sum else weight)
-        scaled = loss / divisor(window.expected, weight, self._averaged_over, self.settings.loss_reduction)
-        return self.engine.backward(scaled, scale_wrt_gas=False, **kwargs)
+        self.meter.add(loss, 1 if by_sum else weight)
+        scaled = loss / divisor(expected, weight, self._averaged_over, self.settings.loss_reduction, self._peers)
+        scale = unscaled_loss_scale(self.engine)
+        if scale == 1:
+            return self.engine.backward(scaled, scale_wrt_gas=False, **kwargs)
+        self.engine.backward(scaled.float() * scale, scale_wrt_gas=False, **kwargs)
+        return scaled
 
     def step(self, **kwargs: Any) -> None:
         """End the pass; at the boundary correct, update, move the scheduler, record.
@@ -180,10 +210,11 @@ class Driver:
             self._update()
 
     def abandon(self) -> None:
-        """Throw the open window away, gradients and losses with it: what comes next is loaded over it."""
+        """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
         if self.ledger.window.passes:
             discard_accumulated(self.engine)
-            self._meter.reset()
+            self.counters.consumed(self.ledger.window.rollouts)
+        self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self._stepped = True
         self._mark(False)
@@ -195,9 +226,9 @@ class Driver:
         lr = self._lr()
         if self.schedule is not None:
             self.schedule.advance_to(self.ledger.progress.advanced(self.ledger.units()))
-        # DeepSpeed adds its fixed train_batch_size; what its monitor then shows is the rollouts consumed.
-        engine.global_samples = self.ledger.rollouts + window.rollouts - engine.train_batch_size()
-        if window.expected == total and not self._freeze_scale:
+        self.counters.before_step(self.ledger.rollouts, window.rollouts)
+        take_along(engine)
+        if window.expected == total and not self._corrects_every_step:
             engine.step(**kwargs)
         else:
             with self._correction(engine, window.expected, total):
@@ -212,6 +243,7 @@ class Driver:
             "recorded as skipped; look for empty rollouts or masks",
             *(window.index, window.passes, window.rollouts, self.settings.loss_weight),
         )
+        self.counters.consumed(window.rollouts)
         self._settle(self._lr(), applied=False)
 
     def _drop(self) -> None:
@@ -221,19 +253,20 @@ class Driver:
             *(window.index, window.rollouts),
         )
         discard_accumulated(self.engine)
+        self.counters.consumed(window.rollouts)
         self._settle(self._lr(), applied=False)
 
     def _settle(self, lr: tuple[float, ...], *, applied: bool) -> None:
         total = self.ledger.total()
         window = self.ledger.settle(applied=applied)
-        self.engine.global_samples = self.ledger.rollouts
+        self.counters.settle(self.ledger)
         self.finished = Finished(
             window=window,
             total=total,
-            loss_sum=self._meter.settle(),
+            sums=self.meter.settle(),
             lr=lr,
             grad_norm=self.engine.get_global_grad_norm() if applied else None,
-            loss_scale=self.engine._get_optimizer_loss_scale() if self.engine.fp16_enabled() else None,
+            loss_scale=loss_scale(self.engine),
             skipped=not applied,
         )
         for listener in self.on_step:
@@ -247,7 +280,7 @@ class Driver:
 
     def _agree(self, what: str, value: int) -> None:
         # Exchanges of different sizes end a gloo process at once, so sizes are compared before they are used.
-        told: list[Any] = [None] * self.ranks
+        told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, value, group=self._group)
         if len(set(told)) > 1:
             ranks = ", ".join(f"rank {rank} has {theirs:#x}" for rank, theirs in enumerate(told))

@@ -24,15 +24,15 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
     - `step` updates at the boundary only, and must follow every `backward`;
-    - `passes`, `idle`, `finish`, `window` and `last_step` are new;
+    - `passes`, `idle`, `record`, `finish`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
     """
 
-    def __init__(self, engine: Any, settings: Settings) -> None:
+    def __init__(self, engine: Any, settings: Settings, sequence: int = 1) -> None:
         super().__init__(engine)
         self._self_settings = settings
-        self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead))
+        self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead), sequence=sequence)
         self._self_queue: PassQueue | None = None
         self._self_told = False
 
@@ -57,6 +57,11 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Waits for the counts of the other ranks (never for the accelerator), because whether this pass is the boundary
         decides what DeepSpeed's backward does.
 
+        With sequence parallelism every rank of a group gives the counts and the loss of the whole micro-batch, gathered
+        from the group with `torch.distributed.nn.functional.all_gather` as in DeepSpeed's ALST tutorial: in value and in
+        gradient, the micro-batch's loss is the mean of what its ranks give. A rank that gives only its own share, so that
+        the shares add up to the loss, multiplies it by the group's size.
+
         Args:
             loss: scalar; a mean over the micro-batch's weight units, or their sum (`loss_reduction`).
             retain_graph: as in DeepSpeed.
@@ -72,7 +77,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced, or the window
                 waits for its `step()`.
-            RankDesyncError: ranks are not in the same pass.
+            RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         self._refuse_scaling(scale_wrt_gas)
         self._refuse_loss(loss)
@@ -144,6 +149,28 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """
         self._self_driver.finish()
         return self.last_step
+
+    def record(self, name: str, value: Any, weight: Any = None) -> None:
+        """Add to a metric of the open window: sum(weight * value) / sum(weight) over all data-parallel ranks and passes.
+
+        It stands in `last_step.metrics`, the trace and the monitors once the window is closed: call it between a pass's
+        start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record
+        different names, or none. Costs no collective of its own, but for the first step that holds a name. In an idle
+        pass of `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
+
+        Args:
+            name: of the metric.
+            value: one number (float, or tensor of no dimension), or one a sample (1-D tensor). NaN stays NaN.
+            weight: finite and >= 0: for how many units one number stands (1 where it is None), or for how many each
+                sample does (1-D, as long as `value`; 1 each where it is None). What weighs 0 is not there, and a metric
+                whose weights add up to 0 has no entry. A wrong weight on the accelerator isn't looked at: it makes the
+                metric NaN.
+
+        Raises:
+            WindowError: name, value or weight is none of these.
+        """
+        queue: PassQueue | None = self._self_queue
+        self._self_driver.meter.record(name, value, weight, idle=queue is not None and queue.idle)
 
     # What there is to know.
 

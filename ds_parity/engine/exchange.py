@@ -3,6 +3,9 @@
 What travels is a sum, so its size does not grow with the number of ranks: six whole numbers a pass and two for the
 fingerprint. The fingerprint (window, pass, kind of call, configuration) is 24 bits wide and is summed together with its
 square: by Cauchy-Schwarz n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
+
+Ranks that share a micro-batch (sequence parallelism) hold the same counts, which one of them sends. Each vouches for
+them: a checksum of 32 bits, times 1 - n on the rank that sends and 1 on the others, adds up to 0 where all n agree.
 """
 
 from __future__ import annotations
@@ -22,6 +25,23 @@ from ds_parity.window import Counts, PassTotals
 
 _GROUPS: dict[tuple[Any, tuple[int, ...], float], Any] = {}
 _FIELDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """A rank among those that share its micro-batch: how many, its number among them, the first one's rank."""
+
+    size: int = 1
+    own: int = 0
+    first: int = 0
+
+    def vouch(self, numbers: Sequence[int]) -> int:
+        """Return a number that adds up to 0 over peers that hold the same numbers (else with a chance of 2^-32)."""
+        checksum = zlib.crc32(repr((self.first, numbers)).encode())
+        return checksum if self.own else checksum * (1 - self.size)
+
+
+_ALONE = Peers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +99,14 @@ class Exchange:
     """Sums counts over the data-parallel ranks, and refuses ranks that are not in the same place.
 
     Attributes:
-        ranks: data-parallel ranks.
+        ranks: ranks that exchange, those that share a micro-batch included.
         slots: passes that one exchange holds, the same on every rank.
         collectives: how many collectives were started (a diagnosis is not counted).
     """
 
-    def __init__(self, group: Any, ranks: int, slots: int, timeout: float) -> None:
+    def __init__(self, group: Any, ranks: int, slots: int, timeout: float, peers: Peers = _ALONE) -> None:
         self.ranks = ranks
+        self._peers = peers
         self.slots = slots
         self.collectives = 0
         self._group = group
@@ -95,26 +116,30 @@ class Exchange:
     def start(self, place: Place, slots: Sequence[Slot]) -> Pending:
         """Launch the exchange of up to `slots` passes; waits for nothing but an exchange that was left unfinished."""
         padded = [*slots, *[Slot(Counts(), active=False, dry=True)] * (self.slots - len(slots))]
-        fingerprint = place.fingerprint()
-        numbers = [fingerprint, fingerprint * fingerprint]
+        fingerprint, held, peers = place.fingerprint(), [], self._peers
         for slot in padded:
             counts = slot.counts
-            numbers += [counts.rollouts, counts.prompts, counts.tokens, slot.active, slot.dry, slot.stuck]
-        vector = torch.tensor(numbers, dtype=torch.int64)
+            held += [counts.rollouts, counts.prompts, counts.tokens, int(slot.active), int(slot.dry), int(slot.stuck)]
+        vouched = [peers.vouch(held)] if peers.size > 1 else []
+        sent = [0] * len(held) if peers.own else held
+        vector = torch.tensor([fingerprint, fingerprint * fingerprint, *sent, *vouched], dtype=torch.int64)
         if self._sum is None:
             return Pending(self, place, vector, None)
         self.collectives += 1
         try:
-            return Pending(self, place, vector, self._sum.start(vector))
+            return Pending(self, place, vector, self._sum.start(vector), slots)
         except RuntimeError as error:
             raise self._gone(place, error) from error
 
-    def finish(self, place: Place, vector: torch.Tensor, work: Sum | None) -> list[Known]:
+    def finish(self, place: Place, vector: torch.Tensor, work: Sum | None, slots: Sequence[Slot] = ()) -> list[Known]:
         """Wait for an exchange; used by `Pending.wait`."""
         try:
             numbers = (vector if work is None else work.wait()).tolist()
             if self.ranks * numbers[1] != numbers[0] ** 2:
                 raise self._parted(place)
+            unvouched = numbers.pop() if self._peers.size > 1 else 0
+            if unvouched:
+                raise self._split(slots)
         except RuntimeError as error:
             raise self._gone(place, error) from error
         passes = [numbers[at : at + _FIELDS] for at in range(2, len(numbers), _FIELDS)]
@@ -131,6 +156,20 @@ class Exchange:
         return RankDesyncError(
             f"ranks are not in the same place: {lines}. Every rank must run the same number of passes with the same "
             "configuration: call idle() on ranks without data, or take micro-batches from passes(), which does"
+        )
+
+    def _split(self, slots: Sequence[Slot]) -> RankDesyncError:
+        told: list[Any] = [None] * self.ranks
+        dist.all_gather_object(told, (self._peers.first, dist.get_rank(), list(slots)), group=self._group)
+        split = {first for first, _, held in told for other, _, theirs in told if other == first and theirs != held}
+        lines = "; ".join(
+            f"rank {rank} {', '.join(f'{slot.counts}' for slot in held) or 'none'}"
+            for first, rank, held in told
+            if first in split
+        )
+        return RankDesyncError(
+            f"sequence-parallel ranks of one group passed different counts: {lines}. They hold slices of the same "
+            "micro-batch, which counts once; pass the counts of the whole micro-batch on each of them"
         )
 
     def _gone(self, place: Place, error: RuntimeError) -> RankDesyncError:
@@ -150,6 +189,7 @@ class Pending:
     place: Place
     vector: torch.Tensor
     work: Sum | None
+    slots: Sequence[Slot] = ()
 
     def wait(self) -> list[Known]:
         """Return what the passes held over all ranks.
@@ -157,4 +197,4 @@ class Pending:
         Raises:
             RankDesyncError: on every rank, where ranks are not in the same place, one is gone, or time ran out.
         """
-        return self.exchange.finish(self.place, self.vector, self.work)
+        return self.exchange.finish(self.place, self.vector, self.work, self.slots)

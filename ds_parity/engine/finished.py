@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
+from ds_parity.engine.metrics import Sums
 from ds_parity.trace import StepRecord
 from ds_parity.window import Window
 
@@ -19,7 +18,7 @@ class Finished:
     Attributes:
         window: the closed window.
         total: the denominator of the step.
-        loss_sum: sum of weight * loss over ranks and passes, a scalar on the device.
+        sums: of the loss and the metrics over ranks and passes, on the device.
         lr: learning rate of each parameter group during the step.
         grad_norm: norm before clipping; None where DeepSpeed computes none.
         loss_scale: fp16 loss scale after the step; None in other precisions.
@@ -28,7 +27,7 @@ class Finished:
 
     window: Window
     total: float
-    loss_sum: torch.Tensor
+    sums: Sums
     lr: tuple[float, ...]
     grad_norm: Any
     loss_scale: float | None
@@ -38,6 +37,7 @@ class Finished:
     def record(self) -> StepRecord:
         """The step as a line of a trace."""
         window = self.window
+        loss, metrics = self.sums.read()
         return StepRecord(
             step=window.index + 1,
             passes=window.passes,
@@ -46,9 +46,10 @@ class Finished:
             prompts=window.prompts,
             tokens=window.tokens,
             total=self.total,
-            loss=float(self.loss_sum) / self.total if self.total else None,
+            loss=loss / self.total if self.total else None,
             lr=self.lr,
             grad_norm=None if self.grad_norm is None else float(self.grad_norm),
             loss_scale=None if self.loss_scale is None else float(self.loss_scale),
             skipped=self.skipped,
+            metrics=metrics,
         )

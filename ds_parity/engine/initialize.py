@@ -11,6 +11,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_parity.config import load_config, parse, rewrite
 from ds_parity.engine.engine import ParityEngine
+from ds_parity.engine.monitoring import show
+from ds_parity.engine.sequence import sequence_parallel_size
 from ds_parity.engine.tracing import attach
 from ds_parity.errors import ConfigError
 
@@ -58,16 +60,17 @@ def initialize(
     if extended is None or parse(extended) is None:
         return deepspeed.initialize(args=args, config=config, config_params=config_params, **keywords)  # type: ignore[no-any-return]
     _refuse_pipeline(model)
-    _refuse_sequence_parallel(mpu, mesh_param)
+    sequence = sequence_parallel_size(mpu, mesh_param, extended)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
-    rewritten = rewrite(extended, _data_parallel_size(mpu, mesh_param, extended))
+    rewritten = rewrite(extended, _data_parallel_size(mpu, mesh_param, extended, sequence))
     rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
     bare, *rest = deepspeed.initialize(args=_without_config(args), config=rewritten.config, **keywords)
-    engine = ParityEngine(bare, rewritten.settings)
+    engine = ParityEngine(bare, rewritten.settings, sequence)
+    show(engine._self_driver)
     if rewritten.settings.trace is not None:
         attach(engine._self_driver, rewritten.settings.trace, extended)
     return engine, rest[0], rest[1], bare.lr_scheduler
@@ -91,23 +94,17 @@ def _without_config(args: Any) -> Any:
     return bare
 
 
-def _data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> int:
+def _data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any], sequence: int) -> int:
+    # As DeepSpeed counts them when it checks the batch size (runtime/config.py).
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
+    if sequence > 1:
+        return dist.get_world_size() // sequence
     if mesh_param:
         return int(mesh_param[0])
     section = config.get("tensor_parallel")
     autotp = section.get("autotp_size", 0) if isinstance(section, dict) else 0
     return dist.get_world_size() // (autotp if isinstance(autotp, int) and autotp > 1 else 1)
-
-
-def _refuse_sequence_parallel(mpu: Any, mesh_param: Any) -> None:
-    size = mesh_param[1] if mesh_param else getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
-    if size > 1:
-        raise ConfigError(
-            f"a sequence-parallel size of {size} (mesh_param or mpu): DeepSpeed divides gradients by other numbers there, "
-            "by stage, which is not verified yet; use 1, or drop gradient_accumulation_passes"
-        )
 
 
 def _refuse_pipeline(model: Any) -> None:

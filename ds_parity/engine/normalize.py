@@ -1,17 +1,19 @@
 """Dividing a loss as it goes in, and correcting the accumulated gradient at the boundary.
 
 With losses divided by the expected total E, the window's gradient stands at sum(w * grad l) / E; the step needs it
-times E / T, T the actual total. This module and schedule.py are the only ones that touch what DeepSpeed keeps to
-itself; all of it was read in DeepSpeed 0.19.8, and tests/engine/test_internals.py fails by name when it changes.
+times E / T, T the actual total. This module, schedule.py and leftout.py are the only ones that touch what DeepSpeed
+keeps to itself; all of it was read in DeepSpeed 0.19.8, and tests/engine/test_internals.py fails by name when it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -22,8 +24,28 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from ds_parity.errors import ConfigError
 
 
-def divisor(expected: float, weight: int, ranks: int, loss_reduction: str) -> float:
-    """Return what a loss is divided by, so that DeepSpeed's mean over `ranks` leaves weight * loss / expected.
+def averaged_over(engine: Any, ranks: int, peers: int) -> int:
+    """Return what DeepSpeed divides the sum of all ranks' gradients by.
+
+    With sequence parallelism the sum runs over data- x sequence-parallel ranks. ZeRO 0 to 2 and BF16_Optimizer divide it
+    by the data-parallel ranks (engine.py, _reduce_non_expert_gradients; stage_1_and_2.py, average_tensor), ZeRO 3 by all
+    of them (coalesced_collectives.py, reduce_scatter_coalesced).
+
+    Args:
+        engine: the bare engine.
+        ranks: data-parallel ranks.
+        peers: ranks that share a micro-batch, 1 without sequence parallelism.
+    """
+    if not engine.gradient_average:
+        return 1
+    return ranks * peers if engine.zero_optimization_stage() == 3 else ranks
+
+
+def divisor(expected: float, weight: int, ranks: int, loss_reduction: str, peers: int = 1) -> float:
+    """Return what a loss is divided by, so that DeepSpeed's reduction leaves weight * grad loss / expected.
+
+    With sequence parallelism the gradients of a micro-batch's `peers`, added up, are `peers` times its own: each of them
+    gives the whole loss, which it gathered from all (ALST).
 
     One division of two exact numbers: with n equal micro-batches on each rank it is n to the last bit, and
     `loss / divisor` is DeepSpeed's own `loss / gradient_accumulation_steps`.
@@ -31,10 +53,11 @@ def divisor(expected: float, weight: int, ranks: int, loss_reduction: str) -> fl
     Args:
         expected: expected total of the window (> 0).
         weight: weight of this micro-batch (> 0).
-        ranks: what DeepSpeed divides the sum over ranks by (1 where it sums).
+        ranks: what DeepSpeed divides the sum over ranks by (`averaged_over`).
         loss_reduction: `mean` (the loss is a mean over its weight units) or `sum`.
+        peers: ranks that share a micro-batch, 1 without sequence parallelism.
     """
-    return expected / (ranks * (1 if loss_reduction == "sum" else weight))
+    return expected * peers / (ranks * (1 if loss_reduction == "sum" else weight))
 
 
 @contextmanager
@@ -66,33 +89,72 @@ def keep_clip_norm(engine: Any) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
+def unscaled_loss_scale(engine: Any) -> float:
+    """Return what the loss must be multiplied by before `engine.backward`: the loss scale that DeepSpeed leaves out.
+
+    1 everywhere but for fp16 on ZeRO 0, where `engine.backward` does not scale and the step unscales all the same.
+    """
+    config = getattr(engine.optimizer, "loss_scale_config", None)
+    return float(config.cur_scale) if config is not None and config.use_grad_scaling else 1.0
+
+
+def corrects_every_step(engine: Any) -> bool:
+    """Whether each step needs the correction, by a factor of 1 too: DeepSpeed unscales those by the wrong scale.
+
+    A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size (step() in
+    stage_1_and_2.py, stage3.py, fused_optimizer.py and unfused_optimizer.py); a GradScaler's scale is left out of
+    clipping and norm on ZeRO 1 to 3, and a step that it skips on ZeRO 0 is counted as taken.
+    """
+    return bool(engine.fp16_enabled()) or _grad_scaler(engine) is not None
+
+
+def _grad_scaler(engine: Any) -> Any:
+    # torch_autocast in fp16. ZeRO 1 to 3 keep one in the optimizer, stage 0 in the engine.
+    return getattr(engine.optimizer, "torch_autocast_gradscaler", None) or engine.torch_autocast_z0_gradscaler
+
+
 @contextmanager
 def _zero(engine: Any, expected: float, total: float) -> Iterator[None]:
     # The factor E / T rides on the unscale that step() does anyway; a dynamic scaler's own state never sees it.
-    optimizer = engine.optimizer
+    optimizer, scaler = engine.optimizer, _grad_scaler(engine)
     before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
-    scale = optimizer.loss_scale
+    scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
     optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, scale * total / expected
+    # ZeRO then unscales by the GradScaler's scale itself, before it clips, on all ranks and groups alike.
+    optimizer.torch_autocast_gradscaler = None
     try:
         yield
     finally:
         optimizer.custom_loss_scaler, optimizer.external_loss_scale = before
+        optimizer.torch_autocast_gradscaler = scaler
+    if scaler is not None:
+        _tell(scaler, optimizer.overflow, engine.device)
+
+
+def _tell(scaler: Any, overflow: bool, device: Any) -> None:
+    # A GradScaler learns of an overflow from gradients alone, so it is shown one; DeepSpeed never tells it.
+    shown = torch.zeros(1, device=device, requires_grad=True)
+    shown.grad = torch.full_like(shown, float("inf") if overflow else 0.0)
+    scaler.unscale_(torch.optim.SGD([shown], lr=0.0))
+    scaler.update()
 
 
 @contextmanager
 def _low_precision(engine: Any, expected: float, total: float) -> Iterator[None]:
-    config = engine.optimizer.loss_scale_config
-    scale = config.cur_scale
-    config.cur_scale = scale * total / expected
+    # Held during the step, a dynamic scale moves after it, by what the step came to.
+    optimizer, config = engine.optimizer, engine.optimizer.loss_scale_config
+    scale, dynamic, iteration = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
+    config.cur_scale, config.dynamic_loss_scale = scale * total / expected, False
     try:
         yield
     finally:
-        config.cur_scale = scale
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer) and engine.was_step_applied():
+        config.cur_scale, config.dynamic_loss_scale = scale, dynamic
+    if dynamic:
+        config.cur_iter = iteration
+        optimizer._update_scale(optimizer.overflow)
+    if isinstance(optimizer, FP16_UnfusedOptimizer) and engine.was_step_applied():
         # The unfused wrapper keeps the norm of the gradients as they came in, before the unscale.
-        engine.optimizer._global_grad_norm = engine._global_grad_norm = engine._global_grad_norm * (
-            expected / total / scale
-        )
+        optimizer._global_grad_norm = engine._global_grad_norm = engine._global_grad_norm * (expected / total / scale)
 
 
 @contextmanager
@@ -104,10 +166,31 @@ def _bf16_accumulated(engine: Any, expected: float, total: float) -> Iterator[No
 
 @contextmanager
 def _plain(engine: Any, expected: float, total: float) -> Iterator[None]:
-    for parameter in engine.module.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(expected / total)
-    yield
+    if expected != total:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(expected / total)
+    with nullcontext() if _grad_scaler(engine) is None else _noting_a_skip(engine.optimizer):
+        yield
+
+
+@contextmanager
+def _noting_a_skip(optimizer: Any) -> Iterator[None]:
+    """Let the engine see that a GradScaler skipped the optimizer: it counts a step as skipped by `optimizer.overflow`.
+
+    torch's optimizers have no such attribute, so DeepSpeed moves the scheduler and counts a step that was none.
+    """
+
+    def stepped(*_: Any) -> None:
+        # Fused optimizers are called in any case, and skip by `found_inf`, which they are given for the call.
+        optimizer.overflow = bool(getattr(optimizer, "found_inf", False))
+
+    optimizer.overflow = True
+    handle = optimizer.register_step_post_hook(stepped)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 _Correction = Callable[[Any, float, float], AbstractContextManager[None]]
@@ -138,19 +221,64 @@ def correction_for(optimizer: Any) -> _Correction:
     )
 
 
+_FINALIZES = hasattr(DeepSpeedZeroOptimizer, "finalize_gradient_accumulation_boundary")  # since 0.19.4
+
+
 def reduce_accumulated(engine: Any) -> None:
     """Reduce what is accumulated, as the boundary's backward would have: for a window that ends without one.
 
-    This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step). With
-    `overlap_comm` ZeRO 1 leaves the reduction to hooks of the backward, so it takes the flush that DeepSpeed ends
-    `coalesce_grad_reduction` with.
+    This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step; since 0.19.4). With
+    `overlap_comm` ZeRO 1 leaves the reduction to hooks of the backward, so it takes what DeepSpeed does at the end of
+    `coalesce_grad_reduction` (_flush_coalesced_reduction_zero12; since 0.19.2).
     """
+    optimizer = engine.optimizer
     if engine.zero_optimization_partition_gradients():
-        engine.optimizer.finalize_gradient_accumulation_boundary()
-    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and engine.optimizer.overlap_comm:
-        engine._flush_coalesced_reduction_zero12(engine.optimizer)
+        if _FINALIZES:
+            optimizer.finalize_gradient_accumulation_boundary()
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            _pass_of_zeros_3(optimizer)
+        else:
+            _reduce_what_is_there(optimizer, fill=True)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm:
+        _reduce_what_is_there(optimizer, fill=False)
     else:
         engine.allreduce_gradients()
+
+
+def _reduce_what_is_there(optimizer: Any, *, fill: bool) -> None:
+    # A boundary's pass without its backward. `fill`: of zeros, where gradients were reduced and taken away pass by pass.
+    if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
+        optimizer.reduction_stream.synchronize()  # the reduction of the last pass may still use the buckets
+    optimizer.setup_buckets()
+    for index, group in enumerate(optimizer.bit16_groups):
+        for param in group:
+            if fill and param.requires_grad and optimizer.get_gradient_for_reduction(param) is None:
+                setattr(param, "grad_accum" if optimizer.use_grad_accum_attribute else "grad", torch.zeros_like(param))
+            if param.requires_grad and optimizer.get_gradient_for_reduction(param) is not None:
+                optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+    optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+
+def _pass_of_zeros_3(optimizer: Any) -> None:
+    # Partitions are reduced already; with offload the boundary's pass alone copies them to where step() looks.
+    if optimizer.offload_optimizer:
+        rank = dist.get_rank(optimizer.dp_process_group)
+        params = [param for group in optimizer.fp16_groups for param in group if param.requires_grad]
+        held = [min(p.partition_numel(), max(0, p.ds_numel - rank * p.partition_numel())) for p in params]
+        zeros = [torch.zeros(size, device=get_accelerator().current_device_name()) for size in held]
+        optimizer.partition_grads(params, zeros)
+
+
+def loss_scale(engine: Any) -> float | None:
+    """Return the fp16 loss scale as DeepSpeed logs it, None in other precisions.
+
+    engine.py, _get_optimizer_loss_scale, which not every version has.
+    """
+    if not engine.fp16_enabled():
+        return None
+    config = getattr(engine.optimizer, "loss_scale_config", None)
+    scale = getattr(engine.optimizer, "cur_scale", None) if config is None else config.cur_scale
+    return None if scale is None else float(scale)
 
 
 def discard_accumulated(engine: Any) -> None:

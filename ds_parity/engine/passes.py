@@ -44,6 +44,7 @@ class PassQueue:
         self._unknown: list[_Planned] = []
         self._dry = False
         self._all_dry = False
+        self._handed: Counts | None = None
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -51,12 +52,18 @@ class PassQueue:
             if not self._queue:
                 return
             planned = self._queue[0]
+            self._handed = planned.own
             yield planned.batch
             if self._queue and self._queue[0] is planned:
                 raise WindowError(
                     "passes() was asked for the next micro-batch before the last had its backward(): all ranks count on "
                     "every pass; run engine.idle(loss) in place of a micro-batch that is to be left out"
                 )
+
+    @property
+    def idle(self) -> bool:
+        """Whether the pass that was handed out last is an idle one here: what runs is a stand-in."""
+        return self._handed == Counts()
 
     def take(self) -> tuple[Counts, Known, list[PassTotals]]:
         """Return the counts of the pass that was handed out last, and what is known of the passes after it."""

@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_parity
+from ds_parity.parity import ulysses
 from ds_parity.parity.batches import collate, to_device
 from ds_parity.parity.scenario import Scenario
 from ds_parity.planning.records import MicroBatch
@@ -26,9 +27,9 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
         record: called with every step and the module.
         config: another configuration for the engine alone; the model and its loss stay the scenario's.
     """
-    module = scenario.build()
+    module, mpu = ulysses.placed(scenario)
     engine, *_ = ds_parity.initialize(
-        model=module, model_parameters=module.parameters(), config=config or scenario.config
+        model=module, config=config or scenario.config, mpu=mpu, **scenario.keywords(module)
     )
     drive = _by_passes if scenario.drive == "passes" else _by_counts
     for _ in drive(engine, scenario):
@@ -46,7 +47,7 @@ def stand_in(scenario: Scenario) -> MicroBatch:
 
 def own_batches(scenario: Scenario) -> list[MicroBatch]:
     """Return this rank's micro-batches, a pass each, on its device."""
-    rank = dist.get_rank()
+    rank = dist.get_rank() // scenario.sequence_parallel
     return [to_device(held[rank], _device()) for held in scenario.batches()]
 
 

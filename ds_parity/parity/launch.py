@@ -37,6 +37,7 @@ class Job:
         folder: where what ranks say, their results and the log lie; made anew.
         ranks: processes to start.
         timeout: seconds for the whole job.
+        patience: seconds for a single call; None: as long as the job.
         import_from: folders in which functions are looked up beside the installed packages.
         environment: variables set for the ranks.
     """
@@ -45,6 +46,7 @@ class Job:
     folder: Path
     ranks: int = 2
     timeout: float = 600.0
+    patience: float | None = None
     import_from: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -59,7 +61,8 @@ def run(job: Job, progress: Callable[[int, str], None] = lambda done, title: Non
     Raises:
         HarnessError: there is no launcher, a rank failed or died, or time ran out. No process is left behind.
     """
-    command = _command(job)
+    port = _free_port()
+    command = _command(job, port)
     with (job.folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=_environment(job), start_new_session=True
@@ -68,6 +71,7 @@ def run(job: Job, progress: Callable[[int, str], None] = lambda done, title: Non
             code = _watch(process, job, progress)
         finally:
             _end(process)
+            _free_shared_memory(port)
     if code != 0:
         raise HarnessError(_why(job, code))
     return [line["result"] for line in said(job.folder, 0) if "finished" in line]
@@ -82,7 +86,7 @@ def said(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _command(job: Job) -> list[str]:
+def _command(job: Job, port: int) -> list[str]:
     launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or shutil.which("deepspeed")
     if launcher is None:
         raise HarnessError(
@@ -95,7 +99,7 @@ def _command(job: Job) -> list[str]:
     path.write_text(
         json.dumps({"import_from": [*job.import_from, str(Path.cwd())], "calls": [vars(call) for call in job.calls]})
     )
-    accelerators = ["--num_accelerators", str(job.ranks), "--master_port", str(_free_port())]
+    accelerators = ["--num_accelerators", str(job.ranks), "--master_port", str(port)]
     return [sys.executable, launcher, *accelerators, "--module", "ds_parity.parity.worker", str(path)]
 
 
@@ -114,14 +118,24 @@ def _free_port() -> int:
 
 
 def _watch(process: subprocess.Popen[bytes], job: Job, progress: Callable[[int, str], None]) -> int:
-    deadline = time.monotonic() + job.timeout
+    begun = heard = time.monotonic()
+    spoken = 0
     while process.poll() is None:
-        if time.monotonic() > deadline:
+        lines = list(said(job.folder, 0))
+        now = time.monotonic()
+        if len(lines) != spoken:
+            heard, spoken = now, len(lines)
+        if now - begun > job.timeout:
             raise HarnessError(
                 f"the ranks did not finish within {job.timeout:g} s ({_where(job)}): they were ended; look at "
                 f"{job.folder / 'log.txt'}, or allow more time"
             )
-        lines = list(said(job.folder, 0))
+        # Before the first call come imports and compilers, which say nothing.
+        if job.patience is not None and spoken and now - heard > job.patience:
+            raise HarnessError(
+                f"the ranks said nothing for {job.patience:g} s ({_where(job)}): they hang, and were ended; look at "
+                f"{job.folder / 'log.txt'}"
+            )
         titles = [line["title"] for line in lines if "started" in line]
         progress(sum("finished" in line for line in lines), titles[-1] if titles else "starting ranks")
         time.sleep(0.1)
@@ -133,6 +147,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _free_shared_memory(port: int) -> None:
+    # DeepSpeed's CPU collectives leave 66 MB a rank behind, in memory (ops/csrc/cpu/comm/shm.cpp, 0.19.8).
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        buffer.unlink(missing_ok=True)
 
 
 def _where(job: Job) -> str:

@@ -1,6 +1,7 @@
 """A decoder small enough to compare bit by bit, and the policy-gradient loss that is put on any decoder."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,11 +47,12 @@ class TinyDecoder(nn.Module):
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.head = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, first: int = 0) -> Tensor:
         """Return the logits of each next token.
 
         Args:
-            input_ids: (B, T) int64, padded on the right; T in [1, max_length].
+            input_ids: (B, T) int64, padded on the right; first + T in [1, max_length].
+            first: position of the first token (>= 0), where these are a slice of longer sequences.
 
         Returns:
             (B, T, vocab) in the parameters' dtype; position t has seen tokens 0..t only.
@@ -59,21 +61,29 @@ class TinyDecoder(nn.Module):
             ConfigError: T is beyond `max_length`.
         """
         length = input_ids.shape[1]
-        if length > self.max_length:
-            raise ConfigError(f"sequence of {length} tokens: max_length is {self.max_length}; shorten the rollouts")
+        if first + length > self.max_length:
+            raise ConfigError(
+                f"sequence of {first + length} tokens: max_length is {self.max_length}; shorten the rollouts"
+            )
         hidden = self.embedding(input_ids)
-        rotation = _rotation(length, self.channels, input_ids.device)
+        rotation = _rotation(first, length, self.channels, input_ids.device)
         for block in self.blocks:
             hidden = block(hidden, rotation)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]  # modules are untyped callables
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend to what came before; all (B, heads, T, channels)."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class _Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the stream."""
+    """Attention and MLP, each behind a norm and added to the stream; `mix` may be replaced by a sharded attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
+        self.mix: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         self.attention_norm = nn.RMSNorm(width, eps=1e-6)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -88,17 +98,17 @@ class _Block(nn.Module):
     def _attend(self, hidden: Tensor, rotation: Tensor) -> Tensor:
         batch, length, width = hidden.shape
         query, key, value = self.qkv(hidden).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(_rotate(query, rotation), _rotate(key, rotation), value, is_causal=True)
+        mixed = self.mix(_rotate(query, rotation), _rotate(key, rotation), value)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]  # as above
 
 
-def _rotation(length: int, channels: int, device: torch.device) -> Tensor:
+def _rotation(first: int, length: int, channels: int, device: torch.device) -> Tensor:
     """Return (2, length, channels / 2) fp64: cosine and sine of rotary positions (Su et al. 2021, arXiv 2104.09864).
 
     Made anew in each forward: as a buffer it would be rounded when an engine casts the module to half precision.
     """
     frequency = 10_000.0 ** -torch.arange(0, 1, 2 / channels, dtype=torch.float64, device=device)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequency)
+    angle = torch.outer(torch.arange(first, first + length, dtype=torch.float64, device=device), frequency)
     return torch.stack((angle.cos(), angle.sin()))
 
 
@@ -192,18 +202,20 @@ class PolicyGradient(nn.Module):
         """
         output: Any = self.policy(input_ids)
         logits: Tensor = getattr(output, "logits", output)
-        losses = self._token_losses(logits[:, :-1], input_ids[:, 1:], advantages)
+        losses = self.token_losses(logits[:, :-1], input_ids[:, 1:], advantages)
         mask = loss_mask.to(losses.dtype)
-        return self._reduce(losses * mask, mask)
+        return self.reduce(losses * mask, mask)
 
-    def _token_losses(self, logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
+    def token_losses(self, logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
+        """Return the loss of every token (B, T) from logits (B, T, V), targets (B, T) and advantages (B,)."""
         wide = logits if logits.dtype == torch.float64 else logits.float()
         logp = wide.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         if self.objective == "nll":
             return -logp
         return -advantages.to(logp.dtype).unsqueeze(-1) * logp
 
-    def _reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
+    def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
+        """Return the micro-batch's loss from masked losses (B, any), which may be partial sums, and mask (B, T - 1)."""
         if self.loss_weight == "token":
             total = losses.sum()
             return total / mask.sum().clamp(min=1) if self.loss_reduction == "mean" else total

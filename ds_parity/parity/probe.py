@@ -81,7 +81,7 @@ def prepared(scenario: Scenario) -> Scenario:
     """Return the scenario with plain SGD and nothing else that shapes the update."""
     config = copy.deepcopy(scenario.config)
     config.pop("scheduler", None)
-    config["optimizer"] = {"type": "SGD", "params": {"lr": _RATE[scenario.dtype]}}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": _RATE[scenario.storage]}}
     config["gradient_clipping"] = 0.0
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
@@ -127,7 +127,8 @@ def _condition(basis: np.ndarray, live: np.ndarray, expected: np.ndarray) -> flo
 def _gradients(scenario: Scenario, passes: int) -> tuple[torch.Tensor, np.ndarray]:
     """Return the initial weights, and every micro-batch's gradient as it would be alone, rank by rank within a pass."""
     model = scenario.build()
-    model = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.dtype, model.float)().float()
+    scenario.keywords(model)  # it may freeze parameters
+    model = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().float()
     start = weights.vector(model)
     settings = scenario.settings
     own = []
@@ -143,7 +144,7 @@ def _gradients(scenario: Scenario, passes: int) -> tuple[torch.Tensor, np.ndarra
         own.append(gradient)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, np.stack(own))
-    return start, np.stack(everyone, axis=1).reshape(-1, len(start))
+    return start, np.stack(everyone[:: scenario.sequence_parallel], axis=1).reshape(-1, len(start))
 
 
 def _of(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -21,6 +21,8 @@ from ds_parity.planning.records import MicroBatch, Rollout
 # Loss tokens of every rollout in uniform windows that are weighed by tokens.
 _LEVEL = 64
 
+_SHAPES = ("uniform", "ragged", "overshoot", "rising", "falling")
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -31,7 +33,8 @@ class Scenario:
         config: the extended DeepSpeed configuration.
         ranks: data-parallel ranks.
         shape: how rollouts are cut into micro-batches: `uniform` (one a micro-batch), `ragged` (0 to 5, windows that
-            hold the same rollouts on any number of ranks) or `overshoot` (ragged, passes that go beyond the target).
+            hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target), or
+            `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others).
         windows: how many windows' worth of rollouts there are (>= 1).
         seed: of the model's weights, of the choice of rollouts and of the raggedness.
         drive: `loop` (counts given to every backward) or `passes` (the engine reads the stream).
@@ -40,6 +43,10 @@ class Scenario:
         rollouts: a JSON Lines file of the user's own, None: the bundled ones.
         short: rollouts that the last window of `ragged` and `overshoot` lacks (0 to target - 1); it stays open.
         objective: `policy_gradient` or `nll`.
+        setup: `package.module:function`, called with the model, returns keywords of `initialize` (parameters, a client's
+            optimizer, a client's scheduler), None: all parameters of the model.
+        sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
+            processes run.
     """
 
     name: str
@@ -54,9 +61,11 @@ class Scenario:
     rollouts: str | None = None
     short: int = 0
     objective: str = "policy_gradient"
+    setup: str | None = None
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name, known in (("shape", ("uniform", "ragged", "overshoot")), ("drive", ("loop", "passes"))):
+        for name, known in (("shape", _SHAPES), ("drive", ("loop", "passes"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"scenario {self.name!r}: {name} is {getattr(self, name)!r}, it must be in {known}")
 
@@ -78,6 +87,14 @@ class Scenario:
     @property
     def dtype(self) -> str:
         """The type that the model computes in: fp32, bf16 or fp16."""
+        autocast = self.config.get("torch_autocast", {})
+        if autocast.get("enabled"):
+            return {"bfloat16": "bf16", "float16": "fp16"}[str(autocast.get("dtype", "bfloat16"))]
+        return self.storage
+
+    @property
+    def storage(self) -> str:
+        """The type that the model's weights are kept in: fp32, bf16 or fp16."""
         for name in ("bf16", "fp16"):
             section = self.config.get(name)
             if isinstance(section, dict) and section.get("enabled"):
@@ -100,6 +117,8 @@ class Scenario:
         if self.short:
             left = pool[settings.target * (self.windows - 1) : settings.target * self.windows - self.short]
             layout += self._ragged(settings.target, 1, left, self.seed + 1, same_windows=False)
+        if self.shape in ("rising", "falling"):
+            layout = sloped(layout, settings.target, rising=self.shape == "rising")
         return streamed(layout, self.ranks) if self.drive == "passes" else layout
 
     def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
@@ -116,6 +135,12 @@ class Scenario:
         settings = self.settings
         return PolicyGradient(policy, settings.loss_weight, settings.loss_reduction, self.objective)
 
+    def keywords(self, module: nn.Module) -> dict[str, Any]:
+        """Return what `initialize` is given beside the model and the configuration."""
+        if self.setup is None:
+            return {"model_parameters": module.parameters()}
+        return dict(resolve(self.setup)(module))
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the inverse of `from_json`."""
         return asdict(self)
@@ -128,7 +153,7 @@ class Scenario:
     def _ragged(
         self, target: int, windows: int, pool: tuple[Rollout, ...], seed: int, same_windows: bool | None = None
     ) -> Layout:
-        same = self.shape == "ragged" if same_windows is None else same_windows
+        same = self.shape != "overshoot" if same_windows is None else same_windows
         # The last window of `overshoot` may have gone to the one before it.
         held = pool[: target * windows]
         return ragged_layout(held, self.ranks, target, windows, seed, same_windows=same) if windows else ()
@@ -165,13 +190,30 @@ def streamed(layout: Layout, ranks: int) -> Layout:
     return tuple(tuple(stream[i] if i < len(stream) else () for stream in streams) for i in range(passes))
 
 
+def sloped(layout: Layout, target: int, *, rising: bool) -> Layout:
+    """Return the layout with rollouts cut short, so that the first pass of a window foretells its total wrongly.
+
+    Those of each window's first pass that holds any are cut to 4 loss tokens and the others to 48, or the other way
+    round: where tokens weigh, the correction is by a factor of up to 12.
+    """
+    first, other = (4, 48) if rising else (48, 4)
+    rows, held, opened = [], 0, True
+    for row in layout:
+        tokens = first if opened else other
+        rows.append(tuple(tuple(_cut(one, tokens) for one in cell) for cell in row))
+        count = sum(map(len, row))
+        opened = (opened and count == 0) or (held + count) // target > held // target
+        held += count
+    return tuple(rows)
+
+
+def _cut(rollout: Rollout, tokens: int) -> Rollout:
+    return replace(rollout, tokens=rollout.tokens[: rollout.prompt_length + tokens])
+
+
 def leveled(rollouts: Sequence[Rollout], tokens: int) -> tuple[Rollout, ...]:
     """Return the rollouts with at least `tokens` loss tokens, cut to that many: where tokens weigh, these are uniform."""
-    return tuple(
-        replace(rollout, tokens=rollout.tokens[: rollout.prompt_length + tokens])
-        for rollout in rollouts
-        if rollout.loss_tokens >= tokens
-    )
+    return tuple(_cut(rollout, tokens) for rollout in rollouts if rollout.loss_tokens >= tokens)
 
 
 def resolve(name: str) -> Callable[..., Any]:

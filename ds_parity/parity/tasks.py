@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import nn
 
 from ds_parity.parity import candidate
 from ds_parity.parity.candidate import Record
@@ -15,6 +16,7 @@ from ds_parity.parity.controls import mean_of_micro_batches
 from ds_parity.parity.recording import Recorder
 from ds_parity.parity.references import alone, fixed, loop
 from ds_parity.parity.scenario import Scenario
+from ds_parity.trace import StepRecord
 
 ENGINES: dict[str, Callable[[Scenario, Record], Any]] = {
     "ds_parity": candidate.run,
@@ -25,18 +27,36 @@ ENGINES: dict[str, Callable[[Scenario, Record], Any]] = {
 }
 
 
-def run_scenario(scenario: dict[str, Any], engine: str, folder: str) -> dict[str, Any]:
+class Around(Protocol):
+    """Told just before and just after a step is written down."""
+
+    def before(self, module: nn.Module) -> None:
+        """Told before, with the module as the step left it."""
+
+    def after(self, module: nn.Module) -> None:
+        """Told after."""
+
+
+def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Around | None = None) -> dict[str, Any]:
     """Run one scenario with one engine; the trace lies at `folder`/scenario name/`engine`.jsonl."""
     wanted = Scenario.from_json(scenario)
-    if engine == "torch":
-        if dist.get_rank() == 0:
-            with Recorder(Path(folder), wanted, engine) as recorder:
-                ENGINES[engine](wanted, recorder)
-        dist.barrier()
-    else:
+    alone_on_first = engine == "torch"
+    if not alone_on_first or dist.get_rank() == 0:
         with Recorder(Path(folder), wanted, engine) as recorder:
-            ran = ENGINES[engine](wanted, recorder)
-        ran.destroy()
+            ran = ENGINES[engine](wanted, recorder if around is None else _watched(recorder, around))
+        if not alone_on_first:
+            ran.destroy()
         del ran
+    if alone_on_first:
+        dist.barrier()
     gc.collect()
     return {"scenario": wanted.name, "engine": engine}
+
+
+def _watched(record: Record, around: Around) -> Record:
+    def watched(step: StepRecord, module: nn.Module) -> None:
+        around.before(module)
+        record(step, module)
+        around.after(module)
+
+    return watched

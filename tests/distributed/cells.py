@@ -1,7 +1,10 @@
 """What the launched ranks run: every scenario of the distributed tests, by name."""
 
+import json
 from itertools import product
+from pathlib import Path
 
+from ds_parity.config import load_config
 from ds_parity.parity.launch import Call
 from ds_parity.parity.scenario import Scenario
 
@@ -85,6 +88,44 @@ PROBES = [
     *[(never_marked(stage), "ds_parity.parity.controls.last_backward_only:run") for stage in STAGES],
 ]
 SAME_WINDOWS = [*product(STAGES, ("fp32",)), (2, "bf16")]
+
+
+# What the Hugging Face Trainer puts in place of "auto" (transformers, integrations/deepspeed.py), from its arguments and the
+# model's hidden size.
+FILLED_IN = {
+    "train_micro_batch_size_per_gpu": 1,
+    "train_batch_size": 12,
+    "gradient_accumulation_steps": 6,
+    "gradient_clipping": 1.0,
+    "enabled": True,
+    "lr": 1e-3,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "warmup_min_lr": 0,
+    "warmup_max_lr": 1e-3,
+    "warmup_num_steps": 4,
+    "reduce_bucket_size": 32 * 32,
+    "stage3_prefetch_bucket_size": int(0.9 * 32 * 32),
+    "stage3_param_persistence_threshold": 10 * 32,
+}
+READY_ENGINES = ("deepspeed-loop", "torch", "ds_parity")
+READY = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+
+
+def filled_in(path):
+    """A ready configuration, its "auto" values filled in."""
+    return json.loads(
+        json.dumps(load_config(path)),
+        object_hook=lambda held: {key: FILLED_IN[key] if value == "auto" else value for key, value in held.items()},
+    )
+
+
+def ready(path):
+    """A ready configuration in windows that hold exactly the target, which all of them can take."""
+    extended = filled_in(path)
+    drive = "passes" if extended.get("ds_parity", {}).get("lookahead") else "loop"
+    return Scenario(f"ready-{path.stem}", extended, shape="ragged", drive=drive, windows=3, seed=7, **TINY)
 
 
 def probe_call(scenario, subject):

@@ -6,6 +6,10 @@ import cells
 import pytest
 import ranked
 import ranked_checkpoints
+import ranked_faults
+import ranked_metrics
+import ranked_sequence
+import ranked_versions
 
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.verify import call
@@ -13,7 +17,13 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked, ranked_checkpoints)
+TASKS = (ranked, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_versions)
+
+
+def halves_call(scenario, engine, folder):
+    """A call that may run in fp16 on a processor that DeepSpeed says can't."""
+    arguments = {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)}
+    return Call(f"{scenario.name}: {engine}", "ds_parity.parity.matrix.attempt:run", arguments)
 
 
 class Launched:
@@ -28,7 +38,7 @@ class Launched:
 
 
 def launch(folder, calls, ranks, **options):
-    results = run(Job(tuple(calls), folder / "ranks", ranks, timeout=500, import_from=(HERE,), **options))
+    results = run(Job(tuple(calls), folder / "ranks", ranks, timeout=1200, import_from=(HERE,), **options))
     return Launched(folder, {one.title: result for one, result in zip(calls, results, strict=True)})
 
 
@@ -38,25 +48,41 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     calls = [call(scenario, engine, folder) for scenario, engines in cells.RUNS for engine in engines]
     calls += [call(scenario, control, folder) for scenario, control in cells.CONTROLS]
+    calls += [halves_call(cells.ready(path), engine, folder) for path in cells.READY for engine in cells.READY_ENGINES]
     calls += [call(cells.same_windows(*cell, 2), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
     calls += [cells.probe_call(scenario, subject) for scenario, subject in cells.PROBES]
-    calls += [
-        Call(name, f"{module.__name__}:{name}", {"folder": str(folder / name)})
-        for module in TASKS
-        for name in module.TASKS
-    ]
+    calls += [one for module in TASKS for one in tasks(module, folder)]
     return launch(folder, calls, 2)
 
 
-@pytest.fixture(scope="session", params=[1, 4])
-def other_ranks(request, tmp_path_factory, two_ranks):
-    """The scenarios whose windows are the same, and what two ranks have saved, on one rank and on four."""
-    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    scenarios = [cells.same_windows(*cell, request.param) for cell in cells.SAME_WINDOWS]
-    calls = [call(s, "ds_parity", folder) for s in scenarios]
-    saved = str(two_ranks.folder / "continued")
-    calls += [
-        Call(name, f"ranked_checkpoints:{name}", {"folder": str(folder / name), "saved": saved})
-        for name in ranked_checkpoints.ELSEWHERE
-    ]
-    return request.param, launch(folder, calls, request.param)
+def elsewhere(folder, ranks, saved):
+    """What takes the same windows on any number of ranks, and what two ranks have saved."""
+    calls = [call(cells.same_windows(*cell, ranks), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
+    places = {name: {"folder": str(folder / name), "saved": str(saved)} for name in ranked_checkpoints.ELSEWHERE}
+    return [*calls, *[Call(name, f"ranked_checkpoints:{name}", arguments) for name, arguments in places.items()]]
+
+
+def tasks(module, folder):
+    return [Call(name, f"{module.__name__}:{name}", {"folder": str(folder / name)}) for name in module.TASKS]
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory, two_ranks):
+    """The scenarios whose windows are the same on any number of ranks, and what two ranks have saved."""
+    folder = tmp_path_factory.mktemp("one")
+    return launch(folder, elsewhere(folder, 1, two_ranks.folder / "continued"), 1)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory, two_ranks):
+    """The same, and everything that takes sequence-parallel groups of 2."""
+    folder = tmp_path_factory.mktemp("four")
+    calls = elsewhere(folder, 4, two_ranks.folder / "continued")
+    calls += [*ranked_sequence.calls(folder), *tasks(ranked_sequence, folder)]
+    return launch(folder, calls, 4)
+
+
+@pytest.fixture(params=[1, 4])
+def other_ranks(request):
+    """One rank and four."""
+    return request.param, request.getfixturevalue({1: "one_rank", 4: "four_ranks"}[request.param])

@@ -50,6 +50,13 @@ def test_streams_with_look_ahead_step_alike(two_ranks, stage, dtype, reference, 
 
 
 @pytest.mark.parametrize(("reference", "tier"), [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)])
+@pytest.mark.parametrize("path", cells.READY, ids=lambda path: path.stem)
+def test_every_ready_configuration_steps_right(two_ranks, path, reference, tier):
+    """What people start from, "auto" filled in as the Hugging Face Trainer does."""
+    assert_equal(two_ranks, cells.ready(path), reference, tier)
+
+
+@pytest.mark.parametrize(("reference", "tier"), [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)])
 @pytest.mark.parametrize("stage", cells.STAGES)
 def test_a_summed_loss_steps_alike(two_ranks, stage, reference, tier):
     assert_equal(two_ranks, cells.summed(stage), reference, tier)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_parity.engine import exchange as exchange_module
-from ds_parity.engine.exchange import Exchange, Known, Place, Slot
+from ds_parity.engine.exchange import Exchange, Known, Peers, Place, Slot
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, PassTotals
 
@@ -97,6 +97,7 @@ def test_finish_refuses_ranks_that_sent_different_fingerprints_and_no_others(eve
     class Checked(Exchange):
         def __init__(self, ranks):
             self.ranks = ranks
+            self._peers = Peers()
 
         def _parted(self, place):
             return RankDesyncError("parted")
@@ -178,3 +179,37 @@ def test_a_collective_that_fails_is_a_desync_with_the_place_and_the_time_limit(t
     says = r"rank 0 waited in runs a pass, window 3, pass 17.*5 s .*\(Connection closed by peer\)$"
     with pytest.raises(RankDesyncError, match=says):
         two_ranks(other).start(PLACE, [])
+
+
+# Ranks that share a micro-batch.
+
+
+@given(st.lists(st.integers(0, 2**62), min_size=1), st.integers(2, 64), st.integers(0, MOST_RANKS))
+def test_peers_that_hold_the_same_numbers_vouch_to_0(numbers, size, first):
+    assert sum(Peers(size, own, first).vouch(numbers) for own in range(size)) == 0
+
+
+@given(st.integers(0, 10**6), st.integers(1, 1000), st.integers(2, 8), st.data())
+def test_a_peer_that_differs_in_one_number_is_seen(number, by, size, data):
+    off = data.draw(st.integers(0, size - 1))
+    held = [[1, 0, number + by * (own == off), 1, 0, 0] for own in range(size)]
+    assert sum(Peers(size, own, 4).vouch(numbers) for own, numbers in enumerate(held)) != 0
+
+
+def test_two_groups_that_differ_in_opposite_ways_do_not_cancel():
+    found = sum(Peers(2, 1, first).vouch([10 + by]) + Peers(2, 0, first).vouch([10]) for first, by in ((0, 1), (2, -1)))
+    assert found != 0
+
+
+def test_vouchers_of_many_ranks_fit_into_int64():
+    assert MOST_RANKS * MOST_RANKS * 2**32 <= INT64
+
+
+def test_only_the_first_of_the_peers_sends_counts_and_all_send_one_number_more(monkeypatch):
+    sent = []
+    line = SimpleNamespace(start=lambda vector: sent.append(vector.tolist()))
+    monkeypatch.setattr(exchange_module, "HostSum", lambda group: line)
+    for own in (0, 1):
+        Exchange("a group", 4, 1, 1.0, Peers(2, own, 2)).start(PLACE, [Slot(Counts(2, 1, 30), active=True)])
+    assert [numbers[2:8] for numbers in sent] == [[2, 1, 30, 1, 0, 0], [0] * 6]
+    assert sent[0][8] == -sent[1][8] != 0

@@ -15,6 +15,18 @@ import torch
 from ds_parity.engine.hostsum import HostSum
 
 
+class Lines(defaultdict):
+    """A queue for each pair of ranks; two threads that ask for a new one at once get the same."""
+
+    def __init__(self):
+        super().__init__(queue.Queue)
+        self._lock = threading.Lock()
+
+    def __getitem__(self, pair):
+        with self._lock:
+            return super().__getitem__(pair)
+
+
 class Line(HostSum):
     """One rank whose messages go through queues."""
 
@@ -37,7 +49,7 @@ class Line(HostSum):
 
 def summed(ranks, vectors):
     """Return what each rank holds at the end, and whom it sent to."""
-    lines = defaultdict(queue.Queue)
+    lines = Lines()
     members = [Line(rank, ranks, lines) for rank in range(ranks)]
     results = [None] * ranks
 
@@ -75,7 +87,7 @@ def test_fp64_sums_are_the_same_on_every_rank_to_the_last_bit(ranks):
 def test_a_sum_that_nobody_waited_for_leaves_nothing_for_the_next():
     """A loop that is left between announcing a pass and its backward, on one rank or on both."""
     for waits in ((False, False), (True, False)):
-        lines = defaultdict(queue.Queue)
+        lines = Lines()
         members = [Line(rank, 2, lines) for rank in range(2)]
         first = [member.start(torch.tensor([1 + rank])) for rank, member in enumerate(members)]
         for sum_of_rank, wait in zip(first, waits, strict=True):

@@ -1,14 +1,15 @@
 """What a loss is divided by, what makes a pass count for nothing, and how the step's loss is added up."""
 
 import math
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_parity.engine.metrics import LossMeter
-from ds_parity.engine.normalize import correction_for, divisor, silenced
+from ds_parity.engine.normalize import averaged_over, correction_for, divisor, silenced
 from ds_parity.errors import ConfigError
 
 # The division.
@@ -37,6 +38,27 @@ def test_deepspeeds_mean_over_ranks_leaves_weight_times_loss_over_the_expected_t
 @given(st.integers(1, 2**20), st.integers(1, 2**20), st.integers(1, 4096))
 def test_the_weight_of_a_summed_loss_is_in_it_already(expected, weight, ranks):
     assert divisor(float(expected), weight, ranks, "sum") == expected / ranks
+
+
+@given(st.integers(1, 2**20), st.integers(1, 2**20), st.integers(1, 512), st.integers(1, 8), st.booleans())
+def test_peers_that_each_give_the_whole_loss_leave_it_once(expected, weight, ranks, peers, all_ranks):
+    """Whether DeepSpeed averages over all ranks (ZeRO 3) or over the data-parallel ones: their sum is `peers` times it."""
+    averaged = ranks * peers if all_ranks else ranks
+    reduced = peers / divisor(float(expected), weight, averaged, "mean", peers) / averaged
+    assert reduced == pytest.approx(weight / expected, rel=1e-14)
+
+
+def test_n_equal_micro_batches_of_sliced_sequences_are_divided_by_exactly_n_on_zero_3():
+    for n, weight, ranks, peers in product(range(1, 33), (1, 3, 77), (1, 2, 3, 8), (2, 3, 4, 6)):
+        assert divisor(float(n * ranks * weight), weight, ranks * peers, "mean", peers) == n
+
+
+@pytest.mark.parametrize(
+    ("stage", "average", "over"), [(0, True, 3), (1, True, 3), (2, True, 3), (3, True, 6), (2, False, 1)]
+)
+def test_zero_3_averages_over_all_ranks_and_the_others_over_the_data_parallel_ones(stage, average, over):
+    engine = SimpleNamespace(gradient_average=average, zero_optimization_stage=lambda: stage)
+    assert averaged_over(engine, ranks=3, peers=2) == over
 
 
 # Idle passes.
@@ -113,50 +135,11 @@ def test_an_unknown_optimizer_wrapper_is_refused_by_name():
 
 def test_under_a_plain_optimizer_gradients_are_multiplied_by_expected_over_total_before_the_step():
     module = perceptron()
-    engine = torch.nn.Module()
-    engine.module = module
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine = SimpleNamespace(module=module, optimizer=optimizer, torch_autocast_z0_gradscaler=None)
     module[0].bias.requires_grad_(False)
     module(torch.ones(2, 3)).sum().backward()
     before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-    with correction_for(torch.optim.SGD(module.parameters(), lr=1.0))(engine, 4.0, 5.0):
+    with correction_for(optimizer)(engine, 4.0, 5.0):
         for parameter, held in zip(module.parameters(), before, strict=True):
             assert parameter.grad is None if held is None else torch.equal(parameter.grad, held * 0.8)
-
-
-# The step's loss.
-
-
-def meter():
-    return LossMeter(torch.device("cpu"), group=None, host_group=None)
-
-
-def test_the_meter_sums_weight_times_loss():
-    losses = meter()
-    for loss, units in ((0.5, 3), (-2.0, 5), (0.25, 0)):
-        losses.add(torch.tensor(loss), units)
-    assert losses.settle().item() == 0.5 * 3 - 2.0 * 5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_meter_adds_in_fp64_what_would_vanish_in_the_losses_own_type(dtype):
-    losses = meter()
-    losses.add(torch.tensor(4096.0, dtype=dtype), 2**20)
-    for _ in range(3):
-        losses.add(torch.tensor(2.0**-10, dtype=dtype), 1)
-    total = losses.settle()
-    assert total.dtype == torch.float64
-    assert total.item() == 2.0**32 + 3 * 2.0**-10
-
-
-def test_every_window_starts_at_0_and_one_that_was_settled_keeps_its_sum():
-    losses = meter()
-    losses.add(torch.tensor(1.5), 2)
-    first = losses.settle()
-    losses.add(torch.tensor(1.0), 1)
-    assert (first.item(), losses.settle().item(), losses.settle().item()) == (3.0, 1.0, 0.0)
-
-
-def test_the_meter_keeps_no_graph_alive():
-    losses = meter()
-    losses.add(torch.ones((), requires_grad=True) * 2, 3)
-    assert not losses.settle().requires_grad

@@ -26,3 +26,7 @@ def die(rank):
 
 def hang():
     time.sleep(600)
+
+
+def answer():
+    return {"rank": dist.get_rank()}

@@ -4,9 +4,8 @@ import cells
 import pytest
 import torch
 
-from ds_parity.errors import ConfigError
 from ds_parity.parity.oracle import PlannedWindow, plan, weight
-from ds_parity.parity.references.alone import optimizer_of, run, scheduler_of, window_loss
+from ds_parity.parity.references.alone import run, window_loss
 from ds_parity.parity.scenario import Scenario
 
 REDUCTIONS = ("mean", "sum")
@@ -79,26 +78,3 @@ def test_a_run_writes_the_definitions_loss_and_the_norm_of_its_gradient_for_ever
     loss = by_definition(model, passes, windows[0], wanted.settings)
     assert lines[0].loss == pytest.approx(float(loss.detach()), rel=1e-12)
     assert lines[0].grad_norm == pytest.approx(float(gradient(loss, model).norm()), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("kind", "found"), [("Adam", torch.optim.AdamW), ("AdamW", torch.optim.AdamW), ("SGD", torch.optim.SGD)]
-)
-def test_optimizers_are_torchs_own_with_the_parameters_of_the_configuration(kind, found):
-    section = {"type": kind, "params": {"lr": 0.25, "weight_decay": 0.125}}
-    optimizer = optimizer_of({"optimizer": section}, torch.nn.Linear(2, 2))
-    assert type(optimizer) is found
-    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.125)
-
-
-@pytest.mark.parametrize("config", [{"optimizer": {"type": "Lamb"}}, {}])
-def test_an_optimizer_without_a_counterpart_is_refused_by_name(config):
-    name = repr(config.get("optimizer", {}).get("type"))
-    with pytest.raises(ConfigError, match=rf"optimizer\.type is {name}.*knows adam, adamw, sgd"):
-        optimizer_of(config, torch.nn.Linear(2, 2))
-
-
-def test_a_configuration_without_a_scheduler_has_none():
-    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    assert scheduler_of({}, optimizer) is None
-    assert scheduler_of(cells.config(0), optimizer).get_last_lr() == [0.025]

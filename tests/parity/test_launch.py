@@ -33,12 +33,16 @@ def left_behind(folder):
 
 
 @pytest.mark.ranks
-def test_results_come_back_in_order_and_progress_is_told(tmp_path):
+def test_results_come_back_in_order_and_progress_is_told(tmp_path, monkeypatch):
     seen = []
     calls = tuple(Call(f"call {n}", "launched:echo", {"value": n, "seconds": 0.3}) for n in range(3))
+    port = launch._free_port()
+    monkeypatch.setattr(launch, "_free_port", lambda: port)
     # Time enough for DeepSpeed to compile its ops, once a machine; the tests below find them compiled.
     results = run(Job(calls, tmp_path / "ranks", 2, 300, (HERE,)), lambda done, title: seen.append((done, title)))
     assert results == [0, 1, 2]
+    buffers = list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
+    assert not buffers, "DeepSpeed's buffers of 66 MB a rank were left in memory"
     assert (0, "starting ranks") in seen
     assert any(done and title.startswith("call") for done, title in seen)
     assert not left_behind(tmp_path)
@@ -75,7 +79,7 @@ def test_a_launcher_that_is_not_there_is_said(tmp_path, monkeypatch):
 
 def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch):
     """Ctrl-C while the ranks start."""
-    monkeypatch.setattr(launch, "_command", lambda job: [sys.executable, "-c", _SLEEPER, str(tmp_path)])
+    monkeypatch.setattr(launch, "_command", lambda job, port: [sys.executable, "-c", _SLEEPER, str(tmp_path)])
     (tmp_path / "ranks").mkdir()
 
     def interrupt(done, title):

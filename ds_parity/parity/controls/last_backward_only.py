@@ -20,7 +20,7 @@ def run(scenario: Scenario, record: Record) -> Any:
     """Run every window with its losses divided right, and its boundary never set."""
     settings, passes = scenario.settings, scenario.batches()
     engine = initialize(scenario, gradient_accumulation_steps=1)
-    own, idle, notes = own_batches(scenario), stand_in(scenario), StepNotes(scenario, passes)
+    own, idle, notes = own_batches(scenario), stand_in(scenario), StepNotes(engine, scenario, passes)
     for number, window in enumerate(plan(passes, settings), start=1):
         for batch in own[window.first : window.last + 1]:
             units = weight(batch, settings.loss_weight)

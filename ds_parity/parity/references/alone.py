@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from fractions import Fraction
 
 import torch
-from deepspeed.runtime import lr_schedules
 from torch import nn
 
 from ds_parity.config import Settings
-from ds_parity.errors import ConfigError
 from ds_parity.parity.batches import Layout, collate
 from ds_parity.parity.candidate import Record
 from ds_parity.parity.oracle import PlannedWindow, plan
+from ds_parity.parity.references.plain import ByHand, optimizer_and_scheduler
 from ds_parity.parity.scenario import Scenario
 from ds_parity.planning.records import Rollout
 from ds_parity.trace import StepRecord
-
-# DeepSpeed's "Adam" decouples its weight decay unless adam_w_mode says otherwise (engine.py, 0.19.8).
-_OPTIMIZERS: dict[str, Any] = {"adam": torch.optim.AdamW, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-_OURS = {"torch_adam", "adam_w_mode"}
 
 
 def run(scenario: Scenario, record: Record) -> nn.Module:
     """Run every window as one batch; the weights start as the engine's do, rounded to its type."""
     settings, layout, passes = scenario.settings, scenario.layout(), scenario.batches()
-    model = _as_dtype(scenario.build(), scenario.dtype).double()
-    optimizer = optimizer_of(scenario.config, model)
-    scheduler = scheduler_of(scenario.config, optimizer)
+    model = _as_dtype(scenario.build(), scenario.storage).double()
+    optimizer, scheduler = optimizer_and_scheduler(scenario, model)
+    by_hand, reached = ByHand(scheduler), Fraction(0)
     for number, window in enumerate(plan(passes, settings), start=1):
         loss = window_loss(model, layout, window, settings)
         if loss is not None:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
-        norm = None if loss is None else _step(model, optimizer, scenario.config)
+        norm = None if loss is None else _step(model, optimizer, scenario)
         if scheduler is not None and loss is not None:
-            scheduler.step(float(window.progress) - 1 if settings.lr_progress == "rollout" else None)
+            if settings.lr_progress == "rollout":
+                by_hand.advance(window.progress - reached)
+            else:
+                scheduler.step()
+        reached = window.progress
         batches = [batch for row in passes[window.first : window.last + 1] for batch in row]
         line = StepRecord(
             step=number,
@@ -89,34 +88,13 @@ def _shares(rows: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[
     return shares
 
 
-def optimizer_of(config: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    """Return torch's own optimizer for the configuration's.
-
-    Raises:
-        ConfigError: it has no counterpart here.
-    """
-    section = config.get("optimizer", {})
-    kind = str(section.get("type", "")).lower()
-    if kind not in _OPTIMIZERS:
-        raise ConfigError(
-            f"optimizer.type is {section.get('type')!r}: the torch reference knows {', '.join(_OPTIMIZERS)}; choose one "
-            "of these for the comparison"
-        )
-    parameters = {name: value for name, value in section.get("params", {}).items() if name not in _OURS}
-    return _OPTIMIZERS[kind](model.parameters(), **parameters)  # type: ignore[no-any-return]
-
-
-def scheduler_of(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    """Return DeepSpeed's scheduler on torch's optimizer: a schedule is a formula, and this one is the user's."""
-    section = config.get("scheduler")
-    return None if not section else getattr(lr_schedules, section["type"])(optimizer, **section.get("params", {}))
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> float:
-    limit = config.get("gradient_clipping", 1.0) or float("inf")
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario) -> float | None:
+    limit = scenario.config.get("gradient_clipping", 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
     optimizer.step()
-    return float(norm)
+    # Without clipping, DeepSpeed takes no norm on ZeRO 0 in fp32.
+    stage = scenario.config.get("zero_optimization", {}).get("stage", 0)
+    return float(norm) if limit or stage or scenario.storage != "fp32" else None
 
 
 def _as_dtype(model: nn.Module, dtype: str) -> nn.Module:

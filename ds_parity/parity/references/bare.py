@@ -9,20 +9,29 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.config import rewrite
-from ds_parity.engine.normalize import keep_clip_norm
+from ds_parity.engine.normalize import keep_clip_norm, loss_scale
+from ds_parity.parity import ulysses
 from ds_parity.parity.oracle import Passes, PlannedWindow, weight
 from ds_parity.parity.scenario import Scenario
 from ds_parity.trace import StepRecord
 
 
-def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = None) -> Any:
-    """Return the bare engine of the rewritten configuration, or one that was told another number of steps."""
-    module = scenario.build()
+def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = None, *, managed: bool = True) -> Any:
+    """Return the bare engine of the rewritten configuration.
+
+    Args:
+        scenario: what it is for.
+        gradient_accumulation_steps: what DeepSpeed is told in place of the configuration's.
+        managed: False: the loop says by its calls of step() where boundaries are (`managed_gradient_accumulation`).
+    """
+    module, mpu = ulysses.placed(scenario)
     plain = rewrite(scenario.config, scenario.ranks).config
     if gradient_accumulation_steps is not None:
         batch = plain["train_micro_batch_size_per_gpu"] * gradient_accumulation_steps * scenario.ranks
         plain |= {"gradient_accumulation_steps": gradient_accumulation_steps, "train_batch_size": batch}
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=plain)
+    if not managed:
+        plain["managed_gradient_accumulation"] = False
+    engine, *_ = deepspeed.initialize(model=module, config=plain, mpu=mpu, **scenario.keywords(module))
     keep_clip_norm(engine)  # it only keeps what DeepSpeed computes, so that there is a norm to compare on ZeRO 0
     return engine
 
@@ -33,9 +42,11 @@ class StepNotes:
     The loss is summed as the definition says, sum of weight * loss over ranks and passes, in fp64.
     """
 
-    def __init__(self, scenario: Scenario, passes: Passes) -> None:
+    def __init__(self, engine: Any, scenario: Scenario, passes: Passes) -> None:
+        self._engine = engine
         self._settings = scenario.settings
         self._passes = passes
+        self._sequence_parallel = scenario.sequence_parallel
         self._sum = torch.zeros((), dtype=torch.float64)
 
     def add(self, loss: torch.Tensor, own: int) -> None:
@@ -49,7 +60,8 @@ class StepNotes:
         if dist.get_world_size() > 1:
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, total)
-            total = torch.stack(gathered).sum()
+            # Ranks that share a micro-batch have gathered the same loss of it.
+            total = torch.stack(gathered[:: self._sequence_parallel]).sum()
         held = self._passes[window.first : window.last + 1]
         batches = [batch for row in held for batch in row]
         return StepRecord(
@@ -63,5 +75,6 @@ class StepNotes:
             loss=float(total) / window.total if window.total else None,
             lr=tuple(float(rate) for rate in lr),
             grad_norm=float(grad_norm) if applied and grad_norm is not None else None,
+            loss_scale=loss_scale(self._engine),
             skipped=not applied,
         )

@@ -11,15 +11,21 @@ from ds_parity.parity.scenario import Scenario
 
 
 def run(scenario: Scenario, record: Record) -> Any:
-    """Run an unchanged DeepSpeed loop: DeepSpeed decides the boundary, divides the loss and moves the scheduler."""
-    engine = initialize(scenario)
+    """Run an unchanged DeepSpeed loop: DeepSpeed decides the boundary, divides the loss and moves the scheduler.
+
+    With `managed_gradient_accumulation: false` the loop calls step() at the boundary only, as it must there.
+    """
+    managed = scenario.config.get("managed_gradient_accumulation", True)
+    engine = initialize(scenario, managed=managed)
     passes = scenario.batches()
     windows = iter(plan(passes, scenario.settings))
-    notes = StepNotes(scenario, passes)
-    for batch in own_batches(scenario):
+    notes = StepNotes(engine, scenario, passes)
+    for number, batch in enumerate(own_batches(scenario), start=1):
         loss = engine(**batch.inputs)
         engine.backward(loss)
         notes.add(loss, batch.rollouts if scenario.settings.loss_weight != "token" else batch.tokens)
+        if not managed and number % engine.gradient_accumulation_steps():
+            continue
         lr, steps = engine.get_lr(), engine.global_steps
         engine.step()
         if engine.global_steps != steps:

@@ -6,16 +6,17 @@ and the scheduler's position are written out here once more.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
-import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-from ds_parity.config import Settings
 from ds_parity.errors import ConfigError
 from ds_parity.parity.candidate import Record, own_batches, stand_in
 from ds_parity.parity.oracle import PlannedWindow, plan, weight
 from ds_parity.parity.references.bare import StepNotes, initialize
+from ds_parity.parity.references.plain import ByHand
 from ds_parity.parity.scenario import Scenario
 from ds_parity.planning.records import MicroBatch
 
@@ -25,18 +26,22 @@ def run(scenario: Scenario, record: Record) -> Any:
     settings = scenario.settings
     engine = initialize(scenario)
     passes, own = scenario.batches(), own_batches(scenario)
-    idle, notes = stand_in(scenario), StepNotes(scenario, passes)
-    windows = plan(passes, settings, lookahead=_looks_ahead(scenario))
+    idle, notes = stand_in(scenario), StepNotes(engine, scenario, passes)
+    by_hand = _take_scheduler(engine) if settings.lr_progress == "rollout" else None
+    windows, reached = plan(passes, settings, lookahead=_looks_ahead(scenario)), Fraction(0)
     if _looks_ahead(scenario) and max(w.last - w.first for w in windows) >= settings.lookahead:
         raise ConfigError("deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest")
     for number, window in enumerate(windows, start=1):
         for index in range(window.first, window.last + 1):
             engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
-            _backward(engine, own[index], idle, window, settings, notes)
+            _backward(engine, own[index], idle, window, scenario, notes)
             if index < window.last:
                 engine.step()
         lr = engine.get_lr()
-        norm, applied = _step(engine, window, settings)
+        norm, applied = _step(engine, window)
+        if by_hand is not None and applied:
+            by_hand.advance(window.progress - reached)
+        reached = window.progress
         record(notes.record(number, window, lr, norm, applied), engine.module)
     return engine
 
@@ -46,46 +51,86 @@ def _looks_ahead(scenario: Scenario) -> bool:
 
 
 def _backward(
-    engine: Any, batch: MicroBatch, idle: MicroBatch, window: PlannedWindow, settings: Settings, notes: StepNotes
+    engine: Any, batch: MicroBatch, idle: MicroBatch, window: PlannedWindow, scenario: Scenario, notes: StepNotes
 ) -> None:
+    settings = scenario.settings
     units = weight(batch, settings.loss_weight)
     loss = engine(**(batch if batch.rollouts else idle).inputs)
     if units == 0:
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return
     notes.add(loss, units)
-    ranks = torch.distributed.get_world_size()
-    share = ranks if settings.loss_reduction == "sum" else ranks * units
-    engine.backward(loss / (window.expected / share), scale_wrt_gas=False)
+    averaged: float = scenario.ranks if engine.gradient_average else 1
+    if engine.zero_optimization_stage() < 3:
+        # Gathered losses sum to so many times their gradient, and only ZeRO 3 averages over all who hold them.
+        averaged /= scenario.sequence_parallel
+    share = averaged if settings.loss_reduction == "sum" else averaged * units
+    divided = loss / (window.expected / share)
+    if engine.fp16_enabled() and not engine.zero_optimization():
+        # DeepSpeed leaves the scaling out there (tools/deepspeed_faults/fp16_zero0_unscaled_loss.py).
+        divided = divided.float() * engine.optimizer.loss_scale_config.cur_scale
+    engine.backward(divided, scale_wrt_gas=False)
 
 
-def _step(engine: Any, window: PlannedWindow, settings: Settings) -> tuple[Any, bool]:
-    kwargs = {}
-    if settings.lr_progress == "rollout" and engine.lr_scheduler is not None:
-        kwargs["lr_kwargs"] = {"last_batch_iteration": float(window.progress) - 1}
+def _take_scheduler(engine: Any) -> ByHand | None:
+    """Take the scheduler from the engine, which would move it a step at a time."""
+    scheduler, engine.lr_scheduler = engine.lr_scheduler, None
+    return None if scheduler is None else ByHand(scheduler)
+
+
+def _step(engine: Any, window: PlannedWindow) -> tuple[Any, bool]:
     if window.total == 0:
         engine.step()
         return None, False
-    if window.expected == window.total:
-        engine.step(**kwargs)
+    # fp16: a scale that grows in this step must not reach the gradients, which were scaled by the old one, and clipping
+    # must not act on scaled ones.
+    scaled = engine.fp16_enabled() or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
+    if window.expected == window.total and not scaled:
+        engine.step()
         return engine.get_global_grad_norm(), engine.was_step_applied()
-    return _corrected(engine, window, kwargs), engine.was_step_applied()
+    return _corrected(engine, window), engine.was_step_applied()
 
 
-def _corrected(engine: Any, window: PlannedWindow, kwargs: dict[str, Any]) -> Any:
+def _corrected(engine: Any, window: PlannedWindow) -> Any:
     optimizer = engine.optimizer
-    if engine.zero_optimization():
-        optimizer.override_loss_scale(optimizer.loss_scale * window.total / window.expected)
-        engine.step(**kwargs)
-        optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
+    if isinstance(optimizer, BF16_Optimizer):
+        for flat in optimizer.fp32_groups_gradients_flat:
+            flat.mul_(window.expected / window.total)
+        engine.step()
         return engine.get_global_grad_norm()
-    if engine.bfloat16_enabled():
-        optimizer.loss_scale_config.cur_scale = window.total / window.expected
-        engine.step(**kwargs)
-        optimizer.loss_scale_config.cur_scale = 1.0
-        raw = isinstance(optimizer, FP16_UnfusedOptimizer)
-        return engine.get_global_grad_norm() * (window.expected / window.total if raw else 1.0)
+    if engine.zero_optimization():
+        return _corrected_by_scale(engine, window)
+    if engine.bfloat16_enabled() or engine.fp16_enabled():
+        return _corrected_without_zero(engine, window)
     for parameter in engine.module.parameters():
-        parameter.grad.mul_(window.expected / window.total)
-    engine.step(**kwargs)
+        if parameter.grad is not None:
+            parameter.grad.mul_(window.expected / window.total)
+    engine.step()
     return engine.get_global_grad_norm()
+
+
+def _corrected_by_scale(engine: Any, window: PlannedWindow) -> Any:
+    optimizer = engine.optimizer
+    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
+    optimizer.override_loss_scale(scale * window.total / window.expected)
+    optimizer.torch_autocast_gradscaler = None
+    engine.step()
+    optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
+    optimizer.torch_autocast_gradscaler = scaler
+    return engine.get_global_grad_norm()
+
+
+def _corrected_without_zero(engine: Any, window: PlannedWindow) -> Any:
+    optimizer, config = engine.optimizer, engine.optimizer.loss_scale_config
+    scale, dynamic, iterations = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
+    config.cur_scale, config.dynamic_loss_scale = scale * window.total / window.expected, False
+    engine.step()
+    config.cur_scale, config.dynamic_loss_scale = scale, dynamic
+    if dynamic:
+        config.cur_iter = iterations
+        optimizer._update_scale(optimizer.overflow)
+    # The unfused wrapper keeps the norm as the gradients came in.
+    raw = isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.overflow
+    norm = engine.get_global_grad_norm()
+    return norm * (window.expected / window.total / scale) if raw else norm

@@ -1,0 +1,167 @@
+"""From what the ranks answered to a verdict on each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ds_parity.errors import DsParityError
+from ds_parity.parity.matrix.cells import CHECKS, Cell
+from ds_parity.parity.matrix.faults import FAULTS
+from ds_parity.parity.matrix.run import Answers, title
+from ds_parity.parity.probe import TOLERANCE, ProbeResult
+from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.tables import sentence
+from ds_parity.parity.verify import outcome
+
+# A second copy of the gradients would be 1; what other allocations differ by was 0.02 at most.
+_MEMORY = 0.1
+
+
+class Status(str, Enum):
+    """What a check, or a cell, came to."""
+
+    RIGHT = "right"
+    CORRECTED = "corrected"
+    REFUSED = "refused"
+    LEFT_OUT = "left out"
+    DIFFERS = "differs"
+    FAILED = "failed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of a cell. `corrected`: DeepSpeed's own run is wrong, ours is right."""
+
+    check: str
+    status: Status
+    detail: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """One cell."""
+
+    cell: Cell
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def status(self) -> Status:
+        """The worst that was found."""
+        order = (Status.FAILED, Status.DIFFERS, Status.REFUSED, Status.CORRECTED, Status.RIGHT)
+        found = {finding.status for finding in self.findings}
+        return next((status for status in order if status in found), Status.FAILED)
+
+    @property
+    def good(self) -> bool:
+        """Whether the cell is right, or refused as it should be."""
+        return self.status in (Status.RIGHT, Status.CORRECTED, Status.REFUSED)
+
+    @property
+    def why(self) -> str:
+        """What to know of the cell beyond its status: the first finding that gave it."""
+        return next((f"{f.check}: {f.detail}" for f in self.findings if f.status is self.status), "nothing was checked")
+
+
+def judge(cell: Cell, answers: Answers, folder: Path) -> Result:
+    """Return what the answers and traces of a cell come to."""
+    mine = {at: answer for at, answer in answers.items() if at.split("/")[0].split(":")[0] == cell.name}
+    seconds = sum(answer.get("seconds", 0.0) for answer in mine.values())
+    refused = cell.refusal() or _engine_refusal(cell, mine)
+    if refused is not None:
+        return Result(cell, (_refusal(cell, refused),), seconds)
+    if cell.stage in cell.variant.refused:
+        detail = "ds_parity takes a configuration that the matrix says it refuses"
+        return Result(cell, (Finding("refusal", Status.DIFFERS, detail),), seconds)
+    return Result(cell, tuple(_found(check, cell, mine, folder) for check in CHECKS), seconds)
+
+
+def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
+    asked = (f"{cell.name}: refusal", title(cell.ragged, "ds_parity"))
+    said = next((answers[at]["raised"] for at in asked if "raised" in answers.get(at, {})), None)
+    return said.removeprefix("ConfigError: ") if said is not None and said.startswith("ConfigError: ") else None
+
+
+def _refusal(cell: Cell, reason: str) -> Finding:
+    # What is wrong in this version of DeepSpeed alone is refused with its number (engine/versions.py).
+    known = cell.stage in cell.variant.refused or f"in deepspeed {version('deepspeed')}:" in reason
+    return Finding("refusal", Status.REFUSED if known else Status.DIFFERS, reason.removeprefix("1 fault: "))
+
+
+def _found(check: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
+    if check in cell.left_out:
+        return Finding(check, Status.LEFT_OUT, cell.left_out[check])
+    try:
+        if check == "probe":
+            return _probe(cell, answers)
+        if check == "memory":
+            return _memory(cell, answers)
+        return _comparison(check, cell, answers, folder)
+    except _UnansweredError as error:
+        return Finding(check, Status.FAILED, str(error))
+    except DsParityError as error:
+        return Finding(check, Status.FAILED, f"{type(error).__name__}: {error}")
+
+
+class _UnansweredError(Exception):
+    """A call of the cell raised, or was never reached."""
+
+
+def _answer(answers: Answers, at: str) -> dict[str, Any]:
+    answer = answers.get(at, {"raised": "it was not run"})
+    if "raised" in answer:
+        raise _UnansweredError(f"{at.rsplit(': ', maxsplit=1)[-1]}: {answer['raised']}")
+    return answer
+
+
+def _probe(cell: Cell, answers: Answers) -> Finding:
+    answer = _answer(answers, cell.probed.name)
+    result = ProbeResult(**{name: answer[name] for name in ProbeResult.__dataclass_fields__})
+    limit = TOLERANCE[cell.probed.dtype]
+    detail = f"{result.pattern} (greatest error {result.error:.2g} of {limit:g} allowed)"
+    return Finding("probe", Status.RIGHT if result.within(limit) else Status.DIFFERS, detail)
+
+
+def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
+    scenario = cell.uniform if reference == "deepspeed" else cell.ragged
+    for engine in (reference, "ds_parity"):
+        _answer(answers, title(scenario, engine))
+    comparison = outcome(scenario, reference, folder).comparison
+    fault = FAULTS.get(cell.variant.faults.get(cell.stage, "")) if reference == "deepspeed" else None
+    if comparison.equal:
+        mended = f"; {fault.name} is not to be seen here: has DeepSpeed mended it?" if fault else ""
+        return Finding(reference, Status.RIGHT, f"{len(comparison.rows)} steps equal{mended}")
+    assert comparison.first is not None
+    if fault is not None:
+        return Finding(reference, Status.CORRECTED, f"DeepSpeed: {fault.what} ({fault.script}); {fault.ours}")
+    return Finding(reference, Status.DIFFERS, sentence(comparison.first))
+
+
+def _memory(cell: Cell, answers: Answers) -> Finding:
+    ours, by_hand = (_answer(answers, title(cell.ragged, engine)) for engine in ("ds_parity", "deepspeed-loop"))
+    pairs = list(zip(ours["peaks"], by_hand["peaks"], strict=True))
+    if not pairs:
+        return Finding("memory", Status.FAILED, "there was no second step to measure")
+    # Chance makes a window's figure greater, never smaller; a copy that is kept is there in every window.
+    extra = min(mine - theirs for mine, theirs in pairs) / _gradient_bytes(cell.ragged, ours["parameters"])
+    detail = f"peak of a window {extra:+.3f} of the gradients beside the engine driven by hand"
+    return Finding("memory", Status.RIGHT if extra <= _MEMORY else Status.DIFFERS, detail)
+
+
+def _gradient_bytes(scenario: Scenario, parameters: int) -> float:
+    stage = scenario.config["zero_optimization"]["stage"]
+    return parameters * (4 if scenario.storage == "fp32" else 2) / (scenario.ranks if stage >= 2 else 1)
+
+
+def equal(results: Iterable[Result]) -> bool:
+    """Whether there are cells, and all are good."""
+    found = list(results)
+    return bool(found) and all(result.good for result in found)

@@ -1,0 +1,168 @@
+"""From answers and traces to verdicts: nothing that is absent, wrong or unexpected passes."""
+
+import json
+from dataclasses import replace
+from importlib.metadata import version
+
+import pytest
+
+from ds_parity.parity.matrix import report, tables
+from ds_parity.parity.matrix.cells import Cell
+from ds_parity.parity.matrix.results import Status, equal, judge
+from ds_parity.parity.matrix.variants import Variant
+from ds_parity.trace import Header, StepRecord, TraceWriter, Weights
+
+PLAIN = Cell(Variant("precision", "plain"), 2)
+SUMMED = Variant("communication", "summed", {"gradient_allreduce_op": "sum"}, refused=(3,))
+GOOD_PROBE = {
+    "measured": [[0.5, 0.5]],
+    "expected": [[0.5, 0.5]],
+    "residual": 0.0,
+    "condition": 2.0,
+    "error": 0.0,
+    "pattern": "as expected",
+}
+
+
+def step(number, **changes):
+    weights = Weights(checksum="0" * 64, norm=1.0, sketch=(1.0, 2.0))
+    counts = {"passes": 2, "idle_passes": 0, "rollouts": 12, "prompts": 3, "tokens": 50, "total": 50.0}
+    record = StepRecord(step=number, **counts, loss=0.5, lr=(0.1,), grad_norm=0.25, weights=weights)
+    return record.model_copy(update=changes)
+
+
+def write(folder, scenario, engine, steps):
+    header = Header(scenario=scenario.name, seed=3, versions={}, device="cpu", ranks=2, config_hash="x", engine=engine)
+    with TraceWriter(folder / scenario.name / f"{engine}.jsonl", header) as writer:
+        for record in steps:
+            writer.write(record)
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """A cell whose traces are alike, and the answers of its calls."""
+    for scenario, engines in ((PLAIN.ragged, ("deepspeed-loop", "torch")), (PLAIN.uniform, ("deepspeed",))):
+        for engine in (*engines, "ds_parity"):
+            write(tmp_path, scenario, engine, [step(1), step(2)])
+    answers = {
+        f"{scenario.name}: {engine}": {"peaks": [100_000, 200_000], "parameters": 29_000, "seconds": 1.0}
+        for scenario in (PLAIN.ragged, PLAIN.uniform)
+        for engine in ("deepspeed-loop", "torch", "ds_parity", "deepspeed")
+    }
+    answers[PLAIN.probed.name] = {**GOOD_PROBE, "seconds": 1.0}
+    return answers, tmp_path
+
+
+def status_of(cell, ran, check):
+    result = judge(cell, *ran)
+    return next(finding.status for finding in result.findings if finding.check == check)
+
+
+def test_a_cell_whose_checks_all_hold_is_right(ran):
+    result = judge(PLAIN, *ran)
+    assert result.status is Status.RIGHT
+    assert result.good
+    assert [finding.check for finding in result.findings] == ["probe", "deepspeed-loop", "torch", "deepspeed", "memory"]
+
+
+@pytest.mark.parametrize("reference", ["deepspeed-loop", "torch", "deepspeed"])
+def test_a_trace_that_parts_is_a_difference(ran, reference):
+    scenario = PLAIN.uniform if reference == "deepspeed" else PLAIN.ragged
+    write(ran[1], scenario, reference, [step(1), step(2, loss=0.75)])
+    assert status_of(PLAIN, ran, reference) is Status.DIFFERS
+    assert not judge(PLAIN, *ran).good
+
+
+def test_the_exact_tier_sees_the_last_bit_and_the_torch_reference_allows_rounding(ran):
+    nearly = [step(1), step(2, loss=0.5 * (1 + 2**-23))]
+    for engine in ("deepspeed-loop", "torch"):
+        write(ran[1], PLAIN.ragged, engine, nearly)
+    assert status_of(PLAIN, ran, "deepspeed-loop") is Status.DIFFERS
+    assert status_of(PLAIN, ran, "torch") is Status.RIGHT
+
+
+@pytest.mark.parametrize("changed", [{"error": 0.5}, {"residual": 0.5}, {"condition": float("inf")}])
+def test_a_probe_that_is_off_is_a_difference(ran, changed):
+    ran[0][PLAIN.probed.name] |= changed
+    assert status_of(PLAIN, ran, "probe") is Status.DIFFERS
+
+
+@pytest.mark.parametrize("engine", ["ds_parity", "deepspeed-loop"])
+def test_an_engine_that_raised_or_never_ran_fails_its_checks(ran, engine):
+    for answer in ({"raised": "RuntimeError: no"}, None):
+        answers = {**ran[0], f"{PLAIN.ragged.name}: {engine}": answer}
+        answers = {at: value for at, value in answers.items() if value is not None}
+        result = judge(PLAIN, answers, ran[1])
+        assert result.status is Status.FAILED
+        assert "RuntimeError: no" in result.why or "not run" in result.why
+
+
+def test_nothing_answered_is_no_pass(tmp_path):
+    assert judge(PLAIN, {}, tmp_path).status is Status.FAILED
+    assert not equal([])
+
+
+def test_a_second_copy_of_the_gradients_is_a_difference(ran):
+    copy = 29_000 * 4 // 2  # a rank's share on ZeRO 2
+    ran[0][f"{PLAIN.ragged.name}: ds_parity"]["peaks"] = [100_000, 200_000 + copy]  # once: some other thread's
+    assert status_of(PLAIN, ran, "memory") is Status.RIGHT
+    ran[0][f"{PLAIN.ragged.name}: ds_parity"]["peaks"] = [100_000 + copy, 200_000 + copy]
+    assert status_of(PLAIN, ran, "memory") is Status.DIFFERS
+    for engine in ("ds_parity", "deepspeed-loop"):
+        ran[0][f"{PLAIN.ragged.name}: {engine}"]["peaks"] = []
+    assert status_of(PLAIN, ran, "memory") is Status.FAILED
+
+
+def test_a_known_fault_of_deepspeed_is_told_apart_from_a_difference(ran):
+    faulty = Cell(replace(PLAIN.variant, faults={2: "fp16_growing_scale"}), 2)
+    assert "mended" in next(f.detail for f in judge(faulty, *ran).findings if f.check == "deepspeed")
+    write(ran[1], PLAIN.uniform, "deepspeed", [step(1), step(2, loss=0.75)])
+    assert judge(faulty, *ran).status is Status.CORRECTED
+    assert "tools/deepspeed_faults/fp16_growing_scale.py" in judge(faulty, *ran).why
+    write(ran[1], PLAIN.ragged, "torch", [step(1), step(2, loss=0.75)])
+    assert judge(faulty, *ran).status is Status.DIFFERS
+
+
+def test_a_check_that_is_left_out_says_why(ran):
+    without = Cell(replace(PLAIN.variant, left_out={"torch": "for a reason"}), 2)
+    finding = next(f for f in judge(without, *ran).findings if f.check == "torch")
+    assert (finding.status, finding.detail) == (Status.LEFT_OUT, "for a reason")
+
+
+def test_refusals_are_good_only_where_the_matrix_expects_them(tmp_path):
+    assert judge(Cell(SUMMED, 3), {}, tmp_path).status is Status.REFUSED
+    assert judge(Cell(replace(SUMMED, refused=()), 3), {}, tmp_path).status is Status.DIFFERS
+    assert judge(Cell(replace(PLAIN.variant, refused=(2,)), 2), {}, tmp_path).status is Status.DIFFERS
+
+
+def test_an_engine_that_refuses_says_so(tmp_path):
+    cell = Cell(replace(PLAIN.variant, refused=(2,)), 2)
+    answers = {f"{cell.name}: refusal": {"raised": "ConfigError: no position to stand at"}}
+    assert judge(cell, answers, tmp_path).status is Status.REFUSED
+    answers = {f"{cell.name}: refusal": {"raised": "RuntimeError: something else"}}
+    assert judge(cell, answers, tmp_path).status is Status.DIFFERS
+
+
+def test_a_refusal_of_this_version_of_deepspeed_is_expected(ran):
+    """engine/versions.py names the version; any other refusal of a cell that should work is a difference."""
+    for named, status in ((version("deepspeed"), Status.REFUSED), ("0.1.2", Status.DIFFERS)):
+        refused = {"raised": f"ConfigError: offload in deepspeed {named}: it drops gradients"}
+        answers = {**ran[0], f"{PLAIN.ragged.name}: ds_parity": refused}
+        assert judge(PLAIN, answers, ran[1]).status is status
+
+
+def test_tables_and_the_report_show_every_cell_and_every_reason(ran):
+    refused = judge(Cell(SUMMED, 3), {}, ran[1])
+    results = [judge(PLAIN, *ran), refused, judge(Cell(Variant("window", "lost <1>"), 3), {}, ran[1])]
+    text = tables.markdown(results, "deepspeed 1.2.3")
+    assert "| plain | - | - | right | - |" in text
+    assert "| summed | - | - | - | refused [1] |" in text
+    assert "3 cells: 1 right, 1 refused, 1 failed (deepspeed 1.2.3)." in text
+    assert f"1. {refused.why}" in text
+    page = ran[1] / "matrix.html"
+    report.write(results, {"deepspeed": "1.2.3"}, page)
+    html = page.read_text()
+    assert "FAIL" in html
+    assert "lost &lt;1&gt;" in html
+    assert "http" not in html.replace("http-equiv", "")
+    assert json.dumps(refused.why)[1:20] in html.replace("&#34;", '"')
