@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from ds_parity.engine.driver import Driver
@@ -31,7 +32,7 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
             f"(at {window.closes_at - window.opened_at} {driver.settings.count}s), or call finish() first"
         )
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
-    return {**client_state, _KEY: {**driver.ledger.state(), **settings}}
+    return {**client_state, _KEY: {**driver.ledger.state(), **settings, "groups": _groups(driver)}}
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def explained(driver: Driver, load_dir: str) -> Iterator[None]:
         ) from error
 
 
-def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool) -> None:
+def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, optimizer: bool) -> None:
     """Put the window's state back, or what can be told of it from a checkpoint of bare DeepSpeed.
 
     Args:
@@ -61,6 +62,7 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool) -> 
         client_state: as it was loaded.
         scheduler: the LR scheduler was loaded too; else it goes on from where this engine's stands, in a fresh one
             from the start.
+        optimizer: the optimizer's states were loaded too.
 
     Raises:
         CheckpointError: the checkpoint counted something else, towards another target, or moved its LR otherwise.
@@ -76,6 +78,8 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool) -> 
         state = {**state, "progress_units": driver.ledger.progress.units}
     driver.ledger.restore(state)
     driver.counters.settle(driver.ledger)
+    if optimizer and driver.engine.load_universal_checkpoint():
+        _put_universal_right(driver, state)
     if driver.schedule is not None and scheduler:
         driver.schedule.resume_at(driver.ledger.progress)
 
@@ -99,6 +103,27 @@ def _refuse_other_progress(driver: Driver, state: dict[str, Any]) -> None:
             f"from one place of its schedule to another; write {saved!r}, or give load_lr_scheduler_states=False to "
             "go on with the schedule of this engine"
         )
+
+
+def _groups(driver: Driver) -> list[dict[str, Any]]:
+    # Learning rates, weight decays and the like; tensors stay with the optimizer's own state.
+    plain = (bool, int, float, str, tuple, list, type(None))
+    groups = driver.engine.optimizer.param_groups
+    return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]
+
+
+def _put_universal_right(driver: Driver, state: dict[str, Any]) -> None:
+    # From a universal checkpoint ZeRO 3 gives every parameter group the learning rate and weight decay of the first, and
+    # all of them one tensor as Adam's `step`, which then runs as many times too fast (stage3.py, 0.19.8,
+    # load_hp_checkpoint_state_from_checkpoint_dir_stage3).
+    optimizer = driver.engine.optimizer
+    for kept in optimizer.state.values():
+        if isinstance(kept.get("step"), torch.Tensor):
+            kept["step"] = kept["step"].clone()
+    groups = state.get("groups", [])
+    if len(groups) == len(optimizer.param_groups):
+        for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
+            group.update(hyperparameters)
 
 
 def _of_bare(driver: Driver) -> dict[str, Any]:

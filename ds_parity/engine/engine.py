@@ -260,7 +260,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             return path, state
         driver.abandon()
         if not load_module_only:
-            checkpoint.resume(driver, state or {}, scheduler=load_lr_scheduler_states)
+            checkpoint.resume(driver, state or {}, scheduler=load_lr_scheduler_states, optimizer=load_optimizer_states)
         return path, state
 
     # What would move the boundary behind its back.

@@ -44,8 +44,9 @@ CELLS = [
 ]
 # What DeepSpeed's converter to universal checkpoints knows: ZeRO 1 to 3 with Adam's state.
 CONVERTED = [
-    *[(stage, precision, {}) for stage in (1, 2, 3) for precision in PRECISIONS],
-    *[(stage, "bf16", OFFLOADED) for stage in (1, 2, 3)],
+    *[(stage, precision, {}) for stage in (1, 2, 3) for precision in ("fp32", "bf16")],
+    (1, "bf16-fp32", {}),  # another wrapper, BF16_Optimizer
+    (3, "bf16", OFFLOADED),
 ]
 BEFORE, AFTER = 2, 2
 
@@ -88,7 +89,7 @@ class Run:
         self.scenario = scenario
         module = scenario.build()
         self.engine, *_ = ds_parity.initialize(
-            model=module, model_parameters=module.parameters(), config=config or scenario.config
+            model=module, model_parameters=groups_of(module), config=config or scenario.config
         )
         device = self.engine.device
         layout = recut(replace(scenario, ranks=2).layout(), scenario.ranks)
@@ -108,7 +109,7 @@ class Run:
     def windows(self, count, record=None):
         """Close `count` windows, from the pass on at which the engine stands; what each step was."""
         steps, engine = [], self.engine
-        while len(steps) < count:
+        while len(steps) < count and passes_of(engine) < len(self.batches):
             self.one(passes_of(engine))
             if engine.window.passes == 0:
                 checksum = weights.summary(weights.vector(engine.module)).checksum
@@ -116,6 +117,15 @@ class Run:
                 if record is not None:
                     record(engine.last_step, engine.module)
         return steps
+
+
+def groups_of(module):
+    """Matrices decay, norms don't, as people set it up."""
+    parameters = list(module.parameters())
+    return [
+        {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
+        {"params": [one for one in parameters if one.dim() == 1], "weight_decay": 0.0},
+    ]
 
 
 def recut(layout, ranks):
@@ -133,7 +143,7 @@ def passes_of(engine):
 def stands(engine):
     """Where everything stands that a checkpoint keeps beside weights and the optimizer's state."""
     return {
-        "lr": engine.get_lr(),
+        "groups": [[group["lr"], group["weight_decay"]] for group in engine.optimizer.param_groups],
         "schedule": copy.deepcopy(engine.lr_scheduler.state_dict()),
         "clocks": [engine.global_steps, engine.global_samples, engine.skipped_steps, passes_of(engine)],
         "window": [engine.window.index, engine.window.closes_at - engine.window.opened_at],
@@ -192,20 +202,16 @@ def collected(path, masters):
         state = get_fp32_state_dict_from_zero_checkpoint(path)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return list(state) == list(masters) and all(torch.equal(state[name], masters[name]) for name in masters)
+    return sorted(state) == sorted(masters) and all(torch.equal(state[name], masters[name]) for name in masters)
 
 
 def converted(path, step=BEFORE):
     """What the conversion to a universal checkpoint, as a user does it, ends in; the first rank converts."""
+    given = {"input_folder": f"{path}/global_step{step}", "output_folder": f"{path}/universal"}
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    arguments = Namespace(**given, **options, inject_missing_state=True)
     dist.barrier()
-    said = "converted"
-    if dist.get_rank() == 0:
-        given = {"input_folder": f"{path}/global_step{step}", "output_folder": f"{path}/universal"}
-        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        try:
-            ds_to_universal.main(Namespace(**given, **options, inject_missing_state=True))
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+    said = ends_in(lambda: ds_to_universal.main(arguments)) if dist.get_rank() == 0 else None
     dist.barrier()
     return said
 
@@ -442,7 +448,7 @@ def other_size(folder, saved):
         cell = (stage, "fp32", {})
         run = Run(scenario_of(cell, dist.get_world_size()))
         found[stage] = _from_all(
-            refusal(lambda run=run, cell=cell: run.engine.load_checkpoint(f"{saved}/{name_of(*cell)}"))
+            ends_in(lambda run=run, cell=cell: run.engine.load_checkpoint(f"{saved}/{name_of(*cell)}"))
         )
         if stage == 0:
             found["stands"] = stands(run.engine)
@@ -450,3 +456,12 @@ def other_size(folder, saved):
                 run.windows(AFTER, recorder)
         run.engine.destroy()
     return found
+
+
+def ends_in(call):
+    """What a call ends in, in words, whoever raised it."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
