@@ -18,6 +18,7 @@ from ds_parity.engine.normalize import (
     discard_accumulated,
     divisor,
     keep_clip_norm,
+    let_parameters_go,
     loss_scale,
     reduce_accumulated,
     silenced,
@@ -215,6 +216,7 @@ class Driver:
             "recorded as skipped; look for empty rollouts or masks",
             *(window.index, window.passes, window.rollouts, self.settings.loss_weight),
         )
+        let_parameters_go(self.engine)
         self._settle(self._lr(), applied=False)
 
     def _drop(self) -> None:
