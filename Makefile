@@ -4,8 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# The oldest and the newest DeepSpeed of setup.cfg's range; the last releases between which something changed for us:
-# make test-versions VERSIONS='0.18.9 0.19.0 0.19.3'
+# The oldest and the newest DeepSpeed of setup.cfg's range.
 VERSIONS ?= 0.18.6 0.19.8
 
 .PHONY: verify matrix test lint bench test-versions upstream clean

@@ -58,6 +58,8 @@ MORE = (
     "unit/monitor",
 )
 OURS = "ds_parity.errors."
+HANGS = ("no sign of life", "Test hanged")  # the second is DeepSpeed's own
+PATIENCE = 30  # seconds beyond the time that DeepSpeed gives a test itself
 # Ranks compile these at their first use; killed while they do, they leave a lock that later ones wait for for ever.
 BUILD_OPS = """
 from deepspeed.accelerator import get_accelerator
@@ -95,7 +97,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch:
         try:
             tests = take_tests(given.source, given.at, Path(scratch))
-        except (OSError, subprocess.CalledProcessError) as error:
+        except OSError as error:
             print(f"{given.source}: {error}; give a DeepSpeed checkout, or a bare repository of it", file=sys.stderr)
             return 2
         paths = given.paths or ([*USUAL, *MORE] if given.all else list(USUAL))
@@ -115,8 +117,11 @@ def take_tests(source: Path, at: str, scratch: Path) -> Path:
     if (source / "tests" / "unit").is_dir():
         shutil.copytree(source / "tests", scratch / "tests")
     else:
-        packed = subprocess.run(["git", "-C", source, "archive", at, "tests"], check=True, capture_output=True)
-        subprocess.run(["tar", "-x", "-C", scratch], input=packed.stdout, check=True)
+        # A partial mirror complains of files outside of tests/, so that git's exit code says nothing.
+        packed = subprocess.run(["git", "-C", source, "archive", at, "tests"], check=False, capture_output=True)
+        subprocess.run(["tar", "-x", "-C", scratch], input=packed.stdout, check=False, capture_output=True)
+        if not (scratch / "tests" / "unit").is_dir():
+            raise OSError(f"no tests/unit at {at}: {packed.stderr.decode(errors='replace').strip()[-300:]}")
     return scratch / "tests"
 
 
@@ -157,7 +162,9 @@ def run_file(tests: Path, ids: list[str], mode: str, timeout: float) -> dict[str
         ids = [test for test in collected if test not in found]
         started = [line["started"] for line in lines if "started" in line and line["started"] in ids]
         if ids:
-            found[started[-1] if started else ids[0]] = Outcome("hung" if "time" in ended else "crashed", ended)
+            found[started[-1] if started else ids[0]] = Outcome(
+                "hung" if any(sign in ended for sign in HANGS) else "crashed", ended
+            )
             ids = [test for test in ids if test not in found]
     return found
 
@@ -189,7 +196,7 @@ def _pytest(tests: Path, ids: list[str], mode: str, timeout: float) -> tuple[lis
             start_new_session=True,
         )
         try:
-            ended = _wait(process, results, timeout + 30)
+            ended = _wait(process, results, timeout + PATIENCE)
         finally:
             # Ranks that hang outlive pytest; they are in its session.
             _kill(process)
@@ -205,7 +212,7 @@ def _wait(process: subprocess.Popen, results: Path, timeout: float) -> str:
         if now != size:
             size, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:
-            return f"no sign of life in {timeout:.0f} s (time is up)"
+            return f"no sign of life in {timeout:.0f} s"
         time.sleep(0.2)
     return f"pytest ended with code {process.returncode}"
 

@@ -22,6 +22,7 @@ from ds_parity.engine.normalize import (
     discard_accumulated,
     divisor,
     keep_clip_norm,
+    let_parameters_go,
     loss_scale,
     reduce_accumulated,
     silenced,
@@ -244,6 +245,7 @@ class Driver:
             *(window.index, window.passes, window.rollouts, self.settings.loss_weight),
         )
         self.counters.consumed(window.rollouts)
+        let_parameters_go(self.engine)
         self._settle(self._lr(), applied=False)
 
     def _drop(self) -> None:

@@ -281,6 +281,15 @@ def loss_scale(engine: Any) -> float | None:
     return None if scale is None else float(scale)
 
 
+def let_parameters_go(engine: Any) -> None:
+    """Partition what passes left gathered, as every `step()` of ZeRO 3 does first: for a boundary that takes none.
+
+    Up to 0.19.1 GatheredParameters raises on parameters that a pass has left gathered.
+    """
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        engine.optimizer._partition_all_parameters()
+
+
 def discard_accumulated(engine: Any) -> None:
     """Throw the accumulated gradients away, as DeepSpeed does on an overflow; the engine can go on after it."""
     optimizer = engine.optimizer
@@ -293,6 +302,7 @@ def discard_accumulated(engine: Any) -> None:
             kept.update(dict.fromkeys(kept))
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer._pre_step()
+        let_parameters_go(engine)
         optimizer._overflow_clean_up(optimizer.loss_scale)
     elif isinstance(optimizer, BF16_Optimizer):
         optimizer.clear_hp_grads()

@@ -15,10 +15,12 @@ OLDEST = (0, 18, 6)
 """0.18.5 divides gradients of bf16 on ZeRO 0 by a loss scale that it never multiplied by, and never clears them (DeepSpeed
 #7839); 0.18.3 divides by gradient_accumulation_steps although `scale_wrt_gas=False` says not to (#7724). 0.18.0 to 0.18.2
 have another backward, and were not tried."""
+STUCK = ((0, 18, 7), (0, 18, 8), (0, 18, 9))
+"""ZeRO 1 and 2 raise in step() where parameters are flattened on the device, as on every CPU (#7948)."""
 BELOW = (0, 20)
 """No release of it has been read."""
 _REPAIRED = (0, 19, 0)
-_WAY_OUT = "pip install 'deepspeed>=0.18.6,<0.20' (0.19.8 is the one that ds_parity is developed with)"
+_WAY_OUT = "pip install 'deepspeed>=0.19,<0.20' (0.19.8 is the one that ds_parity is developed with)"
 
 
 def check_deepspeed(installed: str | None = None) -> None:
@@ -35,10 +37,11 @@ def check_deepspeed(installed: str | None = None) -> None:
             installed = version("deepspeed")
         except PackageNotFoundError:
             raise ConfigError(f"deepspeed is not installed: ds_parity drives it; {_WAY_OUT}") from None
-    if not OLDEST <= _numbers(installed) < BELOW:
+    numbers = _numbers(installed)
+    if not OLDEST <= numbers < BELOW or numbers[:3] in STUCK:
         raise ConfigError(
-            f"deepspeed {installed} is installed: ds_parity corrects gradients inside DeepSpeed, and is verified with "
-            f"{_dotted(OLDEST)} up to, but not including, {_dotted(BELOW)} only; {_WAY_OUT}"
+            f"deepspeed {installed} is installed: ds_parity corrects gradients inside DeepSpeed, and supports "
+            f"{_dotted(OLDEST)} and 0.19 only; {_WAY_OUT}"
         )
 
 

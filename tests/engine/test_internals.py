@@ -151,6 +151,8 @@ class TestDiscarding:
     def test_zero_3_has_its_two_helpers(self):
         optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
         assert "self.micro_step_id = 0" in source(optimizer, "_pre_step")
+        step = source(optimizer, "step")
+        assert step.index("self._pre_step()") < step.index("self._partition_all_parameters()") < step.index("overflow")
         assert list(inspect.signature(optimizer._overflow_clean_up).parameters) == ["self", "prev_scale"]
 
     def test_the_bf16_wrapper_has_its_two_helpers(self):
