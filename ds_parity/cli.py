@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -191,8 +191,9 @@ def probe(
 
 
 def _verify_matrix(subset: str | None, folder: Path, as_json: bool) -> int:
-    from ds_parity.parity.matrix import tables
-    from ds_parity.parity.matrix import verify as harness
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, from its import on; a machine reads ours
+        from ds_parity.parity.matrix import tables
+        from ds_parity.parity.matrix import verify as harness
 
     wanted = harness.chosen(subset)
     folder = folder / "matrix"

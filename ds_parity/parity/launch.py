@@ -37,18 +37,18 @@ class Job:
         folder: where what ranks say, their results and the log lie; made anew.
         ranks: processes to start.
         timeout: seconds for the whole job.
-        patience: seconds for a single call; None: as long as the job.
         import_from: folders in which functions are looked up beside the installed packages.
         environment: variables set for the ranks.
+        patience: seconds for a single call; None: as long as the job.
     """
 
     calls: tuple[Call, ...]
     folder: Path
     ranks: int = 2
     timeout: float = 600.0
-    patience: float | None = None
     import_from: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    patience: float | None = None
 
 
 def run(job: Job, progress: Callable[[int, str], None] = lambda done, title: None) -> list[Any]:

@@ -57,7 +57,7 @@ def run_cells(
         calls = [call for cell in group for call in calls_of(cell, folder)]
         launches = 0
         while calls:
-            job = Job(tuple(calls), folder / f"ranks{ranks}-{launches}", ranks, 3600.0, patience)
+            job = Job(tuple(calls), folder / f"ranks{ranks}-{launches}", ranks, 3600.0, patience=patience)
             left = _launch(job, answers, progress)
             if len(left) == len(calls):
                 raise HarnessError(f"the ranks could not be started: {answers[calls[0].title]['error']}")
