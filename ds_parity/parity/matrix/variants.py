@@ -80,15 +80,15 @@ _AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 
 _PRECISION = (
     Variant("precision", "fp32", quick=STAGES),
-    Variant("precision", "bf16", BF16, quick=STAGES),
-    Variant("precision", "bf16, fp32 accumulation", BF16 | FP32_ACCUMULATION, refused=(0,), quick=(1, 2)),
+    Variant("precision", "bf16", BF16, quick=(2, 3)),
+    Variant("precision", "bf16, fp32 accumulation", BF16 | FP32_ACCUMULATION, refused=(0,), quick=(1,)),
     Variant(
         "precision",
         "bf16, fp32 accumulation, immediate_grad_update",
         {"bf16": {"enabled": True, "immediate_grad_update": True}, **FP32_ACCUMULATION},
         refused=(0,),
     ),
-    Variant("precision", "fp16, static loss scale", _fp16(loss_scale=128.0), faults=_UNSCALED, quick=(0, 2)),
+    Variant("precision", "fp16, static loss scale", _fp16(loss_scale=128.0), faults=_UNSCALED, quick=(0,)),
     Variant("precision", "fp16, dynamic loss scale", _fp16(**_DYNAMIC), faults=_UNSCALED),
     Variant(
         "precision",
@@ -114,8 +114,8 @@ _PRECISION = (
 )
 
 _OFFLOAD = (
-    Variant("offload", "offload_optimizer, fp32", ADAMW | _zero(**_OFFLOADED), SHARDED, quick=(1, 2)),
-    Variant("offload", "offload_optimizer, bf16", ADAMW | BF16 | _zero(**_OFFLOADED), SHARDED, quick=(3,)),
+    Variant("offload", "offload_optimizer, fp32", ADAMW | _zero(**_OFFLOADED), SHARDED, quick=(2,)),
+    Variant("offload", "offload_optimizer, bf16", ADAMW | BF16 | _zero(**_OFFLOADED), SHARDED),
     Variant("offload", "offload_optimizer, fp16", ADAMW | _fp16(loss_scale=128.0) | _zero(**_OFFLOADED), SHARDED),
     Variant(
         "offload",
@@ -134,7 +134,7 @@ _OFFLOAD = (
 )
 
 _COMMUNICATION = (
-    Variant("communication", "overlap_comm, fp32", _zero(overlap_comm=True), SHARDED, quick=(1, 2)),
+    Variant("communication", "overlap_comm, fp32", _zero(overlap_comm=True), SHARDED, quick=(1,)),
     Variant("communication", "overlap_comm, bf16", BF16 | _zero(overlap_comm=True), SHARDED),
     Variant("communication", "overlap_comm: false", BF16 | _zero(overlap_comm=False), SHARDED),
     Variant("communication", "contiguous_gradients: false", BF16 | _zero(contiguous_gradients=False), SHARDED),
@@ -146,7 +146,6 @@ _COMMUNICATION = (
         {"gradient_allreduce_op": "sum"},
         left_out={"deepspeed": NOT_BARE},
         refused=(3,),
-        quick=(1,),
     ),
     Variant("communication", "prescale_gradients", {"prescale_gradients": True} | _zero(reduce_scatter=False)),
     Variant(
@@ -256,8 +255,8 @@ _WINDOW = (
     Variant("window", "one pass", passes=1, ragged={"windows": 8}, left_out={"deepspeed": "2 ranks hold 2 rollouts"}),
     Variant("window", "one pass on each rank", passes=2, ragged={"shape": "uniform"}),
     Variant("window", "40 passes on each rank", passes=80, fields={"windows": 2}, ragged={"shape": "uniform"}),
-    Variant("window", "corrected by 0.1", passes=20, ragged={"shape": "rising"}, quick=(1, 3)),
-    Variant("window", "corrected by 3 to 8", passes=20, ragged={"shape": "falling"}, quick=(0, 2)),
+    Variant("window", "corrected by 0.1", passes=20, ragged={"shape": "rising"}, quick=(1,)),
+    Variant("window", "corrected by 3 to 8", passes=20, ragged={"shape": "falling"}, quick=(0,)),
     Variant("window", "corrected by 0.1, bf16", BF16, passes=20, ragged={"shape": "rising"}),
     Variant("window", "corrected by 3 to 8, bf16", BF16, passes=20, ragged={"shape": "falling"}),
     Variant("window", "weight: rollout", _section(loss_weight="rollout")),
