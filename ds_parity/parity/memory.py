@@ -9,15 +9,20 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+# What the profiler calls a node of the graph as backward runs it.
+_BACKWARD = "autograd::engine::evaluate_function"
+
 
 class Peaks:
     """Watches allocations in up to two windows after the first, what writes a step down left out.
 
+    On a CPU: what is held from the end of a window's last backward on, where gradients are reduced and stepped. Before that
+    a small model's activations hide its gradients: a second copy of them was not to be seen in the peak of the whole window.
     On a CPU the profiler sees this thread only: memory that a thread of a collective frees seems to stay, so a figure can
     be too great by chance, and never too small.
 
     Attributes:
-        bytes: for each window, what it held at most above what was held at its start.
+        bytes: for each window, what it held at most (on a CPU: after its last backward) above what was held at its start.
         parameters: how many numbers the model holds.
     """
 
@@ -62,14 +67,21 @@ class _Profiled:
 
     def end(self) -> int:
         self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return greatest(self._profile)
+        return greatest(self._profile, after_backward=True)
 
 
-def greatest(profile: Any) -> int:
-    """Return the bytes that were held at most above the start of a profile that was taken with `profile_memory`."""
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+def greatest(profile: Any, *, after_backward: bool = False) -> int:
+    """Return the bytes that were held at most above the start of a profile that was taken with `profile_memory`.
+
+    Args:
+        profile: a `torch.profiler.profile` that has ended.
+        after_backward: from the end of the last backward on.
+    """
+    events = profile.profiler.kineto_results.events()
+    ends = [e.start_ns() + e.duration_ns() for e in events if e.name().startswith(_BACKWARD)] if after_backward else []
+    begin, held, peak = max(ends, default=0), 0, None
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns()):
         held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+        if event.start_ns() >= begin:
+            peak = held if peak is None else max(peak, held)
+    return held if peak is None else max(peak, 0)

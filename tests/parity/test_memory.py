@@ -40,3 +40,20 @@ def test_a_copy_that_is_kept_shows():
             del copy
         peaks.end()
     assert copied.bytes[0] - alone.bytes[0] == 40_000
+
+
+def test_activations_of_the_passes_hide_no_copy_that_a_step_makes():
+    """In the peak of the whole window a second copy of a small model's gradients is not to be seen."""
+    alone, copying = Peaks(), Peaks()
+    for peaks in (alone, copying):
+        weight = torch.nn.Parameter(torch.ones(1000))
+        for _ in range(2):
+            peaks.before(KEPT)
+            peaks.after(KEPT)
+            (torch.ones(300, 1000) * weight).exp().sum().backward()
+            copy = weight.grad.clone() if peaks is copying else None
+            weight.data.sub_(weight.grad)
+            del copy
+        peaks.end()
+    assert copying.bytes[0] - alone.bytes[0] == 4000
+    assert alone.bytes[0] < 300_000
