@@ -71,6 +71,8 @@ def _by_name(config: dict[str, Any], parameters: list[Any]) -> torch.optim.Optim
             "torch.optim has; choose one of these for the comparison"
         )
     options = {name: value for name, value in section.get("params", {}).items() if name not in _DEEPSPEEDS}
+    if kind.lower() in ("adam", "adamw") and not section.get("params", {}).get("torch_adam"):
+        options.setdefault("weight_decay", 0.0)  # DeepSpeed's own kernels don't decay by default, torch's AdamW does
     if kind.lower() == "adam" and not section.get("params", {}).get("adam_w_mode", True):
         found = torch.optim.Adam
     return found(parameters, **options)  # type: ignore[no-any-return]
