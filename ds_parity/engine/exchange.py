@@ -191,6 +191,11 @@ class Pending:
     work: Sum | None
     slots: Sequence[Slot] = ()
 
+    def proceed(self) -> None:
+        """Answer ranks that wait for it from now on, whatever this one does before it waits."""
+        if self.work is not None:
+            self.work.proceed()
+
     def wait(self) -> list[Known]:
         """Return what the passes held over all ranks.
 

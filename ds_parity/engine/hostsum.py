@@ -8,6 +8,8 @@ a ring, in a number of steps that grows with the ranks; for two it took 1.5 ms h
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any
 
 import torch
@@ -44,9 +46,10 @@ class HostSum:
         running.begin()
         return running
 
-    def ended(self) -> None:
-        """Note that the sum under way has come to its end, or failed."""
-        _RUNNING.pop(self._group, None)
+    def ended(self, running: Sum) -> None:
+        """Note that a sum has come to its end, or failed."""
+        if _RUNNING.get(self._group) is running:
+            del _RUNNING[self._group]
 
     def partner(self, round_number: int) -> int | None:
         """Return whom this rank swaps with in a round, None after the last one."""
@@ -84,7 +87,7 @@ class Sum:
         self._over = over
         self._vector = vector
         self._sent: list[Any] = []
-        self._result: torch.Tensor | None = None
+        self._result: Future[torch.Tensor] | None = None
 
     def begin(self) -> None:
         """Send the first vector, where nothing has to come in before."""
@@ -95,16 +98,32 @@ class Sum:
         elif over.fold is None and first is not None:
             self._sent.append(over.send(self._vector, first, 0))
 
+    def proceed(self) -> None:
+        """Go on in a thread: a rank that waits for the sum must not wait for what this one does before it waits too."""
+        if self._result is None:
+            self._result = Future()
+            Thread(target=self._come_to_an_end, args=(self._result,), daemon=True).start()
+
     def wait(self) -> torch.Tensor:
         """Return the sum; again, where it is asked again.
 
         Raises:
             RuntimeError: a rank is gone, or did not come within the group's timeout.
         """
-        if self._result is not None:
-            return self._result
+        self._over.ended(self)
+        if self._result is None:
+            self._result = Future()
+            self._come_to_an_end(self._result)
+        return self._result.result()
+
+    def _come_to_an_end(self, result: Future[torch.Tensor]) -> None:
+        try:
+            result.set_result(self._summed())
+        except Exception as error:
+            result.set_exception(error)
+
+    def _summed(self) -> torch.Tensor:
         over, vector = self._over, self._vector
-        over.ended()
         if over.beyond:
             assert over.fold is not None
             vector = over.receive(vector, over.fold, self._UNFOLD)
@@ -112,7 +131,6 @@ class Sum:
             vector = self._doubled(vector)
         for work in self._sent:
             work.wait()
-        self._result = vector
         return vector
 
     def _doubled(self, vector: torch.Tensor) -> torch.Tensor:

@@ -92,11 +92,15 @@ class PassQueue:
         # A window starts with at least a chunk known; chunks follow each other, each pass exchanged once.
         wanted = self._chunk if self._driver.ledger.window.passes == 0 else 1
         while len(self._queue) < wanted and not self._all_dry:
-            self._announce()
+            pending = self._announce()
             if self._chunk > 1 or self._dry:
                 self._learn()
+            else:
+                # This rank goes into its forward; one whose stream has ended waits to hear whether there is a pass at
+                # all, and ZeRO 3's forward waits for that one.
+                pending.proceed()
 
-    def _announce(self) -> None:
+    def _announce(self) -> Pending:
         read = self._read()
         padding = self._chunk - len(read)
         stuck = padding > 0 and not read and self._smallest is None
@@ -106,6 +110,7 @@ class PassQueue:
         self._unknown = read
         self._queue.extend(read)
         self._pending = self._driver.announce(slots)
+        return self._pending
 
     def _read(self) -> list[_Planned]:
         read: list[_Planned] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,10 +45,8 @@ def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Aro
             ran = ENGINES[engine](wanted, recorder if around is None else _watched(recorder, around))
         if not alone_on_first:
             ran.destroy()
-        del ran
     if alone_on_first:
         dist.barrier()
-    gc.collect()
     return {"scenario": wanted.name, "engine": engine}
 
 

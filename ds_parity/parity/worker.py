@@ -5,6 +5,7 @@ Started as `deepspeed --module ds_parity.parity.worker JOB`; what it says goes t
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ def main(path: str) -> int:
     with says.open("a", buffering=1) as out:
         for number, call in enumerate(job["calls"]):
             _say(out, {"started": number, "title": call["title"]})
+            _settle()
             begun = time.perf_counter()
             try:
                 result = resolve(call["function"])(**call["arguments"])
@@ -51,6 +53,13 @@ def _make_repeatable() -> None:
     # Kernels that add in a random order would part two runs of the same engine, and EXACT means bit for bit.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in its stubs
+
+
+def _settle() -> None:
+    # Engines hold each other in cycles, so what the call before left is collected. What stays then stays for good: the
+    # imports' 300,000 objects, and DeepSpeed's ZeRO 3 engines (0.19.8); frozen, they cost later collections nothing.
+    gc.collect()
+    gc.freeze()
 
 
 def _say(out: Any, line: dict[str, Any]) -> None:

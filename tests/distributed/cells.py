@@ -55,6 +55,14 @@ def streams(stage, dtype):
     return Scenario(f"streams-{stage}-{dtype}", extended, shape="overshoot", drive="passes", windows=4, seed=4, **TINY)
 
 
+def dry(stage, ranks):
+    """Streams that run dry at different times, nothing known ahead: who waits to hear of a pass may be in no forward."""
+    extended = config(stage, loss_weight="token")
+    return Scenario(
+        f"dry-{stage}-{ranks}", extended, ranks, shape="overshoot", drive="passes", windows=4, seed=4, **TINY
+    )
+
+
 def summed(stage):
     """A loss that is a sum over its tokens, corrected at the boundary."""
     extended = config(stage, loss_weight="token", loss_reduction="sum")
@@ -82,6 +90,7 @@ RUNS = [
     *[(streams(*cell), ("deepspeed-loop", "torch", "ds_parity")) for cell in product(STAGES, DTYPES)],
     *[(summed(stage), ("deepspeed-loop", "torch", "ds_parity")) for stage in STAGES],
 ]
+DRY = [(stage, ("deepspeed-loop", "ds_parity")) for stage in STAGES]
 CONTROLS = [(ragged(stage, "fp32", weight), "mean-of-micro-batches") for stage, weight in product(STAGES, WEIGHTS[:2])]
 PROBES = [
     *[(probed(*cell), "ds_parity.parity.candidate:run") for cell in product(STAGES, DTYPES, WEIGHTS)],

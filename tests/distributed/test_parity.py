@@ -49,6 +49,15 @@ def test_streams_with_look_ahead_step_alike(two_ranks, stage, dtype, reference, 
     assert_equal(two_ranks, cells.streams(stage, dtype), reference, tier)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", cells.STAGES)
+def test_streams_without_look_ahead_step_alike_and_come_to_an_end(two_ranks, four_ranks, stage, ranks):
+    """Seen to hang on ZeRO 3, whose forward waits for all, while a rank without data waited to hear of the pass."""
+    launched, scenario = {2: two_ranks, 4: four_ranks}[ranks], cells.dry(stage, ranks)
+    assert_equal(launched, scenario, "deepspeed-loop", Tier.EXACT)
+    assert any(step.idle_passes for step in launched.trace(scenario, "ds_parity").steps)
+
+
 @pytest.mark.parametrize(("reference", "tier"), [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)])
 @pytest.mark.parametrize("path", cells.READY, ids=lambda path: path.stem)
 def test_every_ready_configuration_steps_right(two_ranks, path, reference, tier):

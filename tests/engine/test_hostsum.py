@@ -102,3 +102,27 @@ def test_the_own_vector_is_left_as_it_was():
     vectors = [torch.tensor([1]), torch.tensor([2])]
     summed(2, vectors)
     assert [int(vector) for vector in vectors] == [1, 2]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_a_rank_that_waits_needs_the_others_only_to_proceed(ranks):
+    """They may be in a forward that waits for the one that waits."""
+    lines = Lines()
+    sums = [Line(rank, ranks, lines).start(torch.tensor([2**rank])) for rank in range(ranks)]
+    for one in sums[:-1]:
+        one.proceed()
+        one.proceed()
+    assert [int(one.wait()) for one in reversed(sums)] == [2**ranks - 1] * ranks
+    assert all(line.empty() for line in lines.values())
+
+
+def test_a_sum_that_fails_in_its_thread_fails_where_it_is_waited_for():
+    def gone(like, source, tag):
+        raise RuntimeError("connection closed by peer")
+
+    member = Line(0, 2, Lines())
+    member.receive = gone
+    running = member.start(torch.tensor([1]))
+    running.proceed()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        running.wait()
