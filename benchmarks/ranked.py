@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.parity.candidate import own_batches, stand_in
-from ds_parity.parity.memory import greatest
+from ds_parity.parity.memory import Held
 from ds_parity.parity.model import TinyDecoder
 from ds_parity.parity.oracle import weight
 from ds_parity.parity.scenario import Scenario
@@ -99,6 +99,6 @@ def memory(scenario):
 
 def _peak(run):
     gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with Held() as held:
         run()
-    return greatest(profile)
+    return held.peak

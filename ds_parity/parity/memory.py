@@ -1,87 +1,120 @@
-"""How much memory a window takes: as the accelerator's allocator counts it, or on a CPU as torch's profiler sees it."""
+"""How much memory a step takes: the bytes of every tensor that is born in a window, until it is gone, on any device."""
 
 from __future__ import annotations
 
 import gc
+import time
+import weakref
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-# What the profiler calls a node of the graph as backward runs it.
-_BACKWARD = "autograd::engine::evaluate_function"
+# A thread of a collective lets its tensors go a moment after the collective has returned.
+_PATIENCE = 0.002
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of storages that are born under it; enter it as a context.
+
+    Dispatch is watched, not the allocator: torch's profiler, which sees a CPU's allocations, doesn't see what other
+    threads free, and took what gloo's threads free for kept (in one window out of five).
+
+    Attributes:
+        now: bytes held.
+        peak: the most that was held since the start, or since it was set.
+        patience: seconds that a new peak is given to go away again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self.patience = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator; what it returns and wasn't given is new."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        known = set(map(_address, _tensors((args, kwargs))))
+        for tensor in _tensors(result):
+            if _address(tensor) not in known:
+                known.add(_address(tensor))
+                self._born(tensor.untyped_storage())
+        return result
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self.now += size
+        weakref.finalize(storage, self._gone, size)
+        if self.now > self.peak and self.patience:
+            time.sleep(self.patience)
+        self.peak = max(self.peak, self.now)
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
 
 
 class Peaks:
-    """Watches allocations in up to two windows after the first, what writes a step down left out.
+    """Watches up to two windows after the first, what writes a step down left out.
 
-    On a CPU: what is held from the end of a window's last backward on, where gradients are reduced and stepped. Before that
-    a small model's activations hide its gradients: a second copy of them was not to be seen in the peak of the whole window.
-    On a CPU the profiler sees this thread only: memory that a thread of a collective frees seems to stay, so a figure can
-    be too great by chance, and never too small.
+    Each from its last backward on, where gradients are corrected and stepped: before, activations and DeepSpeed's buckets
+    hide a copy of them.
 
     Attributes:
-        bytes: for each window, what it held at most (on a CPU: after its last backward) above what was held at its start.
+        bytes: for each window, what it held at most after its last backward, above what was held at its start.
         parameters: how many numbers the model holds.
     """
 
     def __init__(self) -> None:
         self.bytes: list[int] = []
         self.parameters = 0
-        self._watch: _Profiled | _Allocated | None = None
+        self._held: Held | None = None
+        self._unwatched = (DeepSpeedEngine.forward, DeepSpeedEngine.backward)
 
     def before(self, module: nn.Module) -> None:
         """End a window."""
-        if self._watch is not None:
-            self.bytes.append(self._watch.end())
-            self._watch = None
+        if self._held is not None:
+            self.bytes.append(self._held.peak)
+        self.end()
 
     def after(self, module: nn.Module) -> None:
         """Begin one."""
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
         if len(self.bytes) < 2:
             gc.collect()
-            self._watch = _Profiled() if get_accelerator().device_name() == "cpu" else _Allocated()
+            self._held = Held()
+            self._held.__enter__()  # type: ignore[no-untyped-call]
+            self._watch(self._held)
 
     def end(self) -> None:
-        """Throw away a window that was begun and not ended by a step."""
-        if self._watch is not None:
-            self._watch.end()
+        """Stop watching; a window that no step has ended is not counted."""
+        if self._held is not None:
+            DeepSpeedEngine.forward, DeepSpeedEngine.backward = self._unwatched
+            self._held.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._held = None
+
+    def _watch(self, held: Held) -> None:
+        forward, backward = self._unwatched
+
+        def entering(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            held.patience = 0.0
+            return forward(engine, *args, **kwargs)
+
+        def returning(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            result = backward(engine, *args, **kwargs)
+            time.sleep(_PATIENCE)
+            held.peak, held.patience = held.now, _PATIENCE
+            return result
+
+        DeepSpeedEngine.forward, DeepSpeedEngine.backward = entering, returning
 
 
-class _Allocated:
-    def __init__(self) -> None:
-        self._accelerator = get_accelerator()
-        self._accelerator.reset_peak_memory_stats()
-        self._start = int(self._accelerator.memory_allocated())
-
-    def end(self) -> int:
-        return int(self._accelerator.max_memory_allocated()) - self._start
+def _tensors(values: Any) -> Any:
+    return (value for value in tree_iter(values) if isinstance(value, torch.Tensor))
 
 
-class _Profiled:
-    def __init__(self) -> None:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self._profile.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> int:
-        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return greatest(self._profile, after_backward=True)
-
-
-def greatest(profile: Any, *, after_backward: bool = False) -> int:
-    """Return the bytes that were held at most above the start of a profile that was taken with `profile_memory`.
-
-    Args:
-        profile: a `torch.profiler.profile` that has ended.
-        after_backward: from the end of the last backward on.
-    """
-    events = profile.profiler.kineto_results.events()
-    ends = [e.start_ns() + e.duration_ns() for e in events if e.name().startswith(_BACKWARD)] if after_backward else []
-    begin, held, peak = max(ends, default=0), 0, None
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        if event.start_ns() >= begin:
-            peak = held if peak is None else max(peak, held)
-    return held if peak is None else max(peak, 0)
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -8,6 +8,7 @@ import ranked
 import ranked_checkpoints
 import ranked_faults
 import ranked_metrics
+import ranked_peaks
 import ranked_sequence
 import ranked_versions
 
@@ -17,7 +18,7 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_versions)
+TASKS = (ranked, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks, ranked_versions)
 
 
 def halves_call(scenario, engine, folder):
@@ -38,7 +39,9 @@ class Launched:
 
 
 def launch(folder, calls, ranks, **options):
-    results = run(Job(tuple(calls), folder / "ranks", ranks, timeout=1200, import_from=(HERE,), **options))
+    results = run(
+        Job(tuple(calls), folder / "ranks", ranks, timeout=1200, patience=400, import_from=(HERE,), **options)
+    )
     return Launched(folder, {one.title: result for one, result in zip(calls, results, strict=True)})
 
 
@@ -47,6 +50,7 @@ def two_ranks(tmp_path_factory):
     """Every scenario, probe and task that runs on two ranks."""
     folder = tmp_path_factory.mktemp("two")
     calls = [call(scenario, engine, folder) for scenario, engines in cells.RUNS for engine in engines]
+    calls += dry_calls(2, folder)
     calls += [call(scenario, control, folder) for scenario, control in cells.CONTROLS]
     calls += [halves_call(cells.ready(path), engine, folder) for path in cells.READY for engine in cells.READY_ENGINES]
     calls += [call(cells.same_windows(*cell, 2), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
@@ -60,6 +64,11 @@ def elsewhere(folder, ranks, saved):
     calls = [call(cells.same_windows(*cell, ranks), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
     places = {name: {"folder": str(folder / name), "saved": str(saved)} for name in ranked_checkpoints.ELSEWHERE}
     return [*calls, *[Call(name, f"ranked_checkpoints:{name}", arguments) for name, arguments in places.items()]]
+
+
+def dry_calls(ranks, folder):
+    """Streams without look-ahead."""
+    return [call(cells.dry(stage, ranks), engine, folder) for stage, engines in cells.DRY for engine in engines]
 
 
 def tasks(module, folder):
@@ -78,6 +87,7 @@ def four_ranks(tmp_path_factory, two_ranks):
     """The same, and everything that takes sequence-parallel groups of 2."""
     folder = tmp_path_factory.mktemp("four")
     calls = elsewhere(folder, 4, two_ranks.folder / "continued")
+    calls += dry_calls(4, folder)
     calls += [*ranked_sequence.calls(folder), *tasks(ranked_sequence, folder)]
     return launch(folder, calls, 4)
 

@@ -1,18 +1,62 @@
-"""The memory of a window: what is kept in it shows, what was there before doesn't."""
+"""The memory of a window: what is held in it shows, what was there before doesn't, whichever thread lets it go.
 
+What the watch over a step finds on real engines, and that a copy shows there, is tested in tests/distributed.
+"""
+
+import threading
+
+import pytest
 import torch
 
-from ds_parity.parity.memory import Peaks
+from ds_parity.parity.memory import Held, Peaks
 
 KEPT = torch.nn.Linear(100, 100, bias=False)
 
 
-def window(size):
-    """Hold `size` fp32 numbers at most, beside what comes and goes."""
-    held = torch.zeros(size)
-    for _ in range(3):
-        torch.ones(10) + 1
-    return held.sum()
+def test_what_is_born_counts_until_it_is_gone():
+    with Held() as held:
+        first = torch.zeros(1000)
+        second = first + 1
+        assert held.now == 8000
+        del first
+        assert held.now == 4000
+        second = second.double()
+        assert (held.now, held.peak) == (8000, 12_000)
+    del second
+
+
+def test_views_and_results_in_place_are_nothing_new():
+    before = torch.zeros(1000)
+    with Held() as held:
+        before.add_(1).view(10, 100)[3:].mul_(2)
+        assert held.peak == 0
+        parts = before.clone().chunk(4)
+        assert held.now == 4000
+        del parts
+        assert held.now == 0
+
+
+def test_what_another_thread_lets_go_is_gone():
+    """As a collective's thread does; the profiler that watched this one took it for kept."""
+    with Held() as held:
+        told, box = threading.Event(), [torch.zeros(1000)]
+        thread = threading.Thread(target=lambda: (told.wait(), box.clear()))
+        thread.start()
+        assert held.now == 4000
+        told.set()
+        thread.join()
+        assert held.now == 0
+
+
+@pytest.mark.parametrize(("patience", "peak"), [(0.5, 4000), (0.0, 8000)])
+def test_a_peak_that_goes_away_again_at_once_is_none(patience, peak):
+    with Held() as held:
+        box = [torch.zeros(1000)]
+        held.patience = patience
+        threading.Timer(0.05, box.clear).start()
+        next_one = torch.zeros(1000)
+        assert held.peak == peak
+    del next_one
 
 
 def test_a_window_is_measured_between_two_steps_and_at_most_two_are():
@@ -22,38 +66,7 @@ def test_a_window_is_measured_between_two_steps_and_at_most_two_are():
         outside = torch.zeros(1_000_000)  # what a recorder takes between two windows
         del outside
         peaks.after(KEPT)
-        window(50_000)
+        torch.zeros(50_000)
     peaks.end()
-    assert len(peaks.bytes) == 2
-    assert all(200_000 <= peak < 210_000 for peak in peaks.bytes)
+    assert peaks.bytes == [200_000, 200_000]
     assert peaks.parameters == 10_000
-
-
-def test_a_copy_that_is_kept_shows():
-    alone, copied = Peaks(), Peaks()
-    for peaks in (alone, copied):
-        for _ in range(2):
-            peaks.before(KEPT)
-            peaks.after(KEPT)
-            copy = torch.zeros(10_000) if peaks is copied else None
-            window(50_000)
-            del copy
-        peaks.end()
-    assert copied.bytes[0] - alone.bytes[0] == 40_000
-
-
-def test_activations_of_the_passes_hide_no_copy_that_a_step_makes():
-    """In the peak of the whole window a second copy of a small model's gradients is not to be seen."""
-    alone, copying = Peaks(), Peaks()
-    for peaks in (alone, copying):
-        weight = torch.nn.Parameter(torch.ones(1000))
-        for _ in range(2):
-            peaks.before(KEPT)
-            peaks.after(KEPT)
-            (torch.ones(300, 1000) * weight).exp().sum().backward()
-            copy = weight.grad.clone() if peaks is copying else None
-            weight.data.sub_(weight.grad)
-            del copy
-        peaks.end()
-    assert 3990 < copying.bytes[0] - alone.bytes[0] <= 4000  # scalars of the graph are freed before the copy is made
-    assert alone.bytes[0] < 300_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
 from typing import Any
 
@@ -57,5 +56,3 @@ def _tried(action: Any) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         return {"raised": f"{type(error).__name__}: {error}"}
-    finally:
-        gc.collect()
