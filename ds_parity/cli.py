@@ -19,7 +19,7 @@ from ds_parity.errors import ConfigError, DsParityError
 
 if TYPE_CHECKING:
     from ds_parity.parity.compare import Comparison
-    from ds_parity.parity.probe import ProbeResult
+    from ds_parity.parity.decomposition import ProbeResult
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # A pipe has no width of its own, and 80 columns would cut numbers short.
@@ -99,6 +99,7 @@ def verify(
                 "equal": verified.equal,
                 "outcomes": {outcome.title: _plain(outcome.comparison) for outcome in verified.outcomes},
                 "left_out": verified.left_out,
+                "accelerator": verified.accelerator,
             }
         )
     else:
@@ -106,6 +107,7 @@ def verify(
             _show(outcome.comparison, outcome.title)
         for reason in verified.left_out:
             out.print(f"left out: {reason}", markup=False, soft_wrap=True)
+        out.print(f"ran on: {verified.accelerator}", markup=False, highlight=False, soft_wrap=True)
         out.print(f"traces: {folder}", markup=False, highlight=False)
         _verdict(verified.equal, "every step is equal" if verified.equal else "the runs differ")
     raise typer.Exit(0 if verified.equal else 1)
@@ -237,6 +239,9 @@ def _show_probe(result: ProbeResult) -> None:
     from ds_parity.parity.tables import coefficients
 
     out.print(coefficients(result.measured, result.expected))
+    if result.alike:
+        alike = f"{result.alike} have the gradient of another micro-batch: of those, only the sum was measured"
+        out.print(alike, highlight=False)
     out.print(f"unexplained by any combination of the gradients: {result.residual:.2g} of the update", highlight=False)
 
 

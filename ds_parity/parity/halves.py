@@ -12,10 +12,26 @@ from contextlib import contextmanager
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 
+_EMULATED = ", fp16 computed by torch although DeepSpeed says that this processor can't"
+
 
 @contextmanager
-def fp16_allowed() -> Iterator[bool]:
-    """Let DeepSpeed build and run fp16 engines inside, whatever its accelerator says; yields whether it had said no.
+def experiment() -> Iterator[None]:
+    """Inside, an engine of any precision is built and run as in a process of its own."""
+    forget_autocast()
+    with fp16_allowed():
+        yield
+
+
+def accelerator(dtype: str) -> str:
+    """Return what an engine of a type runs on, and, where it does so by `fp16_allowed` alone, that it does."""
+    known = get_accelerator()
+    return str(known.device_name()) + (_EMULATED if dtype == "fp16" and not known.is_fp16_supported() else "")
+
+
+@contextmanager
+def fp16_allowed() -> Iterator[None]:
+    """Let DeepSpeed build and run fp16 engines inside, whatever its accelerator says.
 
     The question is asked while an engine is built (engine.py, `_do_sanity_check`, 0.19.8), and in every reduction on ZeRO 0
     (`supported_dtypes()` in `split_half_float_double_sparse`): engines are to be run inside too.
@@ -25,7 +41,7 @@ def fp16_allowed() -> Iterator[bool]:
     if denied:
         accelerator.is_fp16_supported = lambda: True  # on the one accelerator object, in front of its class's answer
     try:
-        yield denied
+        yield
     finally:
         if denied:
             del accelerator.is_fp16_supported

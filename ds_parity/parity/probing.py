@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
 from ds_parity.parity.launch import Call, Job, run
-from ds_parity.parity.probe import TOLERANCE, ProbeResult
 from ds_parity.parity.scenario import Scenario
 
 

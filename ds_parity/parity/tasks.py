@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import nn
 
-from ds_parity.parity import candidate
+from ds_parity.parity import candidate, halves
 from ds_parity.parity.candidate import Record
 from ds_parity.parity.controls import mean_of_micro_batches
 from ds_parity.parity.recording import Recorder
@@ -37,17 +37,21 @@ class Around(Protocol):
 
 
 def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Around | None = None) -> dict[str, Any]:
-    """Run one scenario with one engine; the trace lies at `folder`/scenario name/`engine`.jsonl."""
+    """Run one scenario with one engine; the trace lies at `folder`/scenario name/`engine`.jsonl.
+
+    Returns:
+        `accelerator`: what it ran on.
+    """
     wanted = Scenario.from_json(scenario)
     alone_on_first = engine == "torch"
     if not alone_on_first or dist.get_rank() == 0:
-        with Recorder(Path(folder), wanted, engine) as recorder:
+        with halves.experiment(), Recorder(Path(folder), wanted, engine) as recorder:
             ran = ENGINES[engine](wanted, recorder if around is None else _watched(recorder, around))
         if not alone_on_first:
             ran.destroy()
     if alone_on_first:
         dist.barrier()
-    return {"scenario": wanted.name, "engine": engine}
+    return {"accelerator": halves.accelerator(wanted.dtype)}
 
 
 def _watched(record: Record, around: Around) -> Record:

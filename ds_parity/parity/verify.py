@@ -35,10 +35,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verification:
-    """All outcomes; `left_out` says why a comparison could not be made."""
+    """All outcomes.
+
+    Attributes:
+        outcomes: the comparisons.
+        left_out: why a comparison could not be made.
+        accelerator: what the engines ran on.
+    """
 
     outcomes: tuple[Outcome, ...]
     left_out: tuple[str, ...]
+    accelerator: str
 
     @property
     def equal(self) -> bool:
@@ -66,10 +73,15 @@ def scenarios(
     return [(uniform, ("deepspeed",)), *wanted], []
 
 
+def title(scenario: Scenario, engine: str) -> str:
+    """Return the title of the call that runs a scenario with an engine."""
+    return f"{scenario.name}: {engine}"
+
+
 def call(scenario: Scenario, engine: str, folder: Path) -> Call:
     """Return the call that leaves the trace of a scenario, as an engine runs it, in `folder`."""
     arguments = {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)}
-    return Call(f"{scenario.name}: {engine}", "ds_parity.parity.tasks:run_scenario", arguments)
+    return Call(title(scenario, engine), "ds_parity.parity.tasks:run_scenario", arguments)
 
 
 def calls(runs: list[tuple[Scenario, tuple[str, ...]]], folder: Path) -> tuple[Call, ...]:
@@ -104,9 +116,9 @@ def verify(
     """
     runs, left_out = scenarios(config, ranks, **options)
     folder = folder.resolve()
-    run(Job(calls(runs, folder), folder / "ranks", ranks, timeout), progress)
+    ran = run(Job(calls(runs, folder), folder / "ranks", ranks, timeout), progress)
     outcomes = [outcome(scenario, reference, folder) for scenario, references in runs for reference in references]
-    return Verification(tuple(outcomes), tuple(left_out))
+    return Verification(tuple(outcomes), tuple(left_out), ran[0]["accelerator"])
 
 
 def outcome(scenario: Scenario, reference: str, folder: Path, candidate: str = "ds_parity") -> Outcome:

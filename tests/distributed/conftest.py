@@ -21,12 +21,6 @@ HERE = str(Path(__file__).parent)
 TASKS = (ranked, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks, ranked_versions)
 
 
-def halves_call(scenario, engine, folder):
-    """A call that may run in fp16 on a processor that DeepSpeed says can't."""
-    arguments = {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)}
-    return Call(f"{scenario.name}: {engine}", "ds_parity.parity.matrix.attempt:run", arguments)
-
-
 class Launched:
     """Traces and results that a set of ranks left behind."""
 
@@ -52,7 +46,7 @@ def two_ranks(tmp_path_factory):
     calls = [call(scenario, engine, folder) for scenario, engines in cells.RUNS for engine in engines]
     calls += dry_calls(2, folder)
     calls += [call(scenario, control, folder) for scenario, control in cells.CONTROLS]
-    calls += [halves_call(cells.ready(path), engine, folder) for path in cells.READY for engine in cells.READY_ENGINES]
+    calls += [call(cells.ready(path), engine, folder) for path in cells.READY for engine in cells.READY_ENGINES]
     calls += [call(cells.same_windows(*cell, 2), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
     calls += [cells.probe_call(scenario, subject) for scenario, subject in cells.PROBES]
     calls += [one for module in TASKS for one in tasks(module, folder)]

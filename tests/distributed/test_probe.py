@@ -4,7 +4,7 @@ import cells
 import numpy as np
 import pytest
 
-from ds_parity.parity.probe import TOLERANCE, ProbeResult
+from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
 
 pytestmark = pytest.mark.ranks
 OURS = "ds_parity.parity.candidate:run"

@@ -8,7 +8,7 @@ import ranked_sequence
 from test_parity import assert_equal
 
 from ds_parity.parity.bounds import Tier
-from ds_parity.parity.probe import TOLERANCE, ProbeResult
+from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
 
 pytestmark = pytest.mark.ranks
 TIERS = [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)]

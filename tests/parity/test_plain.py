@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from ds_parity.errors import ConfigError
 from ds_parity.parity.matrix import subjects
 from ds_parity.parity.model import build_tiny
-from ds_parity.parity.references.plain import ByHand, Lion, optimizer_and_scheduler
+from ds_parity.parity.references.plain import ByHand, CPULion, Lion, optimizer_and_scheduler
 from ds_parity.parity.scenario import Scenario
 
 SETUPS = "ds_parity.parity.matrix.subjects"
@@ -84,10 +84,21 @@ def test_lion_takes_the_sign_of_an_average_and_decays_apart_from_it():
     torch.testing.assert_close(lion.state[parameter]["momentum"], torch.tensor([0.003, -0.04]))
 
 
+def test_lion_offloaded_is_deepspeeds_kernel_which_gives_0_a_sign():
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert type(of(with_optimizer("Lion", lr=0.5) | offloaded)[0]) is CPULion
+    for kind, moved in ((Lion, [0.0, -0.5, 0.5]), (CPULion, [-0.5, -0.5, 0.5])):
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.tensor([0.0, 1.0, -1.0])
+        kind([parameter], lr=0.5).step()
+        assert parameter.tolist() == moved
+
+
 def test_by_hand_a_function_of_the_step_stands_at_a_fraction_and_others_take_whole_steps():
     def rate_of(make, shares):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         by_hand = ByHand(make(optimizer))
+        optimizer.step()
         for share in shares:
             by_hand.advance(Fraction(share))
         return optimizer.param_groups[0]["lr"]

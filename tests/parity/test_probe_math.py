@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ds_parity.parity.probe import TOLERANCE, decompose
+from ds_parity.parity.decomposition import TOLERANCE, decompose
 
 EXPECTED = [[0.1, 0.2], [0.3, 0.1], [0.1, 0.2]]  # three passes, two ranks
 
@@ -78,8 +78,38 @@ def test_gradients_that_are_nearly_sums_of_others_are_flagged_though_the_coeffic
     expected = [[0.25, 0.25], [0.25, 0.25]]
     found = decompose(update(expected, rows), rows, expected)
     assert found.condition > 1e4
+    assert "can't be told" in found.pattern
+    assert found.alike == 0
     assert found.error < 1e-5
     assert not found.within(1.0)
+
+
+def with_equals():
+    """Six gradients, of which the fourth is the first again and the sixth twice the second, the other way."""
+    rows = gradients()
+    rows[3], rows[5] = rows[0], -2 * rows[1]
+    rows[[3, 5]] *= 1 + 1e-8 * np.random.default_rng(1).normal(size=(2, 400))  # as fp32 rounds
+    return rows
+
+
+def test_equal_micro_batches_are_measured_by_their_sum():
+    rows = with_equals()
+    found = decompose(update(EXPECTED, rows), rows, EXPECTED)
+    assert found.alike == 2
+    assert found.within(1e-6)
+    assert found.pattern == "as expected"
+    halved = decompose(update(np.array(EXPECTED) / 2, rows), rows, EXPECTED)
+    assert not halved.within(0.1)
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_an_equal_micro_batch_that_did_not_enter_is_seen(lost):
+    rows = with_equals()
+    entered = np.array(EXPECTED).reshape(-1)
+    entered[lost] = 0.0
+    found = decompose(update(entered, rows), rows, EXPECTED)
+    assert not found.within(0.02)
+    assert found.residual < 1e-6
 
 
 def test_more_gradients_than_parameters_are_flagged():

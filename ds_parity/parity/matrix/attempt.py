@@ -5,16 +5,11 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
-
 from ds_parity.parity import tasks
-from ds_parity.parity.halves import forget_autocast, fp16_allowed
+from ds_parity.parity.halves import experiment
 from ds_parity.parity.memory import Peaks
 from ds_parity.parity.probe import probe as decompose
 from ds_parity.parity.scenario import Scenario
-
-_ACCELERATOR = get_accelerator()
-_EMULATED = ", fp16 computed by torch although DeepSpeed says that this processor can't"
 
 
 def run(scenario: dict[str, Any], engine: str, folder: str, measured: bool = False) -> dict[str, Any]:
@@ -41,7 +36,8 @@ def refusal(scenario: dict[str, Any]) -> dict[str, Any]:
     """Build the engine under test and return as `raised` what it says."""
 
     def build() -> dict[str, Any]:
-        tasks.ENGINES["ds_parity"](Scenario.from_json(scenario), lambda record, module: None)
+        with experiment():
+            tasks.ENGINES["ds_parity"](Scenario.from_json(scenario), lambda record, module: None)
         return {}
 
     return _tried(build)
@@ -49,10 +45,8 @@ def refusal(scenario: dict[str, Any]) -> dict[str, Any]:
 
 def _tried(action: Any) -> dict[str, Any]:
     # A configuration fails alike on all ranks; where it doesn't, the ranks hang, and the job is ended and begun anew.
-    forget_autocast()
     try:
-        with fp16_allowed() as emulated:
-            return {**action(), "accelerator": f"{_ACCELERATOR.device_name()}{_EMULATED if emulated else ''}"}
+        return dict(action())
     except Exception as error:
         traceback.print_exc()
         return {"raised": f"{type(error).__name__}: {error}"}

@@ -55,8 +55,9 @@ class Cell:
         keeps = (self.ragged.setup or "").endswith(":frozen")
         return replace(self.ragged, name=f"{self.name}/probe", setup=self.ragged.setup if keeps else None)
 
+    @cached_property
     def refusal(self) -> str | None:
-        """Return why ds_parity refuses the configuration, None where it doesn't (the engine may still)."""
+        """Why ds_parity refuses the configuration, None where it doesn't (the engine may still)."""
         try:
             rewrite(self.ragged.config, self.ranks)
         except ConfigError as error:

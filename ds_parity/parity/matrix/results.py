@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import DsParityError
+from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
 from ds_parity.parity.matrix.cells import CHECKS, Cell
 from ds_parity.parity.matrix.faults import FAULTS
-from ds_parity.parity.matrix.run import Answers, title
-from ds_parity.parity.probe import TOLERANCE, ProbeResult
+from ds_parity.parity.matrix.run import Answers, calls_of
 from ds_parity.parity.scenario import Scenario
 from ds_parity.parity.tables import sentence
-from ds_parity.parity.verify import outcome
+from ds_parity.parity.verify import outcome, title
 
 # A second copy of the gradients would be 1; a window's other allocations differed by less than 0.001.
 _MEMORY = 0.1
@@ -73,9 +73,9 @@ class Result:
 
 def judge(cell: Cell, answers: Answers, folder: Path) -> Result:
     """Return what the answers and traces of a cell come to."""
-    mine = {at: answer for at, answer in answers.items() if at.split("/")[0].split(":")[0] == cell.name}
+    mine = {at: answers[at] for at in (one.title for one in calls_of(cell, folder)) if at in answers}
     seconds = sum(answer.get("seconds", 0.0) for answer in mine.values())
-    refused = cell.refusal() or _engine_refusal(cell, mine)
+    refused = cell.refusal or _engine_refusal(cell, mine)
     if refused is not None:
         return Result(cell, (_refusal(cell, refused),), seconds)
     if cell.stage in cell.variant.refused:
@@ -124,7 +124,7 @@ def _answer(answers: Answers, at: str) -> dict[str, Any]:
 
 def _probe(cell: Cell, answers: Answers) -> Finding:
     answer = _answer(answers, cell.probed.name)
-    result = ProbeResult(**{name: answer[name] for name in ProbeResult.__dataclass_fields__})
+    result = ProbeResult(**{name: value for name, value in answer.items() if name != "seconds"})
     limit = TOLERANCE[cell.probed.dtype]
     detail = f"{result.pattern} (greatest error {result.error:.2g} of {limit:g} allowed)"
     return Finding("probe", Status.RIGHT if result.within(limit) else Status.DIFFERS, detail)

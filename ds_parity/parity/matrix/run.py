@@ -11,6 +11,7 @@ from ds_parity.errors import HarnessError
 from ds_parity.parity.launch import Call, Job, run, said
 from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.verify import title
 
 Progress = Callable[[int, str], None]
 Answers = dict[str, dict[str, Any]]
@@ -21,7 +22,7 @@ _ATTEMPT = "ds_parity.parity.matrix.attempt"
 
 def calls_of(cell: Cell, folder: Path) -> tuple[Call, ...]:
     """Return what ranks run for a cell; titles say which answer is whose."""
-    if cell.refusal() is not None:
+    if cell.refusal is not None:
         return ()
     if cell.stage in cell.variant.refused:
         return (Call(f"{cell.name}: refusal", f"{_ATTEMPT}:refusal", {"scenario": cell.ragged.to_json()}),)
@@ -34,11 +35,6 @@ def calls_of(cell: Cell, folder: Path) -> tuple[Call, ...]:
         arguments = {"scenario": cell.probed.to_json(), "subject": _SUBJECT}
         calls.append(Call(cell.probed.name, f"{_ATTEMPT}:probe", arguments))
     return tuple(calls)
-
-
-def title(scenario: Scenario, engine: str) -> str:
-    """Return the title of the call that runs a scenario with an engine."""
-    return f"{scenario.name}: {engine}"
 
 
 def run_cells(
@@ -60,7 +56,7 @@ def run_cells(
             job = Job(tuple(calls), folder / f"ranks{ranks}-{launches}", ranks, 3600.0, patience=patience)
             left = _launch(job, answers, progress)
             if len(left) == len(calls):
-                raise HarnessError(f"the ranks could not be started: {answers[calls[0].title]['error']}")
+                raise HarnessError(f"the ranks could not be started: {answers[calls[0].title]['raised']}")
             calls, launches = list(left), launches + 1
     return answers
 

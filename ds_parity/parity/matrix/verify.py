@@ -99,5 +99,5 @@ def _plain(result: Result) -> dict[str, Any]:
 
 def _facts(answers: dict[str, dict[str, Any]]) -> dict[str, str]:
     facts = {name: version(name) for name in ("ds_parity", "deepspeed", "torch")}
-    told = next((answer["accelerator"] for answer in answers.values() if "accelerator" in answer), "unknown")
-    return facts | {"accelerator": told}
+    told = {answer["accelerator"] for answer in answers.values() if "accelerator" in answer}
+    return facts | {"accelerator": max(told, key=len, default="unknown")}  # the longest says how fp16 was run, too

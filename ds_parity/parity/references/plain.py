@@ -14,10 +14,13 @@ from ds_parity.parity.scenario import Scenario
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): torch has none, and DeepSpeed builds one."""
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): torch has none, and DeepSpeed builds one.
+
+    Defaults are DeepSpeed's (ops/lion, 0.19.8), not the paper's.
+    """
 
     def __init__(
-        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
@@ -28,9 +31,26 @@ class Lion(torch.optim.Optimizer):
             ours, kept = group["betas"]
             for parameter in (p for p in group["params"] if p.grad is not None):
                 momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                direction = (momentum * ours + parameter.grad * (1 - ours)).sign()
+                direction = self.sign(momentum * ours + parameter.grad * (1 - ours))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
                 momentum.mul_(kept).add_(parameter.grad, alpha=1 - kept)
+
+    @staticmethod
+    def sign(momentum: torch.Tensor) -> torch.Tensor:
+        """Return which way each weight goes: -1, 0 or 1."""
+        return momentum.sign()
+
+
+class CPULion(Lion):
+    """Lion as DeepSpeed's CPU kernel has it: 0 has a sign (tools/deepspeed_faults/lion_moves_unused_weights.py).
+
+    What an optimizer makes of a gradient is DeepSpeed's, as its schedules are; the comparison is about the gradient.
+    """
+
+    @staticmethod
+    def sign(momentum: torch.Tensor) -> torch.Tensor:
+        """Return which way each weight goes: -1 or 1."""
+        return torch.copysign(torch.ones_like(momentum), momentum)
 
 
 # DeepSpeed's "Adam" decouples its weight decay unless adam_w_mode says otherwise (engine.py, 0.19.8).
@@ -73,6 +93,11 @@ def _by_name(config: dict[str, Any], parameters: list[Any]) -> torch.optim.Optim
     options = {name: value for name, value in section.get("params", {}).items() if name not in _DEEPSPEEDS}
     if kind.lower() in ("adam", "adamw") and not section.get("params", {}).get("torch_adam"):
         options.setdefault("weight_decay", 0.0)  # DeepSpeed's own kernels don't decay by default, torch's AdamW does
+    if (
+        kind.lower() == "lion"
+        and config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "cpu"
+    ):
+        found = CPULion
     if kind.lower() == "adam" and not section.get("params", {}).get("adam_w_mode", True):
         found = torch.optim.Adam
     return found(parameters, **options)  # type: ignore[no-any-return]

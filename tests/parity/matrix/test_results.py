@@ -19,6 +19,7 @@ GOOD_PROBE = {
     "expected": [[0.5, 0.5]],
     "residual": 0.0,
     "condition": 2.0,
+    "alike": 0,
     "error": 0.0,
     "pattern": "as expected",
 }

@@ -1,0 +1,115 @@
+"""The probe's arithmetic: an update written as a sum of gradients, and a name for what its coefficients look like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Gradients that are nearly a sum of others have no coefficients of their own.
+_WORST_CONDITION = 1e3
+_UNTOLD = "gradients are 0, or nearly sums of each other: their coefficients can't be told; probe other rollouts"
+
+# Coefficients are sums of thousands of terms, which average rounding out: the measured error is 100 times smaller.
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
+
+# Unit vectors that lie no further apart are one direction: rounding parts those of equal micro-batches by 1e-7 in fp32.
+_ONE_DIRECTION = 1e-6
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What one window came to.
+
+    Attributes:
+        measured: [pass][rank] coefficients with which micro-batches entered the step.
+        expected: [pass][rank] of w / total.
+        residual: share of the update that no combination of the gradients explains (0 to 1).
+        condition: condition number of the normalised gradients.
+        error: greatest |measured - expected|, in units of the greatest expected coefficient.
+        pattern: what the coefficients look like, in words.
+        alike: micro-batches whose gradient has the direction of another's (two equal solutions of a prompt). Only the
+            sum of such coefficients can be measured; a difference is shared among them.
+    """
+
+    measured: list[list[float]]
+    expected: list[list[float]]
+    residual: float
+    condition: float
+    error: float
+    pattern: str
+    alike: int
+
+    def within(self, tolerance: float) -> bool:
+        """Whether every coefficient is as expected, and the gradients explain the update."""
+        return self.condition <= _WORST_CONDITION and self.error <= tolerance and self.residual <= max(0.05, tolerance)
+
+
+def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[float]]) -> ProbeResult:
+    """Write `update` as a sum of the rows of `gradients`.
+
+    Args:
+        update: (P,) the step taken, as a gradient: (before - after) / lr.
+        gradients: (passes * ranks, P), zero rows for idle passes.
+        expected: [pass][rank] of w / total.
+    """
+    norms = np.linalg.norm(gradients, axis=1)
+    wanted = np.array(expected).reshape(-1)
+    live = norms > 0
+    owners, signs = _directions(gradients[live] / norms[live, None])
+    first = np.unique(owners, return_index=True)[1]
+    basis = (gradients[live] / norms[live, None])[first].T
+    solution, *_ = np.linalg.lstsq(basis, update, rcond=None)
+    # What a direction holds beyond what it should is shared among its micro-batches: the least change that explains it.
+    lengths = norms[live] * signs
+    surplus = solution - np.bincount(owners, wanted[live] * lengths)
+    coefficients = np.zeros(len(norms))
+    coefficients[live] = wanted[live] + (surplus / np.bincount(owners, lengths**2))[owners] * lengths
+    size = float(np.linalg.norm(update)) or 1.0
+    measured = coefficients.reshape(-1, len(expected[0]))
+    condition = _condition(basis, bool((~live & (wanted > 0)).any()))
+    return ProbeResult(
+        measured=measured.tolist(),
+        expected=expected,
+        residual=float(np.linalg.norm(update - basis @ solution)) / size,
+        condition=condition,
+        error=float(np.abs(coefficients - wanted).max() / wanted.max()),
+        pattern=_pattern(measured, np.array(expected)) if condition <= _WORST_CONDITION else _UNTOLD,
+        alike=len(owners) - len(first),
+    )
+
+
+def _directions(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each unit vector which direction it has, numbered from 0, and whether along it (1) or against it (-1)."""
+    cosines = units @ units.T
+    one = 2 - 2 * np.abs(cosines) <= _ONE_DIRECTION**2
+    first = one.argmax(axis=1)
+    return np.unique(first, return_inverse=True)[1], np.sign(cosines[np.arange(len(units)), first])
+
+
+def _condition(basis: np.ndarray, unexplained: bool) -> float:
+    # More directions than parameters, or none where a weight is due, have no coefficients of their own.
+    if basis.shape[1] > basis.shape[0] or unexplained:
+        return float("inf")
+    return float(np.linalg.cond(basis))
+
+
+def _pattern(measured: np.ndarray, expected: np.ndarray) -> str:  # noqa: PLR0911  # one return a pattern
+    """Name what the coefficients look like, from the plainest to the strangest; idle passes have no say."""
+    near = 0.05 * expected.max()
+    if not np.isfinite(measured).all():
+        return "the update is not finite"
+    if np.abs(measured - expected).max() <= near:
+        return "as expected"
+    if np.abs(measured).max() <= near:
+        return "nothing entered the step"
+    due = expected > 0
+    ratios = measured[due] / expected[due]
+    if np.abs(ratios - ratios.mean()).max() <= 0.05 * np.abs(ratios).max():
+        return f"all off by the same factor, {ratios.mean():.4g}"
+    passes = [np.abs(row[owed]).max() > near for row, owed in zip(measured, due, strict=True) if owed.any()]
+    if len(passes) > 1 and passes == [False] * (len(passes) - 1) + [True]:
+        return "only the last pass entered the step: the earlier ones were overwritten (last-backward-only)"
+    if len(passes) > 1 and passes == [False] + [True] * (len(passes) - 1):
+        return "the first pass is missing"
+    return "micro-batches entered with other shares than their weights"
