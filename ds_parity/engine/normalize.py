@@ -1,8 +1,9 @@
 """Dividing a loss as it goes in, and correcting the accumulated gradient at the boundary.
 
 With losses divided by the expected total E, the window's gradient stands at sum(w * grad l) / E; the step needs it
-times E / T, T the actual total. This module, schedule.py and leftout.py are the only ones that touch what DeepSpeed
-keeps to itself; all of it was read in DeepSpeed 0.19.8, and tests/engine/test_internals.py fails by name when it changes.
+times E / T, T the actual total. This module, schedule.py, leftout.py, sequence.py and counters.py are the only ones that
+touch what DeepSpeed keeps to itself; it was read in DeepSpeed 0.19.8, and tests/engine/test_internals.py fails by name
+when it changes.
 """
 
 from __future__ import annotations

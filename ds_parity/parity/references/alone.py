@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ def run(scenario: Scenario, record: Record) -> nn.Module:
     settings, layout, passes = scenario.settings, scenario.layout(), scenario.batches()
     model = _as_dtype(scenario.build(), scenario.storage).double()
     optimizer, scheduler = optimizer_and_scheduler(scenario, model)
-    by_hand, reached = ByHand(scheduler), Fraction(0)
+    by_hand = ByHand(scheduler) if scheduler is not None and settings.lr_progress == "rollout" else None
     for number, window in enumerate(plan(passes, settings), start=1):
         loss = window_loss(model, layout, window, settings)
         if loss is not None:
@@ -31,12 +30,10 @@ def run(scenario: Scenario, record: Record) -> nn.Module:
             loss.backward()  # type: ignore[no-untyped-call]
         lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
         norm = None if loss is None else _step(model, optimizer, scenario)
-        if scheduler is not None and loss is not None:
-            if settings.lr_progress == "rollout":
-                by_hand.advance(window.progress - reached)
-            else:
-                scheduler.step()
-        reached = window.progress
+        if by_hand is not None:
+            by_hand.advance(window.progress, loss is not None)
+        elif scheduler is not None and loss is not None:
+            scheduler.step()
         batches = [batch for row in passes[window.first : window.last + 1] for batch in row]
         line = StepRecord(
             step=number,

@@ -6,7 +6,6 @@ and the scheduler's position are written out here once more.
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -28,7 +27,7 @@ def run(scenario: Scenario, record: Record) -> Any:
     passes, own = scenario.batches(), own_batches(scenario)
     idle, notes = stand_in(scenario), StepNotes(engine, scenario, passes)
     by_hand = _take_scheduler(engine) if settings.lr_progress == "rollout" else None
-    windows, reached = plan(passes, settings, lookahead=_looks_ahead(scenario)), Fraction(0)
+    windows = plan(passes, settings, lookahead=_looks_ahead(scenario))
     if _looks_ahead(scenario) and max(w.last - w.first for w in windows) >= settings.lookahead:
         raise ConfigError("deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest")
     for number, window in enumerate(windows, start=1):
@@ -39,9 +38,8 @@ def run(scenario: Scenario, record: Record) -> Any:
                 engine.step()
         lr = engine.get_lr()
         norm, applied = _step(engine, window)
-        if by_hand is not None and applied:
-            by_hand.advance(window.progress - reached)
-        reached = window.progress
+        if by_hand is not None:
+            by_hand.advance(window.progress, applied)
         record(notes.record(number, window, lr, norm, applied), engine.module)
     return engine
 

@@ -116,10 +116,13 @@ class ByHand:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._progress = Fraction(0)
+        self._reached = self._progress = Fraction(0)
 
-    def advance(self, share: Fraction) -> None:
-        """Go on by the share of a target that an applied step held."""
+    def advance(self, reached: Fraction, applied: bool) -> None:
+        """Go on by what a window held, in targets, where its step was applied; `reached` is what all windows held so far."""
+        share, self._reached = reached - self._reached, reached
+        if not applied:
+            return
         before, self._progress = self._progress, self._progress + share
         if type(self._scheduler).__module__ == lr_schedules.__name__:
             self._scheduler.step(float(self._progress) - 1)
