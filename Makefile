@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # The oldest and the newest DeepSpeed of setup.cfg's range.
-VERSIONS ?= 0.18.6 0.19.8
+VERSIONS ?= 0.19.5 0.19.8
 
 .PHONY: verify matrix test lint bench test-versions upstream clean
 

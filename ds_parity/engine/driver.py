@@ -30,7 +30,6 @@ from ds_parity.engine.normalize import (
 )
 from ds_parity.engine.schedule import RolloutSchedule
 from ds_parity.engine.sequence import members_of
-from ds_parity.engine.versions import refuse_broken
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
@@ -81,7 +80,6 @@ class Driver:
         self._configuration = settings.fingerprint
         self._averaged_over = averaged_over(engine, self.ranks, peers.size)
         self._peers = peers.size
-        refuse_broken(engine.optimizer)
         self._correction = correction_for(engine.optimizer)
         self._corrects_every_step = corrects_every_step(engine)
         self.meter = Meter(torch.device(engine.device), group, exchange_group, peers.size)

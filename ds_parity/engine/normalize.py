@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -222,52 +221,32 @@ def correction_for(optimizer: Any) -> _Correction:
     )
 
 
-_FINALIZES = hasattr(DeepSpeedZeroOptimizer, "finalize_gradient_accumulation_boundary")  # since 0.19.4
-
-
 def reduce_accumulated(engine: Any) -> None:
     """Reduce what is accumulated, as the boundary's backward would have: for a window that ends without one.
 
-    This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step; since 0.19.4). With
-    `overlap_comm` ZeRO 1 leaves the reduction to hooks of the backward, so it takes what DeepSpeed does at the end of
-    `coalesce_grad_reduction` (_flush_coalesced_reduction_zero12; since 0.19.2).
+    This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step). With `overlap_comm`
+    ZeRO 1 leaves the reduction to hooks of the backward, so it takes what DeepSpeed does at the end of
+    `coalesce_grad_reduction` (_flush_coalesced_reduction_zero12).
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_partition_gradients():
-        if _FINALIZES:
-            optimizer.finalize_gradient_accumulation_boundary()
-        elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-            _pass_of_zeros_3(optimizer)
-        else:
-            _reduce_what_is_there(optimizer, fill=True)
+        optimizer.finalize_gradient_accumulation_boundary()
     elif isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm:
-        _reduce_what_is_there(optimizer, fill=False)
+        _reduce_what_is_there(optimizer)
     else:
         engine.allreduce_gradients()
 
 
-def _reduce_what_is_there(optimizer: Any, *, fill: bool) -> None:
-    # A boundary's pass without its backward. `fill`: of zeros, where gradients were reduced and taken away pass by pass.
-    if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
+def _reduce_what_is_there(optimizer: Any) -> None:
+    # A boundary's pass without its backward.
+    if not get_accelerator().resolves_data_dependency():
         optimizer.reduction_stream.synchronize()  # the reduction of the last pass may still use the buckets
     optimizer.setup_buckets()
     for index, group in enumerate(optimizer.bit16_groups):
         for param in group:
-            if fill and param.requires_grad and optimizer.get_gradient_for_reduction(param) is None:
-                setattr(param, "grad_accum" if optimizer.use_grad_accum_attribute else "grad", torch.zeros_like(param))
             if param.requires_grad and optimizer.get_gradient_for_reduction(param) is not None:
                 optimizer.reduce_ready_partitions_and_remove_grads(param, index)
     optimizer.overlapping_partition_gradients_reduce_epilogue()
-
-
-def _pass_of_zeros_3(optimizer: Any) -> None:
-    # Partitions are reduced already; with offload the boundary's pass alone copies them to where step() looks.
-    if optimizer.offload_optimizer:
-        rank = dist.get_rank(optimizer.dp_process_group)
-        params = [param for group in optimizer.fp16_groups for param in group if param.requires_grad]
-        held = [min(p.partition_numel(), max(0, p.ds_numel - rank * p.partition_numel())) for p in params]
-        zeros = [torch.zeros(size, device=get_accelerator().current_device_name()) for size in held]
-        optimizer.partition_grads(params, zeros)
 
 
 def loss_scale(engine: Any) -> float | None:
@@ -283,10 +262,7 @@ def loss_scale(engine: Any) -> float | None:
 
 
 def let_parameters_go(engine: Any) -> None:
-    """Partition what passes left gathered, as every `step()` of ZeRO 3 does first: for a boundary that takes none.
-
-    Up to 0.19.1 GatheredParameters raises on parameters that a pass has left gathered.
-    """
+    """Partition what passes left gathered, as every `step()` of ZeRO 3 does first: for a boundary that takes none."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         engine.optimizer._partition_all_parameters()
 

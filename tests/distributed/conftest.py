@@ -10,7 +10,6 @@ import ranked_faults
 import ranked_metrics
 import ranked_peaks
 import ranked_sequence
-import ranked_versions
 
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.verify import call
@@ -18,7 +17,7 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks, ranked_versions)
+TASKS = (ranked, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks)
 
 
 class Launched:

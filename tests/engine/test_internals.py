@@ -8,7 +8,6 @@ import inspect
 import re
 import textwrap
 
-import deepspeed
 import pytest
 from deepspeed.runtime import engine, lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -19,7 +18,6 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import timer
 
-DEEPSPEED = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
 ZERO = [stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3]
 
 
@@ -43,7 +41,6 @@ class TestZero:
         assert "combined_scale = clip * self.loss_scale" in source(optimizer, "unscale_and_clip_grads")
         assert "self._global_grad_norm = scaled_global_grad_norm / " in source(optimizer, "step")
 
-    @pytest.mark.skipif(DEEPSPEED < (0, 19, 4), reason="normalize does it by itself before 0.19.4")
     def test_a_window_can_be_ended_without_a_backward(self, optimizer):
         assert "self.set_gradient_accumulation_boundary(True)" in source(
             optimizer, "finalize_gradient_accumulation_boundary"
@@ -51,9 +48,8 @@ class TestZero:
 
 
 class TestABoundaryWithoutItsBackward:
-    """normalize._reduce_what_is_there and _pass_of_zeros_3."""
+    """normalize._reduce_what_is_there."""
 
-    @pytest.mark.skipif(DEEPSPEED < (0, 19, 2), reason="coalesce_grad_reduction came with 0.19.2")
     def test_deepspeed_itself_reduces_so_at_the_end_of_a_coalesced_block(self):
         flush = source(engine.DeepSpeedEngine, "_flush_coalesced_reduction_zero12")
         for line in (

@@ -4,7 +4,6 @@ import configparser
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -40,12 +39,12 @@ def test_an_unsupported_version_is_refused_at_import_of_the_engine_before_deepsp
     light, refusal, reached = imported_with("0.17.6")
     assert light == "light"
     assert "deepspeed 0.17.6 is installed" in refusal
-    assert "supports 0.18.6 and 0.19 only" in refusal
+    assert "supports 0.19.5 to below 0.20" in refusal
     assert "pip install" in refusal
     assert reached == "False"
 
 
-@pytest.mark.parametrize("version", ["0.18.6", "0.19.0", "0.19.8", "0.19.8+abc123", "0.19.9rc1", "0.19.99"])
+@pytest.mark.parametrize("version", ["0.19.5", "0.19.8", "0.19.8+abc123", "0.19.9rc1", "0.19.99"])
 def test_the_range_is_taken(version):
     versions.check_deepspeed(version)
 
@@ -54,11 +53,10 @@ def test_the_range_is_taken(version):
     "version",
     [
         "0.9.5",
-        "0.18.5",
-        "0.18.5.post1",
-        "0.18.7",
         "0.18.9",
-        "0.18.8+abc",
+        "0.19.4",
+        "0.19.4.post1",
+        "0.19.0+abc",
         "0.20.0",
         "0.20",
         "0.100.1",
@@ -75,29 +73,4 @@ def test_the_metadata_says_the_same_range():
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
     oldest, below = (".".join(map(str, numbers)) for numbers in (versions.OLDEST, versions.BELOW))
-    stuck = "".join(f"!={'.'.join(map(str, numbers))}," for numbers in versions.STUCK)
-    assert f"deepspeed>={oldest},{stuck}<{below}" in metadata["options"]["install_requires"].splitlines()
-
-
-class TestWhatOldVersionsGetWrong:
-    """DeepSpeed before 0.19.0, as its own fixed accumulation does it."""
-
-    @staticmethod
-    def wrapper(name, **held):
-        return type(name, (SimpleNamespace,), {})(**held)
-
-    def test_bf16_with_fp32_accumulation_on_zero_1(self):
-        with pytest.raises(ConfigError, match=r"7985.*install 0\.19\.0 or later"):
-            versions.refuse_broken(self.wrapper("BF16_Optimizer"), "0.18.6")
-
-    @pytest.mark.parametrize("stage", [1, 2])
-    def test_an_offloaded_optimizer_on_zero_1_and_2(self, stage):
-        wrapper = self.wrapper("DeepSpeedZeroOptimizer", cpu_offload=True, partition_gradients=stage == 2)
-        with pytest.raises(ConfigError, match=rf"offload_optimizer on ZeRO {stage} in deepspeed 0\.18\.6.*7967"):
-            versions.refuse_broken(wrapper, "0.18.6")
-
-    def test_everything_else_is_taken_and_everything_is_from_0_19_0_on(self):
-        versions.refuse_broken(self.wrapper("DeepSpeedZeroOptimizer", cpu_offload=False), "0.18.6")
-        versions.refuse_broken(self.wrapper("DeepSpeedZeroOptimizer_Stage3"), "0.18.6")
-        versions.refuse_broken(self.wrapper("BF16_Optimizer"), "0.19.0")
-        versions.refuse_broken(self.wrapper("DeepSpeedZeroOptimizer", cpu_offload=True), "0.19.0")
+    assert f"deepspeed>={oldest},<{below}" in metadata["options"]["install_requires"].splitlines()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +90,8 @@ def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
 
 
 def _refusal(cell: Cell, reason: str) -> Finding:
-    # What is wrong in this version of DeepSpeed alone is refused with its number (engine/versions.py).
-    known = cell.stage in cell.variant.refused or f"in deepspeed {version('deepspeed')}:" in reason
-    return Finding("refusal", Status.REFUSED if known else Status.DIFFERS, reason.removeprefix("1 fault: "))
+    expected = Status.REFUSED if cell.stage in cell.variant.refused else Status.DIFFERS
+    return Finding("refusal", expected, reason.removeprefix("1 fault: "))
 
 
 def _found(check: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
