@@ -15,7 +15,7 @@ from ds_parity.errors import (
     TraceError,
     WindowError,
 )
-from ds_parity.planning.records import MicroBatch, Rollout
+from ds_parity.planning import MicroBatch, Plan, Rollout, plan
 
 if TYPE_CHECKING:
     from ds_parity.engine.engine import ParityEngine
@@ -28,12 +28,14 @@ __all__ = [
     "HarnessError",
     "MicroBatch",
     "ParityEngine",
+    "Plan",
     "RankDesyncError",
     "Rollout",
     "TraceError",
     "WindowError",
     "__version__",
     "initialize",
+    "plan",
 ]
 
 
