@@ -67,6 +67,36 @@ def level(lengths: np.ndarray, bins: int) -> Bins:
     return result
 
 
+def exchange(lengths: np.ndarray, bins: Bins, capacity: int) -> Bins:
+    """Swap items of the fullest bin for shorter ones of other bins until it holds no more than `capacity`, or none helps.
+
+    Args:
+        lengths: (n,) whole numbers.
+        bins: what to begin with.
+        capacity: when to stop.
+    """
+    result: Bins = bins.copy()
+    loads = np.bincount(bins, lengths).astype(np.int64)
+    while loads.max() > capacity:
+        fullest = int(loads.argmax())
+        own = np.flatnonzero(result == fullest)
+        # How much lighter the fullest bin gets by giving one item for another, or (last column) for nothing to the emptiest.
+        emptiest = int(loads.argmin())
+        lighter = lengths[own, None] - np.append(lengths, 0)[None, :]
+        other = np.append(loads[result], loads[emptiest])
+        after = np.maximum(loads[fullest] - lighter, other[None, :] + lighter)
+        after[:, :-1][:, result == fullest] = loads[fullest]
+        give, take = np.unravel_index(after.argmin(), after.shape)
+        if after[give, take] >= loads[fullest]:
+            break
+        to = emptiest if take == len(lengths) else int(result[take])
+        loads[[fullest, to]] += np.array([-1, 1]) * lighter[give, take]
+        if take < len(lengths):
+            result[take] = fullest
+        result[own[give]] = to
+    return result
+
+
 def sorted_runs(lengths: np.ndarray, capacity: int) -> Bins:
     """Cut the items, longest first, into runs whose count times their longest is at most `capacity`: padded micro-batches.
 

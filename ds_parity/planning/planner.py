@@ -16,12 +16,15 @@ from typing import Literal
 import numpy as np
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.packing import best_fit, fill, level, level_runs, sorted_runs
+from ds_parity.planning.packing import best_fit, exchange, fill, level, level_runs, sorted_runs
 from ds_parity.planning.records import Rollout
 
 Count = Literal["rollout", "prompt"]
 Layout = Literal["packed", "padded"]
 Oversize = Literal["refuse", "own"]
+
+# In larger windows best-fit decreasing comes to the lower bound by itself, and a search takes longer than it saves.
+_SEARCHED = 4096
 
 _CHOICES = {"count": ("rollout", "prompt"), "layout": ("packed", "padded"), "oversize": ("refuse", "own")}
 
@@ -173,12 +176,18 @@ def _packed(held: np.ndarray, lengths: np.ndarray, ranks: int, max_tokens: int, 
 def _bins(lengths: np.ndarray, ranks: int, max_tokens: int, layout: Layout) -> np.ndarray:
     """Return the bin of each item: so few that they fill the fewest passes, as many as these have places for."""
     bins = sorted_runs(lengths, max_tokens) if layout == "padded" else best_fit(lengths, max_tokens)
-    places = min(-(-(int(bins.max()) + 1) // ranks) * ranks, len(lengths))
-    if layout == "padded":
-        return fill(lengths, level_runs(lengths, max_tokens, places), places)
-    levelled = level(lengths, places)
-    fits = np.bincount(levelled, lengths).max() <= max_tokens
-    return levelled if fits else fill(lengths, bins, places)
+    passes = -(-(int(bins.max()) + 1) // ranks)
+    if layout == "packed":
+        least = fewest_passes(lengths, ranks, max_tokens) if len(lengths) <= _SEARCHED else passes
+        for fewer in range(least, passes + 1):
+            levelled = level(lengths, min(fewer * ranks, len(lengths)))
+            if len(lengths) <= _SEARCHED:
+                levelled = exchange(lengths, levelled, max_tokens)
+            if np.bincount(levelled, lengths).max() <= max_tokens:
+                return levelled
+    places = min(passes * ranks, len(lengths))
+    runs = level_runs(lengths, max_tokens, places) if layout == "padded" else bins
+    return fill(lengths, runs, places)
 
 
 def _sizes(lengths: np.ndarray, bins: np.ndarray, layout: Layout) -> np.ndarray:

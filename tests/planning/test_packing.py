@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_parity.planning.packing import best_fit, fill, level, level_runs, sorted_runs
+from ds_parity.planning.packing import best_fit, exchange, fill, level, level_runs, sorted_runs
 
 CAPACITY = 20
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60).map(np.array)
@@ -87,6 +87,25 @@ def test_filling_splits_bins_and_makes_none_fuller(lengths, data):
     assert without_gap(filled)
     assert filled.max() + 1 == places
     assert loads(lengths, filled).max() <= loads(lengths, bins).max()
+
+
+@given(LENGTHS, st.data())
+def test_exchanging_keeps_the_bins_and_makes_the_fullest_no_fuller(lengths, data):
+    bins = level(lengths, data.draw(st.integers(1, len(lengths))))
+    capacity = data.draw(st.integers(1, 3 * CAPACITY))
+    exchanged = exchange(lengths, bins, capacity)
+    assert without_gap(exchanged) or loads(lengths, bins).max() > capacity
+    assert len(set(exchanged.tolist())) <= bins.max() + 1
+    assert loads(lengths, exchanged).max() <= loads(lengths, bins).max()
+    if loads(lengths, bins).max() <= capacity:
+        assert np.array_equal(exchanged, bins)
+
+
+def test_exchanging_finds_what_taking_the_longest_first_misses():
+    """Graham's worst case for two bins: 7 where 6 will do."""
+    lengths = np.array([3, 3, 2, 2, 2])
+    assert loads(lengths, level(lengths, 2)).max() == 7
+    assert loads(lengths, exchange(lengths, level(lengths, 2), 6)).max() == 6
 
 
 def small_cases():

@@ -1,6 +1,7 @@
 """A plan keeps the order of arrival, the windows and every limit, on the bundled rollouts and on any others."""
 
 import math
+import random
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_packing import fewest
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.rollouts import load_rollouts
@@ -188,6 +190,15 @@ def test_the_lower_bound_is_one(lengths, ranks):
     """It is never above the passes of any packing; here, of each rollout alone and of the plan."""
     planned = plan(rollouts_of(lengths), dp_world_size=ranks, target=len(lengths), max_tokens=40)
     assert planned.fewest_passes() <= planned.passes <= math.ceil(len(lengths) / ranks)
+
+
+def test_a_window_takes_the_fewest_passes_in_every_small_case():
+    rng = random.Random(1)
+    for _ in range(300):
+        lengths = [rng.randint(1, 20) for _ in range(rng.randint(1, 8))]
+        ranks = rng.randint(1, 2)
+        planned = plan(rollouts_of(lengths), dp_world_size=ranks, target=len(lengths), max_tokens=20)
+        assert planned.passes == math.ceil(fewest(lengths, 20, sum) / ranks), lengths
 
 
 def test_planning_needs_neither_torch_nor_deepspeed():

@@ -1,0 +1,81 @@
+"""A plan as people see it: figures that add up, a window as text, and as an image."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ds_parity.planning import Rollout, plan
+from ds_parity.planning.picture import drawn, figures, table
+
+
+def planned(lengths, **options):
+    rollouts = [Rollout("p", (7,) * length, 1) for length in lengths]
+    return plan(rollouts, **{"dp_world_size": 2, "target": len(lengths), "max_tokens": 8, **options})
+
+
+def test_figures_add_up():
+    found = figures(planned([8, 4, 4, 1, 1], layout="padded", target=5))
+    assert found["rollouts"] == 5
+    assert (found["passes"], found["fewest_passes"], found["idle_passes"]) == (2, 2, 0)
+    assert (found["computed"], found["padding"]) == (18, 0)
+    uneven = figures(planned([8, 4, 3], layout="padded"))
+    assert (uneven["computed"], uneven["padding"], uneven["waited"]) == (16, 1, 0)
+
+
+def test_a_plan_without_a_window_has_figures_too():
+    found = figures(planned([3], target=2))
+    assert (found["windows"], found["left"], found["of_fewest"], found["busiest"]) == (0, 1, None, None)
+
+
+def test_a_window_is_drawn_a_line_a_rank_and_a_character_a_pass():
+    assert drawn(planned([8, 8, 1]).windows[0], 8) == "rank    0 |█▁|\nrank    1 |█·|"
+
+
+def test_the_table_holds_twenty_windows_and_says_how_many_more():
+    shown = table(planned([1] * 23, target=1))
+    assert shown.row_count == 20
+    assert shown.caption == "and 3 more"
+
+
+def command(*arguments):
+    run = [sys.executable, "-c", "from ds_parity.cli import main; main()", "plan", *map(str, arguments)]
+    return subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    lines = [{"prompt": "1 + 1 =", "completion": "2" * length, "reward": 1} for length in (1, 5, 3, 300)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_the_command_shows_windows_and_leaves_pictures(rollouts, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib (extra: report)")
+    ran = command(rollouts, "--target", 2, "--report", tmp_path / "report")
+    assert ran.returncode == 0, ran.stderr
+    assert "window 0:\nrank    0 |" in ran.stdout
+    assert "passes: 2\n" in ran.stdout
+    assert [path.name for path in sorted((tmp_path / "report").iterdir())] == ["window0000.png", "window0001.png"]
+    assert (tmp_path / "report" / "window0000.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_json(rollouts):
+    told = json.loads(command(rollouts, "--target", 4, "--json").stdout)
+    assert (told["windows"], told["rollouts"], told["passes"]) == (1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-tokens", 100), "rollout 3 of prompt '1 + 1 =' has 309 tokens, more than max_tokens = 100"),
+        (("--count", "token"), "count is 'token'"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_2(rollouts, options, said):
+    ran = command(rollouts, *options)
+    assert ran.returncode == 2
+    assert said in ran.stderr.replace("\n", " ")
+    assert "Traceback" not in ran.stderr
