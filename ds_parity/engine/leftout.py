@@ -60,7 +60,6 @@ def _take_along_zero3(optimizer: Any) -> None:
 
 
 def _take_along_zero12(optimizer: Any) -> None:
-    compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda index: False)  # since 0.19.8
     for index, group in enumerate(optimizer.params_in_partition):
         for parameter in group:
             number = optimizer.get_param_id(parameter)
@@ -69,7 +68,7 @@ def _take_along_zero12(optimizer: Any) -> None:
             if number not in optimizer._offload_accumulated_param_ids:
                 _, _, offset, length = optimizer.grad_position[number]
                 optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, length).zero_()
-            elif compact(index):
+            elif optimizer._use_compact_grad_partition_buffer(index):
                 optimizer.copy_grads_in_partition(parameter, index)
             else:  # as _finalize_cpu_offload_gradient_accumulation does for every parameter
                 optimizer._restore_cpu_offload_grad_to_gpu(parameter)

@@ -114,12 +114,10 @@ class TestLeftOut:
         assert list(inspect.signature(optimizer._offload_grad_partition_at_boundary).parameters) == names
 
     def test_zero_1_and_2_finish_an_offloaded_window_parameter_by_parameter(self):
-        zero = stage_1_and_2.DeepSpeedZeroOptimizer
-        finish = source(zero, "_finalize_cpu_offload_gradient_accumulation")
-        compact = ["self.copy_grads_in_partition(param, group_idx)"]  # since 0.19.8
+        finish = source(stage_1_and_2.DeepSpeedZeroOptimizer, "_finalize_cpu_offload_gradient_accumulation")
         for line in (
             "not in self._offload_accumulated_param_ids",
-            *(compact if hasattr(zero, "_use_compact_grad_partition_buffer") else []),
+            "self.copy_grads_in_partition(param, group_idx)",
             "self._restore_cpu_offload_grad_to_gpu(param)",
             "self.set_norm_for_param_grad_in_gpu(param)",
             "self.update_offload_overflow_tracker_for_param_grad(param)",

@@ -39,12 +39,12 @@ def test_an_unsupported_version_is_refused_at_import_of_the_engine_before_deepsp
     light, refusal, reached = imported_with("0.17.6")
     assert light == "light"
     assert "deepspeed 0.17.6 is installed" in refusal
-    assert "supports 0.19.5 to below 0.20" in refusal
+    assert "supports 0.19.8 to below 0.20" in refusal
     assert "pip install" in refusal
     assert reached == "False"
 
 
-@pytest.mark.parametrize("version", ["0.19.5", "0.19.8", "0.19.8+abc123", "0.19.9rc1", "0.19.99"])
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.8+abc123", "0.19.9rc1", "0.19.99"])
 def test_the_range_is_taken(version):
     versions.check_deepspeed(version)
 
@@ -55,6 +55,7 @@ def test_the_range_is_taken(version):
         "0.9.5",
         "0.18.9",
         "0.19.4",
+        "0.19.7",
         "0.19.4.post1",
         "0.19.0+abc",
         "0.20.0",
