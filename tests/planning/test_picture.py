@@ -53,7 +53,6 @@ def rollouts(tmp_path):
 
 
 def test_the_command_shows_windows_and_leaves_pictures(rollouts, tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib (extra: report)")
     ran = command(rollouts, "--target", 2, "--report", tmp_path / "report")
     assert ran.returncode == 0, ran.stderr
     assert "window 0:\nrank    0 |" in ran.stdout
