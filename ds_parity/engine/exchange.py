@@ -122,7 +122,9 @@ class Exchange:
             held += [counts.rollouts, counts.prompts, counts.tokens, int(slot.active), int(slot.dry), int(slot.stuck)]
         vouched = [peers.vouch(held)] if peers.size > 1 else []
         sent = [0] * len(held) if peers.own else held
-        vector = torch.tensor([fingerprint, fingerprint * fingerprint, *sent, *vouched], dtype=torch.int64)
+        vector = torch.tensor(
+            [fingerprint, fingerprint * fingerprint, *sent, *vouched], dtype=torch.int64, device="cpu"
+        )
         if self._sum is None:
             return Pending(self, place, vector, None)
         self.collectives += 1

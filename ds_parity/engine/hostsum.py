@@ -39,7 +39,7 @@ class HostSum:
         Raises:
             RuntimeError: a rank is gone.
         """
-        left = _RUNNING.pop(self._group, None)
+        left = _RUNNING.get(self._group)
         if left is not None:
             left.wait()
         _RUNNING[self._group] = running = Sum(self, vector)
@@ -88,6 +88,7 @@ class Sum:
         self._vector = vector
         self._sent: list[Any] = []
         self._result: Future[torch.Tensor] | None = None
+        self._interrupted = False
 
     def begin(self) -> None:
         """Send the first vector, where nothing has to come in before."""
@@ -110,17 +111,25 @@ class Sum:
         Raises:
             RuntimeError: a rank is gone, or did not come within the group's timeout.
         """
-        self._over.ended(self)
         if self._result is None:
             self._result = Future()
             self._come_to_an_end(self._result)
-        return self._result.result()
+        answer = self._result
+        try:
+            return answer.result()
+        finally:
+            if answer.done() and not self._interrupted:
+                self._over.ended(self)
 
     def _come_to_an_end(self, result: Future[torch.Tensor]) -> None:
         try:
             result.set_result(self._summed())
         except Exception as error:
             result.set_exception(error)
+        except BaseException:  # Ctrl-C: who knows which messages have come in
+            self._interrupted = True
+            result.set_exception(RuntimeError("an exchange was interrupted, and no other can follow it: start again"))
+            raise
 
     def _summed(self) -> torch.Tensor:
         over, vector = self._over, self._vector

@@ -10,6 +10,8 @@ import numpy as np
 _WORST_CONDITION = 1e3
 _UNTOLD = "gradients are 0, or nearly sums of each other: their coefficients can't be told; probe other rollouts"
 
+_NOT_FINITE = "a micro-batch's own gradient is not finite: nothing can be told; look at its loss"
+
 # Coefficients are sums of thousands of terms, which average rounding out: the measured error is 100 times smaller.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
@@ -56,6 +58,10 @@ def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[flo
     norms = np.linalg.norm(gradients, axis=1)
     wanted = np.array(expected).reshape(-1)
     live = norms > 0
+    if not np.isfinite(norms).all() or not live.any():
+        nothing = np.zeros_like(np.array(expected)).tolist()
+        pattern = _UNTOLD if np.isfinite(norms).all() else _NOT_FINITE
+        return ProbeResult(nothing, expected, residual=1.0, condition=np.inf, error=1.0, pattern=pattern, alike=0)
     owners, signs = _directions(gradients[live] / norms[live, None])
     first = np.unique(owners, return_index=True)[1]
     basis = (gradients[live] / norms[live, None])[first].T

@@ -2,9 +2,8 @@
 
 Few passes first, then ranks that wait little for each other. Best-fit decreasing (Johnson 1973, "Near-optimal bin packing
 algorithms") says how many passes are needed; longest-processing-time (Graham 1969, "Bounds on multiprocessing timing
-anomalies") and MULTIFIT (Coffman, Garey and Johnson 1978, "An application of bin-packing to multiprocessor scheduling")
-level the micro-batches. Lengths are whole tokens, so equal ones are packed together: a window costs about as much as sorting
-it.
+anomalies") levels the micro-batches, and exchanges between them find passes that it misses. Lengths are whole tokens, so
+equal ones are packed together: without exchanges a window costs about as much as sorting it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from ds_parity.errors import ConfigError
@@ -50,7 +51,7 @@ def table(planned: Plan) -> Table:
         result.add_column(name, justify="right")
     for number, window in enumerate(shown):
         fewest = fewest_passes(planned.lengths[window.rollouts], planned.dp_world_size, planned.max_tokens)
-        filled = planned.lengths[window.rollouts].sum() / (window.sizes.size * planned.max_tokens)
+        filled = np.minimum(window.sizes, planned.max_tokens).sum() / (window.sizes.size * planned.max_tokens)
         cells = (number, len(window.rollouts), window.passes, fewest, window.idle_passes)
         result.add_row(*map(str, cells), f"{filled:.1%}")
     return result
@@ -69,7 +70,7 @@ def write_png(window: WindowPlan, max_tokens: int, path: Path) -> None:
     """Draw a window as an image: passes from left to right, ranks from top to bottom, idle passes crossed out.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the path can't be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,5 +90,8 @@ def write_png(window: WindowPlan, max_tokens: int, path: Path) -> None:
     axes.scatter(idle[1], idle[0], marker="x", color="white")
     axes.set(xlabel="pass", ylabel="rank", title=f"{len(window.rollouts)} rollouts in {passes} passes")
     figure.colorbar(image, label=f"tokens of {max_tokens:,}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written ({error.strerror or error}); give --report a folder") from error

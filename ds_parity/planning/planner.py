@@ -1,17 +1,18 @@
 """Rollouts to windows, and windows to micro-batches on ranks: who runs what in which pass, before anything is run.
 
 Windows are cut first, by the order of arrival alone: they, their boundaries and the LR are the same for any number of ranks
-and any `max_tokens`. What lies inside a window is packed (`packing.py`): as few passes as can be, then little waiting in
+and any `max_tokens`. What lies inside a window is packed (`packing.py`): as few passes as are found, then little waiting in
 each, then ranks that do alike in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,6 +26,8 @@ Oversize = Literal["refuse", "own"]
 
 # In larger windows best-fit decreasing comes to the lower bound by itself, and a search takes longer than it saves.
 _SEARCHED = 4096
+
+_MOST, _MOST_RANKS = 2**30, 2**20  # beyond these a number is a slip
 
 _CHOICES = {"count": ("rollout", "prompt"), "layout": ("packed", "padded"), "oversize": ("refuse", "own")}
 
@@ -59,7 +62,15 @@ class WindowPlan:
         return int((self.sizes.max(axis=1, keepdims=True) - self.sizes).sum())
 
     def micro_batch(self, index: int, rank: int) -> np.ndarray:
-        """Return the rollouts of one rank in one pass, as indices; none in an idle pass."""
+        """Return the rollouts of one rank in one pass, as indices; none in an idle pass.
+
+        Raises:
+            IndexError: there is no such pass or rank (they count from 0).
+        """
+        if not (0 <= index < self.passes and 0 <= rank < self.ends.shape[1]):
+            raise IndexError(
+                f"pass {index}, rank {rank}: the window has {self.passes} passes on {self.ends.shape[1]} ranks"
+            )
         at = index * self.ends.shape[1] + rank
         return self.rollouts[self.ends.flat[at - 1] if at else 0 : self.ends.flat[at]]
 
@@ -73,7 +84,7 @@ class Plan:
         left: indices of the rollouts at the end that fill no window.
         lengths: (n,) tokens of every rollout.
         dp_world_size: data-parallel ranks.
-        max_tokens: the most tokens in a micro-batch.
+        max_tokens: the most tokens in a micro-batch; an oversize rollout of its own has more.
     """
 
     windows: tuple[WindowPlan, ...]
@@ -104,7 +115,7 @@ class Plan:
 
 
 def plan(
-    rollouts: Sequence[Rollout],
+    rollouts: Iterable[Rollout],
     *,
     dp_world_size: int,
     target: int,
@@ -127,7 +138,8 @@ def plan(
     Raises:
         ConfigError: a number or a choice is none of these, a rollout is empty, or longer than `max_tokens`.
     """
-    _check_numbers(dp_world_size=dp_world_size, target=target, max_tokens=max_tokens)
+    rollouts = list(rollouts)
+    dp_world_size, target, max_tokens = _numbers(dp_world_size=dp_world_size, target=target, max_tokens=max_tokens)
     _check_choices(count=count, layout=layout, oversize=oversize)
     lengths = np.fromiter((len(rollout.tokens) for rollout in rollouts), dtype=np.int64, count=len(rollouts))
     _check_lengths(rollouts, lengths, max_tokens, oversize)
@@ -174,20 +186,29 @@ def _packed(held: np.ndarray, lengths: np.ndarray, ranks: int, max_tokens: int, 
 
 
 def _bins(lengths: np.ndarray, ranks: int, max_tokens: int, layout: Layout) -> np.ndarray:
-    """Return the bin of each item: so few that they fill the fewest passes, as many as these have places for."""
+    """Return the bin of each item: so few that they take few passes, as many as these have places for."""
     bins = sorted_runs(lengths, max_tokens) if layout == "padded" else best_fit(lengths, max_tokens)
     passes = -(-(int(bins.max()) + 1) // ranks)
-    if layout == "packed":
-        least = fewest_passes(lengths, ranks, max_tokens) if len(lengths) <= _SEARCHED else passes
-        for fewer in range(least, passes + 1):
-            levelled = level(lengths, min(fewer * ranks, len(lengths)))
-            if len(lengths) <= _SEARCHED:
-                levelled = exchange(lengths, levelled, max_tokens)
-            if np.bincount(levelled, lengths).max() <= max_tokens:
-                return levelled
     places = min(passes * ranks, len(lengths))
-    runs = level_runs(lengths, max_tokens, places) if layout == "padded" else bins
-    return fill(lengths, runs, places)
+    if layout == "padded":
+        return fill(lengths, level_runs(lengths, max_tokens, places), places)
+    best = _levelled(lengths, places, max_tokens)
+    least = fewest_passes(lengths, ranks, max_tokens) if len(lengths) <= _SEARCHED else passes
+    while best is not None and passes > least:
+        passes -= 1
+        fewer = _levelled(lengths, passes * ranks, max_tokens)
+        if fewer is None:
+            break
+        best = fewer
+    return fill(lengths, bins, places) if best is None else best
+
+
+def _levelled(lengths: np.ndarray, bins: int, max_tokens: int) -> np.ndarray | None:
+    """Return items in bins of like size, None where one would be too full."""
+    found = level(lengths, bins)
+    if len(lengths) <= _SEARCHED:
+        found = exchange(lengths, found, max_tokens)
+    return found if np.bincount(found, lengths).max() <= max_tokens else None
 
 
 def _sizes(lengths: np.ndarray, bins: np.ndarray, layout: Layout) -> np.ndarray:
@@ -211,10 +232,13 @@ def _places(sizes: np.ndarray, ranks: int) -> np.ndarray:
     return places
 
 
-def _check_numbers(**values: int) -> None:
+def _numbers(**values: Any) -> list[int]:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+        most = _MOST_RANKS if name == "dp_world_size" else _MOST
+        if not 1 <= number <= most:
+            raise ConfigError(f"{name} is {value!r}: it must be a whole number from 1 to {most:,}")
+    return [operator.index(value) for value in values.values()]
 
 
 def _check_choices(**values: str) -> None:

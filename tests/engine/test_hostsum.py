@@ -126,3 +126,19 @@ def test_a_sum_that_fails_in_its_thread_fails_where_it_is_waited_for():
     running.proceed()
     with pytest.raises(RuntimeError, match="closed by peer"):
         running.wait()
+
+
+def test_after_an_interrupt_nothing_hangs_and_nothing_follows():
+    """Ctrl-C in a notebook, while a rank is waited for: its message may be lost, or be taken for the next sum's."""
+
+    def interrupted(like, source, tag):
+        raise KeyboardInterrupt
+
+    member = Line(0, 2, Lines())
+    member.receive = interrupted
+    running = member.start(torch.tensor([1]))
+    with pytest.raises(KeyboardInterrupt):
+        running.wait()
+    for next_one in (running.wait, lambda: member.start(torch.tensor([2]))):
+        with pytest.raises(RuntimeError, match="interrupted, and no other can follow it: start again"):
+            next_one()

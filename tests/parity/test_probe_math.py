@@ -112,6 +112,20 @@ def test_an_equal_micro_batch_that_did_not_enter_is_seen(lost):
     assert found.residual < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (np.zeros((2, 5)), "gradients are 0"),
+        (np.array([[math.inf, 1.0], [1.0, 0.0]]), "own gradient is not finite"),
+        (np.array([[math.nan, 1.0], [1.0, 0.0]]), "own gradient is not finite"),
+    ],
+)
+def test_gradients_that_tell_nothing_are_named_and_never_within(rows, said):
+    found = decompose(np.ones(rows.shape[1]), rows, [[0.5, 0.5]])
+    assert said in found.pattern
+    assert not found.within(math.inf)
+
+
 def test_more_gradients_than_parameters_are_flagged():
     """Four vectors in three dimensions are always dependent: their coefficients are not determined."""
     rows = np.random.default_rng(0).normal(size=(4, 3))

@@ -71,6 +71,8 @@ def test_the_command_prints_json(rollouts):
     [
         (("--max-tokens", 100), "rollout 3 of prompt '1 + 1 =' has 309 tokens, more than max_tokens = 100"),
         (("--count", "token"), "count is 'token'"),
+        (("--max-tokens", 10**20), "must be a whole number from 1 to 1,073,741,824"),
+        (("--target", 4, "--report", "/dev/null/x"), "can't be written"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_2(rollouts, options, said):
