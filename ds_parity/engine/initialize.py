@@ -66,7 +66,7 @@ def initialize(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
-    rewritten = rewrite(extended, _data_parallel_size(mpu, mesh_param, extended, sequence))
+    rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
     rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
     bare, *rest = deepspeed.initialize(args=_without_config(args), config=rewritten.config, **keywords)
     engine = ParityEngine(bare, rewritten.settings, sequence)
@@ -94,10 +94,14 @@ def _without_config(args: Any) -> Any:
     return bare
 
 
-def _data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any], sequence: int) -> int:
-    # As DeepSpeed counts them when it checks the batch size (runtime/config.py).
+def data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> int:
+    """Return how many ranks hold different micro-batches, as DeepSpeed counts them when it checks the batch size.
+
+    runtime/config.py, 0.19.8. The process group must be there.
+    """
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
+    sequence = sequence_parallel_size(mpu, mesh_param, config)
     if sequence > 1:
         return dist.get_world_size() // sequence
     if mesh_param:

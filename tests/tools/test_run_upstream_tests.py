@@ -11,7 +11,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 sys.path[:0] = [str(TOOLS), str(TOOLS / "upstream")]
 
 import run_upstream_tests  # noqa: E402
-from replaced import uniform_passes  # noqa: E402
+from replaced import keyed, uniform_passes  # noqa: E402
 
 FILE = """
 import os, time, pytest
@@ -134,3 +134,12 @@ class TestUniformPasses:
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         given = {name: value for name, value in zip(names, (batch, micro, steps), strict=True) if value is not None}
         assert uniform_passes(given, 2) == expected
+
+
+def test_the_key_is_worked_out_from_the_configuration_and_the_ranks(monkeypatch):
+    """It goes through the function that initialize() itself asks for the data-parallel size."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *group: 4)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
+    given = keyed({"model": None, "config": config})
+    assert given["config"] == {**config, "gradient_accumulation_passes": 12}

@@ -44,7 +44,7 @@ def keyed(keywords: dict[str, Any]) -> dict[str, Any]:
     config = load_config(source)
     if not dist.is_initialized():
         init_distributed(dist_backend=get_accelerator().communication_backend_name())
-    ranks = ours._data_parallel_size(keywords.get("mpu"), keywords.get("mesh_param"), config)
+    ranks = ours.data_parallel_size(keywords.get("mpu"), keywords.get("mesh_param"), config)
     passes = uniform_passes(config, ranks)
     if passes is None:
         return keywords
