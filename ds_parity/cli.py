@@ -217,8 +217,8 @@ def plan(
     options: dict[str, Any] = {"count": count, "layout": layout, "oversize": oversize}
     planned = planned_for(load_rollouts(rollouts), dp_world_size=ranks, target=target, max_tokens=max_tokens, **options)
     found = picture.figures(planned)
-    for number, window in enumerate(planned.windows[:20] if report else ()):
-        picture.write_png(window, max_tokens, report / f"window{number:04d}.png")  # type: ignore[operator]
+    if report is not None:
+        picture.write_pngs(planned, report)
     if as_json:
         _print_json(found)
         return

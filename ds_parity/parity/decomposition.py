@@ -62,9 +62,10 @@ def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[flo
         nothing = np.zeros_like(np.array(expected)).tolist()
         pattern = _UNTOLD if np.isfinite(norms).all() else _NOT_FINITE
         return ProbeResult(nothing, expected, residual=1.0, condition=np.inf, error=1.0, pattern=pattern, alike=0)
-    owners, signs = _directions(gradients[live] / norms[live, None])
+    units = gradients[live] / norms[live, None]
+    owners, signs = _directions(units)
     first = np.unique(owners, return_index=True)[1]
-    basis = (gradients[live] / norms[live, None])[first].T
+    basis = units[first].T
     solution, *_ = np.linalg.lstsq(basis, update, rcond=None)
     # What a direction holds beyond what it should is shared among its micro-batches: the least change that explains it.
     lengths = norms[live] * signs

@@ -102,14 +102,7 @@ def sorted_runs(lengths: np.ndarray, capacity: int) -> Bins:
     No other choice needs fewer: the longest item's bin can be swapped, item by item, for the next longest.
     """
     order = np.argsort(-lengths, kind="stable")
-    down = lengths[order]
-    result = np.empty(len(lengths), dtype=np.int64)
-    at = number = 0
-    while at < len(down):
-        after = at + max(1, capacity // int(down[at]))
-        result[order[at:after]] = number
-        at, number = after, number + 1
-    return result
+    return _numbered(order, _starts(lengths[order], capacity))
 
 
 def level_runs(lengths: np.ndarray, capacity: int, bins: int) -> Bins:
@@ -120,10 +113,25 @@ def level_runs(lengths: np.ndarray, capacity: int, bins: int) -> Bins:
         capacity: with which `sorted_runs` needs no more.
         bins: how many there may be.
     """
-    least = bisect_left(
-        range(capacity), True, lo=int(lengths.max()), key=lambda c: sorted_runs(lengths, c).max() < bins
-    )
-    return sorted_runs(lengths, least)
+    order = np.argsort(-lengths, kind="stable")
+    down = lengths[order]
+    least = bisect_left(range(capacity), True, lo=int(down[0]), key=lambda c: len(_starts(down, c)) <= bins)
+    return _numbered(order, _starts(down, least))
+
+
+def _starts(down: np.ndarray, capacity: int) -> list[int]:
+    # Where runs begin in lengths that go down.
+    starts, at = [], 0
+    while at < len(down):
+        starts.append(at)
+        at += max(1, capacity // int(down[at]))
+    return starts
+
+
+def _numbered(order: np.ndarray, starts: list[int]) -> Bins:
+    result = np.empty(len(order), dtype=np.int64)
+    result[order] = np.repeat(np.arange(len(starts)), np.diff([*starts, len(order)]))
+    return result
 
 
 def fill(lengths: np.ndarray, bins: Bins, places: int) -> Bins:

@@ -66,6 +66,16 @@ def drawn(window: WindowPlan, max_tokens: int) -> str:
     return "\n".join(rows)
 
 
+def write_pngs(planned: Plan, folder: Path) -> None:
+    """Draw the windows that `table` shows as images, `window0000.png` and on.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the folder can't be written.
+    """
+    for number, window in enumerate(planned.windows[:_ROWS]):
+        write_png(window, planned.max_tokens, folder / f"window{number:04d}.png")
+
+
 def write_png(window: WindowPlan, max_tokens: int, path: Path) -> None:
     """Draw a window as an image: passes from left to right, ranks from top to bottom, idle passes crossed out.
 
