@@ -3,6 +3,7 @@
 The names that need torch are imported when they are first used, so that configuration, planning and traces stay light.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ds_parity._version import __version__
@@ -15,9 +16,10 @@ from ds_parity.errors import (
     TraceError,
     WindowError,
 )
-from ds_parity.planning import MicroBatch, Plan, Rollout, plan
+from ds_parity.planning import MicroBatch, Plan, PreferencePair, Rollout, by_turn, group_advantages, plan
 
 if TYPE_CHECKING:
+    from ds_parity.collation import collate, labels, micro_batches
     from ds_parity.engine.engine import ParityEngine
     from ds_parity.engine.initialize import initialize
 
@@ -29,23 +31,31 @@ __all__ = [
     "MicroBatch",
     "ParityEngine",
     "Plan",
+    "PreferencePair",
     "RankDesyncError",
     "Rollout",
     "TraceError",
     "WindowError",
     "__version__",
+    "by_turn",
+    "collate",
+    "group_advantages",
     "initialize",
+    "labels",
+    "micro_batches",
     "plan",
 ]
 
+_WITH_TORCH = {
+    "ParityEngine": "ds_parity.engine.engine",
+    "collate": "ds_parity.collation",
+    "initialize": "ds_parity.engine.initialize",
+    "labels": "ds_parity.collation",
+    "micro_batches": "ds_parity.collation",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "initialize":
-        from ds_parity.engine.initialize import initialize
-
-        return initialize
-    if name == "ParityEngine":
-        from ds_parity.engine.engine import ParityEngine
-
-        return ParityEngine
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module 'ds_parity' has no attribute {name!r}")

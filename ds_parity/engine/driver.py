@@ -51,6 +51,8 @@ class Driver:
         usual_rollouts: what a micro-batch holds where nobody says.
         ledger: windows, totals and clocks.
         ranks: data-parallel ranks.
+        host_group: a gloo group of them and those that share their micro-batches; None for one rank.
+        speaks: whether this rank stands for those that share its micro-batch.
         meter: the window's loss and metrics.
         counters: DeepSpeed's own, kept true.
         exchange: counts over the data-parallel ranks.
@@ -72,19 +74,22 @@ class Driver:
         )
         self._agree("the extra keys", settings.fingerprint)
         together = self.ranks * peers.size
-        exchange_group = host_group(group, settings.exchange_timeout) if together > 1 else None
-        self.exchange = Exchange(exchange_group, together, slots, settings.exchange_timeout, peers)
+        self.host_group = host_group(group, settings.exchange_timeout) if together > 1 else None
+        self.exchange = Exchange(self.host_group, together, slots, settings.exchange_timeout, peers)
         self.schedule = self._take_schedule()
         self.finished: Finished | None = None
         self.on_step: list[Callable[[Finished], None]] = []
         self._configuration = settings.fingerprint
         self._averaged_over = averaged_over(engine, self.ranks, peers.size)
         self._peers = peers.size
+        self.speaks = peers.own == 0
         self._correction = correction_for(engine.optimizer)
         self._corrects_every_step = corrects_every_step(engine)
-        self.meter = Meter(torch.device(engine.device), group, exchange_group, peers.size)
+        self.meter = Meter(torch.device(engine.device), group, self.host_group, peers.size)
         self.counters = Counters(engine)
         self._stepped = True
+        self._silent_inside = engine.zero_optimization_stage() < 2 and not engine.has_moe_layers
+        self._ran_in: int | None = None
         keep_clip_norm(engine)
         self._mark(False)
 
@@ -113,8 +118,24 @@ class Driver:
             self.exchange.slots = passes
 
     def slot(self, counts: Counts) -> Slot:
-        """Return the announcement of one pass of this rank."""
-        return Slot(counts, active=counts.active(self.settings.loss_weight))
+        """Return the announcement of one pass of this rank.
+
+        Raises:
+            WindowError: its loss is a mean over rollouts, of which it holds parts alone.
+        """
+        settings = self.settings
+        if counts.active and not counts.rollouts and settings.loss_reduction == "mean":
+            self._refuse_mean_of_parts(counts)
+        return Slot(counts, active=counts.active)
+
+    def _refuse_mean_of_parts(self, counts: Counts) -> None:
+        if self.settings.loss_weight in ("rollout", "target"):
+            raise WindowError(
+                f"a micro-batch of {counts.tokens} loss tokens finishes 0 rollouts, and ds_parity.loss_weight "
+                f"{self.settings.loss_weight!r} with loss_reduction 'mean' says that its loss is a mean over the rollouts that "
+                "it finishes: a turn that is not its rollout's last would be lost. Choose loss_weight 'token', or "
+                "loss_reduction 'sum' with a loss that adds up each turn's share of its rollout; an idle pass has no tokens"
+            )
 
     def backward(
         self, loss: torch.Tensor, own: Counts, known: Known, ahead: Sequence[PassTotals], **kwargs: Any
@@ -134,17 +155,17 @@ class Driver:
             )
         self._mark(boundary)
         accumulated = self._accumulate(loss, own, window.expected, **kwargs)
+        self._ran_in = window.index
         if window.passes == 1:
             forget_last_window(self.engine, boundary)
         return accumulated
 
     def _accumulate(self, loss: torch.Tensor, own: Counts, expected: float, **kwargs: Any) -> Any:
-        weight = own.weight(self.settings.loss_weight)
-        if weight == 0:
+        weight, by_sum = own.weight(self.settings.loss_weight), self.settings.loss_reduction == "sum"
+        if weight == 0 and not (by_sum and own.tokens):
             with silenced(self.engine.module):
                 self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             return torch.zeros_like(loss)
-        by_sum = self.settings.loss_reduction == "sum"
         self.meter.add(loss, 1 if by_sum else weight)
         scaled = loss / divisor(expected, weight, self._averaged_over, self.settings.loss_reduction, self._peers)
         scale = unscaled_loss_scale(self.engine)
@@ -173,9 +194,22 @@ class Driver:
             self.engine.step(**kwargs)
             self._skip()
 
+    def may_skip(self, held: PassTotals) -> bool:
+        """Whether the coming pass, idle on this rank, needs neither forward nor backward here.
+
+        ZeRO 0 and 1 talk to other ranks in the boundary's backward alone, so a rank runs that one. It runs the first pass
+        too, in case that `finish` ends the window: without any, stage 0 hangs and stage 1 raises a KeyError.
+        """
+        return self._silent_inside and self._ran_in == self.ledger.window.index and not self.ledger.closes_with(held)
+
+    def skip(self, known: Known, ahead: Sequence[PassTotals]) -> None:
+        """Count an idle pass that other ranks run."""
+        self.ledger.count(known.totals, ahead)
+        self.engine.step()  # DeepSpeed's clocks; at no boundary it does nothing else
+
     def on_every_rank(self, held: Counts) -> PassTotals:
         """Return what a pass would hold if every rank held this."""
-        return PassTotals.of([held] * self.ranks, self.settings.loss_weight)
+        return PassTotals.of([held] * self.ranks)
 
     # The end of the data.
 
@@ -216,6 +250,7 @@ class Driver:
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self._stepped = True
+        self._ran_in = None
         self._mark(False)
 
     # What a boundary does.
@@ -243,6 +278,8 @@ class Driver:
             *(window.index, window.passes, window.rollouts, self.settings.loss_weight),
         )
         self.counters.consumed(window.rollouts)
+        if window.expected:  # turns that finish no rollout have gradients, and weigh nothing
+            discard_accumulated(self.engine)
         let_parameters_go(self.engine)
         self._settle(self._lr(), applied=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import wrapt
 
 from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
+from ds_parity.engine.advantages import gathered_advantages
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.passes import PassQueue
 from ds_parity.errors import WindowError
@@ -24,7 +25,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
     - `step` updates at the boundary only, and must follow every `backward`;
-    - `passes`, `idle`, `record`, `finish`, `window` and `last_step` are new;
+    - `passes`, `idle`, `record`, `finish`, `group_advantages`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
     """
@@ -111,25 +112,38 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         self._self_driver.step(lr_kwargs=lr_kwargs)
 
     def passes(
-        self, stream: Iterable[Any], *, lookahead: int | None = None, idle: Any = None, finish: bool = True
+        self,
+        stream: Iterable[Any],
+        *,
+        lookahead: int | None = None,
+        idle: Any = None,
+        finish: bool = True,
+        skip_idle: bool = True,
     ) -> Iterator[Any]:
         """Yield this rank's micro-batches, and idle passes where it is dry and others are not.
 
+        Every rank is handed the pass that closes a window, and the first pass of each. On ZeRO 0 and 1, which are silent
+        between boundaries, other idle passes are counted and not handed out: neither forward nor backward runs. So keep
+        what all ranks do together behind the boundary, or give `skip_idle=False`.
+
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
-                be endless or arrive as it is produced.
+                be endless or arrive as it is produced. One that holds nothing is an idle pass.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
                 rank. With 0 one exchange a pass, and nothing waits for data that hasn't arrived. A window starts with at
                 least so many known, so the stream is read at most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
             finish: settle the last window when all streams have ended.
+            skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks
+                (synchronised batch norm) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3, or
+                with a mixture of experts.
 
         Raises:
             WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward.
             RankDesyncError: ranks were given different look-aheads.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
-        queue = PassQueue(self._self_driver, stream, max(1, ahead), idle)
+        queue = PassQueue(self._self_driver, stream, max(1, ahead), idle, skip_idle=skip_idle)
         self._self_queue = queue
         try:
             yield from queue
@@ -171,6 +185,25 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """
         queue: PassQueue | None = self._self_queue
         self._self_driver.meter.record(name, value, weight, idle=queue is not None and queue.idle)
+
+    def group_advantages(
+        self, prompt_ids: Sequence[Hashable], rewards: Sequence[float], *, by_std: bool = True
+    ) -> list[float]:
+        """Return this rank's advantages, (r - mean) / std over the rewards of the same prompt on all ranks (GRPO).
+
+        What `ds_parity.group_advantages` gives for all rollouts in one list, where a prompt's lie on different ranks. One
+        gather on the host; every rank calls, between windows or before training, with as many rollouts as it has.
+
+        Args:
+            prompt_ids: (n,) what was asked, by names that are the same on every rank.
+            rewards: (n,) finite.
+            by_std: False: r - mean, as in Dr. GRPO.
+
+        Raises:
+            ConfigError: on some rank there are not as many rewards as prompts.
+        """
+        driver: Driver = self._self_driver
+        return gathered_advantages(prompt_ids, rewards, driver.host_group, driver.speaks, by_std=by_std)
 
     # What there is to know.
 

@@ -31,10 +31,14 @@ class PassQueue:
         stream: micro-batches of this rank, with `rollouts`, `prompts` and `tokens`.
         chunk: passes exchanged together (>= 1).
         stand_in: what idle passes run until a micro-batch was seen.
+        skip_idle: hand out no idle pass that needs none (`Driver.may_skip`).
     """
 
-    def __init__(self, driver: Driver, stream: Iterable[Any], chunk: int, stand_in: Any = None) -> None:
+    def __init__(
+        self, driver: Driver, stream: Iterable[Any], chunk: int, stand_in: Any = None, *, skip_idle: bool = False
+    ) -> None:
         driver.look_ahead(chunk)
+        self._skip_idle = skip_idle
         self._driver = driver
         self._stream = iter(stream)
         self._chunk = chunk
@@ -51,6 +55,8 @@ class PassQueue:
             self._fill()
             if not self._queue:
                 return
+            if self._skipped():
+                continue
             planned = self._queue[0]
             self._handed = planned.own
             yield planned.batch
@@ -87,6 +93,19 @@ class PassQueue:
         known = self._queue[0].known
         assert known is not None
         return known.totals
+
+    def _skipped(self) -> bool:
+        # Between boundaries an idle pass is nothing but its counts, where DeepSpeed is silent between them too.
+        if not self._skip_idle or self._queue[0].own != Counts():
+            return False
+        self._learn()
+        if not self._queue:
+            return True  # it was no pass: all streams have ended
+        if not self._driver.may_skip(self.next_known()):
+            return False
+        _, known, ahead = self.take()
+        self._driver.skip(known, ahead)
+        return True
 
     def _fill(self) -> None:
         # A window starts with at least a chunk known; chunks follow each other, each pass exchanged once.

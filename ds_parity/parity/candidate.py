@@ -10,8 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_parity
+from ds_parity.collation import collate, to_device
 from ds_parity.parity import ulysses
-from ds_parity.parity.batches import collate, to_device
 from ds_parity.parity.scenario import Scenario
 from ds_parity.planning.records import MicroBatch
 from ds_parity.trace import StepRecord
@@ -54,7 +54,7 @@ def own_batches(scenario: Scenario) -> list[MicroBatch]:
 def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:
     idle = stand_in(scenario)
     for batch in own_batches(scenario):
-        if batch.rollouts:
+        if not batch.idle:
             loss = engine(**batch.inputs)
             engine.backward(loss, rollouts=batch.rollouts, prompts=batch.prompts, tokens=batch.tokens)
         else:
@@ -64,7 +64,9 @@ def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:
 
 
 def _by_passes(engine: Any, scenario: Scenario) -> Iterator[None]:
-    stream = [batch for batch in own_batches(scenario) if batch.rollouts]
+    batches = own_batches(scenario)
+    # A plan says where idle passes are; other streams just run dry.
+    stream = batches if scenario.shape == "planned" else [batch for batch in batches if not batch.idle]
     for batch in engine.passes(stream, idle=stand_in(scenario), finish=False):
         engine.backward(engine(**batch.inputs))
         engine.step()

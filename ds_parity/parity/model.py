@@ -1,8 +1,7 @@
-"""A decoder small enough to compare bit by bit, and the policy-gradient loss that is put on any decoder."""
+"""A decoder small enough to compare bit by bit; it takes sequences in rows, or packed into one."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name by which torch's own documentation calls it)
@@ -10,12 +9,6 @@ from torch import Tensor, nn
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.rollouts import VOCAB
-
-_CHOICES = {
-    "loss_weight": ("rollout", "token", "pass", "target"),
-    "loss_reduction": ("mean", "sum"),
-    "objective": ("policy_gradient", "nll"),
-}
 
 
 class TinyDecoder(nn.Module):
@@ -47,34 +40,54 @@ class TinyDecoder(nn.Module):
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.head = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, input_ids: Tensor, first: int = 0) -> Tensor:
+    def forward(self, input_ids: Tensor, first: int = 0, position_ids: Tensor | None = None) -> Tensor:
         """Return the logits of each next token.
 
         Args:
             input_ids: (B, T) int64, padded on the right; first + T in [1, max_length].
             first: position of the first token (>= 0), where these are a slice of longer sequences.
+            position_ids: (1, T) int64 where B = 1 and sequences are packed end to end: 0 where one starts. Attention is
+                block-diagonal: no sequence sees another.
 
         Returns:
-            (B, T, vocab) in the parameters' dtype; position t has seen tokens 0..t only.
+            (B, T, vocab) in the parameters' dtype; position t has seen tokens 0..t of its own sequence only.
 
         Raises:
-            ConfigError: T is beyond `max_length`.
+            ConfigError: a sequence is beyond `max_length`.
         """
         length = input_ids.shape[1]
-        if first + length > self.max_length:
-            raise ConfigError(
-                f"sequence of {first + length} tokens: max_length is {self.max_length}; shorten the rollouts"
-            )
+        if position_ids is None:
+            positions, lengths = torch.arange(first, first + length, device=input_ids.device), None
+        else:
+            positions, lengths = position_ids[0], segment_lengths(position_ids)
+        longest = max(lengths) if lengths else first + length
+        if longest > self.max_length:
+            raise ConfigError(f"sequence of {longest} tokens: max_length is {self.max_length}; shorten the rollouts")
         hidden = self.embedding(input_ids)
-        rotation = _rotation(first, length, self.channels, input_ids.device)
+        rotation = _rotation(positions, self.channels)
         for block in self.blocks:
-            hidden = block(hidden, rotation)
+            hidden = block(hidden, rotation, lengths)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]  # modules are untyped callables
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend to what came before; all (B, heads, T, channels)."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def block_diagonal(
+    mix: Callable[[Tensor, Tensor, Tensor], Tensor], heads: Sequence[Tensor], lengths: Sequence[int]
+) -> Tensor:
+    """Attend inside each of the sequences that are packed along T, and to no other; `heads` (1, heads, T, channels) each."""
+    parts = zip(*(torch.split(one, list(lengths), dim=2) for one in heads), strict=True)
+    return torch.cat([mix(*part) for part in parts], dim=2)
+
+
+def segment_lengths(position_ids: Tensor) -> list[int]:
+    """Return how long each packed sequence is; (1, T) positions, 0 where one starts."""
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+    ends = [*starts[1:], position_ids.shape[1]]
+    return [end - start for start, end in zip(starts, ends, strict=True)]
 
 
 class _Block(nn.Module):
@@ -91,24 +104,25 @@ class _Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
-        hidden = hidden + self._attend(self.attention_norm(hidden), rotation)
+    def forward(self, hidden: Tensor, rotation: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        hidden = hidden + self._attend(self.attention_norm(hidden), rotation, lengths)
         return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))  # type: ignore[no-any-return]  # as above
 
-    def _attend(self, hidden: Tensor, rotation: Tensor) -> Tensor:
+    def _attend(self, hidden: Tensor, rotation: Tensor, lengths: Sequence[int] | None) -> Tensor:
         batch, length, width = hidden.shape
         query, key, value = self.qkv(hidden).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = self.mix(_rotate(query, rotation), _rotate(key, rotation), value)
+        heads = (_rotate(query, rotation), _rotate(key, rotation), value)
+        mixed = self.mix(*heads) if lengths is None else block_diagonal(self.mix, heads, lengths)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]  # as above
 
 
-def _rotation(first: int, length: int, channels: int, device: torch.device) -> Tensor:
-    """Return (2, length, channels / 2) fp64: cosine and sine of rotary positions (Su et al. 2021, arXiv 2104.09864).
+def _rotation(positions: Tensor, channels: int) -> Tensor:
+    """Return (2, T, channels / 2) fp64: cosine and sine of rotary positions (Su et al. 2021, arXiv 2104.09864).
 
     Made anew in each forward: as a buffer it would be rounded when an engine casts the module to half precision.
     """
-    frequency = 10_000.0 ** -torch.arange(0, 1, 2 / channels, dtype=torch.float64, device=device)
-    angle = torch.outer(torch.arange(first, first + length, dtype=torch.float64, device=device), frequency)
+    frequency = 10_000.0 ** -torch.arange(0, 1, 2 / channels, dtype=torch.float64, device=positions.device)
+    angle = torch.outer(positions.double(), frequency)
     return torch.stack((angle.cos(), angle.sin()))
 
 
@@ -147,77 +161,3 @@ def _build(seed: int, width: int, layers: int, heads: int) -> nn.Module:
                 std = 1.0 if name == "embedding.weight" else 1 / math.sqrt(parameter.shape[1])
                 parameter.normal_(std=std, generator=generator)
     return model
-
-
-class PolicyGradient(nn.Module):
-    """The loss of one micro-batch: token-level policy gradient, GRPO at ratio 1 (Shao et al. 2024, arXiv 2402.03300).
-
-    Per loss token -advantage * logp. Its gradient is that of -advantage * ratio at ratio 1, whose value would be
-    -advantage whatever the weights are: a trace of it could not show that two runs part. The units that these are
-    summed over:
-
-    - loss_weight "token": the loss tokens, all alike;
-    - any other ("rollout", "pass", "target"): the rollouts, each with the mean over its own loss tokens.
-
-    loss_reduction "mean" divides by the micro-batch's number of units, "sum" does not. To "pass" the micro-batch is one
-    unit, so there the two are the same.
-
-    Args:
-        policy: called as policy(input_ids), returns logits (B, T, V) or an object that has them as `.logits`.
-        loss_weight: rollout | token | pass | target.
-        loss_reduction: mean | sum.
-        objective: policy_gradient, or nll: the negative log likelihood, for which advantages are passed over.
-
-    Raises:
-        ConfigError: one of the three choices is unknown.
-    """
-
-    def __init__(
-        self,
-        policy: nn.Module,
-        loss_weight: str = "rollout",
-        loss_reduction: str = "mean",
-        objective: str = "policy_gradient",
-    ) -> None:
-        super().__init__()
-        given = {"loss_weight": loss_weight, "loss_reduction": loss_reduction, "objective": objective}
-        for name, value in given.items():
-            if value not in _CHOICES[name]:
-                raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(_CHOICES[name])}")
-        self.policy = policy
-        self.loss_weight = loss_weight
-        self.loss_reduction = loss_reduction
-        self.objective = objective
-
-    def forward(self, input_ids: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
-        """Return the micro-batch's loss, a scalar in fp32 (in fp64 where the logits are).
-
-        Token counts are clamped at 1: a micro-batch without loss tokens gives 0 * the logits, a loss of 0 whose
-        gradient is 0 and reaches every parameter. A rollout without loss tokens has mean 0 and still counts as one.
-
-        Args:
-            input_ids: (B, T) int64, padded on the right, B >= 1.
-            loss_mask: (B, T - 1) float, 1 where input_ids[:, 1:] carries the loss, 0 elsewhere.
-            advantages: (B,) float.
-        """
-        output: Any = self.policy(input_ids)
-        logits: Tensor = getattr(output, "logits", output)
-        losses = self.token_losses(logits[:, :-1], input_ids[:, 1:], advantages)
-        mask = loss_mask.to(losses.dtype)
-        return self.reduce(losses * mask, mask)
-
-    def token_losses(self, logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
-        """Return the loss of every token (B, T) from logits (B, T, V), targets (B, T) and advantages (B,)."""
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        logp = wide.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        if self.objective == "nll":
-            return -logp
-        return -advantages.to(logp.dtype).unsqueeze(-1) * logp
-
-    def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Return the micro-batch's loss from masked losses (B, any), which may be partial sums, and mask (B, T - 1)."""
-        if self.loss_weight == "token":
-            total = losses.sum()
-            return total / mask.sum().clamp(min=1) if self.loss_reduction == "mean" else total
-        means = losses.sum(-1) / mask.sum(-1).clamp(min=1)
-        return means.sum() if self.loss_reduction == "sum" and self.loss_weight != "pass" else means.mean()

@@ -36,7 +36,7 @@ class PlannedWindow:
 
 def weight(batch: MicroBatch, unit: str) -> int:
     """Return the units that a micro-batch's mean loss stands for."""
-    return {"token": batch.tokens, "pass": int(batch.rollouts > 0)}.get(unit, batch.rollouts)
+    return {"token": batch.tokens, "pass": int(not batch.idle)}.get(unit, batch.rollouts)
 
 
 def plan(passes: Passes, settings: Settings, lookahead: bool = False) -> list[PlannedWindow]:
@@ -59,7 +59,9 @@ def plan(passes: Passes, settings: Settings, lookahead: bool = False) -> list[Pl
             continue
         window = passes[first : index + 1]
         total = _total(window, settings)
-        known = consumed >= limit and (lookahead or _first_with_weight(window, settings) == len(window) - 1)
+        known = (
+            consumed >= limit and total and (lookahead or _first_with_a_gradient(window, settings) == len(window) - 1)
+        )
         guess = total if known else _expected(window, settings, limit - opened)
         applied += consumed - opened if total else 0
         progress = Fraction(applied, settings.target)
@@ -84,12 +86,13 @@ def _total(window: Passes, settings: Settings) -> float:
 def _expected(window: Passes, settings: Settings, needed: int) -> float:
     if settings.loss_weight == "target":
         return float(settings.target)
-    first = _first_with_weight(window, settings)
+    first = _first_with_a_gradient(window, settings)
     if first is None:
         return 0.0
     counted = sum(_units(batch, settings) for batch in window[first])
-    return needed * _weights(window, settings)[first] / max(counted, 1)
+    return needed * max(1, _weights(window, settings)[first]) / max(counted, 1)
 
 
-def _first_with_weight(window: Passes, settings: Settings) -> int | None:
-    return next((index for index, weights in enumerate(_weights(window, settings)) if weights), None)
+def _first_with_a_gradient(window: Passes, settings: Settings) -> int | None:
+    weights = _weights(window, settings)
+    return next((i for i, held in enumerate(window) if weights[i] or any(batch.tokens for batch in held)), None)

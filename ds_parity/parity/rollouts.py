@@ -4,20 +4,21 @@ import difflib
 import json
 import lzma
 import math
-import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_parity.errors import ConfigError
+from ds_parity.planning.advantages import group_advantages
 from ds_parity.planning.records import Rollout
+from ds_parity.planning.turns import by_turn
 
 BOS = 256
 EOS = 257
 PAD = 258
+_NEWLINE = 10
 VOCAB = 260  # 256 bytes, three special tokens and one that is never used, to make it even
 
 _KEYS = ("prompt_id", "prompt", "completion", "reward", "advantage")
@@ -49,27 +50,8 @@ def load_rollouts(path: Path | None = None) -> tuple[Rollout, ...]:
         ConfigError: the file can't be read or is empty, or a line breaks the form; names file, line, key and rule.
     """
     samples = tuple(_bundled() if path is None else _read(path))
-    groups: dict[str, list[int]] = defaultdict(list)
-    for index, sample in enumerate(samples):
-        groups[sample.prompt_id].append(index)
-    relative = [0.0] * len(samples)
-    for members in groups.values():
-        for index, advantage in zip(members, group_advantages([samples[i].reward for i in members]), strict=True):
-            relative[index] = advantage
+    relative = group_advantages([sample.prompt_id for sample in samples], [sample.reward for sample in samples])
     return tuple(_rollout(sample, default) for sample, default in zip(samples, relative, strict=True))
-
-
-def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Return what each reward of one prompt's group is worth beside the others: (r - mean) / std.
-
-    Outcome supervision of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the population's standard
-    deviation and no epsilon; all 0 where the rewards are equal, a group of one included.
-    """
-    spread = statistics.pstdev(rewards)
-    if spread == 0:
-        return [0.0] * len(rewards)
-    mean = statistics.mean(rewards)
-    return [(reward - mean) / spread for reward in rewards]
 
 
 def informative(rollouts: Iterable[Rollout]) -> tuple[Rollout, ...]:
@@ -89,6 +71,15 @@ def shorten(rollouts: Iterable[Rollout], max_tokens: int) -> tuple[Rollout, ...]
     if max_tokens < 2:
         raise ConfigError(f"max_tokens = {max_tokens}: BOS and one loss token need at least 2; give 2 or more")
     return tuple(_shortened(rollout, max_tokens) for rollout in rollouts)
+
+
+def line_turns(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
+    """Yield each rollout as a sequence a turn, its turns being the lines of its completion (the last one with EOS)."""
+    for number, rollout in enumerate(rollouts):
+        breaks = (
+            at + 1 for at in range(rollout.prompt_length, len(rollout.tokens) - 2) if rollout.tokens[at] == _NEWLINE
+        )
+        yield from by_turn(rollout, [*breaks, len(rollout.tokens)], f"{rollout.prompt_id}/{number}")
 
 
 def _shortened(rollout: Rollout, max_tokens: int) -> Rollout:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from ds_parity.config import Settings, parse
 from ds_parity.errors import ConfigError
-from ds_parity.parity.batches import Layout, collate_layout, ragged_layout, uniform_layout
-from ds_parity.parity.model import PolicyGradient
-from ds_parity.parity.rollouts import informative, load_rollouts, shorten
+from ds_parity.parity.layouts import Layout, collate_layout, planned_layout, ragged_layout, uniform_layout
+from ds_parity.parity.losses import PolicyGradient
+from ds_parity.parity.rollouts import informative, line_turns, load_rollouts, shorten
+from ds_parity.planning import Plan, plan
 from ds_parity.planning.records import MicroBatch, Rollout
 
 # Loss tokens of every rollout in uniform windows that are weighed by tokens.
 _LEVEL = 64
 
-_SHAPES = ("uniform", "ragged", "overshoot", "rising", "falling")
+_CHOICES = {
+    "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned"),
+    "drive": ("loop", "passes"),
+    "collation": ("padded", "packed"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,9 @@ class Scenario:
         config: the extended DeepSpeed configuration.
         ranks: data-parallel ranks.
         shape: how rollouts are cut into micro-batches: `uniform` (one a micro-batch), `ragged` (0 to 5, windows that
-            hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target), or
-            `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others).
+            hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
+            `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others), or
+            `planned` (`plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`).
         windows: how many windows' worth of rollouts there are (>= 1).
         seed: of the model's weights, of the choice of rollouts and of the raggedness.
         drive: `loop` (counts given to every backward) or `passes` (the engine reads the stream).
@@ -47,6 +53,9 @@ class Scenario:
             optimizer, a client's scheduler), None: all parameters of the model.
         sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
             processes run.
+        collation: `padded` or `packed`.
+        micro_batch_tokens: the most tokens in a planned micro-batch (>= 1).
+        turns: planned rollouts are cut into a sequence a turn (a line of the completion).
     """
 
     name: str
@@ -63,11 +72,16 @@ class Scenario:
     objective: str = "policy_gradient"
     setup: str | None = None
     sequence_parallel: int = 1
+    collation: Literal["padded", "packed"] = "padded"
+    micro_batch_tokens: int = 1024
+    turns: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("shape", _SHAPES), ("drive", ("loop", "passes"))):
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"scenario {self.name!r}: {name} is {getattr(self, name)!r}, it must be in {known}")
+        if self.turns and self.shape != "planned":
+            raise ConfigError(f"scenario {self.name!r}: turns in {self.shape!r} windows, must be in 'planned' ones")
 
     @property
     def settings(self) -> Settings:
@@ -110,6 +124,8 @@ class Scenario:
         settings = self.settings
         if self.shape == "uniform":
             return self._uniform(settings)
+        if self.shape == "planned":
+            return planned_layout(self._plan(settings))
         if not 0 <= self.short < settings.target:
             raise ConfigError(f"short is {self.short}: it must be from 0 to the target less 1, {settings.target - 1}")
         pool = self._pool(settings.target * (self.windows + 1))
@@ -123,7 +139,7 @@ class Scenario:
 
     def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
         """Return the collated layout, on the host."""
-        return collate_layout(self.layout())
+        return collate_layout(self.layout(), self.collation)
 
     def build(self) -> nn.Module:
         """Return the model with its loss on top, weights drawn from the seed."""
@@ -157,6 +173,24 @@ class Scenario:
         # The last window of `overshoot` may have gone to the one before it.
         held = pool[: target * windows]
         return ragged_layout(held, self.ranks, target, windows, seed, same_windows=same) if windows else ()
+
+    def _plan(self, settings: Settings) -> Plan:
+        if self.turns and settings.loss_weight != "token":
+            raise ConfigError(
+                f"scenario {self.name!r}: turns with loss_weight {settings.loss_weight!r}: the bundled loss is a mean over "
+                "whole rollouts there; choose 'token'"
+            )
+        a_prompt = 4 if settings.count == "prompt" else 1  # the bundled rollouts have four solutions a prompt
+        pool: Iterable[Rollout] = self._pool(settings.target * self.windows * a_prompt)
+        return plan(
+            line_turns(pool) if self.turns else pool,
+            dp_world_size=self.ranks,
+            target=settings.target,
+            max_tokens=self.micro_batch_tokens,
+            count=settings.count,
+            layout=self.collation,
+            oversize="own",
+        )
 
     def _uniform(self, settings: Settings) -> Layout:
         passes, left = divmod(settings.gradient_accumulation_passes, self.ranks)

@@ -14,7 +14,8 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.model import PolicyGradient, TinyDecoder, causal_attention
+from ds_parity.parity.losses import PolicyGradient
+from ds_parity.parity.model import TinyDecoder, causal_attention
 from ds_parity.parity.rollouts import PAD
 from ds_parity.parity.scenario import Scenario
 
@@ -64,7 +65,7 @@ class SequenceParallel(PolicyGradient):
         for block in whole.policy.blocks:
             block.mix = _Ulysses(group)
 
-    def forward(self, input_ids: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:  # type: ignore[override]
         """Return the micro-batch's loss, the same on every rank of the group; shapes as in `PolicyGradient`."""
         size, length = dist.get_world_size(self._group), input_ids.shape[1]
         slice_length = -(-length // size)
@@ -74,7 +75,7 @@ class SequenceParallel(PolicyGradient):
         tokens = F.pad(input_ids, (0, beyond), value=PAD)[:, own]
         targets = F.pad(input_ids[:, 1:], (0, beyond + 1), value=PAD)[:, own]
         mask = F.pad(loss_mask, (0, beyond + 1))[:, own]
-        losses = self.token_losses(self.policy(tokens, first=first), targets, advantages)
+        losses = self.token_losses(self.policy(tokens, first=first), targets, advantages[:, None])
         rows = (losses * mask.to(losses.dtype)).sum(-1)
         return self.reduce(gathered(rows, self._group), loss_mask.to(losses.dtype))
 

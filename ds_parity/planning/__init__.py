@@ -1,6 +1,20 @@
 """Rollouts, the micro-batches that they are cut into, and the plan that cuts them. Light: no torch."""
 
-from ds_parity.planning.planner import Plan, WindowPlan, fewest_passes, plan
-from ds_parity.planning.records import MicroBatch, Rollout
+from ds_parity.planning.advantages import group_advantages
+from ds_parity.planning.planner import plan
+from ds_parity.planning.plans import Plan, WindowPlan, fewest_passes
+from ds_parity.planning.records import MicroBatch, PreferencePair, Rollout, Unit
+from ds_parity.planning.turns import by_turn
 
-__all__ = ["MicroBatch", "Plan", "Rollout", "WindowPlan", "fewest_passes", "plan"]
+__all__ = [
+    "MicroBatch",
+    "Plan",
+    "PreferencePair",
+    "Rollout",
+    "Unit",
+    "WindowPlan",
+    "by_turn",
+    "fewest_passes",
+    "group_advantages",
+    "plan",
+]

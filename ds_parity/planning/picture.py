@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.planner import Plan, WindowPlan, fewest_passes
+from ds_parity.planning.plans import Plan, WindowPlan, fewest_passes
 
 _FILLED = " ▁▂▃▄▅▆▇█"
 _IDLE = "·"

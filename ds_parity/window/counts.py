@@ -45,12 +45,13 @@ class Counts:
         if unit == "token":
             return self.tokens
         if unit == "pass":
-            return int(self.rollouts > 0)
+            return int(self.active)
         return self.rollouts
 
-    def active(self, unit: str) -> bool:
-        """Whether the pass isn't idle: it holds rollouts, or a part of one that weighs something (a turn's tokens)."""
-        return self.rollouts > 0 or self.weight(unit) > 0
+    @property
+    def active(self) -> bool:
+        """Whether the pass isn't idle: it finishes rollouts, or holds loss tokens of one (a turn that isn't its last)."""
+        return self.rollouts > 0 or self.tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,13 @@ class PassTotals:
     active: int = 0
 
     @classmethod
-    def of(cls, held: list[Counts], unit: str) -> PassTotals:
-        """Sum the counts of every rank; `unit` is the `loss_weight`."""
+    def of(cls, held: list[Counts]) -> PassTotals:
+        """Sum the counts of every rank."""
         return cls(
             rollouts=sum(counts.rollouts for counts in held),
             prompts=sum(counts.prompts for counts in held),
             tokens=sum(counts.tokens for counts in held),
-            active=sum(counts.active(unit) for counts in held),
+            active=sum(counts.active for counts in held),
         )
 
     def weight(self, unit: str) -> int:
@@ -77,6 +78,10 @@ class PassTotals:
         if unit == "pass":
             return self.active
         return self.tokens if unit == "token" else self.rollouts
+
+    def contributes(self, unit: str) -> bool:
+        """Whether the pass has a gradient: also one of turns that finish no rollout, under a weight of rollouts."""
+        return self.weight(unit) > 0 or self.tokens > 0
 
     def counted(self, count: str) -> int:
         """The units that bring the window nearer to its target: rollouts or prompts."""

@@ -91,7 +91,7 @@ class Ledger:
                 "after every backward()"
             )
         window = self._added(self.window, held)
-        if not window.expected and held.weight(self.rules.loss_weight):
+        if not window.expected and held.contributes(self.rules.loss_weight):
             window = replace(window, expected=self._expected(window, held, ahead))
         self._refuse_surplus(window)
         self.window = window
@@ -183,13 +183,13 @@ class Ledger:
             if known.closed:
                 break
             known = self._added(known, later)
-        if known.closed:
+        if known.closed and known.weight:
             return float(known.weight)
         # The first contributing pass stands for the window: exact where passes are alike, and any other value > 0
         # is put right at the boundary.
         needed = window.closes_at - window.opened_at
         counted = held.counted(self.rules.count)
-        estimate = needed * held.weight(self.rules.loss_weight)
+        estimate = needed * max(1, held.weight(self.rules.loss_weight))
         return estimate / counted if counted else float(estimate)
 
     def _refuse_surplus(self, window: Window) -> None:

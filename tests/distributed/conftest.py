@@ -8,6 +8,7 @@ import ranked
 import ranked_checkpoints
 import ranked_faults
 import ranked_metrics
+import ranked_passes
 import ranked_peaks
 import ranked_sequence
 
@@ -17,7 +18,7 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks)
+TASKS = (ranked, ranked_passes, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks)
 
 
 class Launched:

@@ -19,10 +19,11 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from ranked import _from_all, _listen, build, forward, one_pass, refusal
 
 import ds_parity
+from ds_parity.collation import to_device
 from ds_parity.config import rewrite
 from ds_parity.parity import weights
-from ds_parity.parity.batches import collate_layout, to_device
 from ds_parity.parity.candidate import stand_in
+from ds_parity.parity.layouts import collate_layout
 from ds_parity.parity.recording import Recorder
 from ds_parity.parity.scenario import Scenario
 

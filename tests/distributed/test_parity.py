@@ -65,6 +65,29 @@ def test_every_ready_configuration_steps_right(two_ranks, path, reference, tier)
     assert_equal(two_ranks, cells.ready(path), reference, tier)
 
 
+@pytest.mark.parametrize("scenario", cells.PLANNED, ids=lambda scenario: scenario.name)
+class TestPlannedWindows:
+    """Packed or padded, whole rollouts or a sequence a turn, idle passes where the plan has them."""
+
+    def test_are_bit_identical_to_the_engine_driven_by_hand(self, two_ranks, scenario):
+        assert_equal(two_ranks, scenario, "deepspeed-loop", Tier.EXACT)
+
+    def test_are_the_whole_window_in_one_padded_batch_but_for_rounding(self, two_ranks, scenario):
+        """Which knows nothing of packing: a token that saw its neighbour's would show."""
+        assert_equal(two_ranks, scenario, "torch", Tier.REASSOCIATED)
+
+    def test_step_as_the_same_rollouts_do_unplanned(self, two_ranks, scenario):
+        """Ragged micro-batches of the same windows; step-wise too, whose turns' losses add up to the whole rollouts'."""
+        target = scenario.settings.target
+        unplanned = cells.unplanned(scenario.config["zero_optimization"]["stage"], target)
+        comparison = compare(
+            two_ranks.trace(unplanned, "ds_parity"), two_ranks.trace(scenario, "ds_parity"), Tier.REASSOCIATED
+        )
+        unlike = {difference.field for difference in comparison.differences}
+        assert unlike <= {"passes", "idle_passes"}, verdict(comparison)
+        assert [row.candidate.rollouts for row in comparison.rows] == [target] * 4
+
+
 @pytest.mark.parametrize(("reference", "tier"), [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)])
 @pytest.mark.parametrize("stage", cells.STAGES)
 def test_a_summed_loss_steps_alike(two_ranks, stage, reference, tier):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from ds_parity.collation import collate
 from ds_parity.errors import ConfigError
-from ds_parity.parity.batches import collate
-from ds_parity.parity.model import PolicyGradient, TinyDecoder, build, build_tiny
+from ds_parity.parity.losses import PolicyGradient
+from ds_parity.parity.model import TinyDecoder, build, build_tiny
 from ds_parity.parity.rollouts import BOS, EOS, VOCAB
 from ds_parity.planning.records import Rollout
 

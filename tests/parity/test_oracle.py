@@ -40,10 +40,7 @@ def by_ledger(passes, wanted, lookahead):
     """The windows as the engine finds them: pass by pass, from sums over the ranks."""
     rules = Rules(wanted.target, len(passes[0]), wanted.count, wanted.overshoot, wanted.loss_weight)
     ledger, ended, first = Ledger(rules), [], 0
-    held = [
-        PassTotals.of([Counts(one.rollouts, one.prompts, one.tokens) for one in row], wanted.loss_weight)
-        for row in passes
-    ]
+    held = [PassTotals.of([Counts(one.rollouts, one.prompts, one.tokens) for one in row]) for row in passes]
     for index, totals in enumerate(held):
         window = ledger.count(totals, held[index + 1 :] if lookahead else ())
         last_pass = index == len(held) - 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.rollouts import BOS, EOS, PAD, VOCAB, group_advantages, informative, load_rollouts, shorten
+from ds_parity.parity.rollouts import BOS, EOS, PAD, VOCAB, informative, line_turns, load_rollouts, shorten
 from ds_parity.planning.records import Rollout
 
 GOOD = {"prompt": "2+2=", "completion": "4", "reward": 1.0}
@@ -57,23 +57,6 @@ def test_tokens_are_bos_bytes_eos_and_never_pad(bundled):
         assert (rollout.tokens[0], rollout.tokens[-1]) == (BOS, EOS)
         assert max(rollout.tokens[1:-1]) < 256 <= BOS < EOS < PAD < VOCAB
         assert rollout.loss_tokens == len(completion(rollout).encode()) + 1
-
-
-def test_advantages_of_one_right_in_four_are_those_computed_by_hand():
-    """Mean 1/4, population variance 3/16, so (1 - 1/4) / sqrt(3/16) = sqrt(3) and the others -1 / sqrt(3)."""
-    assert group_advantages([1, 0, 0, 0]) == pytest.approx([math.sqrt(3)] + [-1 / math.sqrt(3)] * 3, rel=1e-15)
-
-
-@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [1.0], [0.0, 0.0, 0.0, 0.0]])
-def test_equal_rewards_have_advantage_exactly_0(rewards):
-    assert group_advantages(rewards) == [0.0] * len(rewards)
-
-
-@given(st.lists(st.integers(-1000, 1000).map(float), min_size=2, max_size=9).filter(lambda r: len(set(r)) > 1))
-def test_advantages_of_a_group_have_mean_0_and_variance_1(rewards):
-    advantages = group_advantages(rewards)
-    assert math.fsum(advantages) == pytest.approx(0, abs=1e-10)
-    assert math.fsum(a * a for a in advantages) == pytest.approx(len(rewards))
 
 
 def test_bundled_advantages_have_mean_0_in_every_group(bundled):
@@ -175,3 +158,20 @@ def test_shorten_refuses_a_length_without_room_for_a_loss_token():
 def test_rollouts_are_read_without_torch():
     code = "import sys, ds_parity.parity.rollouts; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_turns_of_the_bundled_rollouts_are_the_lines_of_their_solutions(bundled):
+    """1 to 24 a solution; together they score each loss token once, after all that came before it."""
+    for rollout in bundled[:400]:
+        turns = list(line_turns([rollout]))
+        assert len(turns) == completion(rollout).rstrip("\n").count("\n") + 1
+        assert [token for turn in turns for token in turn.tokens[turn.prompt_length :]] == [
+            *rollout.tokens[rollout.prompt_length :]
+        ]
+        assert all(turn.tokens == rollout.tokens[: len(turn.tokens)] for turn in turns)
+        assert {turn.advantage for turn in turns} == {rollout.advantage}
+
+
+def test_turns_of_rollouts_that_are_alike_have_names_of_their_own(bundled):
+    twice = list(line_turns([bundled[0], bundled[0]]))
+    assert len({turn.rollout_id for turn in twice}) == 2

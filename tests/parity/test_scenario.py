@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
-from ds_parity.parity.model import PolicyGradient
+from ds_parity.parity.losses import PolicyGradient
 from ds_parity.parity.oracle import plan
 from ds_parity.parity.scenario import Scenario, leveled, resolve, streamed
 from ds_parity.planning.records import Rollout

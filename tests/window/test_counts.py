@@ -44,7 +44,7 @@ def test_a_numpy_integer_becomes_a_plain_int_that_cannot_overflow(kind):
     counts = Counts(kind(100), kind(101), kind(102))
     assert counts == Counts(100, 101, 102)
     assert {type(getattr(counts, name)) for name in NAMES} == {int}
-    assert PassTotals.of([counts] * 3, "token").tokens == 306
+    assert PassTotals.of([counts] * 3).tokens == 306
 
 
 def test_counts_cannot_be_changed_after_they_were_checked():
@@ -69,16 +69,30 @@ def test_rollouts_without_a_loss_token_have_no_token_weight():
 @given(HELD, st.sampled_from(UNITS))
 @example([Counts(rollouts=3)], "token")
 def test_a_pass_weighs_what_its_ranks_weigh_together(held, unit):
-    totals = PassTotals.of(held, unit)
+    totals = PassTotals.of(held)
     assert totals.weight(unit) == sum(counts.weight(unit) for counts in held)
-    assert totals.active == sum(counts.rollouts > 0 or counts.weight(unit) > 0 for counts in held)
+    assert totals.active == sum(counts.rollouts > 0 or counts.tokens > 0 for counts in held)
     assert [getattr(totals, name) for name in NAMES] == [sum(getattr(one, name) for one in held) for name in NAMES]
 
 
-@given(HELD.flatmap(lambda held: st.tuples(st.just(held), st.permutations(held))), st.sampled_from(UNITS))
-def test_the_order_of_the_ranks_makes_no_difference(both, unit):
+@given(HELD.flatmap(lambda held: st.tuples(st.just(held), st.permutations(held))))
+def test_the_order_of_the_ranks_makes_no_difference(both):
     held, shuffled = both
-    assert PassTotals.of(held, unit) == PassTotals.of(shuffled, unit)
+    assert PassTotals.of(held) == PassTotals.of(shuffled)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_turn_that_finishes_no_rollout_is_no_idle_pass(unit):
+    turn = PassTotals.of([Counts(tokens=7), Counts()])
+    assert turn.active == 1
+    assert turn.contributes(unit)
+    assert turn.weight(unit) == {"token": 7, "pass": 1}.get(unit, 0)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_what_holds_neither_rollouts_nor_tokens_is_idle_whatever_prompts_it_finishes(unit):
+    turn = PassTotals.of([Counts(prompts=1)])
+    assert (turn.active, turn.contributes(unit), turn.weight(unit)) == (0, False, 0)
 
 
 def test_the_target_counts_rollouts_or_prompts():

@@ -9,7 +9,7 @@ def run(rules, passes):
     """Feed the ranks' rollouts of each pass; return the 0-based passes that closed a window, and the ledger."""
     ledger, boundaries = Ledger(rules), []
     for number, held in enumerate(passes):
-        totals = PassTotals.of([Counts(rollouts) for rollouts in held], rules.loss_weight)
+        totals = PassTotals.of([Counts(rollouts) for rollouts in held])
         if ledger.count(totals).closed:
             boundaries.append(number)
             ledger.settle(applied=True)

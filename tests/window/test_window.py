@@ -51,7 +51,7 @@ def streams(draw, overshoots=("carry", "reset"), weights=WEIGHTS):
     count, overshoot = draw(st.sampled_from(("rollout", "prompt"))), draw(st.sampled_from(overshoots))
     rules = Rules(draw(st.integers(1, 20)), ranks, count, overshoot, weight)
     held = draw(st.lists(st.lists(COUNTS, min_size=ranks, max_size=ranks), max_size=30))
-    return rules, [PassTotals.of(one, weight) for one in held]
+    return rules, [PassTotals.of(one) for one in held]
 
 
 # The boundary.
@@ -63,7 +63,7 @@ def streams(draw, overshoots=("carry", "reset"), weights=WEIGHTS):
 def test_n_rollouts_give_floor_n_over_target_steps_however_they_are_cut(cutting):
     """Provided that no single pass holds more than the target."""
     target, ranks, passes = cutting
-    totals = [PassTotals.of([Counts(held) for held in one], "rollout") for one in passes]
+    totals = [PassTotals.of([Counts(held) for held in one]) for one in passes]
     assert len(fed(Ledger(Rules(target, ranks)), totals)) == sum(map(sum, passes)) // target
 
 
@@ -79,7 +79,7 @@ def test_under_carry_a_pass_is_a_boundary_exactly_where_it_reaches_a_new_multipl
     target, ranks, passes = cutting
     ledger, before = Ledger(Rules(target, ranks)), 0
     for held in passes:
-        closed = bool(fed(ledger, [PassTotals.of([Counts(one) for one in held], "rollout")]))
+        closed = bool(fed(ledger, [PassTotals.of([Counts(one) for one in held])]))
         assert closed == ((before + sum(held)) // target > before // target)
         before += sum(held)
 
@@ -90,7 +90,7 @@ def test_under_reset_every_window_counts_from_0(cutting):
     ledger, inside = Ledger(Rules(target, ranks, overshoot="reset")), 0
     for held in passes:
         inside += sum(held)
-        closed = fed(ledger, [PassTotals.of([Counts(one) for one in held], "rollout")])
+        closed = fed(ledger, [PassTotals.of([Counts(one) for one in held])])
         assert [window.rollouts for window in closed] == ([inside] if inside >= target else [])
         inside = 0 if closed else inside
 
@@ -129,7 +129,7 @@ def test_under_error_a_surplus_is_refused_with_the_arithmetic_and_counts_for_not
 @example((4, 1, [[4], [3], [2]]))
 def test_under_error_windows_hold_exactly_the_target_or_the_run_stops(cutting):
     target, ranks, passes = cutting
-    totals = [PassTotals.of([Counts(held) for held in one], "rollout") for one in passes]
+    totals = [PassTotals.of([Counts(held) for held in one]) for one in passes]
     reached = accumulate((held.rollouts for held in totals), initial=0)
     jumps = any(after % target and after // target > before // target for before, after in pairwise(reached))
     ledger = Ledger(Rules(target, ranks, overshoot="error"))
@@ -169,7 +169,7 @@ def test_all_ranks_decide_alike_in_whatever_order_they_add_up_the_counts(cutting
         counts = [Counts(one, 0, 7 * one) for one in held]
         seen = []
         for ledger in ledgers:
-            window = ledger.count(PassTotals.of(chance.sample(counts, ranks), weight))
+            window = ledger.count(PassTotals.of(chance.sample(counts, ranks)))
             seen.append((window, ledger.total()))
             if window.closed:
                 ledger.settle(applied=True)
@@ -212,8 +212,8 @@ def test_counting_a_pass_into_a_closed_window_is_refused_until_it_is_settled():
 def test_the_total_is_rollouts_tokens_contributing_micro_batches_or_the_constant_target(weight, total):
     ledger = Ledger(Rules(8, ranks=2, loss_weight=weight))
     (first, second) = ([Counts(2, 1, 10), Counts(3, 0, 20)], [Counts(4, 1, 30), Counts()])
-    ledger.count(PassTotals.of(first, weight))
-    assert ledger.count(PassTotals.of(second, weight)).closed
+    ledger.count(PassTotals.of(first))
+    assert ledger.count(PassTotals.of(second)).closed
     assert ledger.total() == total
     assert isinstance(ledger.total(), float)
 
@@ -223,8 +223,8 @@ def test_idle_passes_are_counted_and_weigh_nothing(weight):
     held = [Counts(1, 1, 10), Counts(2, 1, 20), Counts(), Counts(4, 1, 40)]
     alone, among_idle = Ledger(Rules(99, 1, loss_weight=weight)), Ledger(Rules(99, 4, loss_weight=weight))
     for one in held:
-        alone.count(PassTotals.of([one], weight))
-        among_idle.count(PassTotals.of([Counts(), one, Counts(), Counts()], weight))
+        alone.count(PassTotals.of([one]))
+        among_idle.count(PassTotals.of([Counts(), one, Counts(), Counts()]))
     assert (alone.window.idle_passes, among_idle.window.idle_passes) == (1, 13)
     assert among_idle.total() == alone.total()
     assert among_idle.window.expected == alone.window.expected
@@ -251,7 +251,7 @@ def test_the_total_of_a_window_that_holds_nothing_of_its_weight_is_0(weight, pas
 )
 @example(gas=3, ranks=1, counts=Counts(49, 1, 1), count="rollout")  # 1 / 49 * 147 is not 3
 def test_in_a_uniform_window_of_any_size_the_expected_total_is_exactly_the_total(weight, gas, ranks, counts, count):
-    held = PassTotals.of([counts] * ranks, weight)
+    held = PassTotals.of([counts] * ranks)
     rules = Rules(gas * held.counted(count), ranks, count, loss_weight=weight)
     first = Ledger(rules).count(held)
     whole = gas * ranks * counts.weight(weight)
@@ -262,7 +262,7 @@ def test_in_a_uniform_window_of_any_size_the_expected_total_is_exactly_the_total
 @each_weight
 @pytest.mark.parametrize("gas", [3, 5, 6, 7])
 def test_uniform_windows_keep_their_expected_total_from_first_pass_to_last_and_window_to_window(weight, gas):
-    held = PassTotals.of([Counts(2, 1, 17)] * 3, weight)
+    held = PassTotals.of([Counts(2, 1, 17)] * 3)
     ledger = Ledger(Rules(gas * 6, 3, loss_weight=weight))
     for number in range(3 * gas):
         window = ledger.count(held)
@@ -280,9 +280,9 @@ def test_with_look_ahead_to_the_boundary_the_expected_total_is_the_total(stream,
     ledger, first = Ledger(rules), None
     for number, held in enumerate(passes):
         window = ledger.count(held, passes[number + 1 : number + 1 + ahead])
-        first = number if first is None and window.weight else first
+        first = number if first is None and held.contributes(rules.loss_weight) else first
         if window.closed:
-            if first is not None and number - first <= ahead:
+            if first is not None and number - first <= ahead and ledger.total():
                 assert window.expected == ledger.total()
             ledger.settle(applied=True)
             first = None
@@ -291,7 +291,7 @@ def test_with_look_ahead_to_the_boundary_the_expected_total_is_the_total(stream,
 @each_weight
 def test_a_first_pass_that_finishes_no_prompt_gives_something_to_divide_by_all_the_same(weight):
     ledger = Ledger(Rules(8, 1, count="prompt", loss_weight=weight))
-    assert ledger.count(PassTotals.of([Counts(rollouts=3, prompts=0, tokens=20)], weight)).expected > 0
+    assert ledger.count(PassTotals.of([Counts(rollouts=3, prompts=0, tokens=20)])).expected > 0
 
 
 def test_look_ahead_past_the_boundary_takes_nothing_of_the_next_window():
@@ -302,15 +302,18 @@ def test_look_ahead_past_the_boundary_takes_nothing_of_the_next_window():
 @given(streams(), st.integers(0, 3))
 def test_the_expected_total_is_0_until_a_pass_contributes_then_positive_and_fixed(stream, ahead):
     rules, passes = stream
-    ledger, divided_by = Ledger(rules), 0.0
+    ledger, divided_by, contributed = Ledger(rules), 0.0, False
     for number, held in enumerate(passes):
         window = ledger.count(held, passes[number + 1 : number + 1 + ahead])
-        assert (window.expected > 0) == (window.weight > 0) == (ledger.total() > 0)
+        contributed = contributed or held.contributes(rules.loss_weight)
+        assert (window.expected > 0) == contributed
+        assert (window.weight > 0) == (ledger.total() > 0)
+        assert contributed or not window.weight
         assert divided_by in (0.0, window.expected)
         divided_by = window.expected
         if window.closed:
             ledger.settle(applied=True)
-            divided_by = 0.0
+            divided_by, contributed = 0.0, False
 
 
 # Ends and beginnings.

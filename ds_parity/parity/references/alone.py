@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ds_parity.collation import collate
 from ds_parity.config import Settings
-from ds_parity.parity.batches import Layout, collate
 from ds_parity.parity.candidate import Record
+from ds_parity.parity.layouts import Layout
 from ds_parity.parity.oracle import PlannedWindow, plan
 from ds_parity.parity.references.plain import ByHand, optimizer_and_scheduler
 from ds_parity.parity.scenario import Scenario

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_parity.config import rewrite
 from ds_parity.engine.normalize import keep_clip_norm, loss_scale
 from ds_parity.parity import ulysses
-from ds_parity.parity.oracle import Passes, PlannedWindow, weight
+from ds_parity.parity.oracle import Passes, PlannedWindow
 from ds_parity.parity.scenario import Scenario
 from ds_parity.trace import StepRecord
 
@@ -67,7 +67,7 @@ class StepNotes:
         return StepRecord(
             step=number,
             passes=len(held),
-            idle_passes=sum(not batch.rollouts and not weight(batch, self._settings.loss_weight) for batch in batches),
+            idle_passes=sum(batch.idle for batch in batches),
             rollouts=sum(batch.rollouts for batch in batches),
             prompts=sum(batch.prompts for batch in batches),
             tokens=sum(batch.tokens for batch in batches),

@@ -53,7 +53,7 @@ def _backward(
 ) -> None:
     settings = scenario.settings
     units = weight(batch, settings.loss_weight)
-    loss = engine(**(batch if batch.rollouts else idle).inputs)
+    loss = engine(**(idle if batch.idle else batch).inputs)
     if units == 0:
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return

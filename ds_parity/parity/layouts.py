@@ -1,16 +1,14 @@
-"""Rollouts to micro-batches: padding, the prompts that are finished, and layouts over passes and ranks."""
+"""Layouts of rollouts over passes and ranks: even ones, ragged ones as real streams are, planned ones."""
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 from itertools import islice
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-import torch
-
+from ds_parity.collation import collate
 from ds_parity.errors import ConfigError
-from ds_parity.parity.rollouts import BOS, PAD
+from ds_parity.planning.plans import Plan, rollout_key
 from ds_parity.planning.records import MicroBatch, Rollout
 
 Layout: TypeAlias = tuple[tuple[tuple[Rollout, ...], ...], ...]
@@ -19,53 +17,37 @@ Layout: TypeAlias = tuple[tuple[tuple[Rollout, ...], ...], ...]
 _MOST_PASSES = 9
 
 
-def collate(rollouts: Sequence[Rollout], finished: int = 0) -> MicroBatch:
-    """Pad rollouts on the right to one micro-batch, on the CPU.
+def finishing(keys: Sequence[Hashable]) -> list[int]:
+    """Return, for prompts or rollouts in the order in which they are run, 1 where one is the last of its key and 0 elsewhere."""
+    last = {key: index for index, key in enumerate(keys)}
+    return [int(last[key] == index) for index, key in enumerate(keys)]
 
-    No rollouts give the micro-batch of an idle pass: one row of BOS and PAD without a loss token, all counts 0.
 
-    Args:
-        rollouts: B rollouts, each with at least one prompt token (what comes first has no prediction to score).
-        finished: how many prompts these rollouts finish (>= 0).
+def collate_layout(
+    layout: Layout, collation: Literal["padded", "packed"] = "padded"
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Collate every micro-batch of a layout.
 
-    Returns:
-        inputs `input_ids` (B, T) int64, `loss_mask` (B, T - 1) fp32, 1 where input_ids[:, 1:] is a completion's
-        token, `advantages` (B,) fp32; T is the longest rollout, in tokens.
-
-    Raises:
-        ConfigError: a rollout has no prompt token.
+    A prompt, or a rollout of several turns, is finished by its last sequence: passes first, then ranks.
     """
-    for rollout in rollouts:
-        if rollout.prompt_length < 1:
-            raise ConfigError(f"rollout of prompt {rollout.prompt_id!r}: prompt_length is 0, must be >= 1; add a BOS")
-    rows = rollouts or (Rollout(prompt_id="idle", tokens=(BOS, PAD), prompt_length=2),)
-    length = max(len(row.tokens) for row in rows)
-    padded = [[*row.tokens, *[PAD] * (length - len(row.tokens))] for row in rows]
-    scored = [[row.prompt_length <= t < len(row.tokens) for t in range(1, length)] for row in rows]
-    inputs = {
-        "input_ids": torch.tensor(padded, dtype=torch.int64),
-        "loss_mask": torch.tensor(scored, dtype=torch.float32),
-        "advantages": torch.tensor([row.advantage for row in rows], dtype=torch.float32),
-    }
-    tokens = sum(rollout.loss_tokens for rollout in rollouts)
-    return MicroBatch(inputs=inputs, rollouts=len(rollouts), prompts=finished, tokens=tokens)
+    run = [rollout for row in layout for held in row for rollout in held]
+    prompts = iter(finishing([rollout.prompt_id for rollout in run]))
+    rollouts = iter(finishing([rollout_key(rollout, index) for index, rollout in enumerate(run)]))
+
+    def collated(held: Sequence[Rollout]) -> MicroBatch:
+        finished = [sum(islice(flags, len(held))) for flags in (rollouts, prompts)]
+        return collate(held, layout=collation, rollouts=finished[0], prompts=finished[1])
+
+    return tuple(tuple(collated(held) for held in row) for row in layout)
 
 
-def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
-    """Return the micro-batch with every input on `device`; the counts stay on the host."""
-    return replace(micro_batch, inputs={name: value.to(device) for name, value in micro_batch.inputs.items()})
-
-
-def finishing(rollouts: Sequence[Rollout]) -> list[int]:
-    """Return, for rollouts in the order of arrival, 1 where one is the last of its prompt and 0 elsewhere."""
-    last = {rollout.prompt_id: index for index, rollout in enumerate(rollouts)}
-    return [int(last[rollout.prompt_id] == index) for index, rollout in enumerate(rollouts)]
-
-
-def collate_layout(layout: Layout) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Collate every micro-batch of a layout; a prompt is finished by its last rollout, passes first and then ranks."""
-    flags = iter(finishing([rollout for row in layout for held in row for rollout in held]))
-    return tuple(tuple(collate(held, sum(islice(flags, len(held)))) for held in row) for row in layout)
+def planned_layout(plan: Plan) -> Layout:
+    """Return the layout of a plan, idle passes included."""
+    return tuple(
+        tuple(tuple(plan.rollouts[at] for at in window.micro_batch(index, rank)) for rank in range(plan.dp_world_size))
+        for window in plan.windows
+        for index in range(window.passes)
+    )
 
 
 def uniform_layout(n_ranks: int, passes: int, rollouts: Sequence[Rollout]) -> Layout:

@@ -1,13 +1,12 @@
-"""Micro-batches hold what their rollouts hold; layouts lose nothing, double nothing and are really uneven."""
+"""Layouts lose nothing, double nothing and are really uneven."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.batches import collate, collate_layout, finishing, ragged_layout, to_device, uniform_layout
-from ds_parity.parity.rollouts import BOS, EOS, PAD
+from ds_parity.parity.layouts import collate_layout, finishing, ragged_layout, uniform_layout
+from ds_parity.parity.rollouts import BOS, EOS
 from ds_parity.planning.records import Rollout
 
 
@@ -36,54 +35,13 @@ def split_windows(layout, target):
     return windows, current
 
 
-def test_collate_pads_on_the_right_and_masks_prompt_and_padding():
-    short = Rollout("a", (BOS, 1, EOS), prompt_length=2, advantage=0.5)
-    long = Rollout("b", (BOS, 2, 3, 4, EOS), prompt_length=2, advantage=-1.0)
-    batch = collate([short, long], finished=1)
-    assert batch.inputs["input_ids"].tolist() == [[BOS, 1, EOS, PAD, PAD], [BOS, 2, 3, 4, EOS]]
-    assert batch.inputs["loss_mask"].tolist() == [[0, 1, 0, 0], [0, 1, 1, 1]]
-    assert batch.inputs["advantages"].tolist() == [0.5, -1.0]
-    assert (batch.rollouts, batch.prompts, batch.tokens) == (2, 1, 4)
-
-
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=5))
-def test_the_mask_holds_as_many_tokens_as_the_count_says(shapes):
-    rollouts = [Rollout("p", (BOS,) * (prompt + answer), prompt_length=prompt) for prompt, answer in shapes]
-    batch = collate(rollouts)
-    assert batch.inputs["loss_mask"].sum() == batch.tokens == sum(answer for _, answer in shapes)
-
-
-def test_no_rollouts_collate_to_an_idle_micro_batch_without_loss_tokens():
-    batch = collate(())
-    assert (batch.rollouts, batch.prompts, batch.tokens) == (0, 0, 0)
-    assert batch.inputs["input_ids"].tolist() == [[BOS, PAD]]
-    assert not batch.inputs["loss_mask"].any()
-
-
-def test_two_idle_micro_batches_share_no_tensor():
-    one, two = collate(()), collate(())
-    assert all(one.inputs[name].data_ptr() != two.inputs[name].data_ptr() for name in one.inputs)
-
-
-def test_a_rollout_without_prompt_token_is_refused():
-    with pytest.raises(ConfigError, match="prompt_length is 0"):
-        collate([Rollout("p", (1, 2), prompt_length=0)])
-
-
-def test_to_device_moves_every_input_and_keeps_the_counts():
-    batch = collate(numbered(2), finished=1)
-    moved = to_device(batch, "meta")
-    assert {tensor.device for tensor in moved.inputs.values()} == {torch.device("meta")}
-    assert (moved.rollouts, moved.prompts, moved.tokens) == (batch.rollouts, batch.prompts, batch.tokens)
-
-
 def test_a_prompt_is_finished_by_its_last_rollout_also_where_prompts_interleave():
-    assert finishing([Rollout(prompt, (BOS, EOS), 1) for prompt in "abacbc"]) == [0, 0, 1, 0, 1, 1]
+    assert finishing("abacbc") == [0, 0, 1, 0, 1, 1]
 
 
 @given(st.lists(st.sampled_from("abcde"), max_size=30))
 def test_as_many_rollouts_finish_as_there_are_prompts(prompts):
-    assert sum(finishing([Rollout(prompt, (BOS, EOS), 1) for prompt in prompts])) == len(set(prompts))
+    assert sum(finishing(prompts)) == len(set(prompts))
 
 
 def test_a_collated_layout_counts_each_prompt_once_where_it_ends():

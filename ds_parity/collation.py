@@ -1,0 +1,129 @@
+"""Rollouts to tensors: padded to the longest, or packed end to end, with what the loss needs to keep them apart.
+
+What a micro-batch is told of its rollouts (advantages, ids, rewards) is taken from those that it holds, never from the
+whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ds_parity.errors import ConfigError
+from ds_parity.planning.plans import Plan
+from ds_parity.planning.records import MicroBatch, PreferencePair, Rollout, Unit
+
+IGNORED = -100
+"""Label of a token without loss, by the convention of torch's cross entropy and of Hugging Face's models."""
+
+
+def collate(
+    held: Sequence[Unit],
+    *,
+    layout: Literal["padded", "packed"] = "padded",
+    rollouts: int | None = None,
+    prompts: int = 0,
+    pad: int = 0,
+) -> MicroBatch:
+    """Make one micro-batch of rollouts, or of preference pairs, on the CPU.
+
+    Rows are the sequences held, one a rollout; of a pair the chosen one and then the rejected. Nothing held gives the
+    micro-batch of an idle pass: one row of two tokens `pad` without loss, all counts 0.
+
+    Args:
+        held: B rollouts or B pairs; each sequence has a prompt token (what comes first has no prediction to score).
+        layout: `padded`, a row a sequence, as long as the longest; or `packed`, one row of all of them.
+        rollouts: how many these finish; all, where it isn't given (turns that are not their rollout's last finish none).
+        prompts: how many prompts these finish (>= 0).
+        pad: token id that padding consists of.
+
+    Returns:
+        inputs `input_ids` (R, T) int64 and `loss_mask` (R, T - 1) fp32, 1 where input_ids[:, 1:] is a completion's token.
+        Padded, R is the number of sequences and T the longest; packed, R is 1 and T their sum, and there are `position_ids`
+        (1, T), 0 where a sequence starts, and `segment_ids` (1, T), the number of the sequence, from 0. Rollouts have
+        `advantages` (B,) fp32; pairs have `reference_logps` (B, 2) fp32, chosen and rejected.
+
+    Raises:
+        ConfigError: a sequence has no prompt token, or rollouts and pairs are mixed.
+    """
+    sequences = [sequence for unit in held for sequence in unit.sequences]
+    for sequence in sequences:
+        if sequence.prompt_length < 1:
+            raise ConfigError(f"rollout of prompt {sequence.prompt_id!r}: prompt_length is 0, must be >= 1; add a BOS")
+    rows = sequences or [Rollout(prompt_id="idle", tokens=(pad, pad), prompt_length=2)]
+    inputs = _packed(rows) if layout == "packed" else _padded(rows, pad)
+    return MicroBatch(
+        inputs=inputs | (_of_units(held) if held else {"advantages": torch.zeros(1)}),
+        rollouts=len(held) if rollouts is None else rollouts,
+        prompts=prompts,
+        tokens=sum(sequence.loss_tokens for sequence in sequences),
+        held=tuple(held),
+    )
+
+
+def micro_batches(plan: Plan, rank: int, *, pad: int = 0) -> Iterator[MicroBatch]:
+    """Yield what one rank runs, pass by pass, idle passes included: a stream for `engine.passes`.
+
+    Args:
+        plan: of all ranks.
+        rank: data-parallel rank (>= 0).
+        pad: token id that padding consists of.
+
+    Raises:
+        ConfigError: the plan is for fewer ranks.
+    """
+    if not 0 <= rank < plan.dp_world_size:
+        raise ConfigError(f"rank {rank}: the plan is for {plan.dp_world_size} ranks, so ranks are 0 to that less 1")
+    counts = (count for window in plan.counts for count in window[:, rank, :2].tolist())
+    for chosen, (rollouts, prompts) in zip(plan.of_rank(rank), counts, strict=True):
+        held = [plan.rollouts[index] for index in chosen.tolist()]
+        yield collate(held, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad)
+
+
+def labels(micro_batch: MicroBatch) -> Tensor:
+    """Return (R, T) int64: the tokens that carry the loss, `IGNORED` elsewhere, for models that shift labels themselves."""
+    ids: Tensor = micro_batch.inputs["input_ids"]
+    scored = torch.nn.functional.pad(micro_batch.inputs["loss_mask"], (1, 0)) > 0
+    return ids.where(scored, torch.full_like(ids, IGNORED))
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
+    """Return the micro-batch with every input on `device`; the counts stay on the host."""
+    return replace(micro_batch, inputs={name: value.to(device) for name, value in micro_batch.inputs.items()})
+
+
+def _padded(rows: Sequence[Rollout], pad: int) -> dict[str, Any]:
+    length = max(len(row.tokens) for row in rows)
+    ids = [[*row.tokens, *[pad] * (length - len(row.tokens))] for row in rows]
+    scored = [[row.prompt_length <= t < len(row.tokens) for t in range(1, length)] for row in rows]
+    return {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(scored, dtype=torch.float32)}
+
+
+def _packed(rows: Sequence[Rollout]) -> dict[str, Any]:
+    lengths = [len(row.tokens) for row in rows]
+    starts = list(accumulate(lengths[:-1], initial=0))
+    ids = torch.tensor([token for row in rows for token in row.tokens])
+    mask = torch.zeros(len(ids))
+    for start, row in zip(starts, rows, strict=True):
+        mask[start + row.prompt_length : start + len(row.tokens)] = 1
+    repeats = torch.tensor(lengths)
+    return {
+        "input_ids": ids[None],
+        "loss_mask": mask[None, 1:],
+        "position_ids": (torch.arange(len(ids)) - torch.tensor(starts).repeat_interleave(repeats))[None],
+        "segment_ids": torch.arange(len(rows)).repeat_interleave(repeats)[None],
+    }
+
+
+def _of_units(held: Sequence[Unit]) -> dict[str, Tensor]:
+    pairs = [unit for unit in held if isinstance(unit, PreferencePair)]
+    if pairs and len(pairs) < len(held):
+        raise ConfigError(f"{len(pairs)} of {len(held)} are preference pairs: a micro-batch holds one kind")
+    if pairs:
+        return {"reference_logps": torch.tensor([(pair.chosen_logp, pair.rejected_logp) for pair in pairs])}
+    return {"advantages": torch.tensor([unit.advantage for unit in held], dtype=torch.float32)}  # type: ignore[union-attr]

@@ -1,0 +1,44 @@
+"""Advantages of groups whose rollouts lie on different ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_parity.errors import ConfigError
+from ds_parity.planning.advantages import group_advantages
+
+
+def gathered_advantages(
+    prompt_ids: Sequence[Hashable], rewards: Sequence[float], group: Any, first: bool, *, by_std: bool
+) -> list[float]:
+    """Return the advantages of this rank's rewards among those of all ranks; one gather of objects on the host.
+
+    Args:
+        prompt_ids: (n,) of this rank, n may differ and be 0.
+        rewards: (n,) of this rank.
+        group: a gloo group; None where there is one rank.
+        first: whether this rank's are to be counted: one of those that share a micro-batch.
+        by_std: as in `group_advantages`.
+
+    Raises:
+        ConfigError: on a rank there are not as many rewards as prompts; raised on all of them.
+    """
+    own = [float(reward) for reward in rewards]
+    told: list[Any] = [(list(prompt_ids), own, first)]
+    if group is not None:
+        told = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, (list(prompt_ids), own, first), group=group)
+    for rank, (theirs, earned, _) in enumerate(told):
+        if len(theirs) != len(earned):
+            raise ConfigError(
+                f"rank {rank} of the data-parallel group gave {len(earned)} rewards for {len(theirs)} prompts"
+            )
+    counted = [(ids, earned) for ids, earned, counts in told if counts]
+    prompts = [prompt for ids, _ in counted for prompt in ids]
+    advantages = group_advantages(prompts, [reward for _, earned in counted for reward in earned], by_std=by_std)
+    # Rewards that are equal in one group have one advantage, so this rank's are found by what they are.
+    of = dict(zip(zip(prompts, (r for _, e in counted for r in e), strict=True), advantages, strict=True))
+    return [of[prompt, reward] for prompt, reward in zip(prompt_ids, own, strict=True)]

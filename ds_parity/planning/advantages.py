@@ -1,0 +1,41 @@
+"""What a reward is worth beside those of its group (GRPO): over all that was asked of one prompt, wherever it was run."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+from ds_parity.errors import ConfigError
+
+
+def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *, by_std: bool = True) -> list[float]:
+    """Return, for each reward, (r - mean) / std over the rewards of the same prompt.
+
+    Outcome supervision of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the population's standard
+    deviation and no epsilon; all 0 where a group's rewards are equal, a group of one included.
+
+    Args:
+        prompt_ids: (n,) what was asked, as a whole: rollouts of one prompt are a group wherever they stand.
+        rewards: (n,) finite.
+        by_std: False: r - mean, as in Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2).
+
+    Raises:
+        ConfigError: there are not as many rewards as prompts.
+    """
+    if len(prompt_ids) != len(rewards):
+        raise ConfigError(
+            f"{len(rewards)} rewards for {len(prompt_ids)} prompt ids: give one of each for every rollout"
+        )
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompt_ids):
+        groups[prompt].append(index)
+    relative = [0.0] * len(rewards)
+    for members in groups.values():
+        earned = [rewards[index] for index in members]
+        mean, spread = statistics.mean(earned), statistics.pstdev(earned)
+        if spread == 0:
+            continue
+        for index in members:
+            relative[index] = (rewards[index] - mean) / (spread if by_std else 1.0)
+    return relative

@@ -1,0 +1,72 @@
+"""What can be planned, and with what numbers; what can't is refused by its name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ds_parity.errors import ConfigError
+from ds_parity.planning.records import PreferencePair, Unit
+
+_MOST, _MOST_RANKS = 2**30, 2**20  # beyond these a number is a slip
+
+_CHOICES = {"count": ("rollout", "prompt"), "layout": ("packed", "padded"), "oversize": ("refuse", "own")}
+
+
+def numbers(**values: Any) -> list[int]:
+    """Return the numbers as plain ints.
+
+    Raises:
+        ConfigError: one is not whole, or not from 1 to what can be meant.
+    """
+    for name, value in values.items():
+        number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+        most = _MOST_RANKS if name == "dp_world_size" else _MOST
+        if not 1 <= number <= most:
+            raise ConfigError(f"{name} is {value!r}: it must be a whole number from 1 to {most:,}")
+    return [operator.index(value) for value in values.values()]
+
+
+def check_choices(**values: str) -> None:
+    """Raise ConfigError where a choice is unknown."""
+    for name, value in values.items():
+        if value not in _CHOICES[name]:
+            raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(map(repr, _CHOICES[name]))}")
+
+
+def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
+    """Return (n,) tokens that each takes; padded, that it takes where no other in its micro-batch is longer.
+
+    Raises:
+        ConfigError: a rollout has no tokens, or pairs and rollouts are mixed.
+    """
+    pairs = sum(isinstance(unit, PreferencePair) for unit in rollouts)
+    if pairs not in (0, len(rollouts)):
+        raise ConfigError(
+            f"{pairs} preference pairs among {len(rollouts)} rollouts: a micro-batch holds one kind; plan them apart"
+        )
+    rows = 2 if pairs else 1
+    tokens = [len(sequence.tokens) for unit in rollouts for sequence in unit.sequences]
+    lengths = np.array(tokens, dtype=np.int64).reshape(len(rollouts), rows)
+    for index in np.flatnonzero((lengths == 0).any(axis=1))[:1].tolist():
+        raise ConfigError(
+            f"rollout {index} of prompt {rollouts[index].prompt_id!r} has no tokens: one that ended before its first token "
+            "still holds its prompt; leave it out, or give the prompt"
+        )
+    sizes: np.ndarray = lengths.sum(axis=1) if layout == "packed" else lengths.max(axis=1, initial=0) * rows
+    return sizes
+
+
+def check_lengths(rollouts: Sequence[Unit], lengths: np.ndarray, max_tokens: int, oversize: str) -> None:
+    """Raise ConfigError where one is longer than a micro-batch, and that is refused."""
+    over = np.flatnonzero(lengths > max_tokens) if oversize == "refuse" else np.empty(0, dtype=np.int64)
+    if len(over):
+        worst = int(over[lengths[over].argmax()])
+        raise ConfigError(
+            f"rollout {worst} of prompt {rollouts[worst].prompt_id!r} has {lengths[worst]} tokens, more than max_tokens = "
+            f"{max_tokens} ({len(over)} of {len(rollouts)} rollouts are too long): raise max_tokens to {lengths[worst]}, "
+            "shorten the rollouts, or give oversize='own' for a micro-batch of their own"
+        )

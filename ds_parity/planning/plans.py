@@ -1,0 +1,137 @@
+"""A plan: which rollouts are run in which pass on which rank, window by window, and what is known of it beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from ds_parity.planning.records import Unit
+
+Layout = Literal["packed", "padded"]
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPlan:
+    """One optimizer step.
+
+    Attributes:
+        rollouts: (n,) indices into the plan's rollouts, pass by pass, in each rank by rank.
+        ends: (passes, ranks) where a micro-batch ends in `rollouts`; it starts where the one before it ends.
+        sizes: (passes, ranks) tokens that a micro-batch computes on, padding included; 0 for an idle pass.
+    """
+
+    rollouts: np.ndarray
+    ends: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward runs on every rank."""
+        return len(self.ends)
+
+    @cached_property
+    def idle_passes(self) -> int:
+        """Micro-batches without a rollout, over all ranks."""
+        return int((self.sizes == 0).sum())
+
+    @cached_property
+    def waited_tokens(self) -> int:
+        """What ranks could have computed while they waited for the longest micro-batch of each pass, in tokens."""
+        return int((self.sizes.max(axis=1, keepdims=True) - self.sizes).sum())
+
+    def micro_batch(self, index: int, rank: int) -> np.ndarray:
+        """Return the rollouts of one rank in one pass, as indices; none in an idle pass.
+
+        Raises:
+            IndexError: there is no such pass or rank (they count from 0).
+        """
+        if not (0 <= index < self.passes and 0 <= rank < self.ends.shape[1]):
+            raise IndexError(
+                f"pass {index}, rank {rank}: the window has {self.passes} passes on {self.ends.shape[1]} ranks"
+            )
+        at = index * self.ends.shape[1] + rank
+        return self.rollouts[self.ends.flat[at - 1] if at else 0 : self.ends.flat[at]]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All windows.
+
+    Attributes:
+        windows: in the order of arrival.
+        left: indices of the rollouts at the end that fill no window.
+        rollouts: (n,) what was planned, in the order of arrival; pairs and turns are one of these each.
+        lengths: (n,) tokens of every rollout; padded, its rows times their longest.
+        dp_world_size: data-parallel ranks.
+        max_tokens: the most tokens in a micro-batch; an oversize rollout of its own has more.
+        layout: how micro-batches are to be collated.
+    """
+
+    windows: tuple[WindowPlan, ...]
+    left: np.ndarray
+    rollouts: Sequence[Unit]
+    lengths: np.ndarray
+    dp_world_size: int
+    max_tokens: int
+    layout: Layout
+
+    @property
+    def passes(self) -> int:
+        """Passes of all windows."""
+        return sum(window.passes for window in self.windows)
+
+    @property
+    def idle_passes(self) -> int:
+        """Idle passes of all ranks and windows."""
+        return sum(window.idle_passes for window in self.windows)
+
+    def fewest_passes(self) -> int:
+        """Return a number of passes that no packing of the same windows can be below."""
+        return sum(fewest_passes(self.lengths[w.rollouts], self.dp_world_size, self.max_tokens) for w in self.windows)
+
+    @cached_property
+    def counts(self) -> tuple[np.ndarray, ...]:
+        """For each window (passes, ranks, 3): rollouts and prompts that a micro-batch finishes, loss tokens that it holds.
+
+        A rollout of several turns, or a prompt, is finished where its last sequence is run: passes first, then ranks. So the
+        last pass of a window finishes something, and the window closes in it.
+        """
+        run = np.concatenate([*[window.rollouts for window in self.windows], self.left]).tolist()
+        units = self.rollouts
+        values = np.zeros((len(units), 3), dtype=np.int64)
+        values[list({rollout_key(units[i], i): i for i in run}.values()), 0] = 1
+        values[list({units[i].prompt_id: i for i in run}.values()), 1] = 1
+        values[:, 2] = [unit.loss_tokens for unit in units]
+        return tuple(_summed(values[window.rollouts], window.ends) for window in self.windows)
+
+    def of_rank(self, rank: int) -> Iterator[np.ndarray]:
+        """Yield the micro-batches of one rank, pass by pass, as indices."""
+        for window in self.windows:
+            for index in range(window.passes):
+                yield window.micro_batch(index, rank)
+
+
+def fewest_passes(lengths: np.ndarray, ranks: int, max_tokens: int) -> int:
+    """Return max(ceil(sum / max_tokens), lengths over half of it) / ranks, rounded up: no packing has fewer passes.
+
+    Two rollouts of more than half a micro-batch never share one (Martello and Toth 1990, "Knapsack Problems", 8.3.1).
+    """
+    held = np.minimum(lengths, max_tokens)
+    bins = max(-(-int(held.sum()) // max_tokens), int((2 * held > max_tokens).sum()))
+    return -(-bins // ranks)
+
+
+def rollout_key(rollout: Unit, index: int) -> Hashable:
+    """Return what turns of one rollout have in common; a name needs to be different in one prompt only."""
+    return index if rollout.rollout_id is None else (rollout.prompt_id, rollout.rollout_id)
+
+
+def _summed(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return (passes, ranks, k): the sums over each micro-batch of values (n, k) in the order in which they are run."""
+    until = np.concatenate((np.zeros((1, values.shape[1]), dtype=np.int64), values.cumsum(axis=0)))[ends.ravel()]
+    summed: np.ndarray = np.diff(until, axis=0, prepend=0).reshape(*ends.shape, -1)
+    return summed

@@ -1,0 +1,165 @@
+"""Streams and idle passes on ranks: what is run, what is read when, and what it comes to; asserted in test_passes.py."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from cells import STAGES, config
+from ranked import build, forward, one_pass, refusal
+
+from ds_parity.parity import weights
+
+TASKS = ["skipped_idle", "explicit_idle", "online", "grpo", "turns_by_share", "turns_that_end_open"]
+
+
+@dataclass
+class Batch:
+    seed: int = 0
+    rollouts: int = 1
+    prompts: int = 0
+    tokens: int = 3
+
+
+def run(engine, stream, **options):
+    """Run a stream; returns how many passes were handed out and what every boundary left."""
+    handed, steps = 0, []
+    for batch in engine.passes(stream, **options):
+        handed += 1
+        engine.backward(forward(engine, batch.seed))
+        engine.step()
+        if engine.window.passes == 0:
+            steps.append(engine.last_step.step)
+    return handed, steps
+
+
+def skipped_idle(folder):
+    """Seven micro-batches on rank 0, two on rank 1: rank 1 idles inside a window, at its end, and through an open one."""
+    found = {}
+    for stage in STAGES:
+        for ahead in (0, 3):
+            reached = []
+            for skip in (True, False):
+                engine = build(config(stage, passes=6))
+                count = 2 if dist.get_rank() else 7
+                handed, steps = run(engine, [Batch(n) for n in range(count)], lookahead=ahead, skip_idle=skip)
+                last = engine.last_step
+                reached.append((weights.vector(engine.module), handed, steps, last, engine.micro_steps))
+            (one, handed, steps, last, passes), (other, every, all_steps, _, _) = reached
+            found[f"{stage} {ahead}"] = {
+                "equal": torch.equal(one, other),
+                "handed": _told(handed),
+                "without skipping": _told(every),
+                "steps": [_told(steps), _told(all_steps)],
+                "last": last.model_dump(),
+                "micro_steps": passes,
+            }
+    return found
+
+
+def explicit_idle(folder):
+    """A stream that says itself where it is idle: the first passes of rank 1, before it has anything to re-run."""
+    found = {}
+    for stage in STAGES:
+        engine, nothing = build(config(stage, passes=4)), Batch(9, 0, 0, 0)
+        stream = [nothing, nothing, Batch(1), nothing] if dist.get_rank() else [Batch(n) for n in range(3)] + [nothing]
+        handed, steps = run(engine, stream)
+        plain = build(config(stage, passes=4))
+        for n in range(3):
+            if dist.get_rank() and n < 2:
+                plain.idle(forward(plain, 9))
+                plain.step()
+            else:
+                one_pass(plain, 1 if dist.get_rank() else n, rollouts=1)
+        equal = torch.equal(weights.vector(engine.module), weights.vector(plain.module))
+        found[stage] = {"handed": _told(handed), "steps": _told(steps), "equal": equal}
+    return found
+
+
+def online(folder):
+    """Rollouts that are made while training goes on: each of them by the weights of the moment, on a slow rank."""
+    found = {}
+    for stage in STAGES:
+        reached = []
+        for slow in (True, False):
+            engine, asked = build(config(stage, passes=6)), []
+
+            def produced(engine=engine, asked=asked, slow=slow):
+                for n in range(6):
+                    asked.append(engine.micro_steps)
+                    time.sleep(0.03 if slow and dist.get_rank() else 0)
+                    yield Batch(n)
+
+            run(engine, produced(), lookahead=0)
+            reached.append(weights.vector(engine.module))
+        found[stage] = {"asked": _told(asked), "equal": torch.equal(*reached)}
+    return found
+
+
+PROMPTS = ["a", "b", "a", "c", "b", "a", "a"]
+REWARDS = [1.0, 0.0, 0.0, 2.0, 1.0, 0.5, 1.0]
+
+
+def grpo(folder):
+    """Seven rollouts of three prompts dealt out in turn, so that groups lie on both ranks; then some on one rank alone."""
+    rank = dist.get_rank()
+    engine = build(config(2, passes=4))
+    own = engine.group_advantages(PROMPTS[rank::2], REWARDS[rank::2])
+    centred = engine.group_advantages(PROMPTS[rank::2], REWARDS[rank::2], by_std=False)
+    alone = engine.group_advantages([] if rank else PROMPTS, [] if rank else REWARDS)
+    short = refusal(lambda: engine.group_advantages(["a"], [1.0] * (1 + rank)))
+    return {"own": _told(own), "centred": _told(centred), "alone": _told(alone), "short": _told(short)}
+
+
+def turns_by_share(folder):
+    """Turns of a rollout, each with its share of the rollout's loss, under a weight of rollouts and summed losses."""
+    found = {}
+    for stage in STAGES:
+        extended = config(stage, passes=4, loss_reduction="sum")
+        whole, turned = build(extended), build(extended)
+        for seed in (1, 3):
+            whole.backward(forward(whole, seed) + forward(whole, seed + 1), rollouts=1, tokens=6)
+            whole.step()
+            turned.backward(forward(turned, seed), rollouts=0, tokens=3)
+            turned.step()
+            turned.backward(forward(turned, seed + 1), rollouts=1, tokens=3)
+            turned.step()
+        one, other = whole.last_step, turned.last_step
+        moved = weights.vector(whole.module) - weights.vector(turned.module)
+        found[stage] = {
+            "difference": float(moved.abs().max()),
+            "loss": [one.loss, other.loss],
+            "norm": [one.grad_norm, other.grad_norm],
+            "passes": [one.passes, other.passes],
+            "idle": other.idle_passes,
+            "rollouts": [one.rollouts, other.rollouts],
+        }
+    mean = build(config(1, passes=4))
+    found["mean"] = refusal(lambda: mean.backward(forward(mean, 1), rollouts=0, tokens=3))
+    return found
+
+
+def turns_that_end_open(folder):
+    """The data ends after turns that finish no rollout: nothing to divide by, nothing stepped, nothing left behind."""
+    found = {}
+    for stage in STAGES:
+        engine, fresh = (build(config(stage, passes=4, loss_reduction="sum")) for _ in range(2))
+        before = weights.vector(engine.module)
+        one_pass(engine, 5, rollouts=0, tokens=3)
+        engine.finish()
+        unmoved = torch.equal(before, weights.vector(engine.module))
+        for one in (engine, fresh):
+            for seed in (1, 2):
+                one_pass(one, seed, rollouts=1)
+        found[stage] = {
+            "unmoved": unmoved,
+            "clean": torch.equal(weights.vector(engine.module), weights.vector(fresh.module)),
+            "stepped": not torch.equal(before, weights.vector(engine.module)),
+        }
+    return found
+
+
+def _told(own):
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return told

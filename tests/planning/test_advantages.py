@@ -1,0 +1,46 @@
+"""A reward is compared with those of its own prompt, wherever these stand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_parity.errors import ConfigError
+from ds_parity.planning import group_advantages
+
+
+def test_advantages_of_one_right_in_four_are_those_computed_by_hand():
+    """Mean 1/4, population variance 3/16, so (1 - 1/4) / sqrt(3/16) = sqrt(3) and the others -1 / sqrt(3)."""
+    expected = [math.sqrt(3)] + [-1 / math.sqrt(3)] * 3
+    assert group_advantages("pppp", [1, 0, 0, 0]) == pytest.approx(expected, rel=1e-15)
+
+
+def test_without_the_deviation_they_are_differences_from_the_mean():
+    assert group_advantages("pppp", [1, 0, 0, 0], by_std=False) == [0.75, -0.25, -0.25, -0.25]
+
+
+@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [1.0], [0.0, 0.0, 0.0, 0.0]])
+def test_equal_rewards_have_advantage_exactly_0(rewards):
+    assert group_advantages("p" * len(rewards), rewards) == [0.0] * len(rewards)
+
+
+@given(st.lists(st.integers(-1000, 1000).map(float), min_size=2, max_size=9).filter(lambda r: len(set(r)) > 1))
+def test_advantages_of_a_group_have_mean_0_and_variance_1(rewards):
+    advantages = group_advantages("p" * len(rewards), rewards)
+    assert math.fsum(advantages) == pytest.approx(0, abs=1e-10)
+    assert math.fsum(a * a for a in advantages) == pytest.approx(len(rewards))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=20).flatmap(st.permutations))
+def test_a_group_is_the_same_wherever_its_rollouts_stand(given_rollouts):
+    prompts, rewards = [p for p, _ in given_rollouts], [r for _, r in given_rollouts]
+    together = sorted(range(len(prompts)), key=prompts.__getitem__)
+    grouped = group_advantages([prompts[i] for i in together], [rewards[i] for i in together])
+    found = group_advantages(prompts, rewards)
+    assert [found[i] for i in together] == grouped
+
+
+def test_a_reward_without_its_prompt_is_refused():
+    with pytest.raises(ConfigError, match="2 rewards for 1 prompt ids"):
+        group_advantages("p", [1.0, 0.0])
