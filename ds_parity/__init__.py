@@ -19,7 +19,7 @@ from ds_parity.errors import (
 from ds_parity.planning import MicroBatch, Plan, PreferencePair, Rollout, by_turn, group_advantages, plan
 
 if TYPE_CHECKING:
-    from ds_parity.collation import collate, labels, micro_batches
+    from ds_parity.collation import collate, labels, micro_batches, to_device
     from ds_parity.engine.engine import ParityEngine
     from ds_parity.engine.initialize import initialize
 
@@ -44,6 +44,7 @@ __all__ = [
     "labels",
     "micro_batches",
     "plan",
+    "to_device",
 ]
 
 _WITH_TORCH = {
@@ -52,6 +53,7 @@ _WITH_TORCH = {
     "initialize": "ds_parity.engine.initialize",
     "labels": "ds_parity.collation",
     "micro_batches": "ds_parity.collation",
+    "to_device": "ds_parity.collation",
 }
 
 

@@ -154,7 +154,10 @@ class DirectPreference(nn.Module):
 
 def logits_of(policy: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
     """Return the logits (R, T, V) of a policy, told of positions only where sequences are packed."""
-    output: Any = policy(input_ids) if position_ids is None else policy(input_ids, position_ids=position_ids)
+    packed: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+    if packed and hasattr(getattr(policy, "config", None), "use_cache"):
+        packed["use_cache"] = False  # with a cache, Hugging Face's models don't look for packed sequences
+    output: Any = policy(input_ids, **packed)
     logits: Tensor = getattr(output, "logits", output)
     return logits
 

@@ -75,7 +75,9 @@ def planned(stage, collation="packed", *, drive="passes", turns=False, target=12
     name = f"planned-{stage}-{collation}-{drive}-{'turns' if turns else 'whole'}-{target}"
     extended = config(stage, passes=target, loss_weight="token", **section)
     how = {"drive": drive, "collation": collation, "turns": turns}
-    return Scenario(name, extended, shape="planned", micro_batch_tokens=450 if target == 3 else 900, **how, **REAL_LENGTHS)
+    return Scenario(
+        name, extended, shape="planned", micro_batch_tokens=450 if target == 3 else 900, **how, **REAL_LENGTHS
+    )
 
 
 def summed(stage):

@@ -8,9 +8,15 @@ import torch.distributed as dist
 from cells import STAGES, config
 from ranked import build, forward, one_pass, refusal
 
+import ds_parity
+from ds_parity.collation import collate, micro_batches, to_device
 from ds_parity.parity import weights
+from ds_parity.parity.losses import DirectPreference
+from ds_parity.parity.model import build_tiny
+from ds_parity.parity.rollouts import load_rollouts, shorten
+from ds_parity.planning import PreferencePair
 
-TASKS = ["skipped_idle", "explicit_idle", "online", "grpo", "turns_by_share", "turns_that_end_open"]
+TASKS = ["skipped_idle", "explicit_idle", "online", "grpo", "turns_by_share", "turns_that_end_open", "preferences"]
 
 
 @dataclass
@@ -157,6 +163,49 @@ def turns_that_end_open(folder):
             "stepped": not torch.equal(before, weights.vector(engine.module)),
         }
     return found
+
+
+def preferences(folder):
+    """DPO over planned micro-batches of two ranks, weighed by tokens, beside the whole batch in plain torch."""
+    held = preference_pairs(24)
+    found = {}
+    for stage in STAGES:
+        module = DirectPreference(build_tiny(), loss_weight="token")
+        whole = DirectPreference(build_tiny().double(), loss_weight="token")
+        extended = config(stage, passes=len(held), loss_weight="token")
+        engine, *_ = ds_parity.initialize(model=module, model_parameters=module.parameters(), config=extended)
+        planned = ds_parity.plan(held, dp_world_size=dist.get_world_size(), target=len(held), max_tokens=1500)
+        for batch in engine.passes(to_device(one, engine.device) for one in micro_batches(planned, dist.get_rank())):
+            loss, margins, tokens = engine(**batch.inputs)
+            engine.record("accuracy", (margins > 0).float())
+            engine.record("margin", margins, tokens)
+            engine.backward(loss)
+            engine.step()
+        loss, margins, tokens = whole(**collate(held).inputs)
+        loss.backward()
+        step = engine.last_step
+        found[stage] = {
+            "loss": [step.loss, float(loss)],
+            "norm": [step.grad_norm, float(torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]))],
+            "accuracy": [step.metrics["accuracy"], float((margins > 0).double().mean())],
+            "margin": [step.metrics["margin"], float((margins * tokens).sum() / tokens.sum())],
+            "passes": step.passes,
+            "means": float(margins.mean()),
+        }
+    return found
+
+
+def preference_pairs(count):
+    """A right and a wrong solution of a question each, of many lengths; a reference that knows nothing, but for some noise."""
+    answers = {}
+    for rollout in load_rollouts():
+        answers.setdefault(rollout.prompt_id, {}).setdefault(rollout.reward, rollout)
+    both = [answer for answer in answers.values() if len(answer) == 2][:count]
+    pairs = [shorten((answer[1.0], answer[0.0]), 200 + 30 * (n % 7)) for n, answer in enumerate(both)]
+    return [
+        PreferencePair(*pair, -6.3 * pair[0].loss_tokens, (0.3 * (n % 3) - 6.5) * pair[1].loss_tokens)
+        for n, pair in enumerate(pairs)
+    ]
 
 
 def _told(own):

@@ -81,3 +81,14 @@ class TestTurns:
 
     def test_that_end_with_no_rollout_finished_take_no_step_and_leave_nothing(self, two_ranks, stage):
         assert two_ranks.results["turns_that_end_open"][stage] == {"unmoved": True, "clean": True, "stepped": True}
+
+
+@pytest.mark.parametrize("what", ["loss", "norm", "accuracy", "margin"])
+def test_preferences_weighed_by_tokens_equal_the_whole_batch_in_plain_torch(two_ranks, stage, what):
+    """The loss and the margin weigh tokens, the accuracy is a mean over pairs; several passes on two ranks."""
+    found = two_ranks.results["preferences"][stage]
+    engine, whole = found[what]
+    assert engine == pytest.approx(whole, rel=2e-5)
+    assert found["passes"] > 2
+    assert 0 < found["accuracy"][1] < 1
+    assert found["margin"][1] != pytest.approx(found["means"], rel=1e-2), "weights do make a difference here"

@@ -143,6 +143,14 @@ def test_uniform_rollouts_give_the_fixed_slices_of_gradient_accumulation():
     assert found == [[[2 * row], [2 * row + 1]] for row in range(8)]
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_uniform_micro_batches_are_slices_of_what_arrived(layout):
+    """Three to a micro-batch, in order, as a loader with a fixed batch size deals them out."""
+    planned = plan(rollouts_of([10] * 24), dp_world_size=2, target=12, max_tokens=35, layout=layout)
+    found = [indices.tolist() for *_, indices in micro_batches(planned)]
+    assert found == [[3 * at, 3 * at + 1, 3 * at + 2] for at in range(8)]
+
+
 def test_fewer_rollouts_than_ranks_are_one_pass_with_idle_ranks():
     planned = plan(rollouts_of([5, 6, 7]), dp_world_size=8, target=3, max_tokens=100)
     assert (planned.passes, planned.idle_passes) == (1, 5)
