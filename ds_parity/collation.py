@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_parity.errors import ConfigError
+from ds_parity.planning.checks import check_choices, check_prompt
 from ds_parity.planning.plans import Plan
 from ds_parity.planning.records import MicroBatch, PreferencePair, Rollout, Unit
 
@@ -29,11 +30,12 @@ def collate(
     rollouts: int | None = None,
     prompts: int = 0,
     pad: int = 0,
+    pairs: bool = False,
 ) -> MicroBatch:
     """Make one micro-batch of rollouts, or of preference pairs, on the CPU.
 
     Rows are the sequences held, one a rollout; of a pair the chosen one and then the rejected. Nothing held gives the
-    micro-batch of an idle pass: one row of two tokens `pad` without loss, all counts 0.
+    micro-batch of an idle pass: two tokens `pad` a row, without loss, all counts 0.
 
     Args:
         held: B rollouts or B pairs; each sequence has a prompt token (what comes first has no prediction to score).
@@ -41,6 +43,7 @@ def collate(
         rollouts: how many these finish; all, where it isn't given (turns that are not their rollout's last finish none).
         prompts: how many prompts these finish (>= 0).
         pad: token id that padding consists of.
+        pairs: an idle pass among pairs has the inputs of a pair.
 
     Returns:
         inputs `input_ids` (R, T) int64 and `loss_mask` (R, T - 1) fp32, 1 where input_ids[:, 1:] is a completion's token.
@@ -49,16 +52,18 @@ def collate(
         `advantages` (B,) fp32; pairs have `reference_logps` (B, 2) fp32, chosen and rejected.
 
     Raises:
-        ConfigError: a sequence has no prompt token, or rollouts and pairs are mixed.
+        ConfigError: a prompt is empty or longer than its sequence, rollouts and pairs are mixed, or the layout is unknown.
     """
+    check_choices(layout=layout)
     sequences = [sequence for unit in held for sequence in unit.sequences]
     for sequence in sequences:
-        if sequence.prompt_length < 1:
-            raise ConfigError(f"rollout of prompt {sequence.prompt_id!r}: prompt_length is 0, must be >= 1; add a BOS")
-    rows = sequences or [Rollout(prompt_id="idle", tokens=(pad, pad), prompt_length=2)]
+        check_prompt(sequence)
+    idle = Rollout(prompt_id="idle", tokens=(pad, pad), prompt_length=2)
+    units: Sequence[Unit] = held or [PreferencePair(idle, idle) if pairs else idle]
+    rows = [sequence for unit in units for sequence in unit.sequences]
     inputs = _packed(rows) if layout == "packed" else _padded(rows, pad)
     return MicroBatch(
-        inputs=inputs | (_of_units(held) if held else {"advantages": torch.zeros(1)}),
+        inputs=inputs | _of_units(units),
         rollouts=len(held) if rollouts is None else rollouts,
         prompts=prompts,
         tokens=sum(sequence.loss_tokens for sequence in sequences),
@@ -68,6 +73,8 @@ def collate(
 
 def micro_batches(plan: Plan, rank: int, *, pad: int = 0) -> Iterator[MicroBatch]:
     """Yield what one rank runs, pass by pass, idle passes included: a stream for `engine.passes`.
+
+    What fills no window (`plan.left`) is in none: plan it again in front of what comes next.
 
     Args:
         plan: of all ranks.
@@ -79,10 +86,11 @@ def micro_batches(plan: Plan, rank: int, *, pad: int = 0) -> Iterator[MicroBatch
     """
     if not 0 <= rank < plan.dp_world_size:
         raise ConfigError(f"rank {rank}: the plan is for {plan.dp_world_size} ranks, so ranks are 0 to that less 1")
+    pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
     counts = (count for window in plan.counts for count in window[:, rank, :2].tolist())
     for chosen, (rollouts, prompts) in zip(plan.of_rank(rank), counts, strict=True):
         held = [plan.rollouts[index] for index in chosen.tolist()]
-        yield collate(held, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad)
+        yield collate(held, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs)
 
 
 def labels(micro_batch: MicroBatch) -> Tensor:
@@ -108,7 +116,7 @@ def _packed(rows: Sequence[Rollout]) -> dict[str, Any]:
     lengths = [len(row.tokens) for row in rows]
     starts = list(accumulate(lengths[:-1], initial=0))
     ids = torch.tensor([token for row in rows for token in row.tokens])
-    mask = torch.zeros(len(ids))
+    mask = torch.zeros(len(ids), dtype=torch.float32)
     for start, row in zip(starts, rows, strict=True):
         mask[start + row.prompt_length : start + len(row.tokens)] = 1
     repeats = torch.tensor(lengths)
@@ -125,5 +133,9 @@ def _of_units(held: Sequence[Unit]) -> dict[str, Tensor]:
     if pairs and len(pairs) < len(held):
         raise ConfigError(f"{len(pairs)} of {len(held)} are preference pairs: a micro-batch holds one kind")
     if pairs:
-        return {"reference_logps": torch.tensor([(pair.chosen_logp, pair.rejected_logp) for pair in pairs])}
+        return {
+            "reference_logps": torch.tensor(
+                [(pair.chosen_logp, pair.rejected_logp) for pair in pairs], dtype=torch.float32
+            )
+        }
     return {"advantages": torch.tensor([unit.advantage for unit in held], dtype=torch.float32)}  # type: ignore[union-attr]

@@ -132,9 +132,25 @@ class TestEither:
         assert loss == 0
         assert not gradient.any()
 
-    def test_a_rollout_without_prompt_token_is_refused(self, layout):
-        with pytest.raises(ConfigError, match="prompt_length is 0"):
-            collate([Rollout("p", (1, 2), prompt_length=0)], layout=layout)
+    @pytest.mark.parametrize("length", [0, 3])
+    def test_a_prompt_that_is_none_is_refused_by_name_here_and_in_a_plan(self, layout, length):
+        """Longer than its sequence is what cutting the prompt alone leaves behind: its token count would be negative."""
+        wrong = Rollout("p", (1, 2), prompt_length=length)
+        said = f"prompt 'p': prompt_length is {length}, must be from 1 to its 2 tokens"
+        with pytest.raises(ConfigError, match=said):
+            collate([SHORT, wrong], layout=layout)
+        with pytest.raises(ConfigError, match=said):
+            plan([SHORT, wrong], dp_world_size=1, target=1, max_tokens=9, layout=layout)
+
+    def test_masks_are_fp32_whatever_the_default_type(self, layout):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            batch, pair = (collate([one], layout=layout) for one in (LONG, PreferencePair(LONG, SHORT, -3.3)))
+        finally:
+            torch.set_default_dtype(before)
+        kinds = {batch.inputs[name].dtype for name in ("loss_mask", "advantages")}
+        assert kinds | {pair.inputs["reference_logps"].dtype} == {torch.float32}
 
     def test_rollouts_and_pairs_are_not_mixed(self, layout):
         with pytest.raises(ConfigError, match="1 of 2 are preference pairs"):
@@ -252,6 +268,16 @@ class TestPairs:
         with pytest.raises(ConfigError, match="has 8 tokens, more than max_tokens = 7"):
             plan([PreferencePair(SHORT, LONG)], dp_world_size=1, target=1, max_tokens=7)
 
+    @pytest.mark.parametrize("layout", ["padded", "packed"])
+    def test_an_idle_pass_among_pairs_has_the_inputs_of_a_pair(self, layout):
+        planned = plan(pairs(3), dp_world_size=2, target=3, max_tokens=160, layout=layout)
+        idle = [batch for rank in range(2) for batch in micro_batches(planned, rank) if batch.idle]
+        assert len(idle) == planned.idle_passes == 1
+        loss, margins, tokens = DirectPreference(build_tiny())(**idle[0].inputs)
+        assert margins.shape == tokens.shape == (1,)
+        assert not tokens.any()
+        assert loss.requires_grad
+
     def test_another_weight_is_refused(self):
         with pytest.raises(ConfigError, match="loss_weight = 'pass'"):
             DirectPreference(build_tiny(), loss_weight="pass")
@@ -272,3 +298,8 @@ def test_a_rank_that_the_plan_does_not_know_is_refused():
     planned = plan([SHORT], dp_world_size=2, target=1, max_tokens=9)
     with pytest.raises(ConfigError, match="rank 2: the plan is for 2 ranks"):
         next(ds_parity.micro_batches(planned, 2))
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(ConfigError, match="layout is 'pack': it must be one of 'packed', 'padded'"):
+        collate([SHORT], layout="pack")

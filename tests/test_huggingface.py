@@ -49,3 +49,17 @@ class TestPackedRollouts:
         first = len(HELD[0].tokens)
         assert torch.allclose(apart[:, :first], mixed[:, :first], rtol=0, atol=1e-12)
         assert (apart[:, first:] - mixed[:, first:]).abs().max() > 1e-3
+
+
+def test_a_model_whose_text_is_a_configuration_of_its_own_keeps_them_apart_too():
+    """Composite configurations (Llava, Mistral 3) have `use_cache` inside that of their text."""
+    text = transformers.LlamaConfig(**LLAMA, **TOKENS)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=259)
+    assert not hasattr(config, "use_cache")
+    model = transformers.LlavaForConditionalGeneration(config).double().eval()
+    losses = [PolicyGradient(model, "token")(**collate(HELD, layout=how).inputs) for how in ("padded", "packed")]
+    assert torch.allclose(*losses, rtol=1e-9)

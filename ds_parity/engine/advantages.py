@@ -34,7 +34,7 @@ def gathered_advantages(
     for rank, (theirs, earned, _) in enumerate(told):
         if len(theirs) != len(earned):
             raise ConfigError(
-                f"rank {rank} of the data-parallel group gave {len(earned)} rewards for {len(theirs)} prompts"
+                f"rank {rank} of those that step together gave {len(earned)} rewards for {len(theirs)} prompts"
             )
     counted = [(ids, earned) for ids, earned, counts in told if counts]
     prompts = [prompt for ids, _ in counted for prompt in ids]

@@ -21,6 +21,7 @@ from ds_parity.engine.normalize import (
     corrects_every_step,
     discard_accumulated,
     divisor,
+    has_every_gradient,
     keep_clip_norm,
     let_parameters_go,
     loss_scale,
@@ -123,18 +124,25 @@ class Driver:
         Raises:
             WindowError: its loss is a mean over rollouts, of which it holds parts alone.
         """
-        settings = self.settings
-        if counts.active and not counts.rollouts and settings.loss_reduction == "mean":
-            self._refuse_mean_of_parts(counts)
+        self.refuse_mean_of_parts(counts)
         return Slot(counts, active=counts.active)
 
-    def _refuse_mean_of_parts(self, counts: Counts) -> None:
-        if self.settings.loss_weight in ("rollout", "target"):
+    def refuse_mean_of_parts(self, counts: Counts, sequences: int = 0) -> None:
+        """Raise WindowError where a loss is a mean over rollouts, of some of which the micro-batch holds parts alone.
+
+        Args:
+            counts: what it holds.
+            sequences: of how many sequences it consists, 0 where nobody knows.
+        """
+        settings = self.settings
+        parts = sequences > counts.rollouts or (counts.active and not counts.rollouts)
+        if parts and settings.loss_reduction == "mean" and settings.loss_weight in ("rollout", "target"):
             raise WindowError(
-                f"a micro-batch of {counts.tokens} loss tokens finishes 0 rollouts, and ds_parity.loss_weight "
-                f"{self.settings.loss_weight!r} with loss_reduction 'mean' says that its loss is a mean over the rollouts that "
-                "it finishes: a turn that is not its rollout's last would be lost. Choose loss_weight 'token', or "
-                "loss_reduction 'sum' with a loss that adds up each turn's share of its rollout; an idle pass has no tokens"
+                f"a micro-batch of {counts.tokens} loss tokens{f' in {sequences} sequences' if sequences else ''} finishes "
+                f"{counts.rollouts} rollouts, and ds_parity.loss_weight {settings.loss_weight!r} with loss_reduction 'mean' "
+                "says that its loss is a mean over the rollouts that it finishes: turns that are not their rollout's last "
+                "would weigh nothing. Choose loss_weight 'token', or loss_reduction 'sum' with a loss that adds up each "
+                "turn's share of its rollout; an idle pass has no tokens"
             )
 
     def backward(
@@ -198,12 +206,20 @@ class Driver:
         """Whether the coming pass, idle on this rank, needs neither forward nor backward here.
 
         ZeRO 0 and 1 talk to other ranks in the boundary's backward alone, so a rank runs that one. It runs the first pass
-        too, in case that `finish` ends the window: without any, stage 0 hangs and stage 1 raises a KeyError.
+        too, and those after it until every parameter has a gradient: without any, stage 0 hangs and stage 1 raises a
+        KeyError, and stage 1 reduces only parameters that have one.
         """
-        return self._silent_inside and self._ran_in == self.ledger.window.index and not self.ledger.closes_with(held)
+        if not self._silent_inside or self._ran_in != self.ledger.window.index or self.ledger.closes_with(held):
+            return False
+        return has_every_gradient(self.engine)
 
     def skip(self, known: Known, ahead: Sequence[PassTotals]) -> None:
-        """Count an idle pass that other ranks run."""
+        """Count an idle pass that other ranks run.
+
+        Raises:
+            WindowError: the pass before waits for its step().
+        """
+        self.refuse_owed_step()
         self.ledger.count(known.totals, ahead)
         self.engine.step()  # DeepSpeed's clocks; at no boundary it does nothing else
 

@@ -130,13 +130,13 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
                 be endless or arrive as it is produced. One that holds nothing is an idle pass.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
-                rank. With 0 one exchange a pass, and nothing waits for data that hasn't arrived. A window starts with at
+                rank. With 0 one exchange a pass, and nothing is read before it is run. A window starts with at
                 least so many known, so the stream is read at most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
             finish: settle the last window when all streams have ended.
             skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks
-                (synchronised batch norm) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3, or
-                with a mixture of experts.
+                (synchronised batch norm) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3, with
+                a mixture of experts, or on ZeRO 1 while a parameter has no gradient yet.
 
         Raises:
             WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward.
@@ -340,7 +340,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     def _check_announced(self, own: Counts, given: dict[str, int]) -> None:
         # The loop may repeat what the micro-batch says, also in an idle pass, where it says what the stand-in holds.
-        wrong = {name: count for name, count in given.items() if own.rollouts and count != getattr(own, name)}
+        wrong = {name: count for name, count in given.items() if own.active and count != getattr(own, name)}
         if wrong:
             raise WindowError(
                 f"backward() got {wrong} but passes() has announced {own}: inside passes() the counts are the "

@@ -267,6 +267,20 @@ def let_parameters_go(engine: Any) -> None:
         engine.optimizer._partition_all_parameters()
 
 
+def has_every_gradient(engine: Any) -> bool:
+    """Whether every parameter has a gradient accumulated on this rank: ZeRO 1 reduces only those that do.
+
+    Ranks that have others would reduce buckets of different sizes. ZeRO 0 fills zeros in.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        trained = (p for group in optimizer.bit16_groups for p in group if p.requires_grad)
+        return all(optimizer.get_gradient_for_reduction(p) is not None for p in trained)
+    if isinstance(optimizer, BF16_Optimizer):
+        return all(has for group in optimizer.fp32_groups_has_gradients for has in group)
+    return int(engine.zero_optimization_stage()) == 0
+
+
 def discard_accumulated(engine: Any) -> None:
     """Throw the accumulated gradients away, as DeepSpeed does on an overflow; the engine can go on after it."""
     optimizer = engine.optimizer

@@ -63,7 +63,7 @@ class PassQueue:
             if self._queue and self._queue[0] is planned:
                 raise WindowError(
                     "passes() was asked for the next micro-batch before the last had its backward(): all ranks count on "
-                    "every pass; run engine.idle(loss) in place of a micro-batch that is to be left out"
+                    "every pass; what is to be left out must be left out of the stream"
                 )
 
     @property
@@ -95,12 +95,9 @@ class PassQueue:
         return known.totals
 
     def _skipped(self) -> bool:
-        # Between boundaries an idle pass is nothing but its counts, where DeepSpeed is silent between them too.
+        # Between boundaries DeepSpeed may be silent; an idle pass is nothing but its counts then.
         if not self._skip_idle or self._queue[0].own != Counts():
             return False
-        self._learn()
-        if not self._queue:
-            return True  # it was no pass: all streams have ended
         if not self._driver.may_skip(self.next_known()):
             return False
         _, known, ahead = self.take()
@@ -140,7 +137,9 @@ class PassQueue:
                 break
             if self._smallest is None or batch.tokens < self._smallest.tokens:
                 self._smallest = batch
-            read.append(_Planned(batch, Counts(batch.rollouts, batch.prompts, batch.tokens)))
+            own = Counts(batch.rollouts, batch.prompts, batch.tokens)
+            self._driver.refuse_mean_of_parts(own, len(getattr(batch, "held", ())))
+            read.append(_Planned(batch, own))
         return read
 
     def _learn(self) -> None:

@@ -77,11 +77,12 @@ class PolicyGradient(nn.Module):
         """
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
         worth = advantages[:, None] if segment_ids is None else advantages[segment_ids[:, 1:]]
-        losses, mask = self.token_losses(logits, input_ids[:, 1:], worth), loss_mask
-        losses = losses * mask.to(losses.dtype)
+        losses = self.token_losses(logits, input_ids[:, 1:], worth)
+        mask = loss_mask.to(losses.dtype)
+        losses = losses * mask
         if segment_ids is not None:
             losses, mask = (by_segment(values, segment_ids, len(advantages)) for values in (losses, mask))
-        return self.reduce(losses, mask.to(losses.dtype))
+        return self.reduce(losses, mask)
 
     def token_losses(self, logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
         """Return the loss of every token (R, T) from logits (R, T, V), targets (R, T) and advantages (R, 1 or T)."""
@@ -140,13 +141,14 @@ class DirectPreference(nn.Module):
             segment_ids: packed (1, T), the number of the sequence, from 0 to 2B - 1.
         """
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
-        logps, mask = token_logps(logits, input_ids[:, 1:]), loss_mask
-        logps = logps * mask.to(logps.dtype)
+        logps = token_logps(logits, input_ids[:, 1:])
+        mask = loss_mask.to(logps.dtype)
+        logps = logps * mask
         if segment_ids is not None:
             logps, mask = (by_segment(values, segment_ids, 2 * len(reference_logps)) for values in (logps, mask))
         apart = logps.sum(-1).view(-1, 2) - reference_logps.to(logps.dtype)
         margins = self.beta * (apart[:, 0] - apart[:, 1])
-        tokens = mask.sum(-1).view(-1, 2).sum(-1).to(margins.dtype)
+        tokens = mask.sum(-1).view(-1, 2).sum(-1)
         weights = tokens if self.loss_weight == "token" else torch.ones_like(tokens)
         loss = (-F.logsigmoid(margins) * weights).sum() / weights.sum().clamp(min=1)
         return loss, margins.detach(), tokens
@@ -155,11 +157,17 @@ class DirectPreference(nn.Module):
 def logits_of(policy: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
     """Return the logits (R, T, V) of a policy, told of positions only where sequences are packed."""
     packed: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
-    if packed and hasattr(getattr(policy, "config", None), "use_cache"):
+    if packed and _caches(policy):
         packed["use_cache"] = False  # with a cache, Hugging Face's models don't look for packed sequences
     output: Any = policy(input_ids, **packed)
     logits: Tensor = getattr(output, "logits", output)
     return logits
+
+
+def _caches(policy: nn.Module) -> bool:
+    config: Any = getattr(policy, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return hasattr(text, "use_cache") or hasattr(config, "use_cache")
 
 
 def token_logps(logits: Tensor, targets: Tensor) -> Tensor:

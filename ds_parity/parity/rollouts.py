@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ def line_turns(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
         breaks = (
             at + 1 for at in range(rollout.prompt_length, len(rollout.tokens) - 2) if rollout.tokens[at] == _NEWLINE
         )
-        yield from by_turn(rollout, [*breaks, len(rollout.tokens)], f"{rollout.prompt_id}/{number}")
+        edges = [rollout.prompt_length, *breaks, len(rollout.tokens)]
+        yield from by_turn(rollout, list(pairwise(edges)), f"{rollout.prompt_id}/{number}")
 
 
 def _shortened(rollout: Rollout, max_tokens: int) -> Rollout:

@@ -82,6 +82,11 @@ class Scenario:
                 raise ConfigError(f"scenario {self.name!r}: {name} is {getattr(self, name)!r}, it must be in {known}")
         if self.turns and self.shape != "planned":
             raise ConfigError(f"scenario {self.name!r}: turns in {self.shape!r} windows, must be in 'planned' ones")
+        if self.collation == "packed" and self.sequence_parallel > 1:
+            raise ConfigError(
+                f"scenario {self.name!r}: packed rollouts over {self.sequence_parallel} sequence-parallel ranks: the bundled "
+                "attention takes whole rows there; choose collation 'padded'"
+            )
 
     @property
     def settings(self) -> Settings:
@@ -182,7 +187,7 @@ class Scenario:
             )
         a_prompt = 4 if settings.count == "prompt" else 1  # the bundled rollouts have four solutions a prompt
         pool: Iterable[Rollout] = self._pool(settings.target * self.windows * a_prompt)
-        return plan(
+        planned = plan(
             line_turns(pool) if self.turns else pool,
             dp_world_size=self.ranks,
             target=settings.target,
@@ -191,6 +196,12 @@ class Scenario:
             layout=self.collation,
             oversize="own",
         )
+        if len(planned.windows) < self.windows:
+            raise ConfigError(
+                f"scenario {self.name!r}: the rollouts fill {len(planned.windows)} planned windows, {self.windows} were asked "
+                "for; give more rollouts, or ask for fewer windows"
+            )
+        return planned
 
     def _uniform(self, settings: Settings) -> Layout:
         passes, left = divmod(settings.gradient_accumulation_passes, self.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -17,16 +18,22 @@ def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *
 
     Args:
         prompt_ids: (n,) what was asked, as a whole: rollouts of one prompt are a group wherever they stand.
-        rewards: (n,) finite.
+        rewards: (n,) finite numbers.
         by_std: False: r - mean, as in Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2).
 
     Raises:
-        ConfigError: there are not as many rewards as prompts.
+        ConfigError: there are not as many rewards as prompts, or one is not finite.
     """
+    rewards = [float(reward) for reward in rewards]
     if len(prompt_ids) != len(rewards):
         raise ConfigError(
             f"{len(rewards)} rewards for {len(prompt_ids)} prompt ids: give one of each for every rollout"
         )
+    for prompt, reward in zip(prompt_ids, rewards, strict=True):
+        if not math.isfinite(reward):
+            raise ConfigError(
+                f"reward of prompt {prompt!r} is {reward}: it must be finite; leave the rollout out, or say what it earned"
+            )
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompt_ids):
         groups[prompt].append(index)

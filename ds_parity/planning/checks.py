@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.records import PreferencePair, Unit
+from ds_parity.planning.records import PreferencePair, Rollout, Unit
 
 _MOST, _MOST_RANKS = 2**30, 2**20  # beyond these a number is a slip
 
@@ -41,7 +41,7 @@ def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
     """Return (n,) tokens that each takes; padded, that it takes where no other in its micro-batch is longer.
 
     Raises:
-        ConfigError: a rollout has no tokens, or pairs and rollouts are mixed.
+        ConfigError: a rollout has no tokens or no prompt, a turn is there twice, or pairs and rollouts are mixed.
     """
     pairs = sum(isinstance(unit, PreferencePair) for unit in rollouts)
     if pairs not in (0, len(rollouts)):
@@ -50,14 +50,44 @@ def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
         )
     rows = 2 if pairs else 1
     tokens = [len(sequence.tokens) for unit in rollouts for sequence in unit.sequences]
+    _check_repeated(rollouts)
     lengths = np.array(tokens, dtype=np.int64).reshape(len(rollouts), rows)
     for index in np.flatnonzero((lengths == 0).any(axis=1))[:1].tolist():
         raise ConfigError(
             f"rollout {index} of prompt {rollouts[index].prompt_id!r} has no tokens: one that ended before its first token "
             "still holds its prompt; leave it out, or give the prompt"
         )
+    for unit in rollouts:
+        for sequence in unit.sequences:
+            if not 1 <= sequence.prompt_length <= len(sequence.tokens):
+                check_prompt(sequence)
     sizes: np.ndarray = lengths.sum(axis=1) if layout == "packed" else lengths.max(axis=1, initial=0) * rows
     return sizes
+
+
+def check_prompt(sequence: Rollout) -> None:
+    """Raise ConfigError where a sequence has no prompt token, or more of them than tokens."""
+    length = len(sequence.tokens)
+    if not 1 <= sequence.prompt_length <= length:
+        raise ConfigError(
+            f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {sequence.prompt_length}, must be from 1 to its "
+            f"{length} tokens; add a BOS where there is no prompt, and shorten prompt_length with a prompt that was cut"
+        )
+
+
+def _check_repeated(rollouts: Sequence[Unit]) -> None:
+    seen = set()
+    for index, unit in enumerate(rollouts):
+        if unit.rollout_id is None:
+            continue
+        (turn,) = unit.sequences
+        key = unit.prompt_id, unit.rollout_id, turn.prompt_length, turn.tokens
+        if key in seen:
+            raise ConfigError(
+                f"rollout {index} repeats a turn of rollout {unit.rollout_id!r} of prompt {unit.prompt_id!r}: turns of one "
+                "rollout count once together; give every rollout of a plan, of a second epoch too, a name of its own"
+            )
+        seen.add(key)
 
 
 def check_lengths(rollouts: Sequence[Unit], lengths: np.ndarray, max_tokens: int, oversize: str) -> None:

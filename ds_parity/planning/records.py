@@ -100,5 +100,5 @@ class MicroBatch:
 
     @property
     def idle(self) -> bool:
-        """Whether it is an idle pass's: it finishes no rollout, and holds no part of one."""
+        """Whether it is an idle pass's: it finishes no rollout, and holds no loss token of one."""
         return not self.rollouts and not self.tokens

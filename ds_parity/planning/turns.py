@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ds_parity.errors import ConfigError
 from ds_parity.planning.records import Rollout
 
 
-def by_turn(rollout: Rollout, ends: Sequence[int], rollout_id: str) -> tuple[Rollout, ...]:
+def by_turn(rollout: Rollout, turns: Sequence[tuple[int, int]], rollout_id: str) -> tuple[Rollout, ...]:
     """Return one sequence a turn: all that came before it is its prompt, and only the turn carries the loss.
 
-    Over all turns each loss token is scored once, after the same tokens as in the whole trajectory.
+    Where the turns cover the completion, each loss token is scored once, after the same tokens as in the whole trajectory.
 
     Args:
         rollout: the trajectory.
-        ends: where turns end in `rollout.tokens`: rising, the first beyond the prompt, the last one the length.
-        rollout_id: by which the turns know each other.
+        turns: (start, end) of what the policy wrote, in `rollout.tokens`: from its prompt on, rising, none empty. What
+            lies between two turns (a tool's reply) is context of the later one.
+        rollout_id: by which the turns know each other; different for every rollout of a prompt.
 
     Raises:
-        ConfigError: `ends` are none of these.
+        ConfigError: `turns` are none of these.
     """
-    starts = [rollout.prompt_length, *ends[:-1]]
-    rising = all(start < end for start, end in zip(starts, ends, strict=False))
-    if not ends or not rising or ends[-1] != len(rollout.tokens):
+    edges = [rollout.prompt_length, *(edge for turn in turns for edge in turn), len(rollout.tokens)]
+    rising = all(before <= after for before, after in pairwise(edges))
+    if not turns or not rising or any(start == end for start, end in turns):
         raise ConfigError(
-            f"rollout {rollout_id!r}: turns end at {list(ends)}, must rise from beyond its prompt of "
-            f"{rollout.prompt_length} tokens to its length of {len(rollout.tokens)}; give the end of every turn"
+            f"rollout {rollout_id!r}: turns are {list(turns)}, must be (start, end) that rise from its prompt of "
+            f"{rollout.prompt_length} tokens to at most its length of {len(rollout.tokens)}, none empty; give what the "
+            "policy wrote"
         )
     return tuple(
         replace(rollout, tokens=rollout.tokens[:end], prompt_length=start, rollout_id=rollout_id)
-        for start, end in zip(starts, ends, strict=True)
+        for start, end in turns
     )

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,17 @@ from ds_parity.parity.model import build_tiny
 from ds_parity.parity.rollouts import load_rollouts, shorten
 from ds_parity.planning import PreferencePair
 
-TASKS = ["skipped_idle", "explicit_idle", "online", "grpo", "turns_by_share", "turns_that_end_open", "preferences"]
+TASKS = [
+    "skipped_idle",
+    "explicit_idle",
+    "online",
+    "grpo",
+    "turns_by_share",
+    "turns_that_end_open",
+    "preferences",
+    "heads",
+    "misuse_of_passes",
+]
 
 
 @dataclass
@@ -192,6 +203,73 @@ def preferences(folder):
             "passes": step.passes,
             "means": float(margins.mean()),
         }
+    return found
+
+
+class _Heads(torch.nn.Module):
+    """Two heads; a micro-batch uses one or both, and the other has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.a, self.b = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, seed, both):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(self.body.weight.device)
+        out = self.a(self.body(x)).pow(2).mean()
+        return out + self.b(self.body(x)).pow(2).mean() if both else out
+
+
+def heads(folder):
+    """Rank 1 uses one head alone and is idle after it: its stand-in, which uses both, is what keeps ranks alike.
+
+    ZeRO 2 and 3 reduce in every pass, and take no ranks that use other parameters in one.
+    """
+    found = {}
+    both, one = Batch(1), Batch(2)
+    streams = {
+        "closed": ([both] * 4, [one, Batch(3, 0, 0, 0), Batch(3, 0, 0, 0), one]),
+        "open": ([both] * 3, [one]),
+    }
+    for stage, (name, stream) in product((0, 1), streams.items()):
+        reached = []
+        for skip in (True, False):
+            module = _Heads()
+            extended = config(stage, passes=6 if name == "closed" else 12)
+            engine, *_ = ds_parity.initialize(model=module, model_parameters=module.parameters(), config=extended)
+            handed = 0
+            for batch in engine.passes(stream[dist.get_rank()], idle=Batch(3, 0, 0, 0), skip_idle=skip):
+                handed += 1
+                engine.backward(engine(batch.seed, batch is not one))
+                engine.step()
+            reached.append((weights.vector(engine.module), handed))
+        (skipped, handed), (run_all, _) = reached
+        found[f"{stage} {name}"] = {"equal": torch.equal(skipped, run_all), "handed": _told(handed)}
+    return found
+
+
+def misuse_of_passes(folder):
+    """Counts that contradict a turn's, turns under a mean, and a step that is owed while a pass could be skipped."""
+    turn = Batch(1, 0, 0, 5)
+    found = {}
+    by_token = build(config(1, passes=20, loss_weight="token"))
+    for _ in by_token.passes([turn], finish=False):
+        found["contradicted"] = refusal(lambda: by_token.backward(forward(by_token, 1), rollouts=7, tokens=999))
+        break
+    by_rollout = build(config(1, passes=20))
+    parts = Batch(1, 2, 0, 9)
+    parts.held = ("a turn", "a turn", "a last turn", "a whole one")
+    found["parts"] = refusal(lambda: next(iter(by_rollout.passes([parts]))))
+    owed = build(config(1, passes=20, exchange_timeout=20))
+
+    def without_step():
+        stream = [Batch(1), Batch(9, 0, 0, 0)] if dist.get_rank() else [Batch(1), Batch(2)]
+        for batch in owed.passes(stream, finish=False):
+            owed.backward(forward(owed, batch.seed))
+
+    begun = time.perf_counter()
+    found["owed"] = refusal(without_step)
+    found["seconds"] = time.perf_counter() - begun
     return found
 
 

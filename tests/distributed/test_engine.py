@@ -128,7 +128,7 @@ MISUSE = {
     "twice": "waits for its step",
     "tuple": "got a tuple that is no loss",
     "no step in passes": "waits for its step",
-    "no backward": "before the last had its backward.*engine.idle",
+    "no backward": "before the last had its backward.*left out of the stream",
     "two backwards": "had its backward\\(\\) already",
     "foretell in passes": "between two micro-batches of passes",
     "finish": "call step\\(\\) first",

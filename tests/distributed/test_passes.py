@@ -1,5 +1,7 @@
 """Idle passes that are not run, streams that arrive as they are made, groups and turns over ranks."""
 
+import re
+
 import cells
 import pytest
 from ranked_passes import PROMPTS, REWARDS
@@ -63,7 +65,7 @@ class TestGroupAdvantages:
 
     def test_a_rank_that_gives_too_few_is_named_on_every_rank(self, two_ranks):
         for said in two_ranks.results["grpo"]["short"]:
-            assert said == "ConfigError: rank 1 of the data-parallel group gave 2 rewards for 1 prompts"
+            assert said == "ConfigError: rank 1 of those that step together gave 2 rewards for 1 prompts"
 
 
 class TestTurns:
@@ -92,3 +94,36 @@ def test_preferences_weighed_by_tokens_equal_the_whole_batch_in_plain_torch(two_
     assert found["passes"] > 2
     assert 0 < found["accuracy"][1] < 1
     assert found["margin"][1] != pytest.approx(found["means"], rel=1e-2), "weights do make a difference here"
+
+
+@pytest.mark.parametrize("ending", ["closed", "open"])
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_an_idle_pass_is_run_while_a_parameter_has_no_gradient(two_ranks, stage, ending):
+    """ZeRO 1 reduces only parameters that have one: skipped, ranks would reduce other buckets (seen: connection reset)."""
+    found = two_ranks.results["heads"][f"{stage} {ending}"]
+    assert found["equal"]
+    assert (
+        found["handed"]
+        == {
+            "0 closed": [4, 2],  # the real passes
+            "1 closed": [4, 3],  # and the first idle one, after which each parameter has a gradient
+            "0 open": [3, 1],
+            "1 open": [3, 2],
+        }[f"{stage} {ending}"]
+    )
+
+
+MISUSE = {
+    "contradicted": "WindowError: backward\\(\\) got {'rollouts': 7, 'tokens': 999} but passes\\(\\) has announced",
+    "parts": "WindowError: a micro-batch of 9 loss tokens in 4 sequences finishes 2 rollouts",
+    "owed": "WindowError: .*waits for its step",
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_of_passes_is_refused_with_the_rule(two_ranks, case):
+    assert re.match(MISUSE[case], two_ranks.results["misuse_of_passes"][case])
+
+
+def test_a_step_that_is_owed_is_told_without_a_wait(two_ranks):
+    assert two_ranks.results["misuse_of_passes"]["seconds"] < 15

@@ -64,6 +64,15 @@ class TestABoundaryWithoutItsBackward:
     def test_buckets_are_set_up_and_passes_counted_in_one_place(self):
         assert "self.micro_step_id += 1" in source(stage_1_and_2.DeepSpeedZeroOptimizer, "setup_buckets")
 
+    def test_which_parameters_have_a_gradient_is_told_where_idle_passes_ask(self):
+        """normalize.has_every_gradient."""
+        asked = source(stage_1_and_2.DeepSpeedZeroOptimizer, "get_gradient_for_reduction")
+        assert "return param.grad" in asked
+        assert "self.fp32_groups_has_gradients[group_idx][param_idx] = True" in source(
+            BF16_Optimizer, "_update_hp_grad"
+        )
+        assert "has_moe_layers" in source(engine.DeepSpeedEngine, "_configure_distributed_model")
+
     def test_zero_3_copies_partitions_to_the_host_at_the_boundary_alone(self):
         copied = source(stage3.DeepSpeedZeroOptimizer_Stage3, "partition_grads")
         assert "params_to_release: List[Parameter], grad_partitions: List[Tensor]" in copied

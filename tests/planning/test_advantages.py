@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,3 +45,13 @@ def test_a_group_is_the_same_wherever_its_rollouts_stand(given_rollouts):
 def test_a_reward_without_its_prompt_is_refused():
     with pytest.raises(ConfigError, match="2 rewards for 1 prompt ids"):
         group_advantages("p", [1.0, 0.0])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_refused_by_its_prompt(reward):
+    with pytest.raises(ConfigError, match=r"reward of prompt 'b' is (nan|inf): it must be finite"):
+        group_advantages("aab", [1.0, 0.0, reward])
+
+
+def test_rewards_of_any_kind_of_number_will_do():
+    assert group_advantages("aa", np.array([1, 0])) == group_advantages("aa", [True, False]) == [1.0, -1.0]

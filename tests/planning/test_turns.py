@@ -1,5 +1,7 @@
 """Step-wise training: the steps are those of whole trajectories, whatever the turns."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,20 +11,37 @@ from ds_parity.parity.rollouts import line_turns, load_rollouts
 from ds_parity.planning import Rollout, by_turn, plan
 
 
+def spans(*ends):
+    return list(pairwise([3, *ends]))
+
+
 def trajectory(prompt, length=30, **more):
     return Rollout(prompt, tuple(range(1, length + 1)), prompt_length=3, **more)
 
 
 def test_a_turn_sees_all_that_came_before_it_and_scores_itself():
-    turns = by_turn(Rollout("p", (1, 2, 3, 4, 5, 6), 2, advantage=0.5), [3, 6], "p/0")
+    turns = by_turn(Rollout("p", (1, 2, 3, 4, 5, 6), 2, advantage=0.5), [(2, 3), (3, 6)], "p/0")
     assert [(turn.tokens, turn.prompt_length) for turn in turns] == [((1, 2, 3), 2), ((1, 2, 3, 4, 5, 6), 3)]
     assert {(turn.rollout_id, turn.advantage, turn.prompt_id) for turn in turns} == {("p/0", 0.5, "p")}
 
 
-@pytest.mark.parametrize("ends", [[], [2, 6], [3, 3, 6], [4, 5], [3, 7]])
-def test_ends_that_are_none_are_refused(ends):
-    with pytest.raises(ConfigError, match="turns end at"):
-        by_turn(Rollout("p", (1, 2, 3, 4, 5, 6), 2), ends, "p/0")
+def test_what_lies_between_turns_is_context_and_carries_no_loss():
+    turns = by_turn(Rollout("p", (1, 2, 3, 4, 5, 6, 7), 2), [(2, 3), (5, 6)], "p/0")
+    assert [turn.tokens[turn.prompt_length :] for turn in turns] == [(3,), (6,)]
+    assert turns[1].tokens == (1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("turns", [[], [(1, 6)], [(2, 2)], [(2, 4), (3, 6)], [(3, 2)], [(2, 7)]])
+def test_turns_that_are_none_are_refused(turns):
+    with pytest.raises(ConfigError, match="rollout 'p/0': turns are"):
+        by_turn(Rollout("p", (1, 2, 3, 4, 5, 6), 2), turns, "p/0")
+
+
+def test_a_turn_that_is_there_twice_is_refused_by_name():
+    """A second epoch that takes the names of the first would merge two rollouts into one."""
+    once = by_turn(trajectory("p"), [(3, 30)], "0")
+    with pytest.raises(ConfigError, match="rollout 1 repeats a turn of rollout '0' of prompt 'p'"):
+        plan([*once, *once], dp_world_size=1, target=1, max_tokens=64)
 
 
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=40), st.integers(1, 7), st.integers(1, 6), st.integers(0, 2))
@@ -32,7 +51,7 @@ def test_steps_are_prompts_over_prompts_a_step_whatever_the_turns(turns, target,
     for number, count in enumerate(turns):
         for which in range(2):
             own = 1 + (count + which * shift - 1) % 24
-            ends = [*range(4, 3 + own), 30]
+            ends = spans(*range(4, 3 + own), 30)
             sequences += by_turn(trajectory(f"p{number}"), ends, str(which))
     planned = plan(sequences, dp_world_size=ranks, target=target, max_tokens=64, count="prompt")
     assert len(planned.windows) == len(turns) // target
@@ -46,7 +65,7 @@ def test_steps_are_prompts_over_prompts_a_step_whatever_the_turns(turns, target,
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=30), st.integers(1, 7), st.integers(1, 6))
 def test_a_rollout_counts_once_where_its_last_turn_is_run(turns, target, ranks):
     sequences = [
-        t for n, count in enumerate(turns) for t in by_turn(trajectory("p"), [*range(4, 3 + count), 30], str(n))
+        t for n, count in enumerate(turns) for t in by_turn(trajectory("p"), spans(*range(4, 3 + count), 30), str(n))
     ]
     planned = plan(sequences, dp_world_size=ranks, target=target, max_tokens=40)
     assert len(planned.windows) == len(turns) // target
@@ -61,7 +80,7 @@ def test_a_rollout_counts_once_where_its_last_turn_is_run(turns, target, ranks):
 
 
 def test_the_same_name_in_another_prompt_is_another_rollout():
-    sequences = [turn for p in "ab" for turn in by_turn(trajectory(p), [10, 30], "0")]
+    sequences = [turn for p in "ab" for turn in by_turn(trajectory(p), spans(10, 30), "0")]
     planned = plan(sequences, dp_world_size=1, target=1, max_tokens=64)
     assert len(planned.windows) == 2
 
