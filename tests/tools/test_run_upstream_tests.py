@@ -12,6 +12,7 @@ sys.path[:0] = [str(TOOLS), str(TOOLS / "upstream")]
 
 import run_upstream_tests  # noqa: E402
 from replaced import keyed, uniform_passes  # noqa: E402
+from run_upstream_tests import Outcome  # noqa: E402
 
 FILE = """
 import os, time, pytest
@@ -143,3 +144,26 @@ def test_the_key_is_worked_out_from_the_configuration_and_the_ranks(monkeypatch)
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
     given = keyed({"model": None, "config": config})
     assert given["config"] == {**config, "gradient_accumulation_passes": 12}
+
+
+SUM = "unit/v1/zero/test_zero.py::TestGradientAllreduceOp::test[True-True-False-1.0-{}-2.0-1]"
+HALF = "Greatest relative difference: 0.5 at index (0,)"
+
+
+@pytest.mark.parametrize(
+    ("test", "message", "by_definition"),
+    [
+        (SUM.format("sum"), HALF, True),
+        (SUM.format("sum"), "Greatest relative difference: 0.51 at index (0,)", False),
+        (SUM.format("mean"), HALF, False),
+        (SUM.format("sum").replace("AllreduceOp", "AllreduceOpTraining"), HALF, False),
+    ],
+)
+def test_only_what_the_key_replaces_departs_by_definition_and_only_by_what_it_must(test, message, by_definition):
+    report = run_upstream_tests.Report({})
+    outcomes = {"bare": Outcome("passed"), "keyed": Outcome("failed", message), "plain": Outcome("failed", message)}
+    for mode in ("plain", "keyed"):
+        run_upstream_tests._classify(report, test, mode, outcomes)
+    assert list(report.defined) == [f"keyed {test}"] * by_definition
+    assert f"plain {test}" in report.differs, "without the key nothing departs"
+    assert (f"keyed {test}" in report.differs) == (not by_definition)
