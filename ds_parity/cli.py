@@ -230,6 +230,32 @@ def plan(
         out.print(f"{name.replace('_', ' ')}: {shown}", markup=False, highlight=False)
 
 
+@app.command()
+def controls(
+    config: Config,
+    only: Annotated[list[str] | None, typer.Option("--only", help="a control's name; may be repeated")] = None,
+    timeout: Timeout = 900,
+    folder: Folder = Path("ds_parity_out"),
+    as_json: Json = False,
+) -> None:
+    """Put known bugs into the engine, one at a time: each must be caught, and named."""
+    from ds_parity.config import load_config
+    from ds_parity.parity.controls import run as harness
+    from ds_parity.parity.controls import tables
+
+    extended = load_config(config)
+    with _progress(len(harness.plan(extended, only))) as report:
+        found = harness.run_controls(extended, folder / "controls", names=only, timeout=timeout, progress=report)
+    if as_json:
+        _print_json({"good": harness.good(found), "summary": tables.summary(found), "findings": tables.plain(found)})
+    else:
+        out.print(tables.render(found))
+        for note in tables.notes():
+            out.print(f"not run: {note}", markup=False, highlight=False, soft_wrap=True)
+        _verdict(harness.good(found), tables.summary(found))
+    raise typer.Exit(0 if harness.good(found) else 1)
+
+
 def _verify_matrix(subset: str | None, folder: Path, as_json: bool) -> int:
     with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, from its import on; a machine reads ours
         from ds_parity.parity.matrix import tables

@@ -154,7 +154,7 @@ class TestVerify:
 
 @pytest.mark.ranks
 def test_probe_shows_a_faulty_loop_and_exits_1(tmp_path):
-    subject = "ds_parity.parity.controls.last_backward_only:run"
+    subject = "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run"
     ran = ds_parity("probe", ROOT / "ds_configs" / "zero2_fp32.json", "--subject", subject, "--out", tmp_path)
     assert ran.returncode == 1, ran.stderr
     assert "rank 1" in ran.stdout

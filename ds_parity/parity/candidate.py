@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
@@ -56,6 +57,7 @@ def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:
     for batch in own_batches(scenario):
         if not batch.idle:
             loss = engine(**batch.inputs)
+            _measure(engine, batch)
             engine.backward(loss, rollouts=batch.rollouts, prompts=batch.prompts, tokens=batch.tokens)
         else:
             engine.idle(engine(**idle.inputs))
@@ -68,9 +70,15 @@ def _by_passes(engine: Any, scenario: Scenario) -> Iterator[None]:
     # A plan says where idle passes are; other streams just run dry.
     stream = batches if scenario.shape == "planned" else [batch for batch in batches if not batch.idle]
     for batch in engine.passes(stream, idle=stand_in(scenario), finish=False):
-        engine.backward(engine(**batch.inputs))
+        loss = engine(**batch.inputs)
+        _measure(engine, batch)
+        engine.backward(loss)
         engine.step()
         yield
+
+
+def _measure(engine: Any, batch: MicroBatch) -> None:
+    engine.record("reward", torch.tensor([rollout.reward for unit in batch.held for rollout in unit.sequences]))
 
 
 def _note(engine: Any, record: Record) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -47,23 +47,24 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Ruler:
-    """What bounds depend on. Losses can be near 0, so `floor` is the greatest of the reference: their scale."""
+    """What bounds depend on. Losses and metrics can be near 0, so `floors` are the greatest of the reference: their scale."""
 
     tier: Tier
     dtype: str
     eps: float
-    floor: float
+    floors: Mapping[str, float]
     left_out: frozenset[str]
 
     def bound(self, name: str, terms: float) -> Bound:
-        return Bound(C[self.dtype][name], self.eps, terms)
+        # A metric is a weighted mean over the same rollouts as the loss.
+        return Bound(C[self.dtype]["loss" if name.startswith(METRIC) else name], self.eps, terms)
 
     def gap(self, pair: _Pair, name: str) -> float | None:
         a, b = pair.values(name)
         return None if a is None or b is None else gap(a, b, self.scale(name))
 
     def scale(self, name: str) -> float:
-        return self.floor if name == "loss" else 0.0
+        return self.floors.get(name, 0.0)
 
 
 def compare(reference: Trace, candidate: Trace, tier: Tier, dtype: str = "fp32") -> Comparison:
@@ -71,8 +72,8 @@ def compare(reference: Trace, candidate: Trace, tier: Tier, dtype: str = "fp32")
 
     Always bit for bit: steps, passes, rollouts, prompts, tokens, total, lr, skipped. Passes are left out where the
     number of ranks differs or a side is `torch`, since the ranks decide them. The EXACT tier compares all else bit for
-    bit too; the REASSOCIATED tier bounds loss, gradient norm and weights, and the mean signed difference of the first
-    two.
+    bit too; the REASSOCIATED tier bounds loss, gradient norm, weights and metrics, and the mean signed difference of the
+    first two.
     NaN, an absent field, a missing step and a trace without steps are differences, whatever the other trace has.
 
     Args:
@@ -86,9 +87,7 @@ def compare(reference: Trace, candidate: Trace, tier: Tier, dtype: str = "fp32")
     """
     rules = tuple(_rules(reference, candidate, tier))
     left_out = tuple(chain.from_iterable(names for names, _ in rules))
-    losses = (abs(record.loss) for record in reference.steps if record.loss is not None)
-    floor = max(filter(math.isfinite, losses), default=0.0)
-    ruler = _Ruler(tier, dtype, eps(dtype), floor, frozenset(left_out))
+    ruler = _Ruler(tier, dtype, eps(dtype), _floors(reference), frozenset(left_out))
     pairs = tuple(_pairs(reference, candidate))
     rows = tuple(_row(pair, ruler) for pair in pairs)
     found = chain(_unfit(reference, candidate), *(row.differences for row in rows), _biases(pairs, ruler))
@@ -108,6 +107,16 @@ def compare(reference: Trace, candidate: Trace, tier: Tier, dtype: str = "fp32")
     )
 
 
+def _floors(reference: Trace) -> dict[str, float]:
+    names = {METRIC + name for record in reference.steps for name in record.metrics} | {"loss"}
+    found = {}
+    for name in names:
+        values = (value_of(record, name) for record in reference.steps)
+        known = (abs(value) for value in values if isinstance(value, float) and math.isfinite(value))
+        found[name] = max(known, default=0.0)
+    return found
+
+
 def _rules(reference: Trace, candidate: Trace, tier: Tier) -> Iterator[tuple[tuple[str, ...], str]]:
     """Fields that a rule leaves out, with the rule."""
     a, b = reference.header, candidate.header
@@ -115,7 +124,7 @@ def _rules(reference: Trace, candidate: Trace, tier: Tier) -> Iterator[tuple[tup
         yield _PACKING, f"the ranks decide them ({a.engine} on {a.ranks}, {b.engine} on {b.ranks})"
     if tier is not Tier.EXACT:
         names = (field.name for field in FIELDS if field.how is How.LEFT_OUT)
-        yield (*names, "metrics"), "that is left to the exact tier"
+        yield tuple(names), "that is left to the exact tier"
 
 
 def _rule_notes(rules: Iterable[tuple[tuple[str, ...], str]], absent: list[str]) -> Iterator[str]:
@@ -159,7 +168,7 @@ def _step_differences(pair: _Pair, ruler: _Ruler) -> Iterator[Difference]:
         yield Difference(step, "step", None if a is None else step, None if b is None else step, None, None, why)
         return
     metrics = sorted(a.metrics.keys() | b.metrics.keys()) if "metrics" not in ruler.left_out else ()
-    for field in (*FIELDS, *(Field(METRIC + name, How.LEFT_OUT) for name in metrics)):
+    for field in (*FIELDS, *(Field(METRIC + name, How.BOUNDED) for name in metrics)):
         if field.name not in ruler.left_out:
             yield from _field_differences(field, pair, ruler)
 

@@ -36,7 +36,7 @@ FIELDS = (
     Field("grad_norm", How.BOUNDED),
     Field("loss_scale", How.LEFT_OUT),
     Field("weights", How.BOUNDED),
-)  # and each metric, which is How.LEFT_OUT
+)  # and each metric, which is How.BOUNDED
 
 OPTIONAL = ("loss", "grad_norm", "loss_scale", "weights", "metrics")
 BOUNDED = tuple(field.name for field in FIELDS if field.how is How.BOUNDED)

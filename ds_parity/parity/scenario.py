@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -23,7 +24,7 @@ from ds_parity.planning.records import MicroBatch, Rollout
 _LEVEL = 64
 
 _CHOICES = {
-    "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned"),
+    "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned", "hollow"),
     "drive": ("loop", "passes"),
     "collation": ("padded", "packed"),
 }
@@ -40,7 +41,8 @@ class Scenario:
         shape: how rollouts are cut into micro-batches: `uniform` (one a micro-batch), `ragged` (0 to 5, windows that
             hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
             `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others), or
-            `planned` (`plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`).
+            `planned` (`plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`), or `hollow`
+            (ragged, and the second window has no loss tokens).
         windows: how many windows' worth of rollouts there are (>= 1).
         seed: of the model's weights, of the choice of rollouts and of the raggedness.
         drive: `loop` (counts given to every backward) or `passes` (the engine reads the stream).
@@ -140,6 +142,8 @@ class Scenario:
             layout += self._ragged(settings.target, 1, left, self.seed + 1, same_windows=False)
         if self.shape in ("rising", "falling"):
             layout = sloped(layout, settings.target, rising=self.shape == "rising")
+        if self.shape == "hollow":
+            layout = hollow(layout, settings.target)
         return streamed(layout, self.ranks) if self.drive == "passes" else layout
 
     def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
@@ -252,6 +256,15 @@ def sloped(layout: Layout, target: int, *, rising: bool) -> Layout:
     return tuple(rows)
 
 
+def hollow(layout: Layout, target: int) -> Layout:
+    """Return the layout with the completions of its second window's rollouts cut away: nothing there has a loss."""
+    rows, held = [], 0
+    for row in layout:
+        rows.append(tuple(tuple(_cut(one, 0) for one in cell) for cell in row) if held // target == 1 else row)
+        held += sum(map(len, row))
+    return tuple(rows)
+
+
 def _cut(rollout: Rollout, tokens: int) -> Rollout:
     return replace(rollout, tokens=rollout.tokens[: rollout.prompt_length + tokens])
 
@@ -262,14 +275,14 @@ def leveled(rollouts: Sequence[Rollout], tokens: int) -> tuple[Rollout, ...]:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function` names.
+    """Return the function that `package.module:function`, or `package.module:Class.function`, names.
 
     Raises:
         ConfigError: there is no such module or function.
     """
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        found = operator.attrgetter(function)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{name!r} does not name a function that can be imported ({error}): write package.module:function, and start "

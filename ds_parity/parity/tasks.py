@@ -11,7 +11,8 @@ from torch import nn
 
 from ds_parity.parity import candidate, halves
 from ds_parity.parity.candidate import Record
-from ds_parity.parity.controls import mean_of_micro_batches
+from ds_parity.parity.controls.known import known
+from ds_parity.parity.controls.loop import Loop
 from ds_parity.parity.recording import Recorder
 from ds_parity.parity.references import alone, fixed, loop
 from ds_parity.parity.scenario import Scenario
@@ -22,8 +23,13 @@ ENGINES: dict[str, Callable[[Scenario, Record], Any]] = {
     "deepspeed": fixed.run,
     "deepspeed-loop": loop.run,
     "torch": alone.run,
-    "mean-of-micro-batches": mean_of_micro_batches.run,
+    "clean": Loop.run,
 }
+
+
+def engine_of(name: str) -> Callable[[Scenario, Record], Any]:
+    """Return the engine under test, a reference, or a control."""
+    return ENGINES[name] if name in ENGINES else known()[name].run
 
 
 class Around(Protocol):
@@ -46,7 +52,7 @@ def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Aro
     alone_on_first = engine == "torch"
     if not alone_on_first or dist.get_rank() == 0:
         with halves.experiment(), Recorder(Path(folder), wanted, engine) as recorder:
-            ran = ENGINES[engine](wanted, recorder if around is None else _watched(recorder, around))
+            ran = engine_of(engine)(wanted, recorder if around is None else _watched(recorder, around))
         if not alone_on_first:
             ran.destroy()
     if alone_on_first:

@@ -120,7 +120,10 @@ DRY = [(stage, ("deepspeed-loop", "ds_parity")) for stage in STAGES]
 CONTROLS = [(ragged(stage, "fp32", weight), "mean-of-micro-batches") for stage, weight in product(STAGES, WEIGHTS[:2])]
 PROBES = [
     *[(probed(*cell), "ds_parity.parity.candidate:run") for cell in product(STAGES, DTYPES, WEIGHTS)],
-    *[(never_marked(stage), "ds_parity.parity.controls.last_backward_only:run") for stage in STAGES],
+    *[
+        (never_marked(stage), "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run")
+        for stage in STAGES
+    ],
 ]
 SAME_WINDOWS = [*product(STAGES, ("fp32",)), (2, "bf16")]
 

@@ -8,7 +8,7 @@ from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
 
 pytestmark = pytest.mark.ranks
 OURS = "ds_parity.parity.candidate:run"
-NEVER_MARKED = "ds_parity.parity.controls.last_backward_only:run"
+NEVER_MARKED = "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run"
 
 
 @pytest.mark.parametrize("weight", cells.WEIGHTS)

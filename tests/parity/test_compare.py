@@ -47,7 +47,7 @@ def test_a_trace_equals_itself(tier):
     assert comparison.equal
     assert comparison.first is None
     assert comparison.notes == (
-        () if tier is EXACT else ("loss_scale and metrics are not compared: that is left to the exact tier",)
+        () if tier is EXACT else ("loss_scale is not compared: that is left to the exact tier",)
     )
 
 
@@ -201,7 +201,7 @@ def test_what_neither_trace_has_is_named_and_not_compared():
     assert comparison.equal
     assert comparison.not_compared == ("loss", "grad_norm", "loss_scale", "weights", "metrics")
     assert compare(trace(), trace(), EXACT).not_compared == ()
-    assert compare(trace(), trace(), REASSOCIATED).not_compared == ("loss_scale", "metrics")
+    assert compare(trace(), trace(), REASSOCIATED).not_compared == ("loss_scale",)
 
 
 @pytest.mark.parametrize("header", [{"ranks": 4}, {"engine": "torch"}])
@@ -237,10 +237,19 @@ def test_that_torch_has_one_rank_is_no_news(tier):
 
 
 def test_what_a_rule_leaves_out_is_noted_only_if_a_trace_has_it():
-    bare, full = trace(record(1, loss_scale=None, metrics={})), trace(record(1, loss_scale=None))
+    bare, full = trace(record(1, loss_scale=None)), trace(record(1))
     assert compare(bare, bare, REASSOCIATED).notes == ()
-    assert compare(bare, full, REASSOCIATED).notes == ("metrics is not compared: that is left to the exact tier",)
-    assert compare(bare, full, REASSOCIATED).not_compared == ("loss_scale", "metrics")
+    assert compare(bare, full, REASSOCIATED).notes == ("loss_scale is not compared: that is left to the exact tier",)
+    assert compare(bare, full, REASSOCIATED).not_compared == ("loss_scale",)
+
+
+def test_a_metric_is_bounded_like_a_loss_over_no_less_than_its_greatest():
+    bound = C["fp32"]["loss"] * EPS["fp32"] * math.sqrt(8) * 0.25
+    within, beyond = (changed(metrics={"reward": 0.25 + factor * bound}) for factor in (0.9, 1.1))
+    assert compare(trace(), within, REASSOCIATED).equal
+    assert fields(compare(trace(), beyond, REASSOCIATED)) == [(2, "metrics.reward")]
+    assert fields(compare(trace(), changed(metrics={}), REASSOCIATED)) == [(2, "metrics.reward")]
+    assert fields(compare(trace(), changed(metrics={"reward": math.nan}), REASSOCIATED)) == [(2, "metrics.reward")]
 
 
 def test_every_bounded_field_has_a_constant_for_every_dtype_and_a_short_type_none_that_is_greater():
@@ -445,13 +454,15 @@ def near_weights(a, b, terms):
     return abs(a.norm - b.norm) <= limit and distance <= limit
 
 
-def step_within_bounds(a, b, tier, *, same_ranks, terms, floor):
+def step_within_bounds(a, b, tier, *, same_ranks, terms, floor, scales):
     names = ["rollouts", "prompts", "tokens", "total", "skipped", *(["passes", "idle_passes"] if same_ranks else [])]
     good = all(same(getattr(a, name), getattr(b, name)) for name in names)
     good &= len(a.lr) == len(b.lr) and all(same(x, y) for x, y in zip(a.lr, b.lr, strict=False))
     if tier is REASSOCIATED:
         near = within("loss", a.loss, b.loss, terms, floor) and within("grad_norm", a.grad_norm, b.grad_norm, terms, 0)
-        return good and near and near_weights(a.weights, b.weights, terms)
+        told = a.metrics.keys() == b.metrics.keys()
+        told &= all(within("loss", a.metrics[k], b.metrics.get(k), terms, scales[k]) for k in a.metrics)
+        return good and near and told and near_weights(a.weights, b.weights, terms)
     good &= all(same(getattr(a, name), getattr(b, name)) for name in ("loss", "grad_norm", "loss_scale"))
     good &= a.metrics.keys() == b.metrics.keys() and all(same(a.metrics[name], b.metrics[name]) for name in a.metrics)
     if a.weights is None or b.weights is None:
@@ -463,11 +474,18 @@ def all_within_bounds(reference, candidate, tier):
     if not reference.steps or [r.step for r in reference.steps] != [r.step for r in candidate.steps]:
         return False
     losses = [abs(r.loss) for r in reference.steps if r.loss is not None and math.isfinite(r.loss)]
+    scales = {
+        k: max([abs(r.metrics[k]) for r in reference.steps if math.isfinite(r.metrics.get(k, math.inf))], default=0.0)
+        for k in "xy"
+    }
+    scales |= {"reward": max([abs(r.metrics.get("reward", 0.0)) for r in reference.steps])}
     same_ranks = reference.header.ranks == candidate.header.ranks
     terms, good = 0, True
     for a, b in zip(reference.steps, candidate.steps, strict=True):
         terms += a.rollouts
-        good &= step_within_bounds(a, b, tier, same_ranks=same_ranks, terms=terms, floor=max(losses, default=0.0))
+        good &= step_within_bounds(
+            a, b, tier, same_ranks=same_ranks, terms=terms, floor=max(losses, default=0.0), scales=scales
+        )
     return good
 
 

@@ -12,6 +12,7 @@ from ds_parity.config import Settings
 from ds_parity.parity.candidate import Record
 from ds_parity.parity.layouts import Layout
 from ds_parity.parity.oracle import PlannedWindow, plan
+from ds_parity.parity.references.bare import metrics_of
 from ds_parity.parity.references.plain import ByHand, optimizer_and_scheduler
 from ds_parity.parity.scenario import Scenario
 from ds_parity.planning.records import Rollout
@@ -48,6 +49,7 @@ def run(scenario: Scenario, record: Record) -> nn.Module:
             lr=lr,
             grad_norm=norm,
             skipped=loss is None,
+            metrics=metrics_of(batches),
         )
         record(line, model)
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -13,6 +15,7 @@ from ds_parity.engine.normalize import keep_clip_norm, loss_scale
 from ds_parity.parity import ulysses
 from ds_parity.parity.oracle import Passes, PlannedWindow
 from ds_parity.parity.scenario import Scenario
+from ds_parity.planning.records import MicroBatch
 from ds_parity.trace import StepRecord
 
 
@@ -36,6 +39,12 @@ def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = Non
     return engine
 
 
+def metrics_of(batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """Return the metrics that every engine of a scenario records: `reward`, the mean over rollouts."""
+    rewards = [rollout.reward for batch in batches for unit in batch.held for rollout in unit.sequences]
+    return {"reward": math.fsum(rewards) / len(rewards)} if rewards else {}
+
+
 class StepNotes:
     """Gathers over one window what its line in the trace needs.
 
@@ -49,7 +58,7 @@ class StepNotes:
         self._sequence_parallel = scenario.sequence_parallel
         self._sum = torch.zeros((), dtype=torch.float64)
 
-    def add(self, loss: torch.Tensor, own: int) -> None:
+    def add(self, loss: torch.Tensor, own: float) -> None:
         """Add the undivided loss of a micro-batch of weight `own`."""
         units = 1 if self._settings.loss_reduction == "sum" else own
         self._sum = self._sum + loss.detach().double().cpu() * units
@@ -77,4 +86,5 @@ class StepNotes:
             grad_norm=float(grad_norm) if applied and grad_norm is not None else None,
             loss_scale=loss_scale(self._engine),
             skipped=not applied,
+            metrics=metrics_of(batches),
         )

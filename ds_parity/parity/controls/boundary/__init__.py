@@ -1,0 +1,1 @@
+"""Controls: which passes make a step."""

@@ -1,0 +1,1 @@
+"""Controls: idle passes, padding, and rollouts that get lost."""

@@ -1,0 +1,1 @@
+"""Controls: what a loss is divided by."""

@@ -1,0 +1,22 @@
+"""clip-at-wrong-scale: clipped before the gradient is corrected, so at another norm than was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ds_parity.parity.controls.loop import Loop
+from ds_parity.parity.scenario import Scenario
+
+
+class ClipAtWrongScale(Loop):
+    """The engine with this fault."""
+
+    name = "clip-at-wrong-scale"
+    seen = "recipes with 76.8 for 0.3 x 256"
+    scenario = "clipped"
+    like = ("implicit-clip",)
+
+    def of_engine(self) -> Scenario:
+        """Clip a gradient that is as many times too large as there are ranks."""
+        limit = self.wanted.config["gradient_clipping"] / self.wanted.ranks
+        return replace(self.wanted, config={**self.wanted.config, "gradient_clipping": limit})

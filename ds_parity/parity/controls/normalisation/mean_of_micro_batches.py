@@ -1,0 +1,21 @@
+"""mean-of-micro-batches: each micro-batch's mean weighs the same, whatever it holds."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_parity.parity.controls.loop import Loop
+from ds_parity.planning.records import MicroBatch
+
+
+class MeanOfMicroBatches(Loop):
+    """The engine with this fault."""
+
+    name = "mean-of-micro-batches"
+    seen = "open-instruct #1447, Transformers #34191, verl #5625"
+    like = ("half-broadcast",)
+
+    def divided(self, loss: torch.Tensor, batch: MicroBatch, index: int) -> torch.Tensor:
+        """Divide by the number of micro-batches."""
+        held = [one for row in self.passes[self.window.first : self.window.last + 1] for one in row if not one.idle]
+        return loss * (self.averaged() / len(held))

@@ -1,0 +1,1 @@
+"""Controls: what is reported, and what a resume forgets."""

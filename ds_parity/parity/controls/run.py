@@ -1,0 +1,155 @@
+"""Run the controls over one configuration: each must be caught, and the clean engines must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.bounds import Tier
+from ds_parity.parity.compare import compare
+from ds_parity.parity.controls.known import known
+from ds_parity.parity.controls.loop import Loop
+from ds_parity.parity.controls.scenarios import scenario
+from ds_parity.parity.diagnosis import Cause, diagnose
+from ds_parity.parity.fields import Comparison
+from ds_parity.parity.launch import Call, Job, run
+from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.verify import title
+from ds_parity.trace import read_trace
+
+Progress = Callable[[int, str], None]
+RANKS = 2
+CLEAN = ("ds_parity", "clean")
+_TRY = "ds_parity.parity.matrix.attempt:run"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one engine in one scenario.
+
+    Attributes:
+        name: of the control, or of a clean engine.
+        scenario: what it ran.
+        comparison: with the torch reference; None where it raised.
+        causes: what the traces are explained by, the likeliest first.
+        raised: what it raised in place of a trace.
+    """
+
+    name: str
+    scenario: str
+    comparison: Comparison | None
+    causes: tuple[Cause, ...] = ()
+    raised: str | None = None
+
+    @property
+    def clean(self) -> bool:
+        """Whether the engine has no fault."""
+        return self.name in CLEAN
+
+    @property
+    def caught(self) -> bool:
+        """Whether a difference was found."""
+        return self.raised is not None or (self.comparison is not None and not self.comparison.equal)
+
+    @property
+    def good(self) -> bool:
+        """Whether the harness did its duty: a fault is caught, a clean engine is not."""
+        return self.caught != self.clean and not (self.clean and self.raised)
+
+    @property
+    def named(self) -> bool:
+        """Whether the first cause is the fault, or one whose traces look the same."""
+        return bool(self.causes) and self.causes[0].name in (self.name, *known()[self.name].like)
+
+    @property
+    def signal(self) -> float | None:
+        """How many bounds the first bounded difference is off; None where what differs has no bound."""
+        found = self.comparison.differences if self.comparison else ()
+        known_bounds = [d.difference / d.bound for d in found if d.difference is not None and d.bound]
+        return known_bounds[0] if known_bounds else None
+
+
+def chosen(names: Iterable[str] | None, stage: int) -> tuple[type[Loop], ...]:
+    """Return the controls of these names that are faults on a ZeRO stage; None for all.
+
+    Raises:
+        ConfigError: there is no such control.
+    """
+    every = known()
+    for name in names or ():
+        if name not in every:
+            raise ConfigError(f"control {name!r}: it must be one of {', '.join(every)}")
+    return tuple(c for name, c in every.items() if stage in c.stages and (names is None or name in names))
+
+
+def plan(config: dict[str, Any], names: Iterable[str] | None = None) -> list[tuple[Scenario, str]]:
+    """Return what to run: every scenario with the reference and the clean engines, and each control in its own.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    wanted = chosen(names, stage)
+    shapes = {name: _of(name, config) for name in dict.fromkeys(control.scenario for control in wanted)}
+    engines = [(shape, engine) for shape in shapes.values() for engine in ("torch", *CLEAN)]
+    return [*engines, *((shapes[control.scenario], control.name) for control in wanted)]
+
+
+def run_controls(
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    names: Iterable[str] | None = None,
+    timeout: float = 900.0,
+    progress: Progress = lambda done, title: None,
+) -> tuple[Finding, ...]:
+    """Run controls and clean engines on two ranks, and compare all with the torch reference.
+
+    Args:
+        config: extended configuration, of which ZeRO, offload and precision are taken.
+        folder: for traces and the ranks' log.
+        names: of controls, None: all that are faults on its ZeRO stage.
+        timeout: seconds for all of it.
+        progress: told how many runs have finished, and which one is under way.
+
+    Raises:
+        ConfigError: a name is unknown, or the configuration can't be run.
+        HarnessError: ranks died, hung, or time ran out.
+    """
+    folder = folder.resolve()
+    wanted = plan(config, names)
+    calls = tuple(
+        Call(title(shape, engine), _TRY, {"scenario": shape.to_json(), "engine": engine, "folder": str(folder)})
+        for shape, engine in wanted
+    )
+    answers = run(Job(calls, folder / "ranks", RANKS, timeout), progress)
+    raised = {call.title: answer.get("raised") for call, answer in zip(calls, answers, strict=True)}
+    return tuple(
+        _finding(shape, engine, folder, raised[title(shape, engine)]) for shape, engine in wanted if engine != "torch"
+    )
+
+
+def good(findings: Sequence[Finding]) -> bool:
+    """Whether there are controls, all were caught, and no clean engine was."""
+    return any(not found.clean for found in findings) and all(found.good for found in findings)
+
+
+def noise(findings: Sequence[Finding]) -> float:
+    """Return the greatest part of a bound that a clean engine has used up (in [0, 1] where none was caught)."""
+    measured = (it for found in findings if found.clean and found.comparison for it in found.comparison.measured)
+    return max((it.difference / it.bound for it in measured), default=0.0)
+
+
+def _of(name: str, config: dict[str, Any]) -> Scenario:
+    return replace(scenario(name, config), name=name)
+
+
+def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> Finding:
+    if raised is not None:
+        return Finding(engine, shape.name, None, raised=raised)
+    reference, candidate = (read_trace(folder / shape.name / f"{one}.jsonl") for one in ("torch", engine))
+    comparison = compare(reference, candidate, Tier.REASSOCIATED, shape.dtype)
+    return Finding(engine, shape.name, comparison, diagnose(reference, candidate, comparison))

@@ -1,0 +1,1 @@
+"""Controls: when the scheduler moves."""

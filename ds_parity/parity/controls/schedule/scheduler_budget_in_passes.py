@@ -1,0 +1,24 @@
+"""scheduler-budget-in-passes: stepped once a step, its budget counted in passes: the LR crosses 1/n of its curve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ds_parity.parity.controls.loop import Loop
+from ds_parity.parity.scenario import Scenario
+
+
+class SchedulerBudgetInPasses(Loop):
+    """The engine with this fault."""
+
+    name = "scheduler-budget-in-passes"
+    seen = "a vision-encoder trainer, PR #82"
+    scenario = "uniform"
+
+    def of_engine(self) -> Scenario:
+        """Plan the schedule in passes."""
+        passes = self.settings.gradient_accumulation_passes // self.wanted.ranks
+        section = self.wanted.config["scheduler"]
+        steps = section["params"]["warmup_num_steps"] * passes
+        scheduler = {**section, "params": {**section["params"], "warmup_num_steps": steps}}
+        return replace(self.wanted, config={**self.wanted.config, "scheduler": scheduler})

@@ -1,0 +1,6 @@
+"""Why two runs part: likely causes from their traces alone, each with its numbers and its remedy."""
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.diagnose import diagnose
+
+__all__ = ["Cause", "diagnose"]

@@ -1,0 +1,138 @@
+"""The same windows and rates with another gradient, or another update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.view import View, alike, near
+
+
+def causes(view: View) -> Iterator[Cause]:
+    """Yield what would change the gradient so; asked at the first step that differs, when weights were still the same."""
+    if "skipped" in view.at_first or _not_finite(view):
+        yield from _nan(view)
+    elif "lr" in view.at_first:
+        return
+    elif "grad_norm" in view.at_first and "loss" not in view.at_first:
+        yield from _factors(view)
+        yield from _weighting(view)
+    elif {"grad_norm", "loss"} <= view.at_first:
+        yield from _loss(view)
+    elif "weights" in view.at_first and "loss" not in view.at_first:
+        yield from _update(view)
+
+
+def _not_finite(view: View) -> bool:
+    if view.first == len(view.pairs):
+        return False
+    a, b = view.pairs[view.first]
+    return any(_bad(getattr(b, name)) and not _bad(getattr(a, name)) for name in ("loss", "grad_norm"))
+
+
+def _bad(value: float | None) -> bool:
+    return value is not None and not abs(value) < float("inf")
+
+
+def _nan(view: View) -> Iterator[Cause]:
+    a, b = view.pairs[view.first]
+    if not b.skipped and not _not_finite(view):
+        return
+    idle = view.idle[view.first]
+    said = f"step {a.step} came to {'no update' if b.skipped else 'NaN'}; of its passes {idle} were idle"
+    yield Cause("idle-nan", 0.7 if idle else 0.3, said)
+    yield Cause("zero-denominator", 0.6, said)
+
+
+def _known(view: View) -> list[tuple[int, float]]:
+    return [(i, r) for i, r in enumerate(view.ratios("grad_norm")) if r is not None and i >= view.first]
+
+
+def _factors(view: View) -> Iterator[Cause]:
+    known = _known(view)
+    ratios = [ratio for _, ratio in known]
+    if not ratios:
+        return
+    factor = ratios[0]
+    if view.first == 0 and alike(ratios):
+        yield from _constant(view, factor, len(ratios))
+        return
+    totals = [pair[0].total for pair in view.pairs]
+    counted = [(1 / r - 1) * totals[i] / view.idle[i] for i, r in known if r and view.idle[i]]
+    if view.first == 0 and len(counted) > 1 and alike(counted, 0.1) and counted[0] > 0:
+        said = f"norms fit total / (total + {counted[0]:.4g} for each idle pass) in {len(counted)} steps"
+        yield Cause("idle-counted", 0.9, said)
+    if len(known) > 1 and alike([totals[i] / r for i, r in known if r], 0.01):
+        yield Cause(
+            "target-not-actual", 0.95, f"norms are total / {totals[known[0][0]] / factor:.6g} times the reference's"
+        )
+    before = [(i, r) for i, r in known if i > 0 and totals[i - 1]]
+    fits = [near(r, totals[i] / totals[i - 1], 0.01) for i, r in before]
+    if view.first == 1 and len(fits) > 1 and all(fits):
+        yield Cause("wrong-window", 0.95, "from step 2 on norms are off by this window's total over the last one's")
+
+
+def _constant(view: View, factor: float, count: int) -> Iterator[Cause]:
+    said = f"the gradient norm is {factor:.5g} times the reference's in all {count} steps"
+    if view.ranks > 1 and (near(factor, 1 / view.ranks) or near(factor, view.ranks)):
+        yield Cause("dp-mean-left-in", 0.9, f"{said}: the number of ranks is {view.ranks}")
+    passes = view.passes[view.first]
+    if passes > 1 and near(factor, 1 / passes):
+        yield Cause("gas-scaled-twice", 0.9, f"{said}: windows have {passes} passes a rank")
+    if view.ranks == 1 and (near(factor, round(factor)) or near(1 / factor, round(1 / factor))):
+        yield Cause("sp-factor-by-stage", 0.7, f"{said}, on one data-parallel rank")
+    yield Cause("constant-factor", 0.5, said)
+
+
+def _weighting(view: View) -> Iterator[Cause]:
+    """What has no factor of its own: which of these it is shows in how far norms are off, and where."""
+    known = _known(view)
+    ratios = [ratio for _, ratio in known]
+    if not ratios or (view.first == 0 and alike(ratios)):
+        return
+    listed = ", ".join(f"{ratio:.4g}" for ratio in ratios[:6])
+    said = f"losses agree and norms do not, by no one factor ({listed})"
+    off = max(abs(ratio - 1) for ratio in ratios)
+    if view.first > 0:
+        later = [abs(ratio - 1) for ratio in ratios[1:]]
+        once = bool(later) and max(later) < 0.02
+        yield Cause("mid-window-checkpoint", 0.7 if once else 0.4, f"{said}, first in step {view.first + 1}")
+        yield Cause("sticky-boundary", 0.6, f"{said}, first in step {view.first + 1}")
+        return
+    mean = sum(ratios) / len(ratios)
+    yield Cause("running-total", 0.7 if min(ratios) > 1.2 else 0.2, said)
+    yield Cause("last-backward-only", 0.6 if 0.3 < mean < 0.87 and off > 0.2 else 0.35, said)
+    yield Cause("mean-of-micro-batches", 0.55, said)
+    yield Cause("half-broadcast", 0.5 if off > 0.6 else 0.3, said)
+    yield Cause("aux-term-scaled-apart", 0.58 if off < 0.1 else 0.25, said)
+    yield Cause("late-boundary", 0.62 if min(ratios) > 0.9 and mean > 1.1 else 0.3, said)
+
+
+def _loss(view: View) -> Iterator[Cause]:
+    losses = [(i, r) for i, r in enumerate(view.ratios("loss")) if r is not None]
+    agree = [i for i, r in losses if near(r, 1.0, 0.01)]
+    apart = [i for i, r in losses if not near(r, 1.0, 0.05)]
+    seeds = view.reference.header.seed != view.candidate.header.seed
+    said = (
+        f"step {view.first + 1} has the same rollouts, tokens and LR, and another loss ({losses[view.first][1]:.4g} times)"
+        if len(losses) > view.first
+        else "the loss differs at once"
+    )
+    if agree and apart:
+        some = f"{said}; steps {[i + 1 for i in agree]} agree"
+        yield Cause("mixed-weights", 0.6, some)
+        yield Cause("unmasked-numerator", 0.55, some)
+    yield Cause("data-or-seed", 0.95 if seeds else 0.5, said + (", and the seeds differ" if seeds else ""))
+    yield Cause("global-metadata", 0.52 if not seeds else 0.2, said)
+    yield Cause("shared-padding", 0.51 if sum(view.idle) and not seeds else 0.2, said)
+
+
+def _update(view: View) -> Iterator[Cause]:
+    norm = view.pairs[view.first][0].grad_norm
+    shown = "unknown" if norm is None else f"{norm:.4g}"
+    said = f"in step {view.first + 1} loss, LR and gradient norm ({shown}) agree and the weights after it do not"
+    before = [pair[0].grad_norm or 0.0 for pair in view.pairs[: view.first]]
+    clipped = norm is not None and norm > 1.0 and all(value <= 1.0 for value in before)
+    yield Cause("implicit-clip", 0.8 if clipped else 0.3, said)
+    yield Cause("clip-at-wrong-scale", 0.7 if not clipped else 0.5, said)
+    yield Cause("optimizer", 0.4, said)

@@ -1,0 +1,73 @@
+"""The same windows with another learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.view import View, alike, near
+
+
+def causes(view: View) -> Iterator[Cause]:
+    """Yield what would move the scheduler so."""
+    if "lr" not in view.at_first or "skipped" in view.at_first:
+        return
+    a = [x.lr[0] for x, _ in view.pairs if x.lr]
+    b = [y.lr[0] for _, y in view.pairs if y.lr]
+    if len(a) < len(view.pairs) or len(b) < len(view.pairs):
+        return
+    if view.first == 0:
+        yield from _from_the_start(view, a, b)
+    else:
+        yield from _later(view, a, b)
+
+
+def _from_the_start(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    factors = [y / x for x, y in zip(a, b, strict=True) if x]
+    if alike(factors, 1e-6) and len(factors) > 1:
+        yield Cause("base-lr", 0.9, f"the LR is {factors[0]:.6g} times the reference's in every step")
+        return
+    moved = next((abs(y - x) for x, y in pairwise(a) if x != y), 0.0)
+    steps = f", by about {abs(b[0] - a[0]) / moved:.1f} of its steps" if moved else ""
+    yield Cause(
+        "scheduler-per-pass",
+        0.9,
+        f"before step 1 is taken the LR has moved{steps} ({a[0]:.4g} to {b[0]:.4g}); windows have {view.passes[0]} passes",
+    )
+
+
+def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    first = view.first
+    if view.pairs[first - 1][0].skipped:
+        yield Cause(
+            "scheduler-on-skipped-step",
+            0.95,
+            f"step {first} was skipped, and from step {first + 1} on the LR is a step ahead",
+        )
+    moves_a = [y - x for x, y in pairwise(a)]
+    moves_b = [y - x for x, y in pairwise(b)]
+    held = [pair[0].rollouts for pair in view.pairs][:-1]
+    shares = [move / count for move, count in zip(moves_a, held, strict=True) if move and count]
+    if len(set(held)) > 1 and alike(shares[1:], 1e-3) and alike([m for m in moves_b if m][:3], 0.05):
+        yield Cause(
+            "scheduler-per-dynamic-step",
+            0.9,
+            f"the reference's LR moves with the rollouts of each window ({held}), the candidate's by whole steps",
+        )
+    still = sum(not y and bool(x) for x, y in zip(moves_a, moves_b, strict=True))
+    whole = [m for m in moves_b if m]
+    moved = [m for m in moves_a if m]
+    if still and whole and moved and near(abs(whole[-1]), abs(moved[-1]), 0.5):
+        yield Cause(
+            "scheduler-per-outer-step",
+            0.85,
+            f"the LR stands still in {still} of {len(moves_a)} steps in which it should move",
+        )
+    paces = [x / y for x, y in zip(moves_a, moves_b, strict=True) if x and y]
+    if alike(paces, 0.1) and paces[0] > 1.2:
+        passes = max(view.passes)
+        said = f"the LR moves {paces[0]:.3g} times too slowly; windows have {passes} passes"
+        yield Cause("scheduler-budget-in-passes", 0.9 if near(paces[0], passes, 0.1) else 0.6, said)
+    elif alike(paces, 0.1) and paces[0] < 0.8:
+        yield Cause("scheduler-per-pass", 0.7, f"the LR moves {1 / paces[0]:.3g} times too fast")

@@ -1,0 +1,97 @@
+"""Two traces side by side, as the rules look at them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_parity.parity.fields import METRIC, Comparison
+from ds_parity.trace import StepRecord, Trace
+
+
+def near(value: float | None, other: float, relative: float = 0.02) -> bool:
+    """Whether two numbers are alike; never for None, NaN or infinity."""
+    return value is not None and abs(value - other) <= relative * abs(other)
+
+
+def alike(values: list[float], relative: float = 0.03) -> bool:
+    """Whether there are numbers, and all are near their median."""
+    return bool(values) and all(near(value, sorted(values)[len(values) // 2], relative) for value in values)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a comparison found, ready to be asked.
+
+    Attributes:
+        reference: the trace that is right.
+        candidate: the trace in question.
+        comparison: of the two.
+    """
+
+    reference: Trace
+    candidate: Trace
+    comparison: Comparison
+
+    @cached_property
+    def pairs(self) -> list[tuple[StepRecord, StepRecord]]:
+        """Steps that both have."""
+        found = {record.step: record for record in self.candidate.steps}
+        return [(record, found[record.step]) for record in self.reference.steps if record.step in found]
+
+    @cached_property
+    def ranks(self) -> int:
+        """Data-parallel ranks; the torch reference runs on one whatever it stands for."""
+        return max(self.reference.header.ranks, self.candidate.header.ranks)
+
+    @cached_property
+    def fields(self) -> set[str]:
+        """Fields that differ in any step; metrics as one."""
+        return {_plain(difference.field) for difference in self.comparison.differences}
+
+    @cached_property
+    def first(self) -> int:
+        """Index into `pairs` of the first step that differs; their number where none does."""
+        steps = {d.step for d in self.comparison.differences if d.step is not None}
+        return next((i for i, (a, _) in enumerate(self.pairs) if a.step in steps), len(self.pairs))
+
+    @cached_property
+    def at_first(self) -> set[str]:
+        """Fields that differ in the first step that does."""
+        if self.first == len(self.pairs):
+            return set()
+        step = self.pairs[self.first][0].step
+        return {_plain(d.field) for d in self.comparison.differences if d.step == step}
+
+    @property
+    def same_windows(self) -> bool:
+        """Whether every step holds the same rollouts in both."""
+        return not self.fields & {"rollouts", "step"}
+
+    def ratios(self, name: str) -> list[float | None]:
+        """Return candidate / reference, pair by pair; None where one is absent, not finite or 0."""
+        return [_ratio(getattr(a, name), getattr(b, name)) for a, b in self.pairs]
+
+    @cached_property
+    def passes(self) -> list[int]:
+        """Passes of each window, from the side that isn't the torch reference."""
+        ours = self.candidate.header.engine != "torch"
+        return [(b if ours else a).passes for a, b in self.pairs]
+
+    @cached_property
+    def idle(self) -> list[int]:
+        """Idle passes of each window, from the same side."""
+        ours = self.candidate.header.engine != "torch"
+        return [(b if ours else a).idle_passes for a, b in self.pairs]
+
+
+def _plain(field: str) -> str:
+    return "metrics" if field.startswith(METRIC) else field.removesuffix(", mean")
+
+
+def _ratio(reference: object, candidate: object) -> float | None:
+    if not isinstance(reference, float) or not isinstance(candidate, float) or not reference:
+        return None
+    ratio = candidate / reference
+    return ratio if math.isfinite(ratio) else None

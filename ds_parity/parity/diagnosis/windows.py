@@ -1,0 +1,97 @@
+"""Windows that hold other rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.view import View, near
+
+
+def causes(view: View) -> Iterator[Cause]:
+    """Yield what would cut windows as the candidate's are cut."""
+    a = [record.rollouts for record in view.reference.steps]
+    b = [record.rollouts for record in view.candidate.steps]
+    yield from _end(a, b)
+    yield from _start(view, a, b)
+    yield from _length(view, a, b)
+    yield from _counter(view, a, b)
+
+
+def _end(a: list[int], b: list[int]) -> Iterator[Cause]:
+    if b == a[:-1]:
+        said = (
+            f"all steps but the last are there; it holds {a[-1]} rollouts, the others {min(a[:-1], default=0)} or more"
+        )
+        yield Cause("partial-window-leak", 0.9, said)
+        yield Cause("indivisible-batch", 0.6, said)
+
+
+def _start(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
+    passes = [record.passes for record in view.candidate.steps]
+    if all(count == 1 for count in passes) and len(b) > len(a) and sum(a) == sum(b) and not _by_prompts(view, b):
+        yield Cause("step-per-pass", 0.95, f"{len(b)} steps of one pass each, where the reference takes {len(a)}")
+    elif passes[0] == 1 and b[0] < a[0] and all(near(x, y, 0.5) for x, y in zip(a[1:], b[1:], strict=False)):
+        yield Cause(
+            "boundary-off-by-one",
+            0.9,
+            f"step 1 is one pass of {b[0]} rollouts, every step after it as long as the reference's ({a[1:3]})",
+        )
+
+
+def _by_prompts(view: View, b: list[int]) -> bool:
+    # As many rollouts a step as the reference has prompts, which is the same number in each of its steps.
+    prompts = {record.prompts for record in view.reference.steps[:-1]}
+    return len(prompts) == 1 and bool(prompts - {0}) and near(_mean(b), min(prompts), 0.3)
+
+
+def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
+    pace = _mean(a) / _mean(b) if _mean(b) else 0.0
+    if _by_prompts(view, b) and pace > 1.5:
+        prompts = view.reference.steps[0].prompts
+        yield Cause(
+            "sequences-as-prompts",
+            0.9,
+            f"{_mean(b):.1f} rollouts a step, near the reference's {prompts} prompts, which have {_mean(a):.1f} rollouts",
+        )
+    elif pace > 1.3 and view.ranks == 1:
+        yield Cause(
+            "sp-double-count", 0.8, f"windows are {pace:.2g} times too short: micro-batches are counted so often"
+        )
+    elif pace > 1.3:
+        yield Cause("sp-double-count", 0.5, f"windows are {pace:.2g} times too short")
+    if near(b[0] / a[0], view.ranks, 0.2) and view.ranks > 1 and near(1 / pace if pace else None, view.ranks, 0.35):
+        yield Cause("local-count", 0.85, f"windows are {1 / pace:.2g} times too long on {view.ranks} ranks")
+    fewer = sum(b) < sum(a) and b != a[: len(b)]
+    if fewer and all(y <= x for x, y in zip(a[:2], b[:2], strict=False)) and 0.7 < pace < 1.4:
+        yield Cause(
+            "silent-truncation",
+            0.8,
+            f"{sum(a) - sum(b)} of {sum(a)} rollouts are missing, step 1 holds {b[0]} of {a[0]}",
+        )
+
+
+def _counter(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
+    passes = [record.passes for record in view.candidate.steps][:-1]
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    wholes = list(accumulate(b))[:-1]
+    target = round(sum(a[:-1]) / max(1, len(a[:-1])))
+    if len(b) < len(a) and b[0] > 1.5 * a[0]:
+        said = f"step 1 goes on for {b[0]} rollouts, past {sum(b[0] > x for x in accumulate(a))} boundaries of the reference"
+        yield Cause("equality-boundary", 0.7 if wholes and not near(b[0] / a[0], view.ranks, 0.2) else 0.4, said)
+    if same and len(set(passes)) == 1 and len(passes) > 1:
+        yield Cause("counter-drift", 0.8, f"every window has {passes[0]} passes, whatever they hold ({b[:4]} rollouts)")
+    if same > 1 and same < min(len(a), len(b)) and b[same] != a[same]:
+        yield Cause(
+            "resume-resets-window",
+            0.7,
+            f"steps 1 to {same} are alike, then windows are counted anew: {b[same]} rollouts in place of {a[same]}, of about "
+            f"{target}",
+        )
+
+
+def _mean(values: list[int]) -> float:
+    # The last window is often short.
+    held = values[:-1] or values
+    return sum(held) / len(held)
