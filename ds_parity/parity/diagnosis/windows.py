@@ -13,6 +13,8 @@ def causes(view: View) -> Iterator[Cause]:
     """Yield what would cut windows as the candidate's are cut."""
     a = [record.rollouts for record in view.reference.steps]
     b = [record.rollouts for record in view.candidate.steps]
+    if not (a and b and a[0] and b[0] and _mean(a) and _mean(b)):
+        return
     yield from _end(a, b)
     yield from _start(view, a, b)
     yield from _length(view, a, b)
@@ -47,7 +49,7 @@ def _by_prompts(view: View, b: list[int]) -> bool:
 
 
 def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
-    pace = _mean(a) / _mean(b) if _mean(b) else 0.0
+    pace = _mean(a) / _mean(b)
     if _by_prompts(view, b) and pace > 1.5:
         prompts = view.reference.steps[0].prompts
         yield Cause(
@@ -61,7 +63,7 @@ def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
         )
     elif pace > 1.3:
         yield Cause("sp-double-count", 0.5, f"windows are {pace:.2g} times too short")
-    if near(b[0] / a[0], view.ranks, 0.2) and view.ranks > 1 and near(1 / pace if pace else None, view.ranks, 0.35):
+    if near(b[0] / a[0], view.ranks, 0.2) and view.ranks > 1 and near(1 / pace, view.ranks, 0.35):
         yield Cause("local-count", 0.85, f"windows are {1 / pace:.2g} times too long on {view.ranks} ranks")
     fewer = sum(b) < sum(a) and b != a[: len(b)]
     if fewer and all(y <= x for x, y in zip(a[:2], b[:2], strict=False)) and 0.7 < pace < 1.4:

@@ -1,0 +1,192 @@
+"""A difference is explained by its numbers, with the remedy; without a difference there is nothing to explain."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_parity.parity.bounds import Tier
+from ds_parity.parity.compare import compare
+from ds_parity.parity.controls.known import WITHOUT_TRACE, known
+from ds_parity.parity.diagnosis import diagnose
+from ds_parity.parity.diagnosis.causes import REMEDIES
+from ds_parity.trace import Header, StepRecord, Trace, Weights
+
+ROLLOUTS = (13, 14, 13, 8, 12, 7)
+LR = (0.025, 0.0275, 0.03, 0.0325, 0.035, 0.0375)
+NORMS = (0.9, 0.7, 1.4, 0.8, 1.1, 0.6)
+
+
+def step(number, **changed):
+    at = number - 1
+    figures = {
+        "passes": 4,
+        "idle_passes": 2 + at % 2,
+        "rollouts": ROLLOUTS[at],
+        "prompts": 3,
+        "tokens": 100 * ROLLOUTS[at],
+        "total": 100.0 * ROLLOUTS[at],
+        "loss": 0.5 + at,
+        "lr": (LR[at],),
+        "grad_norm": NORMS[at],
+        "weights": Weights(checksum="a" * 64, norm=10.0 + at, sketch=(1.0, 2.0)),
+        "metrics": {"reward": 0.25 * (at % 3)},
+    }
+    return StepRecord(step=number, **{**figures, **changed})
+
+
+def trace(change=lambda number: {}, steps=6, engine="ds_parity", ranks=2, seed=1):
+    header = Header(scenario="toy", seed=seed, versions={}, device="cpu", ranks=ranks, config_hash="ab", engine=engine)
+    return Trace(header, tuple(step(number, **change(number)) for number in range(1, steps + 1)))
+
+
+def causes(change, *, reference=lambda number: {}, **options):
+    ranks = options.get("ranks", 2)
+    a, b = trace(reference, engine="torch", ranks=1), trace(change, **options)
+    assert b.header.ranks == ranks
+    return diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+
+
+def off(factor):
+    """The gradient norm off by a factor, and the weights from the first step on in which it is."""
+
+    def changed(number):
+        found = {"grad_norm": NORMS[number - 1] * factor(number)}
+        if any(factor(earlier) != 1.0 for earlier in range(1, number + 1)):
+            found["weights"] = Weights(checksum="b" * 64, norm=20.0 + number)
+        return found
+
+    return changed
+
+
+def total(number):
+    return 100.0 * ROLLOUTS[number - 1]
+
+
+def held(*rollouts, passes=None):
+    return lambda n: {
+        "rollouts": rollouts[n - 1],
+        "passes": passes[n - 1] if passes else 4,
+        "grad_norm": 0.3,
+        "loss": 9.0,
+        "tokens": 1,
+    }
+
+
+CASES = {
+    "dp-mean-left-in": (off(lambda n: 0.5), {}),
+    "gas-scaled-twice": (off(lambda n: 0.25), {}),
+    "sp-factor-by-stage": (off(lambda n: 2.0), {"ranks": 1}),
+    "constant-factor": (off(lambda n: 0.37), {}),
+    "idle-counted": (off(lambda n: total(n) / (total(n) + 70 * (2 + (n - 1) % 2))), {}),
+    "target-not-actual": (off(lambda n: total(n) / 1200), {}),
+    "wrong-window": (off(lambda n: 1.0 if n == 1 else total(n) / total(n - 1)), {}),
+    "running-total": (off(lambda n: (1.9, 2.7, 3.2, 1.5, 1.4, 2.0)[n - 1]), {}),
+    "last-backward-only": (off(lambda n: (0.5, 0.9, 0.8, 1.1, 0.6, 0.7)[n - 1]), {}),
+    "mean-of-micro-batches": (off(lambda n: (1.02, 0.9, 1.4, 0.9, 1.2, 1.1)[n - 1]), {}),
+    "aux-term-scaled-apart": (off(lambda n: (1.001, 0.97, 1.07, 0.96, 1.03, 1.02)[n - 1]), {}),
+    "sticky-boundary": (off(lambda n: (1.0, 0.9, 1.2, 1.0, 0.75, 0.9)[n - 1]), {}),
+    "mid-window-checkpoint": (off(lambda n: (1.0, 0.9, 1.001, 1.002, 0.999, 1.0)[n - 1]), {}),
+    "implicit-clip": (lambda n: {"weights": Weights(checksum="b" * 64, norm=99.0)} if n > 2 else {}, {}),
+    "clip-at-wrong-scale": (lambda n: {"weights": Weights(checksum="b" * 64, norm=99.0)}, {}),
+    "idle-nan": (lambda n: {"grad_norm": None, "skipped": True}, {}),
+    "scheduler-per-pass": (lambda n: {"lr": (0.0325 + 0.01 * (n - 1),)}, {}),
+    "base-lr": (lambda n: {"lr": (LR[n - 1] * 1.5,)}, {}),
+    "scheduler-budget-in-passes": (lambda n: {"lr": (0.025 + 0.0025 / 4 * (n - 1),)}, {}),
+    "scheduler-per-outer-step": (lambda n: {"lr": (0.025 + 0.0025 * ((n - 1) // 2),)}, {}),
+    "returned-loss-scaled": (lambda n: {"loss": (0.5 + n - 1) / 4}, {}),
+    "metrics-mean-of-ranks": (lambda n: {"loss": (0.6, 1.2, 2.9, 3.1, 4.4, 5.6)[n - 1]}, {}),
+    "nan-in-metric-reduce": (lambda n: {"metrics": {"reward": math.nan}}, {}),
+    "accuracy-of-means": (lambda n: {"metrics": {"reward": 0.3 * (n % 3)}}, {}),
+    "data-or-seed": (lambda n: {"loss": 7.0 * n, "grad_norm": 3.0 / n}, {"seed": 2}),
+    "partial-window-leak": (lambda n: {}, {"steps": 5}),
+    "boundary-off-by-one": (held(2, 14, 13, 8, 12, 7, passes=(1, 4, 4, 4, 4, 4)), {}),
+    "equality-boundary": (held(48, 7, passes=(16, 3)), {"steps": 2}),
+    "local-count": (held(26, 27, 14), {"steps": 3}),
+    "resume-resets-window": (held(13, 14, 13, 12, 9, 6, passes=(4, 4, 5, 4, 3, 2)), {}),
+    "silent-truncation": (held(12, 12, 12, 8, 12, 6, passes=(4, 5, 4, 3, 4, 3)), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_cause_is_the_fault_that_was_put_in(name):
+    change, options = CASES[name]
+    found = causes(change, **options)
+    assert found, "a difference without a cause"
+    assert found[0].name == name, [(cause.name, cause.likelihood) for cause in found]
+
+
+def test_a_schedule_that_moves_on_a_skipped_step_is_named():
+    def skipped(n):
+        return {"skipped": True, "grad_norm": None, "loss": None, "total": 0.0} if n == 2 else {}
+
+    def behind(n):
+        return {**skipped(n), "lr": (LR[n - 1 - (n > 2)],)}
+
+    found = causes(skipped, reference=behind)
+    assert found[0].name == "scheduler-on-skipped-step"
+
+
+def test_a_schedule_by_steps_beside_one_by_rollouts_is_named():
+    reached = [sum(ROLLOUTS[:n]) for n in range(6)]
+    found = causes(
+        lambda n: {"lr": (0.025 + 0.0025 * (n - 1),)}, reference=lambda n: {"lr": (0.025 + 0.0002 * reached[n - 1],)}
+    )
+    assert found[0].name == "scheduler-per-dynamic-step"
+
+
+def test_a_metric_that_keeps_the_step_before_is_named():
+    def kept(n):
+        at = n - 1
+        own, before = 0.25 * (at % 3), 0.25 * ((at - 1) % 3)
+        if n % 2:
+            return {"metrics": {"reward": own}}
+        m, n_ = ROLLOUTS[at - 1], ROLLOUTS[at]
+        return {"metrics": {"reward": (before * m + own * n_) / (m + n_)}}
+
+    assert causes(kept)[0].name == "reset-gated-by-logging"
+
+
+def test_equal_traces_have_no_cause():
+    assert causes(lambda n: {}) == ()
+
+
+def test_traces_without_a_common_step_have_none_either():
+    a, b = trace(steps=3), Trace(trace().header, ())
+    assert diagnose(a, b, compare(a, b, Tier.EXACT)) == ()
+
+
+def test_every_control_has_a_remedy_and_every_likeness_is_a_cause():
+    names = {*known(), "late-boundary"}
+    assert names <= REMEDIES.keys()
+    assert {like for control in known().values() for like in control.like} <= REMEDIES.keys()
+    assert not WITHOUT_TRACE.keys() & known().keys()
+
+
+FIGURES = st.sampled_from([None, 0.0, -0.5, 1.0, 2.5, math.nan, math.inf])
+STEPS = st.fixed_dictionaries(
+    {
+        "rollouts": st.integers(0, 5),
+        "passes": st.integers(0, 3),
+        "idle_passes": st.integers(0, 3),
+        "total": st.sampled_from([0.0, 1.0, 4.0]),
+        "loss": FIGURES,
+        "grad_norm": FIGURES,
+        "lr": st.sampled_from([(), (0.0,), (0.1,), (0.2, 0.1)]),
+        "skipped": st.booleans(),
+        "metrics": st.dictionaries(st.just("reward"), st.sampled_from([0.0, 0.5, math.nan]), max_size=1),
+    }
+)
+
+
+@given(st.lists(st.tuples(STEPS, STEPS), max_size=5), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
+def test_whatever_the_traces_hold_causes_come_with_evidence_likeliest_first(pairs, ranks, other):
+    a = trace(lambda n: pairs[n - 1][0], steps=len(pairs), ranks=ranks)
+    b = trace(lambda n: pairs[n - 1][1], steps=len(pairs), ranks=other)
+    comparison = compare(a, b, Tier.REASSOCIATED)
+    found = diagnose(a, b, comparison)
+    assert not (comparison.equal and found)
+    assert [cause.likelihood for cause in found] == sorted((cause.likelihood for cause in found), reverse=True)
+    assert all(0 < cause.likelihood <= 1 and cause.evidence and cause.remedy for cause in found)
+    assert len({cause.name for cause in found}) == len(found)
