@@ -13,7 +13,7 @@ from torch import nn
 import ds_parity
 from ds_parity.collation import collate, to_device
 from ds_parity.parity import ulysses
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.scenario import Scenario, resolve
 from ds_parity.planning.records import MicroBatch
 from ds_parity.trace import StepRecord
 
@@ -32,11 +32,23 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
     engine, *_ = ds_parity.initialize(
         model=module, config=config or scenario.config, mpu=mpu, **scenario.keywords(module)
     )
+    if scenario.train is not None:
+        return _trained(engine, scenario, record)
     drive = _by_passes if scenario.drive == "passes" else _by_counts
     for _ in drive(engine, scenario):
         _note(engine, record)
     engine.finish()
     _note(engine, record)
+    return engine
+
+
+def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
+    # Steps are taken down as they are settled: what the function does between its passes is its own.
+    engine._self_driver.on_step.append(lambda finished: record(finished.record, engine.module))
+    stream = [batch for batch in own_batches(scenario) if not batch.idle]
+    if scenario.shape == "planned" or scenario.drive == "loop":
+        stream = own_batches(scenario)
+    resolve(scenario.train or "")(engine, engine.passes(stream, idle=stand_in(scenario)))
     return engine
 
 

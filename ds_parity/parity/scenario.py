@@ -58,6 +58,8 @@ class Scenario:
         collation: `padded` or `packed`.
         micro_batch_tokens: the most tokens in a planned micro-batch (>= 1).
         turns: planned rollouts are cut into a sequence a turn (a line of the completion).
+        train: `package.module:function` that is called with the engine and its micro-batches and trains; the model is then
+            called by it alone. None: the bundled loss and loop.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Scenario:
     collation: Literal["padded", "packed"] = "padded"
     micro_batch_tokens: int = 1024
     turns: bool = False
+    train: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -157,6 +160,8 @@ class Scenario:
             raise ConfigError(
                 f"model {self.model!r} returned {type(policy).__name__}: it must return a torch nn.Module"
             )
+        if self.train is not None:
+            return policy
         settings = self.settings
         return PolicyGradient(policy, settings.loss_weight, settings.loss_reduction, self.objective)
 

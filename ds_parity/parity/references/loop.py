@@ -6,8 +6,10 @@ and the scheduler's position are written out here once more.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import wrapt
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
@@ -16,32 +18,105 @@ from ds_parity.parity.candidate import Record, own_batches, stand_in
 from ds_parity.parity.oracle import PlannedWindow, plan, weight
 from ds_parity.parity.references.bare import StepNotes, initialize
 from ds_parity.parity.references.plain import ByHand
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.scenario import Scenario, resolve
 from ds_parity.planning.records import MicroBatch
 
 
 def run(scenario: Scenario, record: Record) -> Any:
     """Run the scenario with `set_gradient_accumulation_boundary` before every backward."""
-    settings = scenario.settings
-    engine = initialize(scenario)
-    passes, own = scenario.batches(), own_batches(scenario)
-    idle, notes = stand_in(scenario), StepNotes(engine, scenario, passes)
-    by_hand = _take_scheduler(engine) if settings.lr_progress == "rollout" else None
-    windows = plan(passes, settings, lookahead=_looks_ahead(scenario))
-    if _looks_ahead(scenario) and max(w.last - w.first for w in windows) >= settings.lookahead:
-        raise ConfigError("deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest")
-    for number, window in enumerate(windows, start=1):
-        for index in range(window.first, window.last + 1):
-            engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
-            _backward(engine, own[index], idle, window, scenario, notes)
-            if index < window.last:
-                engine.step()
-        lr = engine.get_lr()
-        norm, applied = _step(engine, window)
-        if by_hand is not None:
-            by_hand.advance(window.progress, applied)
-        record(notes.record(number, window, lr, norm, applied), engine.module)
-    return engine
+    loop = Loop(scenario, record)
+    if scenario.train is not None:
+        driven = Driven(loop)
+        resolve(scenario.train)(driven, driven.passes())
+        return loop.engine
+    for index in range(loop.passes):
+        loop.backward(index, loop.engine(**loop.runs(index).inputs))
+        loop.step(index)
+    return loop.engine
+
+
+class Loop:
+    """The passes of one rank, one after the other.
+
+    Attributes:
+        engine: the bare engine.
+        passes: how many there are.
+    """
+
+    def __init__(self, scenario: Scenario, record: Record) -> None:
+        self._scenario, self._settings, self._record = scenario, scenario.settings, record
+        self.engine = initialize(scenario)
+        batches, self._own = scenario.batches(), own_batches(scenario)
+        self.passes = len(batches)
+        self._idle, self._notes = stand_in(scenario), StepNotes(self.engine, scenario, batches)
+        self._by_hand = _take_scheduler(self.engine) if self._settings.lr_progress == "rollout" else None
+        ahead = _looks_ahead(scenario)
+        windows = plan(batches, self._settings, lookahead=ahead)
+        if ahead and max(w.last - w.first for w in windows) >= self._settings.lookahead:
+            raise ConfigError(
+                "deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest"
+            )
+        self._windows = {i: (n, w) for n, w in enumerate(windows, start=1) for i in range(w.first, w.last + 1)}
+
+    def runs(self, index: int) -> MicroBatch:
+        """Return what this rank runs in a pass: its micro-batch, or a stand-in."""
+        return self._idle if self._own[index].idle else self._own[index]
+
+    def backward(self, index: int, loss: Any) -> None:
+        """Mark the boundary and run the backward of a pass."""
+        _, window = self._windows[index]
+        self.engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
+        _backward(self.engine, loss, self._own[index], window, self._scenario, self._notes)
+
+    def step(self, index: int) -> None:
+        """End a pass; at the boundary update, move the scheduler and write down."""
+        number, window = self._windows[index]
+        if index < window.last:
+            self.engine.step()
+            return
+        lr = self.engine.get_lr()
+        norm, applied = _step(self.engine, window)
+        if self._by_hand is not None:
+            self._by_hand.advance(window.progress, applied)
+        self._record(self._notes.record(number, window, lr, norm, applied), self.engine.module)
+
+
+class Driven(wrapt.ObjectProxy[Any]):
+    """The bare engine with the calls of a training function: what `ds_parity.initialize` returns takes the same."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop.engine)
+        self._self_loop = loop
+        self._self_index = -1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def passes(self, *_: Any, **__: Any) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches, and a stand-in where it is idle."""
+        for index in range(self._self_loop.passes):
+            self._self_index = index
+            yield self._self_loop.runs(index)
+
+    def backward(self, loss: Any, **counts: Any) -> Any:
+        """Run the backward of the pass that was handed out last; its counts are known."""
+        self._self_loop.backward(self._self_index, loss)
+        return loss
+
+    def idle(self, loss: Any) -> Any:
+        """Run an idle pass."""
+        return self.backward(loss)
+
+    def step(self, *_: Any) -> None:
+        """End the pass."""
+        self._self_loop.step(self._self_index)
+
+    def record(self, *_: Any) -> None:
+        """Metrics of a training function are its own."""
+
+    def finish(self) -> None:
+        """The last window was settled with its last pass."""
 
 
 def _looks_ahead(scenario: Scenario) -> bool:
@@ -49,11 +124,10 @@ def _looks_ahead(scenario: Scenario) -> bool:
 
 
 def _backward(
-    engine: Any, batch: MicroBatch, idle: MicroBatch, window: PlannedWindow, scenario: Scenario, notes: StepNotes
+    engine: Any, loss: Any, batch: MicroBatch, window: PlannedWindow, scenario: Scenario, notes: StepNotes
 ) -> None:
     settings = scenario.settings
     units = weight(batch, settings.loss_weight)
-    loss = engine(**(idle if batch.idle else batch).inputs)
     if units == 0:
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return
