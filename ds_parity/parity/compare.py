@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from ds_parity.parity.bounds import Bound, C, Tier, bits, eps, gap, signed
+from ds_parity.parity.bounds import LEAST_LOSS, Bound, C, Tier, bits, eps, gap, signed
 from ds_parity.parity.fields import (
     BOUNDED,
     FIELDS,
@@ -114,6 +114,7 @@ def _floors(reference: Trace) -> dict[str, float]:
         values = (value_of(record, name) for record in reference.steps)
         known = (abs(value) for value in values if isinstance(value, float) and math.isfinite(value))
         found[name] = max(known, default=0.0)
+    found["loss"] = max(found["loss"], LEAST_LOSS)
     return found
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.bounds import EPS, Bound, C, Tier, gap, greatest, has_nan
+from ds_parity.parity.bounds import EPS, LEAST_LOSS, Bound, C, Tier, gap, greatest, has_nan
 from ds_parity.parity.compare import compare
 from ds_parity.parity.fields import BOUNDED
 from ds_parity.trace import Header, StepRecord, Trace, Weights
@@ -484,7 +484,7 @@ def all_within_bounds(reference, candidate, tier):
     for a, b in zip(reference.steps, candidate.steps, strict=True):
         terms += a.rollouts
         good &= step_within_bounds(
-            a, b, tier, same_ranks=same_ranks, terms=terms, floor=max(losses, default=0.0), scales=scales
+            a, b, tier, same_ranks=same_ranks, terms=terms, floor=max([*losses, LEAST_LOSS]), scales=scales
         )
     return good
 
