@@ -1,0 +1,111 @@
+"""A pytest plugin: parity as a test of the user's own project.
+
+    def test_parity(ds_parity_verify):
+        ds_parity_verify("ds_config.json", model="my_project.model:build", rollouts="tests/rollouts.jsonl")
+
+A failure shows the table of steps, the first difference and its likely causes. With `golden="trace.jsonl"` the steps are
+also held against a trace that was kept; `--ds-parity-update` writes it anew.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from ds_parity.parity.verify import Outcome, Verification
+
+_UPDATE = "--ds-parity-update"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes goldens."""
+    group = parser.getgroup("ds_parity")
+    group.addoption(_UPDATE, action="store_true", help="write the golden traces of ds_parity_verify anew; needs a clean tree")
+
+
+@pytest.fixture
+def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Verification]:
+    """Return a function that trains with the reference engines and with ours, and fails where they differ.
+
+    Its arguments are those of `ds-parity verify`: `config` (a path, or a dict), and by name `ranks`, `windows`, `seed`,
+    `model`, `rollouts`, `max_tokens`, `train`, `timeout`; and `golden`, a trace to hold the steps against. Paths are
+    relative to the test's folder. It returns what was compared.
+    """
+
+    def verify(config: str | Path | dict[str, Any], *, golden: str | Path | None = None, **options: Any) -> Verification:
+        from ds_parity.config import load_config
+        from ds_parity.parity import verify as harness
+
+        here = request.path.parent
+        if options.get("rollouts"):
+            options["rollouts"] = str(here / options["rollouts"])
+        update = bool(golden) and request.config.getoption(_UPDATE)
+        if golden and update:
+            _refuse_dirty_tree(here / golden)
+        extended = config if isinstance(config, dict) else load_config(str(here / config))
+        where = (str(here), str(request.config.rootpath))
+        verified = harness.verify(extended, tmp_path, import_from=where, **options)
+        if not verified.equal:
+            pytest.fail("\n\n".join(map(_told, verified.outcomes)), pytrace=False)
+        if golden:
+            _hold(verified.outcomes[-1], here / golden, update=update)
+        return verified
+
+    return verify
+
+
+def _told(outcome: Outcome) -> str:
+    from rich.console import Console
+
+    from ds_parity.parity.tables import causes, render, verdict
+
+    console = Console(width=120, record=True, quiet=True)
+    console.print(render(outcome.comparison))
+    explained = causes(outcome.causes)
+    return "\n".join([outcome.title, console.export_text().rstrip(), verdict(outcome.comparison), *explained])
+
+
+def _hold(outcome: Outcome, golden: Path, *, update: bool) -> None:
+    from dataclasses import replace
+
+    from ds_parity.parity.bounds import Tier
+    from ds_parity.parity.compare import compare
+    from ds_parity.parity.diagnosis import diagnose
+    from ds_parity.trace import TraceWriter, read_trace
+
+    trace = outcome.candidate
+    if update:
+        versions = {**trace.header.versions, "commit": _git(golden.parent, "rev-parse", "HEAD").strip()}
+        with TraceWriter(golden, trace.header.model_copy(update={"versions": versions})) as writer:
+            for step in trace.steps:
+                writer.write(step)
+        return
+    if not golden.exists():
+        pytest.fail(f"{golden}: there is no such trace yet; write it with pytest {_UPDATE}, from a clean tree", pytrace=False)
+    kept = read_trace(golden)
+    comparison = compare(kept, trace, Tier.REASSOCIATED, outcome.scenario.dtype)
+    if not comparison.equal:
+        held = replace(outcome, reference=f"golden {golden}", comparison=comparison, causes=diagnose(kept, trace, comparison))
+        commit = kept.header.versions.get("commit", "unknown")
+        pytest.fail(f"{_told(held)}\n{golden} was written at commit {commit}; write it anew with {_UPDATE}", pytrace=False)
+
+
+def _refuse_dirty_tree(golden: Path) -> None:
+    # A golden says at which commit it was made, which must be all that it was made of.
+    changed = [line[3:] for line in _git(golden.parent, "status", "--porcelain", "--untracked-files=no").splitlines()]
+    others = [path for path in changed if Path(path).name != golden.name]
+    if others:
+        pytest.fail(f"{_UPDATE}: the tree has changes ({', '.join(others[:5])}); commit them first", pytrace=False)
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        ended = subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.fail(f"{_UPDATE}: git {' '.join(arguments)} in {folder} failed ({error}): goldens need a commit", pytrace=False)
+    return ended.stdout
