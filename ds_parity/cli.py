@@ -20,6 +20,7 @@ from ds_parity.errors import ConfigError, DsParityError
 if TYPE_CHECKING:
     from ds_parity.parity.compare import Comparison
     from ds_parity.parity.decomposition import ProbeResult
+    from ds_parity.parity.report import Contents
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # A pipe has no width of its own, and 80 columns would cut numbers short.
@@ -35,6 +36,8 @@ Model = Annotated[str, typer.Option(help="package.module:function that takes a s
 Rollouts = Annotated[str | None, typer.Option(help="JSON Lines of your own: prompt, completion, reward")]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="shorten rollouts to this many tokens")]
 Folder = Annotated[Path, typer.Option("--out", help="folder for traces and logs")]
+Report = Annotated[Path | None, typer.Option(help="folder for report.html and its pictures", show_default=False)]
+Junit = Annotated[Path | None, typer.Option(help="file for JUnit XML", show_default=False)]
 
 
 def main() -> None:
@@ -77,28 +80,35 @@ def verify(
     max_tokens: MaxTokens = None,
     timeout: Timeout = 600,
     folder: Folder = Path("ds_parity_out"),
+    report: Report = None,
+    junit: Junit = None,
     as_json: Json = False,
 ) -> None:
     """Train with the reference engines and with ours on real ranks, and compare the traces."""
     from ds_parity.config import load_config
-    from ds_parity.parity import verify as harness
+    from ds_parity.parity import report as reports
 
+    if matrix and (report or junit):
+        raise ConfigError("--report and --junit are of one configuration: --matrix leaves its matrix.html in --out")
     if matrix:
         raise typer.Exit(_verify_matrix(config, folder, as_json))
     if config is None:
         raise ConfigError("verify: no configuration: give the path of an extended DeepSpeed JSON, or --matrix")
     extended = load_config(config)
+    reports.check(report, junit)
+    from ds_parity.parity import verify as harness
+
     options: dict[str, Any] = {"windows": windows, "seed": seed, "model": model}
     options |= {"rollouts": rollouts, "max_tokens": max_tokens}
     total = sum(len(references) + 1 for _, references in harness.scenarios(extended, ranks, **options)[0])
-    with _progress(total) as report:
-        verified = harness.verify(extended, folder, ranks=ranks, timeout=timeout, progress=report, **options)
+    with _progress(total) as progress:
+        verified = harness.verify(extended, folder, ranks=ranks, timeout=timeout, progress=progress, **options)
     if as_json:
         _print_json(
             {
                 "equal": verified.equal,
                 "outcomes": {outcome.title: _plain(outcome.comparison) for outcome in verified.outcomes},
-                "left_out": verified.left_out,
+                "left_out": [str(reason) for reason in verified.left_out],
                 "accelerator": verified.accelerator,
             }
         )
@@ -110,6 +120,8 @@ def verify(
         out.print(f"ran on: {verified.accelerator}", markup=False, highlight=False, soft_wrap=True)
         out.print(f"traces: {folder}", markup=False, highlight=False)
         _verdict(verified.equal, "every step is equal" if verified.equal else "the runs differ")
+    if report or junit:
+        _leave(reports.of_verification(verified, extended, ranks, folder), report, junit)
     raise typer.Exit(0 if verified.equal else 1)
 
 
@@ -134,13 +146,17 @@ def compare(
         str | None, typer.Option(help="exact or reassociated; by default exact, unless a side is torch or ranks differ")
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in")] = "fp32",
+    report: Report = None,
+    junit: Junit = None,
     as_json: Json = False,
 ) -> None:
     """Compare two traces step by step."""
+    from ds_parity.parity import report as reports
     from ds_parity.parity.bounds import Tier
     from ds_parity.parity.compare import compare as compared
     from ds_parity.trace import read_trace
 
+    reports.check(report, junit)
     a, b = read_trace(reference), read_trace(candidate)
     if tier not in (None, *[str(known) for known in Tier]):
         raise ConfigError(f"--tier is {tier!r}: it must be {' or '.join(map(str, Tier))}")
@@ -152,6 +168,9 @@ def compare(
     else:
         _show(result, f"{candidate} against {reference}, {chosen} tier")
         _verdict(result.equal, "equal" if result.equal else "the traces differ")
+    if report or junit:
+        sides = reports.Side(a, str(reference)), reports.Side(b, str(candidate))
+        _leave(reports.of_traces(result, *sides), report, junit)
     raise typer.Exit(0 if result.equal else 1)
 
 
@@ -324,9 +343,16 @@ def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
 def _show(comparison: Comparison, title: str) -> None:
     from ds_parity.parity.tables import render, verdict
 
-    out.print(f"\n[bold]{title}[/bold]")
+    out.print(f"\n{title}", style="bold", markup=False, highlight=False, soft_wrap=True)
     out.print(render(comparison))
     out.print(verdict(comparison), markup=False, highlight=False, soft_wrap=True)
+
+
+def _leave(contents: Contents, report: Path | None, junit: Path | None) -> None:
+    from ds_parity.parity import report as reports
+
+    for path in reports.write(contents, report, junit):
+        err.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_probe(result: ProbeResult) -> None:

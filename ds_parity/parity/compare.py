@@ -154,6 +154,7 @@ def _row(pair: _Pair, ruler: _Ruler) -> Row:
     return Row(
         step=pair.step,
         candidate=pair.candidate,
+        terms=pair.terms,
         loss=ruler.gap(pair, "loss"),
         lr=ruler.gap(pair, "lr"),
         grad_norm=ruler.gap(pair, "grad_norm"),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from ds_parity.parity.bounds import Tier, has_nan
+from ds_parity.parity.bounds import EPS, Bound, C, Tier, has_nan
 from ds_parity.trace import StepRecord, Trace, Weights
 
 
@@ -102,11 +102,13 @@ class Difference:
 class Row:
     """One step, for the table: the candidate's record (None where missing), and how far four quantities lie apart.
 
-    A quantity is None where one of the traces lacks it; it can be NaN and inf.
+    A quantity is None where one of the traces lacks it; it can be NaN and inf. `terms` is what bounds grow with: the
+    reference's rollouts up to and including the step.
     """
 
     step: int
     candidate: StepRecord | None
+    terms: int
     loss: float | None
     lr: float | None
     grad_norm: float | None
@@ -156,3 +158,9 @@ class Comparison:
     def first(self) -> Difference | None:
         """The first difference, None where there is none."""
         return self.differences[0] if self.differences else None
+
+    def bound(self, name: str, terms: float) -> float:
+        """What a field may be off by where `terms` rollouts were summed up; 0: it must be equal bit for bit."""
+        if self.tier is Tier.EXACT or name not in BOUNDED:
+            return 0.0
+        return Bound(C[self.dtype][name], EPS[self.dtype], terms).relative

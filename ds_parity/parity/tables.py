@@ -7,17 +7,17 @@ from rich.table import Table
 from ds_parity.parity.bounds import greatest
 from ds_parity.parity.fields import Comparison, Difference, Row
 
-_COLUMNS = ("step", "passes", "rollouts", "loss", "lr", "grad norm", "greatest difference", "")
+COLUMNS = ("step", "passes", "rollouts", "loss", "lr", "grad norm", "greatest difference", "")
 _ABSENT = "-"
 
 
 def render(comparison: Comparison) -> Table:
     """One line a step: the candidate's counts and figures, what lies furthest off, and `ok` or `DIFFERS`."""
     table = Table(title=f"candidate against reference, {comparison.tier} tier ({comparison.dtype})")
-    for name in _COLUMNS:
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("greatest difference", "") else "right")
     for row in comparison.rows:
-        table.add_row(*_cells(row), style="bold red" if row.differences else None)
+        table.add_row(*cells(row), style="bold red" if row.differences else None)
     return table
 
 
@@ -27,12 +27,12 @@ def verdict(comparison: Comparison) -> str:
     Equal: how near each bounded field came to its bound. Not equal: the first difference.
     """
     lines = [f"note: {note}" for note in comparison.notes]
-    steps = _number(len(comparison.rows), "step")
+    steps = number(len(comparison.rows), "step")
     first = comparison.first
     if first is None:
         lines.append(f"equal: {steps}; {_nearest(comparison)}")
     else:
-        count = _number(len(comparison.differences), "difference")
+        count = number(len(comparison.differences), "difference")
         lines.append(f"differs: {count} in {steps} ({comparison.tier} tier); the first: {sentence(first)}")
     if comparison.not_compared:
         lines.append(f"not compared: {', '.join(comparison.not_compared)}")
@@ -57,7 +57,8 @@ def _nearest(comparison: Comparison) -> str:
     return f"greatest difference {', '.join(parts)}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
+    """A step's line: what stands under `COLUMNS`."""
     record = row.candidate
     if record is None:
         figures = (str(row.step), *[_ABSENT] * 5)
@@ -90,7 +91,8 @@ def _figure(value: float | None) -> str:
     return _ABSENT if value is None else f"{value:.6g}"
 
 
-def _number(count: int, noun: str) -> str:
+def number(count: int, noun: str) -> str:
+    """A count with its noun, in the plural where it isn't 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Outcome:
     reference: str
     comparison: Comparison
     candidate: Trace
+    reference_trace: Trace
 
     @property
     def title(self) -> str:
@@ -34,17 +35,29 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A comparison that can't be made, and why."""
+
+    scenario: str
+    reference: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.scenario} against {self.reference}: {self.why}"
+
+
+@dataclass(frozen=True)
 class Verification:
     """All outcomes.
 
     Attributes:
         outcomes: the comparisons.
-        left_out: why a comparison could not be made.
+        left_out: comparisons that could not be made.
         accelerator: what the engines ran on.
     """
 
     outcomes: tuple[Outcome, ...]
-    left_out: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
     accelerator: str
 
     @property
@@ -55,7 +68,7 @@ class Verification:
 
 def scenarios(
     config: dict[str, Any], ranks: int, **options: Any
-) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[str]]:
+) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[LeftOut]]:
     """Return what `verify` runs for a configuration, with its references, and what it leaves out and why.
 
     Raises:
@@ -69,7 +82,7 @@ def scenarios(
     try:
         uniform.layout()
     except ConfigError as error:
-        return wanted, [f"uniform against deepspeed: {error}"]
+        return wanted, [LeftOut("uniform", "deepspeed", str(error))]
     return [(uniform, ("deepspeed",)), *wanted], []
 
 
@@ -117,12 +130,23 @@ def verify(
     runs, left_out = scenarios(config, ranks, **options)
     folder = folder.resolve()
     ran = run(Job(calls(runs, folder), folder / "ranks", ranks, timeout), progress)
-    outcomes = [outcome(scenario, reference, folder) for scenario, references in runs for reference in references]
-    return Verification(tuple(outcomes), tuple(left_out), ran[0]["accelerator"])
+    return judge(runs, left_out, folder, ran[0]["accelerator"])
+
+
+def judge(
+    runs: Iterable[tuple[Scenario, tuple[str, ...]]], left_out: Iterable[LeftOut], folder: Path, accelerator: str
+) -> Verification:
+    """Compare the traces that lie in `folder` once the ranks have run.
+
+    Raises:
+        TraceError: one of them is missing or can't be read.
+    """
+    outcomes = (outcome(scenario, reference, folder) for scenario, references in runs for reference in references)
+    return Verification(tuple(outcomes), tuple(left_out), accelerator)
 
 
 def outcome(scenario: Scenario, reference: str, folder: Path, candidate: str = "ds_parity") -> Outcome:
     """Compare two traces of a scenario that lie in `folder`."""
     traces = [read_trace(folder / scenario.name / f"{engine}.jsonl") for engine in (reference, candidate)]
     comparison = compare(traces[0], traces[1], TIERS[reference], scenario.dtype)
-    return Outcome(scenario, reference, comparison, traces[1])
+    return Outcome(scenario, reference, comparison, candidate=traces[1], reference_trace=traces[0])

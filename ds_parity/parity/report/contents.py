@@ -1,0 +1,127 @@
+"""What a report is of: comparisons with their traces, what was left out, configurations, and the date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ds_parity.config import Change
+from ds_parity.parity.compare import Comparison
+from ds_parity.parity.tables import number
+from ds_parity.trace import Trace
+
+if TYPE_CHECKING:
+    from ds_parity.parity.verify import LeftOut
+
+
+@dataclass(frozen=True)
+class Side:
+    """A trace, and where it lies."""
+
+    trace: Trace
+    path: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One comparison of two traces.
+
+    Attributes:
+        scenario: the name of what was run.
+        against: what the reference is called.
+        comparison: what comparing found.
+        reference: the trace that is right.
+        candidate: the trace in question.
+    """
+
+    scenario: str
+    against: str
+    comparison: Comparison
+    reference: Side
+    candidate: Side
+
+    @property
+    def title(self) -> str:
+        """The scenario's name and the reference's."""
+        return f"{self.scenario} against {self.against}"
+
+
+@dataclass(frozen=True)
+class Configurations:
+    """The configuration as it was given, as DeepSpeed gets it, and what was changed."""
+
+    extended: Mapping[str, Any]
+    rewritten: Mapping[str, Any]
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that a report says.
+
+    Attributes:
+        compared: the comparisons.
+        made: when; nothing else in a report changes where its traces don't.
+        left_out: comparisons that could not be made.
+        configurations: None where they aren't known: a trace holds no more than a hash.
+        facts: name to value, shown with the provenance beside what the traces' headers say.
+    """
+
+    compared: tuple[Compared, ...]
+    made: datetime
+    left_out: tuple[LeftOut, ...] = ()
+    configurations: Configurations | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether there was something to compare, and all of it was equal."""
+        return bool(self.compared) and all(one.comparison.equal for one in self.compared)
+
+    @property
+    def failed(self) -> Compared | None:
+        """The first comparison with a difference, None where there is none."""
+        return next((one for one in self.compared if not one.comparison.equal), None)
+
+    @property
+    def verdict(self) -> str:
+        """All comparisons in a sentence."""
+        if not self.compared:
+            return "FAIL: nothing was compared"
+        left_out = f"; {number(len(self.left_out), 'comparison')} left out" if self.left_out else ""
+        if self.failed is None:
+            steps = sum(len(one.comparison.rows) for one in self.compared)
+            return f"PASS: {self._counted}, {number(steps, 'step')} in all, every step equal{left_out}"
+        first = self.failed.comparison.first
+        assert first is not None
+        where = f"{'over all steps' if first.step is None else f'at step {first.step}'}, in {first.field}"
+        if len(self.compared) == 1:
+            return f"FAIL: {self.failed.title} differs, first {where}{left_out}"
+        differ = sum(not one.comparison.equal for one in self.compared)
+        of = f"{differ} of {self._counted} {'differs' if differ == 1 else 'differ'}"
+        return f"FAIL: {of}; first in {self.failed.title}, {where}{left_out}"
+
+    @cached_property
+    def provenance(self) -> dict[str, str]:
+        """What the traces' headers say, each name once; answers that differ stand side by side."""
+        said: dict[str, dict[str, None]] = {}
+        for name, value in self._said():
+            said.setdefault(name, {})[value] = None
+        return {name: " / ".join(values) for name, values in said.items()}
+
+    @property
+    def _counted(self) -> str:
+        return number(len(self.compared), "comparison")
+
+    def _said(self) -> Iterator[tuple[str, str]]:
+        for one in self.compared:
+            for side in (one.candidate, one.reference):
+                header = side.trace.header
+                yield "scenario", header.scenario
+                yield "device", header.device
+                yield "ranks", str(header.ranks)
+                yield "seed", "none" if header.seed is None else str(header.seed)
+                yield from header.versions.items()

@@ -1,0 +1,73 @@
+"""A logarithmic axis that has a place for 0 at its foot and one for NaN and infinity at its top."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_TICKS = 8
+
+
+@dataclass(frozen=True)
+class Decades:
+    """Powers of ten from `low` to `high`; both None where all that is drawn is 0.
+
+    Calling it turns values into heights: their logarithm, and for 0 one decade (of a long axis: more) below the lowest.
+    """
+
+    low: int | None
+    high: int | None
+
+    @classmethod
+    def over(cls, *values: NDArray[Any]) -> Decades:
+        """Return the axis that holds all of some values, each finite and not negative."""
+        known = np.concatenate(values)
+        known = known[known > 0]
+        if not len(known):
+            return cls(None, None)
+        low, high = math.floor(math.log10(known.min())), math.ceil(math.log10(known.max()))
+        return cls(low, max(high, low + 1))
+
+    @property
+    def foot_only(self) -> bool:
+        """Whether everything is 0."""
+        return self.low is None
+
+    @property
+    def foot(self) -> float:
+        """The height of 0."""
+        return 0.0 if self.low is None else self.low - self._margin
+
+    @property
+    def top(self) -> float:
+        """The height of what is no number."""
+        return 1.0 if self.high is None else self.high + self._margin
+
+    def __call__(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return heights."""
+        height = np.full(len(values), self.foot)
+        positive = values > 0
+        height[positive] = np.log10(values[positive])
+        return height
+
+    def put_on(self, axes: Any, *, with_top: bool) -> None:
+        """Give an axes its limits, ticks and the line of 0; with the line of what is no number where it is asked for."""
+        ticks = {self.foot: "0"}
+        if self.low is not None and self.high is not None:
+            every = max(1, math.ceil((self.high - self.low) / _TICKS))
+            ticks |= {float(power): f"1e{power:+03d}" for power in range(self.low, self.high + 1, every)}
+        if with_top:
+            ticks[self.top] = "NaN, inf,\nabsent"
+            axes.axhline(self.top, color="#B0B0B0", linewidth=0.8, zorder=0.4)
+        axes.axhline(self.foot, color="#B0B0B0", linewidth=0.8, zorder=0.4)
+        axes.set_yticks(list(ticks), list(ticks.values()))
+        pad = 0.5 * self._margin
+        axes.set_ylim(self.foot - pad, (self.top if with_top or self.high is None else self.high) + pad)
+
+    @property
+    def _margin(self) -> float:
+        return 1.0 if self.low is None or self.high is None else max(1.0, 0.12 * (self.high - self.low))

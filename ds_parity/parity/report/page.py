@@ -1,0 +1,113 @@
+"""The page: one HTML file that opens from the disk and needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ds_parity._version import __version__
+from ds_parity.parity.fields import Difference
+from ds_parity.parity.report.condense import FieldFound, Line, found, lines
+from ds_parity.parity.report.contents import Compared, Contents, Side
+from ds_parity.parity.report.plots import Picture
+from ds_parity.parity.tables import COLUMNS, verdict
+
+_DIGITS = 12
+
+
+@dataclass(frozen=True)
+class _Section:
+    """One comparison, as the template takes it."""
+
+    anchor: str
+    title: str
+    equal: bool
+    steps: int
+    verdict: str
+    first: Difference | None
+    pictures: tuple[Picture, ...]
+    found: tuple[FieldFound, ...]
+    lines: tuple[Line, ...]
+
+
+def render(contents: Contents, drawn: tuple[tuple[Picture, ...], ...]) -> str:
+    """Return the page.
+
+    Args:
+        contents: what to report.
+        drawn: the pictures of each comparison.
+    """
+    environment = Environment(
+        loader=PackageLoader("ds_parity.parity.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters |= {"inline": _inline, "exact": _exact, "size": _size, "json": _json}
+    sections = [_section(f"c{at}", one, drawn[at]) for at, one in enumerate(contents.compared)]
+    return environment.get_template("report.html.j2").render(
+        contents=contents,
+        sections=sections,
+        first=next((section for section in sections if section.first), None),
+        columns=COLUMNS,
+        facts=_facts(contents),
+        sides=[_side(one, name) for one in contents.compared for name in ("reference", "candidate")],
+    )
+
+
+def _section(anchor: str, compared: Compared, pictures: tuple[Picture, ...]) -> _Section:
+    comparison = compared.comparison
+    return _Section(
+        anchor=anchor,
+        title=compared.title,
+        equal=comparison.equal,
+        steps=len(comparison.rows),
+        verdict=verdict(comparison),
+        first=comparison.first,
+        pictures=pictures,
+        found=found(comparison),
+        lines=lines(comparison),
+    )
+
+
+def _facts(contents: Contents) -> dict[str, str]:
+    made = {"date": f"{contents.made:%Y-%m-%d %H:%M} UTC", "compared with": f"ds-parity {__version__}"}
+    return {**made, **contents.provenance, **contents.facts}
+
+
+def _side(compared: Compared, name: str) -> dict[str, str]:
+    side: Side = getattr(compared, name)
+    header = side.trace.header
+    return {
+        "trace": side.path,
+        "as": f"{name}, {compared.comparison.tier} tier ({compared.comparison.dtype})",
+        "engine": header.engine,
+        "scenario": header.scenario,
+        "ranks": str(header.ranks),
+        "seed": "none" if header.seed is None else str(header.seed),
+        "device": header.device,
+        "versions": ", ".join(f"{package} {version}" for package, version in header.versions.items()) or "none given",
+        "configuration": header.config_hash[:_DIGITS],
+    }
+
+
+def _inline(picture: Picture) -> str:
+    return f"data:image/png;base64,{b64encode(picture.png).decode()}"
+
+
+def _exact(value: object) -> str:
+    """Every digit of a value, since the last one can be the difference."""
+    return "absent" if value is None else value if isinstance(value, str) else repr(value)
+
+
+def _size(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, default=str)

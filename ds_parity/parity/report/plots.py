@@ -1,0 +1,247 @@
+"""The pictures of a comparison as PNGs. Figures are drawn by themselves: pyplot's state is not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.report.contents import Compared
+from ds_parity.parity.report.decades import Decades
+from ds_parity.parity.report.series import Gaps, Line, gaps, lines_of, skipped
+
+# Okabe and Ito's colours. Reference and candidate are told apart by width and dashes too, differences by their marks.
+_ORANGE, _BLUE, _VERMILION, _GREEN, _GREY = "#E69F00", "#0072B2", "#D55E00", "#009E73", "#606060"
+_REFERENCE = {"color": _ORANGE, "linewidth": 5.0, "marker": "o", "markersize": 10}
+_CANDIDATE = {"color": _BLUE, "linewidth": 1.6, "linestyle": (0, (4, 2)), "marker": "o", "markersize": 4}
+_FEW = 60
+_DPI = 110
+
+_CURVES = (("loss", "loss"), ("grad_norm", "gradient norm\nbefore clipping"), ("lr", "learning rate"))
+_WINDOWS = (
+    ("rollouts", "rollouts\nin a step"),
+    ("passes", "passes\nin a step"),
+    ("idle_passes", "idle passes\nin a step"),
+)
+_MEASURED = (("loss", "loss"), ("grad_norm", "gradient norm"), ("weights", "weights"), ("lr", "learning rate"))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG, the part of its file's name that says what it shows, and the same in words."""
+
+    name: str
+    caption: str
+    png: bytes
+
+
+def check_matplotlib() -> None:
+    """Refuse to go on without matplotlib.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401  both are what `_figure` needs
+    except ImportError:
+        raise ConfigError(
+            "--report draws with matplotlib, which is not installed: pip install 'ds_parity[report]'"
+        ) from None
+
+
+def pictures(compared: Compared) -> tuple[Picture, ...]:
+    """Draw a comparison; none where neither trace has a step."""
+    if not compared.comparison.rows:
+        return ()
+    drawn: tuple[tuple[str, str, Callable[[Compared], bytes]], ...] = (
+        ("curves", "loss, gradient norm and learning rate of both runs, step by step", _curves),
+        ("differences", "how far the runs lie apart, step by step, with what they may", _differences),
+        ("windows", "rollouts, passes and idle passes of every step", _windows),
+    )
+    return tuple(Picture(name, caption, draw(compared)) for name, caption, draw in drawn)
+
+
+def _curves(compared: Compared) -> bytes:
+    def draw(figure: Any) -> None:
+        panels = _stack(figure, compared, _CURVES)
+        stood_still = skipped(compared.comparison.rows, compared.reference.trace)
+        for axes in panels:
+            _edge(axes, stood_still, 0.04, {"marker": "|", "markersize": 9, "color": _GREY}, "skipped step")
+
+    return _png(compared, (10, 8), draw)
+
+
+def _windows(compared: Compared) -> bytes:
+    def draw(figure: Any) -> None:
+        for axes in _stack(figure, compared, _WINDOWS, drawstyle="steps-mid"):
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(0.0, low), high + 0.1 * (high - low))
+            _whole(axes.yaxis)
+
+    return _png(compared, (10, 7), draw)
+
+
+def _stack(figure: Any, compared: Compared, fields: Sequence[tuple[str, str]], **style: Any) -> list[Any]:
+    """Draw one panel a field, over one axis of steps."""
+    panels = list(figure.subplots(len(fields), 1, sharex=True))
+    for axes, (name, label) in zip(panels, fields, strict=True):
+        axes.set_ylabel(label)
+        if name in compared.comparison.not_compared:
+            axes.set_title("not compared", loc="right", fontsize="small", color=_GREY)
+        if not _lines(axes, compared, name, style):
+            _absent(axes)
+    panels[-1].set_xlabel("optimizer step")
+    return panels
+
+
+def _lines(axes: Any, compared: Compared, name: str, style: dict[str, Any]) -> int:
+    """Draw a field of both runs; returns the number of lines."""
+    drawn = 0
+    steps = compared.comparison.rows[0].step, compared.comparison.rows[-1].step
+    for side, held, look, height in (
+        ("reference", compared.reference, _REFERENCE, 0.94),
+        ("candidate", compared.candidate, _CANDIDATE, 0.86),
+    ):
+        for line in lines_of(held.trace, name, steps):
+            if line.finite:
+                label = side if line.stretch == 1 else f"{side}: least and greatest of {line.stretch} steps"
+                (_values if line.stretch == 1 else _band)(axes, line, label, {**look, **style})
+            mark = {"marker": "X", "markersize": 9, "color": look["color"], "markeredgecolor": "black"}
+            _edge(axes, line.odd, height, mark, f"{side}: NaN or infinite")
+            if len(line.odd):
+                axes.margins(y=0.25)
+            drawn += 1
+    return drawn
+
+
+def _values(axes: Any, line: Line, label: str, look: dict[str, Any]) -> None:
+    """Draw a value a step, with marks where they can be told apart, and where a line alone would show nothing."""
+    marked = line.alone if len(line.x) > _FEW else np.arange(len(line.x))
+    look = look if len(marked) else {**look, "marker": ""}
+    axes.plot(line.x, line.low, label=label, markevery=marked if len(marked) else None, **look)
+
+
+def _band(axes: Any, line: Line, label: str, look: dict[str, Any]) -> None:
+    """Draw many steps: the reference as a filled band, the candidate as the band's two edges."""
+    filled = look["color"] == _ORANGE
+    if filled:
+        axes.fill_between(line.x, line.low, line.high, color=_ORANGE, alpha=0.6, linewidth=3, label=label)
+    else:
+        edges = {"color": look["color"], "linewidth": 1.0, "linestyle": look["linestyle"]}
+        axes.plot(line.x, line.low, label=label, **edges)
+        axes.plot(line.x, line.high, **edges)
+    at = line.alone
+    dots = {"linestyle": "", "marker": "o", "markersize": 6 if filled else 2.5, "color": look["color"]}
+    for edge in (line.low, line.high):
+        axes.plot(line.x[at], edge[at], **dots)
+
+
+def _differences(compared: Compared) -> bytes:
+    def draw(figure: Any) -> None:
+        panels = list(figure.subplots(2, 2, sharex=True).flat)
+        for axes, (name, label) in zip(panels, _MEASURED, strict=True):
+            axes.set_title(label, loc="left", fontsize="medium")
+            if name in compared.comparison.not_compared:
+                _absent(axes)
+            else:
+                _gaps(axes, gaps(compared.comparison, compared.reference.trace, name))
+        for axes in panels[2:]:
+            axes.set_xlabel("optimizer step")
+        figure.supylabel("relative difference (logarithmic; 0 at the foot)", fontsize="medium")
+
+    return _png(compared, (10, 7), draw)
+
+
+def _gaps(axes: Any, found: Gaps) -> None:
+    scale = Decades.over(found.within[1], found.over[1], found.bound[1])
+    size = 6 if len(found.within[0]) + len(found.over[0]) <= _FEW else 3
+    bound = {"color": "black", "linestyle": "--", "linewidth": 1.3}
+    if scale.foot_only and not len(found.odd) and not len(found.over[0]):
+        _say(axes, "0 at every step: equal bit for bit", 0.6)
+    if len(found.bound[0]) == 1:
+        axes.axhline(scale(found.bound[1])[0], label="bound", **bound)
+    else:
+        axes.plot(found.bound[0], scale(found.bound[1]), label="bound", **bound)
+    dots = {"linestyle": "", "markersize": size}
+    axes.plot(found.within[0], scale(found.within[1]), label="within its bound", marker="o", color=_BLUE, **dots)
+    over = {**dots, "markersize": size + 2, "marker": "D", "color": _VERMILION, "markeredgecolor": "black"}
+    if len(found.over[0]):
+        axes.plot(found.over[0], scale(found.over[1]), label="differs", markeredgewidth=0.5, **over)
+    if len(found.odd):
+        top = np.full(len(found.odd), scale.top)
+        mark = {"marker": "X", "markersize": 9, "color": _VERMILION, "markeredgecolor": "black"}
+        axes.plot(found.odd, top, linestyle="", label="differs: NaN, infinite or in one run only", **mark)
+    scale.put_on(axes, with_top=bool(len(found.odd)))
+
+
+def _png(compared: Compared, size: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        # A user's own style must not change a report, nor a dollar sign in a path become a formula.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams["text.parse_math"] = False
+        figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure)
+        _finish(figure, compared)
+        held = BytesIO()
+        figure.savefig(held, format="png", metadata={"Software": None})
+    return held.getvalue()
+
+
+def _finish(figure: Any, compared: Compared) -> None:
+    """Put what all pictures share on a figure: the title, the first difference, the axis of steps, the legend."""
+    first = compared.comparison.first
+    steps = [row.step for row in compared.comparison.rows]
+    legend: dict[str, Any] = {}
+    for axes in figure.axes:
+        if first is not None and first.step is not None:
+            look = {"color": _GREEN, "linestyle": ":", "linewidth": 2}
+            axes.axvline(first.step, zorder=0.5, label=f"first difference: step {first.step}", **look)
+        pad = max(0.5, 0.02 * (steps[-1] - steps[0]), 1e-12 * steps[-1])  # the last: where floats have no halves left
+        axes.set_xlim(steps[0] - pad, steps[-1] + pad)
+        _whole(axes.xaxis)
+        axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+        axes.grid(alpha=0.3)
+        handles, labels = axes.get_legend_handles_labels()
+        legend |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in legend}
+    legend = dict(sorted(legend.items(), key=lambda entry: entry[0].startswith("first difference")))
+    figure.suptitle(_plain(compared.title), fontsize="large")
+    if legend:
+        figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
+
+
+def _edge(axes: Any, x: Any, height: float, look: dict[str, Any], label: str) -> None:
+    """Mark steps at a height of the panel, whatever its scale."""
+    if len(x):
+        axes.plot(x, np.full(len(x), height), transform=axes.get_xaxis_transform(), linestyle="", label=label, **look)
+
+
+def _absent(axes: Any) -> None:
+    _say(axes, "neither run has it")
+    axes.set_yticks([])
+
+
+def _say(axes: Any, text: str, height: float = 0.5) -> None:
+    box = {"facecolor": "white", "edgecolor": "none"}
+    axes.text(0.5, height, text, transform=axes.transAxes, ha="center", va="center", color=_GREY, bbox=box)
+
+
+def _whole(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+
+
+def _plain(text: str) -> str:
+    """What the font of a picture can show of a name, within a picture's width."""
+    shown = "".join(letter if " " <= letter <= "~" else "?" for letter in text)
+    return shown if len(shown) <= 90 else f"{shown[:43]} ... {shown[-42:]}"

@@ -1,0 +1,279 @@
+"""The page says first what was found, holds all that it shows, and can be harmed by nothing that it quotes."""
+
+import json
+import math
+import re
+from base64 import b64decode
+from dataclasses import replace
+from datetime import timedelta
+
+from reported import MADE, REASSOCIATED, Page, compared, contents, record, trace, weights
+
+from ds_parity.config import rewrite
+from ds_parity.parity.report import Configurations, Side
+from ds_parity.parity.report.condense import WHOLE
+from ds_parity.parity.report.page import render
+from ds_parity.parity.report.plots import Picture
+from ds_parity.parity.verify import LeftOut
+from ds_parity.trace import Trace
+
+PICTURES = (Picture("curves", "what it shows", b"\x89PNG not really"),)
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_passes": 12,
+    "ds_parity": {"loss_weight": "token"},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def html(*comparisons, pictures=PICTURES, **others):
+    held = contents(*comparisons, **others)
+    return render(held, tuple(pictures for _ in held.compared))
+
+
+def page(*comparisons, **others):
+    return Page(html(*comparisons, **others))
+
+
+def configurations():
+    rewritten = rewrite(CONFIG, 2)
+    return Configurations(CONFIG, rewritten.config, rewritten.changes)
+
+
+LATE = compared(trace(9), trace(9, {3: {"loss": 0.75}, 7: {"rollouts": 5}}))
+
+
+class TestVerdict:
+    def test_equal_runs_are_said_to_be_equal_with_the_steps_that_this_speaks_of(self):
+        told = page(compared(trace(4), trace(4)), compared(trace(5), trace(5), against="deepspeed")).text
+        assert "PASS: 2 comparisons, 9 steps in all, every step equal" in told
+        assert "First difference" not in told
+
+    def test_a_difference_is_named_in_the_sentence(self):
+        assert "FAIL: ragged against torch differs, first at step 3, in loss" in page(LATE).text
+
+    def test_of_several_comparisons_it_counts_those_that_differ_and_names_the_first(self):
+        good, other = compared(trace(), trace(), against="deepspeed"), replace(LATE, scenario="uniform")
+        told = page(good, other, LATE).text
+        assert "FAIL: 2 of 3 comparisons differ; first in uniform against torch, at step 3, in loss" in told
+
+    def test_a_bias_is_of_all_steps(self):
+        biased = {step: {"loss": 0.5 + 3e-7} for step in range(1, 31)}
+        told = page(compared(trace(30), trace(30, biased), REASSOCIATED)).text
+        assert "FAIL: ragged against torch differs, first over all steps, in loss, mean" in told
+
+    def test_nothing_compared_is_a_failure(self):
+        held = replace(contents(), compared=())
+        assert "FAIL: nothing was compared" in Page(render(held, ())).text
+
+    def test_what_was_left_out_is_counted_and_its_reason_given(self):
+        told = page(left_out=(LeftOut("uniform", "deepspeed", "12 passes on 5 ranks"),)).text
+        assert "every step equal; 1 comparison left out" in told
+        assert "uniform against deepspeed - left out: 12 passes on 5 ranks" in told
+
+    def test_the_title_of_the_page_is_the_verdict(self):
+        assert "<title>ds-parity: FAIL: ragged against torch differs, first at step 3, in loss</title>" in html(LATE)
+
+
+class TestFirstDifference:
+    def test_has_step_field_both_values_difference_bound_and_rule(self):
+        told = page(LATE).text
+        assert (
+            "First difference: ragged against torch step 3 field loss reference 0.5 candidate 0.75 "
+            "difference 0.5 bound 0 rule loss must be equal bit for bit"
+        ) in told
+
+    def test_shows_every_digit_so_that_one_ulp_is_seen(self):
+        near = math.nextafter(0.5, 1)
+        assert f"candidate {near!r} difference" in page(compared(trace(), trace(4, {2: {"loss": near}}))).text
+
+    def test_a_bound_is_shown_as_a_number(self):
+        told = page(compared(trace(), trace(4, {1: {"loss": 0.75}}), REASSOCIATED)).text
+        assert "difference 0.5 bound 7.15e-07 rule loss is further off" in told
+
+    def test_what_one_run_lacks_is_absent_and_has_no_size(self):
+        told = page(compared(trace(), trace(4, {2: {"loss": None}}))).text
+        assert "reference 0.5 candidate absent difference - bound 0 rule loss is in the reference only" in told
+
+    def test_nan_is_shown_as_it_is(self):
+        told = page(compared(trace(), trace(4, {2: {"loss": math.nan}}))).text
+        assert "candidate nan difference nan bound 0 rule loss is NaN, which equals nothing, itself included" in told
+
+    def test_a_step_that_is_missing_names_the_run_that_has_it(self):
+        told = page(compared(trace(2), trace(3))).text
+        assert "step 3 field step reference absent candidate 3 difference - bound - rule step 3 is in the cand" in told
+
+    def test_each_later_comparison_that_differs_has_its_own_and_the_first_is_not_told_twice(self):
+        told = page(LATE, replace(LATE, against="deepspeed")).text
+        assert told.count("First difference here") == 1
+        assert told.count("First difference: ") == 1
+
+
+class TestOrder:
+    def test_verdict_first_difference_pictures_fields_steps_provenance_configuration(self):
+        _, _, text = html(LATE, configurations=configurations()).partition("<body>")
+        wanted = ["FAIL: ", "First difference:", "<img", "Differences by field", "Steps: ", "Provenance"]
+        wanted += ["Configuration</h2>"]
+        places = [text.index(word) for word in wanted]
+        assert places == sorted(places)
+
+
+class TestPictures:
+    def test_are_inside_the_page_to_the_byte_and_described(self):
+        (image,) = page().named("img")
+        head, _, data = image["src"].partition(",")
+        assert head == "data:image/png;base64"
+        assert b64decode(data) == PICTURES[0].png
+        assert image["alt"] == "ragged against torch: what it shows"
+
+    def test_nothing_is_fetched_and_nothing_runs(self):
+        found = page(LATE, configurations=configurations())
+        assert not {"script", "link", "iframe", "object", "embed", "base"} & {tag for tag, _ in found.tags}
+        assert all(source.startswith("data:") for source in found.attributes("src"))
+        assert all(target.startswith("#") for target in found.attributes("href"))
+        text = re.sub('base64,[^"]*', "", html(LATE, configurations=configurations()))
+        assert not re.findall(r"https?:|url\(|@import|srcset|file:", text)
+        (policy,) = [meta["content"] for meta in found.named("meta") if "http-equiv" in meta]
+        assert policy.startswith("default-src 'none'; img-src data:")
+
+    def test_links_lead_to_sections_that_are_there(self):
+        found = page(LATE, compared(trace(), trace()))
+        assert {f"#{one}" for one in found.attributes("id")} == set(found.attributes("href"))
+
+    def test_without_steps_the_page_says_that_there_is_nothing_to_draw(self):
+        told = page(compared(trace(0), trace(0)), pictures=()).text
+        assert "There are no steps to draw." in told
+        assert "the reference has no steps" in told
+
+
+class TestSteps:
+    def test_the_table_has_the_candidates_figures_and_marks_what_differs(self):
+        table = page(LATE).table("step")
+        assert table[0][:6] == ["step", "passes", "rollouts", "loss", "lr", "grad norm"]
+        assert len(table) == 10
+        assert table[3] == ["3", "7", "4", "0.75", "0.001", "2", "5.00e-01 loss", "DIFFERS"]
+        assert table[4][-1] == "ok"
+        assert html(LATE).count('<tr class="differs">') == 2
+
+    def test_up_to_sixty_steps_are_shown_whole(self):
+        assert len(page(compared(trace(WHOLE), trace(WHOLE))).table("step")) == 1 + WHOLE
+
+    def test_of_many_equal_steps_the_first_and_last_are_shown_and_the_others_counted(self):
+        table = page(compared(trace(1000), trace(1000))).table("step")
+        assert [row[0] for row in table[1:]] == [
+            *map(str, range(1, 11)), "980 steps left out, 11 to 990: all equal", *map(str, range(991, 1001)),
+        ]  # fmt: skip
+
+    def test_of_many_differing_steps_the_first_twenty_are_shown_with_the_step_before(self):
+        changes = {step: {"loss": 0.75} for step in range(301, 1001, 2)}
+        table = page(compared(trace(1000), trace(1000, changes))).table("step")
+        assert [row[0] for row in table[11:]] == [
+            "289 steps left out, 11 to 299: all equal",
+            "300",
+            *[
+                word
+                for step in range(301, 339, 2)
+                for word in (str(step), f"1 step left out, {step + 1} to {step + 1}: all equal")
+            ],
+            "339",
+            "651 steps left out, 340 to 990: 325 of them differ",
+            *map(str, range(991, 1001)),
+        ]
+
+    def test_missing_figures_are_dashes(self):
+        bare = trace(1, {1: {"loss": None, "grad_norm": None}})
+        assert page(compared(bare, bare)).table("step")[1][3:6] == ["-", "0.001", "-"]
+
+
+class TestFields:
+    def test_differences_are_counted_by_field_with_the_first_and_the_furthest(self):
+        changes = {3: {"loss": 0.75}, 4: {"loss": 1.5, "rollouts": 6}, 5: {"loss": 0.5 + 1e-9}}
+        table = page(compared(trace(9), trace(9, changes))).table("field")
+        assert table[0] == [
+            "field", "differences", "greatest difference", "first at step", "reference there", "candidate there",
+            "bound there", "rule there",
+        ]  # fmt: skip
+        assert table[1] == ["loss", "3", "2", "3", "0.5", "0.75", "0", "loss must be equal bit for bit"]
+        assert [row[:4] for row in table[2:]] == [["rollouts", "1", "2", "4"]]
+
+    def test_nan_is_the_furthest(self):
+        changes = {3: {"loss": 99.0}, 4: {"loss": math.nan}, 5: {"loss": 99.0}}
+        assert page(compared(trace(), trace(6, changes))).table("field")[1][2] == "nan"
+
+    def test_what_has_nothing_to_subtract_has_no_size(self):
+        assert page(compared(trace(2), trace(4))).table("field")[1][:4] == ["step", "2", "-", "3"]
+
+    def test_checksums_are_shown_whole(self):
+        differing = compared(trace(), trace(4, {2: {"weights": weights("b")}}))
+        assert page(differing).table("field")[1][4:6] == ["a" * 64, "b" * 64]
+
+
+class TestProvenance:
+    def test_names_versions_device_ranks_seed_scenario_and_date(self):
+        told = page(facts={"ran on": "cpu, gloo"}).text
+        for said in (
+            "date 2031-05-06 07:08 UTC", "scenario ragged", "device cpu gloo", "ranks 2", "seed 17",
+            "deepspeed 0.19.8", "torch 2.13.0", "ran on cpu, gloo",
+        ):  # fmt: skip
+            assert said in told
+
+    def test_both_traces_stand_beside_each_other(self):
+        table = page(compared(trace(engine="torch", ranks=1, seed=None), trace(), REASSOCIATED)).table("trace")
+        reference, candidate = (dict(zip(table[0], row, strict=True)) for row in table[1:])
+        assert reference["trace"] == "runs/a.jsonl"
+        assert reference["as"] == "reference, reassociated tier (fp32)"
+        assert (reference["engine"], reference["ranks"], reference["seed"]) == ("torch", "1", "none")
+        assert (candidate["trace"], candidate["as"][:9]) == ("runs/b.jsonl", "candidate")
+        assert (candidate["ranks"], candidate["seed"]) == ("2", "17")
+        assert candidate["versions"] == "deepspeed 0.19.8, torch 2.13.0"
+        assert candidate["configuration"] == "0123456789ab"
+
+    def test_answers_that_differ_stand_side_by_side(self):
+        other = trace(versions={"torch": "2.12.0"})
+        assert "torch 2.13.0 / 2.12.0" in page(compared(other, trace())).text
+
+    def test_nothing_but_the_date_changes_between_two_reports_of_the_same_traces(self):
+        later = replace(contents(LATE), made=MADE + timedelta(days=400, hours=3))
+        assert html(LATE) == html(LATE)
+        assert render(later, (PICTURES,)).replace("2032-06-09 10:08 UTC", "2031-05-06 07:08 UTC") == html(LATE)
+
+
+class TestConfiguration:
+    def test_both_are_shown_with_every_change_and_its_reason(self):
+        held = configurations()
+        text = html(configurations=held)
+        assert json.dumps(CONFIG, indent=2).replace('"', "&#34;") in text
+        assert json.dumps(held.rewritten, indent=2).replace('"', "&#34;") in text
+        table = Page(text).table("key")
+        assert {row[0] for row in table[1:]} == {change.key for change in held.changes}
+        assert len(table) - 1 == len(held.changes) > 3
+        assert ["gradient_accumulation_steps", "(absent)", "6"] in [row[:3] for row in table]
+        assert all(change.why in [row[3] for row in table] for change in held.changes)
+
+    def test_traces_alone_have_none_and_the_page_says_why(self):
+        assert "no more than a hash of its configuration" in page().text
+
+
+class TestQuoting:
+    EVIL = "<script>alert('1')</script>\"&"
+
+    def evil(self):
+        evil, metric = self.EVIL, {"metrics": {self.EVIL: 1.0}}
+        header = {"scenario": evil, "engine": evil, "device": evil, "versions": {evil: evil}, "config_hash": evil}
+        a = Trace(trace(**header).header, (record(1),))
+        b = Trace(a.header, (record(1, **metric),))
+        one = replace(compared(a, b, against=evil), scenario=evil)
+        one = replace(one, reference=Side(a, evil), candidate=Side(b, evil))
+        held = Configurations({evil: evil}, {evil: evil}, rewrite(CONFIG, 2).changes)
+        others = {"facts": {evil: evil}, "left_out": (LeftOut(evil, evil, evil),), "configurations": held}
+        return html(one, **others, pictures=(Picture("curves", evil, b""),))
+
+    def test_names_paths_and_configurations_are_text_and_no_more(self):
+        text = self.evil()
+        assert "script" not in {tag for tag, _ in Page(text).tags}
+        assert "<script" not in text
+        assert Page(text).text.count("<script>alert('1')</script>\"&") > 10
+
+    def test_none_of_them_breaks_out_of_an_attribute(self):
+        known = {"lang", "charset", "name", "content", "http-equiv", "class", "id", "href", "alt", "src", "colspan"}
+        assert {name for _, attributes in Page(self.evil()).tags for name in attributes} <= known
