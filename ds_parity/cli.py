@@ -34,6 +34,7 @@ Timeout = Annotated[float, typer.Option(min=1, help="seconds for all ranks to fi
 Model = Annotated[str, typer.Option(help="package.module:function that takes a seed and returns an nn.Module")]
 Rollouts = Annotated[str | None, typer.Option(help="JSON Lines of your own: prompt, completion, reward")]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="shorten rollouts to this many tokens")]
+_TRACES = "a trace of ds_parity, JSON Lines, CSV, trainer_state.json, TensorBoard's event files or their folder"
 Folder = Annotated[Path, typer.Option("--out", help="folder for traces and logs")]
 
 
@@ -128,23 +129,38 @@ def rewrite(config: Config, ranks: Ranks = 1) -> None:
 
 @app.command()
 def compare(
-    reference: Annotated[Path, typer.Argument(help="the trace that is right", show_default=False)],
-    candidate: Annotated[Path, typer.Argument(help="the trace in question", show_default=False)],
+    reference: Annotated[Path, typer.Argument(help=f"the trace that is right: {_TRACES}", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(help="the trace in question: the same", show_default=False)],
     tier: Annotated[
-        str | None, typer.Option(help="exact or reassociated; by default exact, unless a side is torch or ranks differ")
+        str | None,
+        typer.Option(help="exact or reassociated; by default exact, unless a side is foreign or torch or ranks differ"),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in")] = "fp32",
+    maps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map", help="NAME=COLUMN of whichever side is foreign: loss=train/loss, step=_step+1, lr= (none)"
+        ),
+    ] = None,
+    map_reference: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN of the reference alone")] = None,
+    map_candidate: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN of the candidate alone")] = None,
+    mean_loss: Annotated[
+        bool, typer.Option("--mean-loss", help="a foreign loss is the mean over the steps since the one logged before")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two traces step by step."""
+    """Compare two traces step by step: ds_parity's own, or what another trainer left behind."""
     from ds_parity.parity.bounds import Tier
     from ds_parity.parity.compare import compare as compared
-    from ds_parity.trace import read_trace
+    from ds_parity.trace.foreign import read_pair
 
-    a, b = read_trace(reference), read_trace(candidate)
     if tier not in (None, *[str(known) for known in Tier]):
         raise ConfigError(f"--tier is {tier!r}: it must be {' or '.join(map(str, Tier))}")
-    alike = a.header.ranks == b.header.ranks and "torch" not in (a.header.engine, b.header.engine)
+    a, b = read_pair(
+        reference, candidate, both=maps or (), left=map_reference or (), right=map_candidate or (), mean_loss=mean_loss
+    )
+    foreign = a.header.foreign or b.header.foreign
+    alike = a.header.ranks == b.header.ranks and "torch" not in (a.header.engine, b.header.engine) and not foreign
     chosen = Tier(tier) if tier else (Tier.EXACT if alike else Tier.REASSOCIATED)
     result = compared(a, b, chosen, dtype)
     if as_json:

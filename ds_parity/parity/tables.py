@@ -62,11 +62,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     if record is None:
         figures = (str(row.step), *[_ABSENT] * 5)
     else:
-        lr = ", ".join(_figure(value) for value in record.lr) or _ABSENT
+        lr = ", ".join(_figure(value) for value in record.lr or ()) or _ABSENT
         figures = (
             str(row.step),
-            str(record.passes),
-            str(record.rollouts),
+            _count(record.passes),
+            _count(record.rollouts),
             _figure(record.loss),
             lr,
             _figure(record.grad_norm),
@@ -88,6 +88,10 @@ def _furthest(row: Row) -> str:
 
 def _figure(value: float | None) -> str:
     return _ABSENT if value is None else f"{value:.6g}"
+
+
+def _count(value: int | None) -> str:
+    return _ABSENT if value is None else str(value)
 
 
 def _number(count: int, noun: str) -> str:

@@ -1,0 +1,44 @@
+"""`trainer_state.json` of transformers: what its Trainer has logged, beside every checkpoint."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ds_parity.errors import TraceError
+from ds_parity.trace.foreign.lines import json_rows
+from ds_parity.trace.foreign.source import Row, Source
+
+
+def trainer_state(path: Path, state: dict[str, Any]) -> Source:
+    """The steps of `log_history`: entries with a `loss`; those of evaluations and the summary have none.
+
+    A loss there is the mean over the steps since the one logged before. Releases before 5 round it to 4 decimals; some
+    before 4.49 log the LR of the next step.
+
+    Args:
+        path: of the file.
+        state: what it holds, its numbers as text.
+
+    Raises:
+        TraceError: `log_history` is no list, or holds no entry with a loss.
+    """
+    history = state["log_history"]
+    if not isinstance(history, list):
+        raise TraceError(f"{path}: log_history is {history!r:.60}: it must be a list of what was logged")
+    if not any(isinstance(entry, dict) and "loss" in entry for entry in history):
+        raise TraceError(f"{path}: none of the {len(history)} entries of log_history has a loss: no step was logged")
+    every = state.get("logging_steps")
+    return Source(
+        path,
+        "transformers",
+        partial(_steps, path, history),
+        step="step",
+        mean_loss=True,
+        every=int(every) if isinstance(every, str) and every.isdecimal() and int(every) else None,
+    )
+
+
+def _steps(path: Path, history: list[Any]) -> Any:
+    for row in json_rows(path, "log_history", history, "entry"):
+        if "loss" in row.cells:
+            yield Row(row.place, row.cells)
