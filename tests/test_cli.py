@@ -168,7 +168,7 @@ class TestCompareForeign:
 
     def test_a_mapping_that_no_side_takes_is_refused(self, tmp_path):
         ours, theirs = trace(tmp_path / "a.jsonl"), self.csv(tmp_path / "b.csv")
-        assert "both traces are ds_parity's own" in refused("compare", ours, ours, "--map", "loss=x")
+        assert "both traces are in ds_parity's own format" in refused("compare", ours, ours, "--map", "loss=x")
         assert "no column to map (loss)" in refused(
             "compare", ours, theirs, "--map-reference", "loss=x", "--map", "step=n+1"
         )

@@ -168,10 +168,12 @@ def _field_differences(field: Field, pair: Pair, ruler: Ruler) -> Iterator[Diffe
     bound = ruler.bound(name, pair.terms) if bounded else None
     why = unlike(name, a, b, bounded)
     if why is None and bound is None and bits(a) != bits(b) and not ruler.excused(pair, name):
-        why = f"{name} must be equal bit for bit{ruler.digits(name)}"
+        why = f"{name} must be equal bit for bit"
+        why = f"{name} is further off than {written} leave open" if (written := ruler.digits(name)) else why
     within = bound is not None and (apart is not None and apart <= bound.relative)
     if why is None and bound is not None and not within and not ruler.excused(pair, name, bound.relative):
-        why = f"{name} is further off than adding in another order explains ({bound}){ruler.digits(name)}"
+        why = f"{name} is further off than adding in another order explains ({bound})"
+        why = f"{why}, and {written} leave open" if (written := ruler.digits(name)) else why
     if why is not None:
         limit = (bound.relative if bound else 0.0) + ruler.slack(pair, name)
         yield Difference(pair.step, name, shown(a, bounded), shown(b, bounded), apart, limit, why)

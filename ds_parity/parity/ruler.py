@@ -58,7 +58,7 @@ class Ruler:
     def digits(self, name: str) -> str:
         """How a field was written, for a sentence; empty where it was in full."""
         known = [str(precision) for precision in self.written.get(name, ()) if precision is not None]
-        return f", and {' and '.join(known)} leave open" if known else ""
+        return " and ".join(known)
 
     def slack(self, pair: Pair, name: str) -> float:
         """What the digits of both traces leave open, relative as `gap` is; 0 where there is nothing to relate it to."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 _DOUBLE, _SINGLE = 15, 6  # the decimal digits that every double, every single keeps
 
@@ -76,8 +76,11 @@ class Digits:
 
 
 def _written(text: str) -> _Written | None:
-    """None where a text tells nothing of digits: NaN, the infinities, and a plain zero."""
-    number = Decimal(text)
+    """None where a text tells nothing of digits: NaN, the infinities, a plain zero, an exponent beyond all bounds."""
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        return None
     exponent = number.as_tuple().exponent
     if not isinstance(exponent, int):
         return None

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -21,6 +21,10 @@ def _number(value: object) -> object:
 # Strict floats refuse every string, and pydantic writes NaN and the infinities as strings.
 Float = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+FieldName = Literal[
+    "passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "loss", "lr", "grad_norm", "loss_scale", "skipped",
+    "weights", "metrics",
+]  # fmt: skip
 
 
 class _Line(BaseModel):
@@ -52,7 +56,7 @@ class Header(_Line):
     ranks: Annotated[int, Field(ge=1)] | None
     config_hash: str | None
     engine: str
-    records: tuple[str, ...] | None = None
+    records: tuple[FieldName, ...] | None = None
 
     @property
     def foreign(self) -> bool:

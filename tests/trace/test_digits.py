@@ -64,6 +64,7 @@ def test_a_double_in_full_is_not_widened_and_one_is_enough(numbers):
         ["0", "0.0", "0.0"],
         ["3", "4", "5.0"],
         ["nan", "inf"],
+        ["1e-9999999999999999999"],
         [],
     ],
 )

@@ -83,7 +83,7 @@ def choose(source: Source, found: Iterable[str], maps: Maps) -> Columns:
 
 def _shifted(wanted: str, columns: Iterable[str]) -> tuple[str, int]:
     """A column of steps and what is added to it, from `column`, `column+1` or `column-1`."""
-    match = re.fullmatch(r"(.+)([+-]\d+)", wanted)
+    match = re.fullmatch(r"(.+)([+-]\d{1,15})", wanted)
     if match is None or wanted in columns:
         return wanted, 0
     return match[1], int(match[2])

@@ -1,6 +1,7 @@
 """Reading a trace of whatever kind."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from ds_parity.errors import ConfigError, TraceError
@@ -23,10 +24,17 @@ def read_any(path: str | Path, maps: Maps | None = None, mean_loss: bool = False
         TraceError: it can't be read, or its columns can't be told.
         ConfigError: tensorboard is needed and isn't installed.
     """
-    path = Path(path)
+    return _read(Path(path), maps or {}, mean_loss)[0]
+
+
+def _read(path: Path, maps: Maps, mean_loss: bool) -> tuple[Trace, bool]:
+    """A trace, and whether it has columns to map."""
     try:
         source = detect(path)
-        return read_trace(path) if source is None else build(source, maps or {}, mean_loss)
+        if source is not None:
+            return build(source, maps, mean_loss), True
+        trace = read_trace(path)
+        return replace(trace, mean_loss=mean_loss and trace.header.foreign), False
     except OSError as error:
         raise TraceError(f"{path}: can't read the trace: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -57,11 +65,15 @@ def read_pair(
         ConfigError: as `read_any` and `parse_maps`; and for an option that no side takes.
     """
     shared, own = parse_maps(both), (parse_maps(left), parse_maps(right))
-    paths = (reference, candidate)
-    a, b = (read_any(path, {**shared, **maps}, mean_loss) for path, maps in zip(paths, own, strict=True))
-    for trace, path, maps in zip((a, b), paths, own, strict=True):
-        if maps and not trace.header.foreign:
-            raise ConfigError(f"{path} is a trace of ds_parity's own: there is no column to map ({', '.join(maps)})")
-    if (shared or mean_loss) and not (a.header.foreign or b.header.foreign):
-        raise ConfigError("--map and --mean-loss are for foreign traces, but both traces are ds_parity's own")
+    paths = (Path(reference), Path(candidate))
+    (a, one), (b, two) = (_read(path, {**shared, **maps}, mean_loss) for path, maps in zip(paths, own, strict=True))
+    for path, maps, mapped in zip(paths, own, (one, two), strict=True):
+        if maps and not mapped:
+            raise ConfigError(
+                f"{path} is a trace in ds_parity's own format: it has no column to map ({', '.join(maps)})"
+            )
+    if shared and not (one or two):
+        raise ConfigError("--map is for the columns of foreign traces, but both traces are in ds_parity's own format")
+    if mean_loss and not (a.header.foreign or b.header.foreign):
+        raise ConfigError("--mean-loss is for foreign traces, but both traces are ds_parity's own")
     return a, b

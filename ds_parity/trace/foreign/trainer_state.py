@@ -1,5 +1,6 @@
 """`trainer_state.json` of transformers: what its Trainer has logged, beside every checkpoint."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from ds_parity.trace.foreign.source import Row, Source
 def trainer_state(path: Path, state: dict[str, Any]) -> Source:
     """The steps of `log_history`: entries with a `loss`; those of evaluations and the summary have none.
 
-    A loss there is the mean over the steps since the one logged before. Releases before 5 round it to 4 decimals; some
-    before 4.49 log the LR of the next step.
+    A loss there is the mean over the steps since the one logged before; release 4.51 rounds it to 4 decimals, 5.23
+    doesn't. The LR is the one that the step was taken with.
 
     Args:
         path: of the file.
@@ -38,7 +39,7 @@ def trainer_state(path: Path, state: dict[str, Any]) -> Source:
     )
 
 
-def _steps(path: Path, history: list[Any]) -> Any:
+def _steps(path: Path, history: list[Any]) -> Iterator[Row]:
     for row in json_rows(path, "log_history", history, "entry"):
         if "loss" in row.cells:
             yield Row(row.place, row.cells)

@@ -78,6 +78,7 @@ class TestTheRecord:
         with TraceWriter(tmp_path / "t.jsonl", trace.header) as writer:
             writer.write(trace.steps[0])
         again = read_trace(tmp_path / "t.jsonl")
+        assert read(tmp_path / "t.jsonl", mean_loss=True).mean_loss
         assert again.header == trace.header
         assert math.isnan(again.steps[0].loss)
 
