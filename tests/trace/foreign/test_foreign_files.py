@@ -5,6 +5,8 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 import tracemalloc
 
 import pytest
@@ -67,6 +69,10 @@ class TestTheRecord:
         (record,) = read(path, "lr=a", "lr=b", "rollouts=n").steps
         assert (record.lr, record.rollouts) == ((0.1, 0.2), 64)
         assert isinstance(record.rollouts, int)
+
+    def test_a_step_that_lacks_the_lr_of_one_group_has_an_unknown_lr(self, tmp_path):
+        path = put(tmp_path / "a.csv", "step,a,b\n1,0.1,0.2\n2,0.1,\n")
+        assert [record.lr for record in read(path, "lr=a", "lr=b").steps] == [(0.1, 0.2), None]
 
     @pytest.mark.parametrize("text", ["-1", "1.5", "nan", "1e30"])
     def test_a_count_that_is_none_is_refused(self, tmp_path, text):
@@ -312,6 +318,13 @@ class TestDetection:
     def test_anything_like_a_trace_is_read_or_refused_by_name(self, tmp_path_factory, text):
         path = put(tmp_path_factory.mktemp("any") / "a", "step,loss\n" + text)
         assert read_or_named(path)
+
+
+def test_reading_imports_neither_torch_nor_tensorboard_where_no_event_file_asks_for_it(tmp_path):
+    path = put(tmp_path / "a.csv", "step,loss\n1,0.5\n")
+    code = f"import sys; from ds_parity.trace.foreign import read_any; read_any({str(path)!r}); "
+    code += "sys.exit(bool({'torch', 'deepspeed', 'tensorboard', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
