@@ -123,7 +123,7 @@ def test_a_file_cut_inside_a_record_is_refused_and_one_cut_between_two_is_a_shor
         except TraceError as error:
             read.append(None)
             named = str(error)
-            assert str(file) in named
+            assert named.startswith(f"{file}: cut short")
     assert {1, 2} <= set(read)
     assert len(read) - read.count(None) <= 3
 
