@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +20,7 @@ from ds_parity.errors import ConfigError, DsParityError
 if TYPE_CHECKING:
     from ds_parity.parity.compare import Comparison
     from ds_parity.parity.decomposition import ProbeResult
+    from ds_parity.parity.diagnosis import Cause
     from ds_parity.parity.report import Contents
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -34,7 +35,11 @@ Seed = Annotated[int, typer.Option(min=0, help="of weights, rollouts and raggedn
 Timeout = Annotated[float, typer.Option(min=1, help="seconds for all ranks to finish")]
 Model = Annotated[str, typer.Option(help="package.module:function that takes a seed and returns an nn.Module")]
 Rollouts = Annotated[str | None, typer.Option(help="JSON Lines of your own: prompt, completion, reward")]
+Train = Annotated[
+    str | None, typer.Option(help="package.module:function(engine, micro_batches): your own loop and loss")
+]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="shorten rollouts to this many tokens")]
+_TRACES = "a trace of ds_parity, JSON Lines, CSV, trainer_state.json, TensorBoard's event files or their folder"
 Folder = Annotated[Path, typer.Option("--out", help="folder for traces and logs")]
 Report = Annotated[Path | None, typer.Option(help="folder for report.html and its pictures", show_default=False)]
 Junit = Annotated[Path | None, typer.Option(help="file for JUnit XML", show_default=False)]
@@ -78,6 +83,7 @@ def verify(
     model: Model = "ds_parity.parity.model:build",
     rollouts: Rollouts = None,
     max_tokens: MaxTokens = None,
+    train: Train = None,
     timeout: Timeout = 600,
     folder: Folder = Path("ds_parity_out"),
     report: Report = None,
@@ -99,7 +105,7 @@ def verify(
     from ds_parity.parity import verify as harness
 
     options: dict[str, Any] = {"windows": windows, "seed": seed, "model": model}
-    options |= {"rollouts": rollouts, "max_tokens": max_tokens}
+    options |= {"rollouts": rollouts, "max_tokens": max_tokens, "train": train}
     total = sum(len(references) + 1 for _, references in harness.scenarios(extended, ranks, **options)[0])
     with _progress(total) as progress:
         verified = harness.verify(extended, folder, ranks=ranks, timeout=timeout, progress=progress, **options)
@@ -107,14 +113,17 @@ def verify(
         _print_json(
             {
                 "equal": verified.equal,
-                "outcomes": {outcome.title: _plain(outcome.comparison) for outcome in verified.outcomes},
+                "outcomes": {
+                    outcome.title: {**_plain(outcome.comparison), "causes": _causes(outcome.causes)}
+                    for outcome in verified.outcomes
+                },
                 "left_out": [str(reason) for reason in verified.left_out],
                 "accelerator": verified.accelerator,
             }
         )
     else:
         for outcome in verified.outcomes:
-            _show(outcome.comparison, outcome.title)
+            _show(outcome.comparison, outcome.title, outcome.causes)
         for reason in verified.left_out:
             out.print(f"left out: {reason}", markup=False, soft_wrap=True)
         out.print(f"ran on: {verified.accelerator}", markup=False, highlight=False, soft_wrap=True)
@@ -140,33 +149,50 @@ def rewrite(config: Config, ranks: Ranks = 1) -> None:
 
 @app.command()
 def compare(
-    reference: Annotated[Path, typer.Argument(help="the trace that is right", show_default=False)],
-    candidate: Annotated[Path, typer.Argument(help="the trace in question", show_default=False)],
+    reference: Annotated[Path, typer.Argument(help=f"the trace that is right: {_TRACES}", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(help="the trace in question: the same", show_default=False)],
     tier: Annotated[
-        str | None, typer.Option(help="exact or reassociated; by default exact, unless a side is torch or ranks differ")
+        str | None,
+        typer.Option(help="exact or reassociated; by default exact, unless a side is foreign or torch or ranks differ"),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in")] = "fp32",
+    maps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map", help="NAME=COLUMN of whichever side is foreign: loss=train/loss, step=_step+1, lr= (none)"
+        ),
+    ] = None,
+    map_reference: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN of the reference alone")] = None,
+    map_candidate: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN of the candidate alone")] = None,
+    mean_loss: Annotated[
+        bool, typer.Option("--mean-loss", help="a foreign loss is the mean over the steps since the one logged before")
+    ] = False,
     report: Report = None,
     junit: Junit = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two traces step by step."""
+    """Compare two traces step by step: ds_parity's own, or what another trainer left behind."""
     from ds_parity.parity import report as reports
     from ds_parity.parity.bounds import Tier
     from ds_parity.parity.compare import compare as compared
-    from ds_parity.trace import read_trace
+    from ds_parity.parity.diagnosis import diagnose
+    from ds_parity.trace.foreign import read_pair
 
     reports.check(report, junit)
-    a, b = read_trace(reference), read_trace(candidate)
     if tier not in (None, *[str(known) for known in Tier]):
         raise ConfigError(f"--tier is {tier!r}: it must be {' or '.join(map(str, Tier))}")
-    alike = a.header.ranks == b.header.ranks and "torch" not in (a.header.engine, b.header.engine)
+    a, b = read_pair(
+        reference, candidate, both=maps or (), left=map_reference or (), right=map_candidate or (), mean_loss=mean_loss
+    )
+    foreign = a.header.foreign or b.header.foreign
+    alike = a.header.ranks == b.header.ranks and "torch" not in (a.header.engine, b.header.engine) and not foreign
     chosen = Tier(tier) if tier else (Tier.EXACT if alike else Tier.REASSOCIATED)
     result = compared(a, b, chosen, dtype)
+    causes = diagnose(a, b, result)
     if as_json:
-        _print_json(_plain(result))
+        _print_json({**_plain(result), "causes": _causes(causes)})
     else:
-        _show(result, f"{candidate} against {reference}, {chosen} tier")
+        _show(result, f"{candidate} against {reference}, {chosen} tier", causes)
         _verdict(result.equal, "equal" if result.equal else "the traces differ")
     if report or junit:
         sides = reports.Side(a, str(reference)), reports.Side(b, str(candidate))
@@ -340,12 +366,14 @@ def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, title: bar.update(task, completed=done, description=title)
 
 
-def _show(comparison: Comparison, title: str) -> None:
-    from ds_parity.parity.tables import render, verdict
+def _show(comparison: Comparison, title: str, explained: Sequence[Cause] = ()) -> None:
+    from ds_parity.parity.tables import causes, render, verdict
 
     out.print(f"\n{title}", style="bold", markup=False, highlight=False, soft_wrap=True)
     out.print(render(comparison))
     out.print(verdict(comparison), markup=False, highlight=False, soft_wrap=True)
+    for line in causes(explained):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _leave(contents: Contents, report: Path | None, junit: Path | None) -> None:
@@ -367,6 +395,10 @@ def _show_probe(result: ProbeResult) -> None:
 
 def _verdict(good: bool, sentence: str) -> None:
     out.print(("PASS: " if good else "FAIL: ") + sentence, style="bold green" if good else "bold red", highlight=False)
+
+
+def _causes(found: Sequence[Cause]) -> list[dict[str, Any]]:
+    return [{**asdict(cause), "remedy": cause.remedy} for cause in found]
 
 
 def _plain(comparison: Comparison) -> dict[str, Any]:

@@ -25,7 +25,9 @@ _UPDATE = "--ds-parity-update"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that writes goldens."""
     group = parser.getgroup("ds_parity")
-    group.addoption(_UPDATE, action="store_true", help="write the golden traces of ds_parity_verify anew; needs a clean tree")
+    group.addoption(
+        _UPDATE, action="store_true", help="write the golden traces of ds_parity_verify anew; needs a clean tree"
+    )
 
 
 @pytest.fixture
@@ -37,7 +39,9 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
     relative to the test's folder. It returns what was compared.
     """
 
-    def verify(config: str | Path | dict[str, Any], *, golden: str | Path | None = None, **options: Any) -> Verification:
+    def verify(
+        config: str | Path | dict[str, Any], *, golden: str | Path | None = None, **options: Any
+    ) -> Verification:
         from ds_parity.config import load_config
         from ds_parity.parity import verify as harness
 
@@ -80,19 +84,25 @@ def _hold(outcome: Outcome, golden: Path, *, update: bool) -> None:
 
     trace = outcome.candidate
     if update:
-        versions = {**trace.header.versions, "commit": _git(golden.parent, "rev-parse", "HEAD").strip()}
+        versions = {**(trace.header.versions or {}), "commit": _git(golden.parent, "rev-parse", "HEAD").strip()}
         with TraceWriter(golden, trace.header.model_copy(update={"versions": versions})) as writer:
             for step in trace.steps:
                 writer.write(step)
         return
     if not golden.exists():
-        pytest.fail(f"{golden}: there is no such trace yet; write it with pytest {_UPDATE}, from a clean tree", pytrace=False)
+        pytest.fail(
+            f"{golden}: there is no such trace yet; write it with pytest {_UPDATE}, from a clean tree", pytrace=False
+        )
     kept = read_trace(golden)
     comparison = compare(kept, trace, Tier.REASSOCIATED, outcome.scenario.dtype)
     if not comparison.equal:
-        held = replace(outcome, reference=f"golden {golden}", comparison=comparison, causes=diagnose(kept, trace, comparison))
-        commit = kept.header.versions.get("commit", "unknown")
-        pytest.fail(f"{_told(held)}\n{golden} was written at commit {commit}; write it anew with {_UPDATE}", pytrace=False)
+        held = replace(
+            outcome, reference=f"golden {golden}", comparison=comparison, causes=diagnose(kept, trace, comparison)
+        )
+        commit = (kept.header.versions or {}).get("commit", "unknown")
+        pytest.fail(
+            f"{_told(held)}\n{golden} was written at commit {commit}; write it anew with {_UPDATE}", pytrace=False
+        )
 
 
 def _refuse_dirty_tree(golden: Path) -> None:
@@ -107,5 +117,7 @@ def _git(folder: Path, *arguments: str) -> str:
     try:
         ended = subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.fail(f"{_UPDATE}: git {' '.join(arguments)} in {folder} failed ({error}): goldens need a commit", pytrace=False)
+        pytest.fail(
+            f"{_UPDATE}: git {' '.join(arguments)} in {folder} failed ({error}): goldens need a commit", pytrace=False
+        )
     return ended.stdout

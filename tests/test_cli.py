@@ -123,6 +123,64 @@ class TestCompare:
         assert found["tier"] == "reassociated"
 
 
+class TestCompareForeign:
+    """Both sides of compare may be another trainer's; the traces of `trace` have a loss and an LR of two steps."""
+
+    def csv(self, path, text="n,train/nll,lr\n0,1.0,0.1\n1,1.0,0.1\n"):
+        path.write_text(text)
+        return path
+
+    def test_a_mapping_applies_to_whichever_side_is_foreign(self, tmp_path):
+        ours, theirs = trace(tmp_path / "a.jsonl"), self.csv(tmp_path / "b.csv")
+        maps = ["--map", "loss=train/nll", "--map", "step=n+1"]
+        for sides in ((ours, theirs), (theirs, ours)):
+            ran = ds_parity("compare", *sides, *maps)
+            assert ran.returncode == 0, ran
+            assert "reassociated tier" in ran.stdout
+            assert "(csv): +1 is added to each of its steps" in ran.stdout
+            assert "PASS: equal" in ran.stdout
+
+    def test_a_difference_exits_1_and_json_has_the_notes(self, tmp_path):
+        theirs = self.csv(tmp_path / "b.csv", "step,loss\n1,1.0\n2,1.5\n")
+        ran = ds_parity("compare", trace(tmp_path / "a.jsonl"), theirs, "--json")
+        found = json.loads(ran.stdout)
+        assert ran.returncode == 1
+        assert (found["tier"], found["differences"][0]["field"]) == ("reassociated", "loss")
+        assert any("no record of the candidate (csv)" in note for note in found["notes"])
+        assert found["rows"][0]["candidate"]["rollouts"] is None
+
+    def test_each_side_can_be_mapped_by_itself(self, tmp_path):
+        one, two = self.csv(tmp_path / "a.csv"), self.csv(tmp_path / "b.csv", "k,x,lr\n1,1.0,0.1\n2,1.0,0.3\n")
+        maps = ["--map-reference", "step=n+1", "--map-reference", "loss=train/nll", "--map-candidate", "step=k"]
+        ran = ds_parity("compare", one, two, *maps, "--map-candidate", "loss=x", "--map", "lr=")
+        assert ran.returncode == 0, ran
+
+    def test_a_mean_loss_is_held_against_a_mean(self, tmp_path):
+        lines = "".join(f"{step},{1 / step!r}\n" for step in range(1, 7))
+        ours = self.csv(tmp_path / "a.csv", "step,loss\n" + lines)
+        theirs = self.csv(
+            tmp_path / "b.csv", f"step,loss\n3,{(1 + 1 / 2 + 1 / 3) / 3!r}\n6,{(1 / 4 + 1 / 5 + 1 / 6) / 3!r}\n"
+        )
+        assert ds_parity("compare", ours, theirs).returncode == 1
+        assert ds_parity("compare", ours, theirs, "--mean-loss").returncode == 0
+        rewritten = trace(tmp_path / "c.jsonl")
+        assert "both traces are ds_parity's own" in refused("compare", rewritten, rewritten, "--mean-loss")
+
+    def test_a_mapping_that_no_side_takes_is_refused(self, tmp_path):
+        ours, theirs = trace(tmp_path / "a.jsonl"), self.csv(tmp_path / "b.csv")
+        assert "both traces are in ds_parity's own format" in refused("compare", ours, ours, "--map", "loss=x")
+        assert "no column to map (loss)" in refused(
+            "compare", ours, theirs, "--map-reference", "loss=x", "--map", "step=n+1"
+        )
+        assert "--map is 'los=x'" in refused("compare", ours, theirs, "--map", "los=x")
+
+    @pytest.mark.parametrize("content", [b"", b"\x00\x01", b"step,loss\n1,high\n", b'{"step": 1', b"step,loss\n0,1\n"])
+    def test_a_file_that_cannot_be_read_is_named(self, tmp_path, content):
+        bad = tmp_path / "bad.csv"
+        bad.write_bytes(content)
+        assert "bad.csv" in refused("compare", trace(tmp_path / "a.jsonl"), bad)
+
+
 @pytest.mark.ranks
 class TestVerify:
     def test_says_pass_exits_0_and_leaves_both_traces(self, tmp_path):

@@ -101,7 +101,7 @@ def measured(comparison: Comparison) -> dict[str, float]:
     """Return the greatest difference per quantity, in units of eps * sqrt(rollouts so far)."""
     rollouts, found = 0, dict.fromkeys(QUANTITIES, 0.0)
     for row in comparison.rows:
-        rollouts += row.candidate.rollouts if row.candidate else 0
+        rollouts += (row.candidate.rollouts or 0) if row.candidate else 0
         for quantity in QUANTITIES:
             difference = getattr(row, quantity)
             if difference is not None:

@@ -38,7 +38,7 @@ FIELDS = (
     Field("weights", How.BOUNDED),
 )  # and each metric, which is How.BOUNDED
 
-OPTIONAL = ("loss", "grad_norm", "loss_scale", "weights", "metrics")
+NAMES = (*(field.name for field in FIELDS), "metrics")
 BOUNDED = tuple(field.name for field in FIELDS if field.how is How.BOUNDED)
 METRIC = "metrics."  # and the name of a metric
 
@@ -55,6 +55,14 @@ def value_of(record: StepRecord | None, name: str) -> object:
 def present(trace: Trace, name: str) -> bool:
     """Whether a step of the trace has the field."""
     return any(value_of(record, name) not in (None, {}) for record in trace.steps)
+
+
+def unrecorded(trace: Trace) -> tuple[str, ...]:
+    """The fields that a foreign trainer doesn't record at all; those that it does in some steps are not among them."""
+    records = trace.header.records
+    if records is None:
+        return ()
+    return tuple(name for name in NAMES if name not in records and not present(trace, name))
 
 
 def unlike(name: str, a: object, b: object, bounded: bool) -> str | None:

@@ -1,10 +1,12 @@
 """A comparison for people: a table and a verdict."""
 
 import math
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from ds_parity.parity.bounds import greatest
+from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.fields import Comparison, Difference, Row
 
 COLUMNS = ("step", "passes", "rollouts", "loss", "lr", "grad norm", "greatest difference", "")
@@ -39,6 +41,17 @@ def verdict(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
+def causes(found: Sequence[Cause], most: int = 3) -> list[str]:
+    """What would explain the differences, in lines: the likeliest first, each with its numbers and its remedy."""
+    lines = []
+    for cause in found[:most]:
+        lines.append(f"likely cause ({cause.likelihood:.0%}): {cause.name}: {cause.evidence}")
+        lines.append(f"    remedy: {cause.remedy}")
+    if len(found) > most:
+        lines.append(f"    less likely: {', '.join(cause.name for cause in found[most:])}")
+    return lines
+
+
 def sentence(difference: Difference) -> str:
     """A difference in a sentence: where, both values in full, how far apart, and the rule."""
     where = "all steps" if difference.step is None else f"step {difference.step}"
@@ -63,11 +76,11 @@ def cells(row: Row) -> tuple[str, ...]:
     if record is None:
         figures = (str(row.step), *[_ABSENT] * 5)
     else:
-        lr = ", ".join(_figure(value) for value in record.lr) or _ABSENT
+        lr = ", ".join(_figure(value) for value in record.lr or ()) or _ABSENT
         figures = (
             str(row.step),
-            str(record.passes),
-            str(record.rollouts),
+            _count(record.passes),
+            _count(record.rollouts),
             _figure(record.loss),
             lr,
             _figure(record.grad_norm),
@@ -89,6 +102,10 @@ def _furthest(row: Row) -> str:
 
 def _figure(value: float | None) -> str:
     return _ABSENT if value is None else f"{value:.6g}"
+
+
+def _count(value: int | None) -> str:
+    return _ABSENT if value is None else str(value)
 
 
 def number(count: int, noun: str) -> str:

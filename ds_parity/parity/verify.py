@@ -10,6 +10,7 @@ from typing import Any
 from ds_parity.errors import ConfigError
 from ds_parity.parity.bounds import Tier
 from ds_parity.parity.compare import Comparison, compare
+from ds_parity.parity.diagnosis import Cause, diagnose
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.scenario import Scenario
 from ds_parity.trace import Trace, read_trace
@@ -27,6 +28,7 @@ class Outcome:
     comparison: Comparison
     candidate: Trace
     reference_trace: Trace
+    causes: tuple[Cause, ...] = ()
 
     @property
     def title(self) -> str:
@@ -77,7 +79,11 @@ def scenarios(
     ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
     ragged = replace(ragged, short=min(2, ragged.settings.target - 1))
     ragged.layout()  # for its ConfigError, before any rank is started
-    wanted: list[tuple[Scenario, tuple[str, ...]]] = [(ragged, ("deepspeed-loop", "torch"))]
+    references = ("deepspeed-loop",) if ragged.train else ("deepspeed-loop", "torch")
+    wanted: list[tuple[Scenario, tuple[str, ...]]] = [(ragged, references)]
+    if ragged.train:
+        why = "a training function drives an engine, and this reference has none of ds_parity's calls"
+        return wanted, [LeftOut("ragged", "torch", why), LeftOut("uniform", "deepspeed", why)]
     uniform = Scenario("uniform", config, ranks, shape="uniform", **options)
     try:
         uniform.layout()
@@ -111,6 +117,7 @@ def verify(
     ranks: int = 2,
     timeout: float = 600.0,
     progress: Progress = lambda done, title: None,
+    import_from: tuple[str, ...] = (),
     **options: Any,
 ) -> Verification:
     """Run the references and the engine under test, and compare their traces, which stay in `folder`.
@@ -121,7 +128,8 @@ def verify(
         ranks: processes to start.
         timeout: seconds for all of it.
         progress: told how many runs have finished, and which one is under way.
-        options: of `Scenario` (windows, seed, model, rollouts, max_tokens).
+        import_from: folders in which ranks look up functions beside the installed packages.
+        options: of `Scenario` (windows, seed, model, rollouts, max_tokens, train).
 
     Raises:
         ConfigError: the configuration can't be run.
@@ -129,7 +137,7 @@ def verify(
     """
     runs, left_out = scenarios(config, ranks, **options)
     folder = folder.resolve()
-    ran = run(Job(calls(runs, folder), folder / "ranks", ranks, timeout), progress)
+    ran = run(Job(calls(runs, folder), folder / "ranks", ranks, timeout, import_from=import_from), progress)
     return judge(runs, left_out, folder, ran[0]["accelerator"])
 
 
@@ -149,4 +157,5 @@ def outcome(scenario: Scenario, reference: str, folder: Path, candidate: str = "
     """Compare two traces of a scenario that lie in `folder`."""
     traces = [read_trace(folder / scenario.name / f"{engine}.jsonl") for engine in (reference, candidate)]
     comparison = compare(traces[0], traces[1], TIERS[reference], scenario.dtype)
-    return Outcome(scenario, reference, comparison, candidate=traces[1], reference_trace=traces[0])
+    causes = diagnose(traces[0], traces[1], comparison)
+    return Outcome(scenario, reference, comparison, traces[1], traces[0], causes)

@@ -1,5 +1,6 @@
 """Traces: what every step of a run held and did, as JSON Lines. Knows neither torch nor DeepSpeed."""
 
+from ds_parity.trace.digits import Precision
 from ds_parity.trace.reader import iter_steps, read_header, read_trace
 from ds_parity.trace.records import SCHEMA, Header, StepRecord, Trace, Weights
 from ds_parity.trace.writer import TraceWriter
@@ -7,6 +8,7 @@ from ds_parity.trace.writer import TraceWriter
 __all__ = [
     "SCHEMA",
     "Header",
+    "Precision",
     "StepRecord",
     "Trace",
     "TraceWriter",

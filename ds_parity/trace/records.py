@@ -1,10 +1,12 @@
 """The lines of a trace. A float comes back from JSON bit for bit, and every NaN as NaN."""
 
 import math
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ds_parity.trace.digits import Precision
 
 SCHEMA = 1
 
@@ -19,6 +21,10 @@ def _number(value: object) -> object:
 # Strict floats refuse every string, and pydantic writes NaN and the infinities as strings.
 Float = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+FieldName = Literal[
+    "passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "loss", "lr", "grad_norm", "loss_scale", "skipped",
+    "weights", "metrics",
+]  # fmt: skip
 
 
 class _Line(BaseModel):
@@ -28,7 +34,7 @@ class _Line(BaseModel):
 
 
 class Header(_Line):
-    """Line 1: where a trace comes from.
+    """Line 1: where a trace comes from. What another trainer doesn't tell is None.
 
     Attributes:
         schema_version: the layout of the trace; this release writes and reads `SCHEMA`.
@@ -39,16 +45,23 @@ class Header(_Line):
         ranks: data-parallel ranks (>= 1).
         config_hash: of the configuration.
         engine: what wrote the trace: `ds_parity`, `deepspeed`, `deepspeed-loop`, `torch` or another trainer's name.
+        records: the fields of a step that a foreign trainer records; None: the trace is not foreign, and has them all.
     """
 
     schema_version: int = SCHEMA
-    scenario: str
+    scenario: str | None
     seed: int | None
-    versions: dict[str, str]
-    device: str
-    ranks: int = Field(ge=1)
-    config_hash: str
+    versions: dict[str, str] | None
+    device: str | None
+    ranks: Annotated[int, Field(ge=1)] | None
+    config_hash: str | None
     engine: str
+    records: tuple[FieldName, ...] | None = None
+
+    @property
+    def foreign(self) -> bool:
+        """Whether another trainer wrote the trace, which may not record every field."""
+        return self.records is not None
 
 
 class Weights(_Line):
@@ -70,6 +83,9 @@ class Weights(_Line):
 class StepRecord(_Line):
     """One step: what its window held, and what the optimizer did with it.
 
+    Every field but `step` can be None: a foreign trainer may not record it. ds_parity's own traces hold all counts, the
+    total, the LR and `skipped`.
+
     Attributes:
         step: counted from 1.
         passes: passes of the window.
@@ -88,24 +104,35 @@ class StepRecord(_Line):
     """
 
     step: int = Field(ge=1, lt=2**63)
-    passes: Count
-    idle_passes: Count
-    rollouts: Count
-    prompts: Count
-    tokens: Count
-    total: Float
+    passes: Count | None
+    idle_passes: Count | None
+    rollouts: Count | None
+    prompts: Count | None
+    tokens: Count | None
+    total: Float | None
     loss: Float | None
-    lr: tuple[Float, ...]
+    lr: tuple[Float, ...] | None
     grad_norm: Float | None
     loss_scale: Float | None = None
-    skipped: bool = False
+    skipped: bool | None = False
     weights: Weights | None = None
     metrics: dict[str, Float] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A whole trace in memory: the header and every step, in the order written."""
+    """A whole trace in memory: the header and every step, in the order written; and what reading a foreign one found.
+
+    Attributes:
+        precision: field to how it was written, for those that were not written in full.
+        mean_loss: a step's loss is the mean over the steps since the one before it in the trace.
+        every: the trainer logs one step in so many, where it says so.
+        notes: how its columns were read.
+    """
 
     header: Header
     steps: tuple[StepRecord, ...]
+    precision: dict[str, Precision] = field(default_factory=dict)
+    mean_loss: bool = False
+    every: int | None = None
+    notes: tuple[str, ...] = ()

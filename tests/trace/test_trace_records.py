@@ -2,6 +2,7 @@
 
 import math
 import struct
+from typing import get_args
 
 import pytest
 from hypothesis import example, given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ds_parity.trace import SCHEMA, Header, StepRecord, Weights
+from ds_parity.trace.records import FieldName
 
 STEP = {
     "step": 1,
@@ -77,6 +79,22 @@ def test_a_header_survives_json_and_carries_the_schema_version():
 def test_a_wrong_value_or_an_unknown_key_is_refused(key, value):
     with pytest.raises(ValidationError, match=key):
         StepRecord(**STEP | {key: value})
+
+
+def test_what_a_foreign_trainer_records_is_named_by_fields_of_a_step():
+    known = {"scenario": None, "seed": None, "versions": None, "device": None, "ranks": None, "config_hash": None}
+    header = Header(**known, engine="other", records=("loss", "lr"))
+    assert Header.model_validate_json(header.model_dump_json()) == header
+    assert header.foreign
+    with pytest.raises(ValidationError, match="records"):
+        Header(**known, engine="other", records=("los",))
+
+
+def test_every_field_of_a_step_can_be_recorded_and_all_but_its_number_can_be_unknown():
+    names = {*get_args(FieldName)}
+    assert names == StepRecord.model_fields.keys() - {"step"}
+    record = StepRecord(**dict.fromkeys(names - {"metrics"}), step=1)
+    assert StepRecord.model_validate_json(record.model_dump_json()) == record
 
 
 @pytest.mark.parametrize("checksum", ["", "0" * 63, "0" * 65, "G" * 64, "A" * 64])

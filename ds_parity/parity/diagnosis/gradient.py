@@ -57,7 +57,7 @@ def _factors(view: View) -> Iterator[Cause]:
     if view.first == 0 and alike(ratios):
         yield from _constant(view, factor, len(ratios))
         return
-    totals = [pair[0].total for pair in view.pairs]
+    totals = view.totals
     counted = [(1 / r - 1) * totals[i] / view.idle[i] for i, r in known if r and view.idle[i]]
     if view.first == 0 and len(counted) > 1 and alike(counted, 0.1) and counted[0] > 0:
         said = f"norms fit total / (total + {counted[0]:.4g} for each idle pass) in {len(counted)} steps"

@@ -35,7 +35,7 @@ def _loss(view: View) -> Iterator[Cause]:
 
 def _metrics(view: View) -> Iterator[Cause]:
     for name in sorted({name for a, b in view.pairs for name in a.metrics.keys() & b.metrics.keys()}):
-        values = [(a.metrics.get(name), b.metrics.get(name), a.rollouts) for a, b in view.pairs]
+        values = [(a.metrics.get(name), b.metrics.get(name), a.rollouts or 0) for a, b in view.pairs]
         told = [(x, y, count) for x, y, count in values if x is not None and y is not None]
         if any(math.isnan(y) and not math.isnan(x) for x, y, _ in told):
             yield Cause(

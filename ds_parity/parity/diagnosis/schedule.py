@@ -47,7 +47,7 @@ def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         )
     moves_a = [y - x for x, y in pairwise(a)]
     moves_b = [y - x for x, y in pairwise(b)]
-    held = [pair[0].rollouts for pair in view.pairs][:-1]
+    held = [pair[0].rollouts or 0 for pair in view.pairs][:-1]
     shares = [move / count for move, count in zip(moves_a, held, strict=True) if move and count]
     if len(set(held)) > 1 and alike(shares[1:], 1e-3) and alike([m for m in moves_b if m][:3], 0.05):
         yield Cause(

@@ -43,7 +43,7 @@ class View:
     @cached_property
     def ranks(self) -> int:
         """Data-parallel ranks; the torch reference runs on one whatever it stands for."""
-        return max(self.reference.header.ranks, self.candidate.header.ranks)
+        return max(self.reference.header.ranks or 1, self.candidate.header.ranks or 1)
 
     @cached_property
     def fields(self) -> set[str]:
@@ -69,6 +69,11 @@ class View:
         """Whether every step holds the same rollouts in both."""
         return not self.fields & {"rollouts", "step"}
 
+    @cached_property
+    def totals(self) -> list[float]:
+        """The reference's denominators; 0 where it has none."""
+        return [a.total or 0.0 for a, _ in self.pairs]
+
     def ratios(self, name: str) -> list[float | None]:
         """Return candidate / reference, pair by pair; None where one is absent, not finite or 0."""
         return [_ratio(getattr(a, name), getattr(b, name)) for a, b in self.pairs]
@@ -77,13 +82,13 @@ class View:
     def passes(self) -> list[int]:
         """Passes of each window, from the side that isn't the torch reference."""
         ours = self.candidate.header.engine != "torch"
-        return [(b if ours else a).passes for a, b in self.pairs]
+        return [(b if ours else a).passes or 0 for a, b in self.pairs]
 
     @cached_property
     def idle(self) -> list[int]:
         """Idle passes of each window, from the same side."""
         ours = self.candidate.header.engine != "torch"
-        return [(b if ours else a).idle_passes for a, b in self.pairs]
+        return [(b if ours else a).idle_passes or 0 for a, b in self.pairs]
 
 
 def _plain(field: str) -> str:

@@ -7,18 +7,24 @@ from itertools import accumulate
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.trace import Trace
 
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what would cut windows as the candidate's are cut."""
-    a = [record.rollouts for record in view.reference.steps]
-    b = [record.rollouts for record in view.candidate.steps]
+    a, b = _held(view.reference), _held(view.candidate)
     if not (a and b and a[0] and b[0] and _mean(a) and _mean(b)):
         return
     yield from _end(a, b)
     yield from _start(view, a, b)
     yield from _length(view, a, b)
     yield from _counter(view, a, b)
+
+
+def _held(trace: Trace) -> list[int]:
+    """Return the rollouts of every step; none where a trainer doesn't record them."""
+    known = [record.rollouts for record in trace.steps if record.rollouts is not None]
+    return known if len(known) == len(trace.steps) else []
 
 
 def _end(a: list[int], b: list[int]) -> Iterator[Cause]:
@@ -31,7 +37,7 @@ def _end(a: list[int], b: list[int]) -> Iterator[Cause]:
 
 
 def _start(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
-    passes = [record.passes for record in view.candidate.steps]
+    passes = [record.passes or 0 for record in view.candidate.steps]
     if all(count == 1 for count in passes) and len(b) > len(a) and sum(a) == sum(b) and not _by_prompts(view, b):
         yield Cause("step-per-pass", 0.95, f"{len(b)} steps of one pass each, where the reference takes {len(a)}")
     elif passes[0] == 1 and b[0] < a[0] and all(near(x, y, 0.5) for x, y in zip(a[1:], b[1:], strict=False)):
@@ -44,7 +50,7 @@ def _start(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
 
 def _by_prompts(view: View, b: list[int]) -> bool:
     # As many rollouts a step as the reference has prompts, which is the same number in each of its steps.
-    prompts = {record.prompts for record in view.reference.steps[:-1]}
+    prompts = {record.prompts or 0 for record in view.reference.steps[:-1]}
     return len(prompts) == 1 and bool(prompts - {0}) and near(_mean(b), min(prompts), 0.3)
 
 
@@ -75,7 +81,7 @@ def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
 
 
 def _counter(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
-    passes = [record.passes for record in view.candidate.steps][:-1]
+    passes = [record.passes or 0 for record in view.candidate.steps][:-1]
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     wholes = list(accumulate(b))[:-1]
     target = round(sum(a[:-1]) / max(1, len(a[:-1])))

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ds_parity.parity.verify import LeftOut
 
 
+UNKNOWN = "not recorded"
+"""What another trainer did not say."""
+
+
 @dataclass(frozen=True)
 class Side:
     """A trace, and where it lies."""
@@ -120,8 +124,8 @@ class Contents:
         for one in self.compared:
             for side in (one.candidate, one.reference):
                 header = side.trace.header
-                yield "scenario", header.scenario
-                yield "device", header.device
-                yield "ranks", str(header.ranks)
+                yield "scenario", header.scenario or UNKNOWN
+                yield "device", header.device or UNKNOWN
+                yield "ranks", str(header.ranks or UNKNOWN)
                 yield "seed", "none" if header.seed is None else str(header.seed)
-                yield from header.versions.items()
+                yield from (header.versions or {}).items()

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ds_parity._version import __version__
 from ds_parity.parity.fields import Difference
 from ds_parity.parity.report.condense import FieldFound, Line, found, lines
-from ds_parity.parity.report.contents import Compared, Contents, Side
+from ds_parity.parity.report.contents import UNKNOWN, Compared, Contents, Side
 from ds_parity.parity.report.plots import Picture
 from ds_parity.parity.tables import COLUMNS, verdict
 
@@ -87,12 +87,13 @@ def _side(compared: Compared, name: str) -> dict[str, str]:
         "trace": side.path,
         "as": f"{name}, {compared.comparison.tier} tier ({compared.comparison.dtype})",
         "engine": header.engine,
-        "scenario": header.scenario,
-        "ranks": str(header.ranks),
+        "scenario": header.scenario or UNKNOWN,
+        "ranks": str(header.ranks or UNKNOWN),
         "seed": "none" if header.seed is None else str(header.seed),
-        "device": header.device,
-        "versions": ", ".join(f"{package} {version}" for package, version in header.versions.items()) or "none given",
-        "configuration": header.config_hash[:_DIGITS],
+        "device": header.device or UNKNOWN,
+        "versions": ", ".join(f"{package} {version}" for package, version in (header.versions or {}).items())
+        or UNKNOWN,
+        "configuration": (header.config_hash or UNKNOWN)[:_DIGITS],
     }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import rewrite
 from ds_parity.parity.compare import Comparison
-from ds_parity.parity.report.contents import Compared, Configurations, Contents, Side
+from ds_parity.parity.report.contents import UNKNOWN, Compared, Configurations, Contents, Side
 
 if TYPE_CHECKING:
     from ds_parity.parity.verify import Outcome, Verification
@@ -24,7 +24,7 @@ def of_traces(comparison: Comparison, reference: Side, candidate: Side, made: da
         candidate: the trace in question; its scenario names the comparison.
         made: when, in UTC; now by default.
     """
-    compared = Compared(candidate.trace.header.scenario, reference.path, comparison, reference, candidate)
+    compared = Compared(candidate.trace.header.scenario or UNKNOWN, reference.path, comparison, reference, candidate)
     return Contents((compared,), made or _now())
 
 

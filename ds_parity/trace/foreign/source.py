@@ -1,0 +1,39 @@
+"""What every foreign format comes down to: rows of columns, all of them text."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """What was logged at once: its place in the file, for messages, and column to text; empty cells are left out."""
+
+    place: str
+    cells: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A foreign file, ready to be read as often as needed.
+
+    Attributes:
+        path: the file or folder.
+        engine: the trainer or logger that left it.
+        rows: begins to read anew with every call, and holds one row at a time where the format allows it. Raises
+            TraceError for what can't be read.
+        step: the column of steps, where the format itself has one.
+        single: its numbers were held in single precision.
+        mean_loss: its loss is known to be the mean over the steps since the one logged before.
+        every: one step in so many is logged, where the file says so.
+        notes: what to know of the file.
+    """
+
+    path: Path
+    engine: str
+    rows: Callable[[], Iterator[Row]]
+    step: str | None = None
+    single: bool = False
+    mean_loss: bool = False
+    every: int | None = None
+    notes: tuple[str, ...] = ()
