@@ -155,7 +155,9 @@ class TestVerify:
             "torch",
             "ds_parity",
         ]
-        assert rows[4][0] == str(tmp_path / "out" / "ragged" / "torch.jsonl")
+        assert [row[0] for row in rows[4:]] == [
+            str(tmp_path / "out" / "ragged" / f"{engine}.jsonl") for engine in ("torch", "ds_parity")
+        ]
         assert all(Path(row[0]).exists() for row in rows)
 
     def test_junit_has_a_case_a_reference(self, call, ran, tmp_path):

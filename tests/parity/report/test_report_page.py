@@ -65,6 +65,8 @@ class TestVerdict:
     def test_nothing_compared_is_a_failure(self):
         held = replace(contents(), compared=())
         assert "FAIL: nothing was compared" in Page(render(held, ())).text
+        assert 'class="verdict bad"' in render(held, ())
+        assert not held.equal
 
     def test_what_was_left_out_is_counted_and_its_reason_given(self):
         told = page(left_out=(LeftOut("uniform", "deepspeed", "12 passes on 5 ranks"),)).text

@@ -158,6 +158,13 @@ class TestAxisOfSteps:
         assert np.isfinite(only(axes, "reference").get_ydata()).sum() == 3
         assert np.isfinite(only(axes, "candidate").get_ydata()).sum() == 9
 
+    @pytest.mark.parametrize("steps", [5, 1000])
+    def test_a_run_that_begins_later_is_drawn_where_its_steps_are(self, draw, steps):
+        axes = panel(draw(trace(steps), trace(steps, first=4))["curves"], "loss")
+        candidate = lines(axes, "candidate")[0]
+        known = candidate.get_xdata()[np.isfinite(candidate.get_ydata())]
+        assert (known[0], known[-1]) == pytest.approx((4, steps + 3), abs=4 if steps > 5 else 0)
+
 
 class TestWindows:
     def test_counts_of_both_runs_stand_over_zero(self, draw):
