@@ -91,7 +91,7 @@ class TestFirstDifference:
 
     def test_a_bound_is_shown_as_a_number(self):
         told = page(compared(trace(), trace(4, {1: {"loss": 0.75}}), REASSOCIATED)).text
-        assert "difference 0.5 bound 7.15e-07 rule loss is further off" in told
+        assert "difference 0.5 bound 1.07e-06 rule loss is further off" in told
 
     def test_what_one_run_lacks_is_absent_and_has_no_size(self):
         told = page(compared(trace(), trace(4, {2: {"loss": None}}))).text

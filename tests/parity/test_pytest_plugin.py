@@ -1,0 +1,71 @@
+"""The plugin in a project of its own: a test that passes, one that fails with its reasons, and goldens."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+TESTS = str(Path(__file__).parent)
+CONFIG = """{
+  "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_passes": 4, "gradient_clipping": 1.0,
+  "optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "zero_allow_untested_optimizer": true,
+  "zero_optimization": {"stage": 1}, "ds_parity": {"loss_weight": "token"}
+}"""
+OPTIONS = 'model="ds_parity.parity.model:build_tiny", windows=3, max_tokens=64'
+
+
+def git(folder, *arguments):
+    who = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    return subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def project(pytester):
+    """A committed project with a configuration; returns a function that runs a test body in it."""
+    (pytester.path / "ds_config.json").write_text(CONFIG)
+    git(pytester.path, "init", "-q")
+
+    def run(body, *arguments):
+        pytester.makepyfile(test_it=f"def test_parity(ds_parity_verify):\n    {body}\n")
+        git(pytester.path, "add", "test_it.py", "ds_config.json")
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "x"], cwd=pytester.path)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "--pythonpath", TESTS, *arguments)
+
+    return run
+
+
+def test_a_missing_configuration_is_told_without_ranks(project):
+    result = project('ds_parity_verify("nowhere.json")')
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*nowhere.json*"])
+
+
+@pytest.mark.ranks
+class TestWithRanks:
+    def test_a_right_project_passes_and_keeps_a_golden_of_a_clean_tree(self, project, pytester):
+        call = f'ds_parity_verify("ds_config.json", {OPTIONS}, golden="golden.jsonl")'
+        missing = project(call)
+        missing.assert_outcomes(failed=1)
+        missing.stdout.fnmatch_lines(["*there is no such trace yet*--ds-parity-update*"])
+        project(call, "--ds-parity-update").assert_outcomes(passed=1)
+        golden = (pytester.path / "golden.jsonl").read_text()
+        assert git(pytester.path, "rev-parse", "HEAD").strip() in golden
+        project(call).assert_outcomes(passed=1)
+        (pytester.path / "golden.jsonl").write_text(golden.replace('"grad_norm":0.', '"grad_norm":1.'))
+        held = project(call)
+        held.assert_outcomes(failed=1)
+        held.stdout.fnmatch_lines(["*grad_norm*", "*was written at commit*"])
+        (pytester.path / "ds_config.json").write_text(CONFIG + "\n")
+        dirty = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--ds-parity-update")
+        dirty.assert_outcomes(failed=1)
+        dirty.stdout.fnmatch_lines(["*the tree has changes (ds_config.json)*"])
+
+    def test_a_training_function_that_differs_fails_with_the_table_and_the_cause(self, project):
+        result = project(f'ds_parity_verify("ds_config.json", {OPTIONS}, train="training:halved")')
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(["*ragged against deepspeed-loop*", "*likely cause*", "*remedy:*"])
+
+    def test_a_users_own_loop_runs_in_both_engines_bit_for_bit(self, project):
+        project(f'ds_parity_verify("ds_config.json", {OPTIONS}, train="training:nll")').assert_outcomes(passed=1)

@@ -1,0 +1,27 @@
+"""Training functions as users write them, for the tests of `--train`; ranks import them by name."""
+
+import torch
+
+
+def nll(engine, micro_batches):
+    """The mean negative log likelihood over loss tokens, from the model's logits."""
+    for batch in micro_batches:
+        ids, mask = batch.inputs["input_ids"], batch.inputs["loss_mask"]
+        logp = engine(ids)[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        engine.backward(-(logp * mask).sum() / mask.sum().clamp(min=1))
+        engine.record("tokens", mask.sum())
+        engine.step()
+
+
+def nothing(engine, micro_batches):
+    """A function that never steps."""
+
+
+def halved(engine, micro_batches):
+    """Another loss for our engine than for the reference: what a port gets wrong."""
+    half = 0.5 if hasattr(engine, "last_step") else 1.0
+    for batch in micro_batches:
+        ids, mask = batch.inputs["input_ids"], batch.inputs["loss_mask"]
+        logp = engine(ids)[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        engine.backward(-half * (logp * mask).sum() / torch.clamp(mask.sum(), min=1))
+        engine.step()
