@@ -1,5 +1,6 @@
 """The plugin in a project of its own: a test that passes, one that fails with its reasons, and goldens."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -22,16 +23,17 @@ def git(folder, *arguments):
 
 
 @pytest.fixture
-def project(pytester):
+def project(pytester, monkeypatch):
     """A committed project with a configuration; returns a function that runs a test body in it."""
     (pytester.path / "ds_config.json").write_text(CONFIG)
     git(pytester.path, "init", "-q")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
 
     def run(body, *arguments):
         pytester.makepyfile(test_it=f"def test_parity(ds_parity_verify):\n    {body}\n")
         git(pytester.path, "add", "test_it.py", "ds_config.json")
-        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "x"], cwd=pytester.path)
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "--pythonpath", TESTS, *arguments)
+        git(pytester.path, "commit", "-qm", "x", "--allow-empty")
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
 
     return run
 
