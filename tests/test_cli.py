@@ -154,6 +154,7 @@ class TestCompareForeign:
         maps = ["--map-reference", "step=n+1", "--map-reference", "loss=train/nll", "--map-candidate", "step=k"]
         ran = ds_parity("compare", one, two, *maps, "--map-candidate", "loss=x", "--map", "lr=")
         assert ran.returncode == 0, ran
+        assert "reassociated tier" in ran.stdout
 
     def test_a_mean_loss_is_held_against_a_mean(self, tmp_path):
         lines = "".join(f"{step},{1 / step!r}\n" for step in range(1, 7))

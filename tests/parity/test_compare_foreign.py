@@ -132,6 +132,11 @@ class TestFields:
         assert not told(held(own(lr=(1e-3, 1e-3)), two, swap), "parameter groups")
         assert not held(own(lr=(1e-3,)), own(lr=(1e-3, 1e-3)), swap).equal
 
+    @BOTH_WAYS
+    def test_passes_that_were_mapped_are_compared_where_the_ranks_are_unknown(self, swap):
+        other = foreign(records=("loss",), change={(step, "passes"): 2 + (step == 2) for step in (1, 2, 3)})
+        assert fields(held(own(), other, swap)) == [(2, "passes")]
+
     def test_its_own_notes_come_with_its_side(self):
         assert told(compare(own(), foreign(notes=("x is y",)), REASSOCIATED), "the candidate (other): x is y")
 
@@ -245,6 +250,10 @@ class TestSteps:
         comparison = held(foreign([10, 20, 30]), foreign([15, 25]), swap)
         assert not comparison.equal
 
+    @pytest.mark.parametrize(("logged", "every"), [([1, 2, 4], 1), ([5, 10, 20, 30], 10), ([3, 7], 4), ([9], 1)])
+    def test_the_stride_is_the_distance_of_most_steps_and_of_two_the_lesser(self, logged, every):
+        assert stride(foreign(logged)) == every
+
     @given(st.sets(st.integers(1, 60), min_size=2, max_size=12), st.integers(1, 60))
     def test_no_step_is_left_out_that_is_a_whole_number_of_strides_from_the_one_before(self, logged, last):
         other = foreign(sorted(logged))
@@ -291,6 +300,20 @@ class TestMeanLoss:
         comparison = held(own(range(5, 31)), coarse, swap)
         assert fields(comparison) == [(10, "loss")]
         assert told(comparison, "at step 10 a mean loss needs steps that the")
+
+    @BOTH_WAYS
+    def test_a_run_that_was_resumed_has_its_first_mean_over_as_many_steps_as_the_next(self, swap):
+        late = foreign([20, 30], change=means(10, 30), mean_loss=True)
+        assert held(own(range(11, 31)), late, swap).equal
+
+    @BOTH_WAYS
+    def test_means_over_steps_that_do_not_end_together_are_not_compared_as_if_they_did(self, swap):
+        tens = foreign(range(10, 41, 10), change=means(10, 40), mean_loss=True)
+        fours = foreign(range(4, 41, 4), change=means(4, 40), mean_loss=True)
+        aligned = align(fours, tens) if swap else align(tens, fours)
+        losses = {one.step: one.loss for one in (aligned.reference if swap else aligned.candidate).steps}
+        assert losses[20] is None
+        assert fields(held(tens, fours, swap))[0] == (20, "loss")
 
     def test_nan_in_the_middle_makes_the_mean_nan(self):
         steps = own(range(1, 31)).steps

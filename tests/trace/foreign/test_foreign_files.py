@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_parity.errors import TraceError
+from ds_parity.errors import ConfigError, TraceError
 from ds_parity.trace import Header, Precision, TraceWriter, read_trace
-from ds_parity.trace.foreign import parse_maps, read_any
+from ds_parity.trace.foreign import parse_maps, read_any, read_pair
 
 OWN = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="ds_parity")
 NOT_A_NUMBER = pytest.mark.parametrize("text", ["high", "1,5", "1_000", "0x1", "True", "-"])
@@ -101,6 +101,22 @@ class TestTheRecord:
     def test_the_digits_of_each_field_are_told(self, tmp_path):
         path = put(tmp_path / "a.csv", f"step,loss,lr\n1,0.1234,{1 / 3}\n2,0.5,{2 / 3}\n3,0.4321,0.5\n")
         assert read(path).precision == {"loss": Precision(decimals=4)}
+
+
+class TestPairs:
+    def test_a_mapping_of_one_side_goes_before_that_of_both(self, tmp_path):
+        one, two = (put(tmp_path / name, "step,a,b\n1,5,6\n") for name in ("1.csv", "2.csv"))
+        a, b = read_pair(one, two, both=["loss=a"], right=["loss=b"])
+        assert (losses(a), losses(b)) == ({1: 5.0}, {1: 6.0})
+
+    def test_a_mapping_of_both_reaches_the_foreign_side_only(self, tmp_path):
+        theirs = put(tmp_path / "1.csv", "step,a\n1,5\n")
+        with TraceWriter(tmp_path / "t", OWN):
+            pass
+        for sides in ((theirs, tmp_path / "t"), (tmp_path / "t", theirs)):
+            assert {len(trace.steps) for trace in read_pair(*sides, both=["loss=a"])} == {0, 1}
+        with pytest.raises(ConfigError, match=r"no column to map \(loss\)"):
+            read_pair(theirs, tmp_path / "t", both=["loss=a"], right=["loss=a"])
 
 
 class TestSteps:
