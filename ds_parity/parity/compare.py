@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from ds_parity.parity.alignment import Aligned, align
-from ds_parity.parity.bounds import LEAST_LOSS, Tier, bits, eps, signed
+from ds_parity.parity.bounds import LEAST_LOSS, Tier, bits, eps, plainly_equal, signed
 from ds_parity.parity.fields import (
     BOUNDED,
     FIELDS,
@@ -172,7 +172,7 @@ def _step_differences(pair: Pair, ruler: Ruler) -> Iterator[Difference]:
 def _field_differences(field: Field, pair: Pair, ruler: Ruler) -> Iterator[Difference]:
     name = field.name
     a, b = pair.values(name)
-    if a is None and b is None:
+    if (a is None and b is None) or plainly_equal(a, b):
         return
     apart = ruler.gap(pair, name)
     bounded = ruler.tier is not Tier.EXACT and field.how is How.BOUNDED

@@ -48,6 +48,8 @@ class Ruler:
 
     def scale(self, name: str) -> float:
         """What a field's differences are at least relative to: a number that was rounded to 0 is no nearer than that."""
+        if not self.written:
+            return self.floors.get(name, 0.0)
         rounded = (it.slack(0.0) for it in self.written.get(name, ()) if it is not None)
         return max(self.floors.get(name, 0.0), *rounded, 0.0)
 
@@ -62,6 +64,8 @@ class Ruler:
 
     def slack(self, pair: Pair, name: str) -> float:
         """What the digits of both traces leave open, relative as `gap` is; 0 where there is nothing to relate it to."""
+        if name not in self.written:
+            return 0.0
         parts = ((self._slack(name, a, b), max(abs(a), self.scale(name))) for a, b in self._floats(pair, name))
         return max((slack / scale for slack, scale in parts if 0 < scale < math.inf), default=0.0)
 
