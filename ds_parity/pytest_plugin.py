@@ -51,6 +51,8 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
         update = bool(golden) and request.config.getoption(_UPDATE)
         if golden and update:
             _refuse_dirty_tree(here / golden)
+        elif golden and not (here / golden).exists():
+            pytest.fail(f"{golden}: there is no such trace yet; write it with pytest {_UPDATE}", pytrace=False)
         extended = config if isinstance(config, dict) else load_config(str(here / config))
         where = (str(here), str(request.config.rootpath))
         verified = harness.verify(extended, tmp_path, import_from=where, **options)
@@ -89,10 +91,6 @@ def _hold(outcome: Outcome, golden: Path, *, update: bool) -> None:
             for step in trace.steps:
                 writer.write(step)
         return
-    if not golden.exists():
-        pytest.fail(
-            f"{golden}: there is no such trace yet; write it with pytest {_UPDATE}, from a clean tree", pytrace=False
-        )
     kept = read_trace(golden)
     comparison = compare(kept, trace, Tier.REASSOCIATED, outcome.scenario.dtype)
     if not comparison.equal:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import Change
 from ds_parity.parity.compare import Comparison
+from ds_parity.parity.diagnosis import Cause, diagnose
 from ds_parity.parity.tables import number
 from ds_parity.trace import Trace
 
@@ -51,6 +52,11 @@ class Compared:
     def title(self) -> str:
         """The scenario's name and the reference's."""
         return f"{self.scenario} against {self.against}"
+
+    @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        """What would explain the difference, the likeliest first."""
+        return diagnose(self.reference.trace, self.candidate.trace, self.comparison)
 
 
 @dataclass(frozen=True)

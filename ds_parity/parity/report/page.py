@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ds_parity._version import __version__
+from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.fields import Difference
 from ds_parity.parity.report.condense import FieldFound, Line, found, lines
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Contents, Side
@@ -30,6 +31,7 @@ class _Section:
     steps: int
     verdict: str
     first: Difference | None
+    causes: tuple[Cause, ...]
     pictures: tuple[Picture, ...]
     found: tuple[FieldFound, ...]
     lines: tuple[Line, ...]
@@ -69,6 +71,7 @@ def _section(anchor: str, compared: Compared, pictures: tuple[Picture, ...]) -> 
         steps=len(comparison.rows),
         verdict=verdict(comparison),
         first=comparison.first,
+        causes=compared.causes,
         pictures=pictures,
         found=found(comparison),
         lines=lines(comparison),
