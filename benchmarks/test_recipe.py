@@ -10,10 +10,9 @@ from ds_parity.parity.rollouts import load_rollouts
 
 HERE = str(Path(__file__).parent)
 STAGES = (0, 1, 2, 3)
-MAX_TOKENS = 4096
 
 
-def config(stage, target=64):
+def config(stage, target):
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_passes": target,
@@ -24,15 +23,16 @@ def config(stage, target=64):
     }
 
 
-@pytest.mark.parametrize("rounds", [8])
-def test_rollouts_a_second_beside_the_recipe(benchmark, tmp_path, capsys, rounds):
-    """Windows of 64 rollouts, micro-batches of at most 4,096 tokens; padded ones hold so many that the longest would fit."""
-    held = MAX_TOKENS // max(len(rollout.tokens) for rollout in load_rollouts())
-    arguments = {"rounds": rounds, "max_tokens": MAX_TOKENS, "held": held}
-    calls = tuple(Call(f"ZeRO {s}", "recipe:measure", {"config": config(s), **arguments}) for s in STAGES)
+@pytest.mark.parametrize(("max_tokens", "target", "rounds"), [(4096, 64, 8), (16384, 128, 5)])
+def test_rollouts_a_second_beside_the_recipe(benchmark, tmp_path, capsys, max_tokens, target, rounds):
+    """Micro-batches of at most so many tokens; padded ones hold as many rollouts as fit if all were the longest."""
+    held = max_tokens // max(len(rollout.tokens) for rollout in load_rollouts())
+    arguments = {"rounds": rounds, "max_tokens": max_tokens, "held": held}
+    calls = tuple(Call(f"ZeRO {s}", "recipe:measure", {"config": config(s, target), **arguments}) for s in STAGES)
     found = benchmark.pedantic(run, (Job(calls, tmp_path / "ranks", 2, 900, (HERE,)),), rounds=1)
     with capsys.disabled():
-        print("\nrollouts a second, planned / recipe (quartiles of windows), and passes with idle ones among them")
+        print(f"\n{max_tokens:,} tokens a micro-batch, {target} rollouts a window, padded micro-batches of {held}")
+        print("rollouts a second, planned / recipe (quartiles of windows), and passes with idle ones among them")
         for stage, result in zip(STAGES, found, strict=True):
             show(benchmark, stage, result)
 
