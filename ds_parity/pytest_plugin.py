@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +71,11 @@ def _told(outcome: Outcome) -> str:
 
     from ds_parity.parity.tables import causes, render, verdict
 
-    console = Console(width=120, record=True, quiet=True)
-    console.print(render(outcome.comparison))
+    written = StringIO()
+    Console(width=120, file=written).print(render(outcome.comparison))
     explained = causes(outcome.causes)
-    return "\n".join([outcome.title, console.export_text().rstrip(), verdict(outcome.comparison), *explained])
+    table = written.getvalue().rstrip()
+    return "\n".join([outcome.title, table, verdict(outcome.comparison), *explained])
 
 
 def _hold(outcome: Outcome, golden: Path, *, update: bool) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import ds_parity
 from ds_parity.collation import collate, to_device
+from ds_parity.engine.finished import Finished
 from ds_parity.parity import ulysses
 from ds_parity.parity.scenario import Scenario, resolve
 from ds_parity.planning.records import MicroBatch
@@ -43,8 +44,11 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
 
 
 def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
-    # Steps are taken down as they are settled: what the function does between its passes is its own.
-    engine._self_driver.on_step.append(lambda finished: record(finished.record, engine.module))
+    # Steps are taken down as they are settled: what the function does between its passes, and its metrics, are its own.
+    def note(finished: Finished) -> None:
+        record(finished.record.model_copy(update={"metrics": {}}), engine.module)
+
+    engine._self_driver.on_step.append(note)
     stream = [batch for batch in own_batches(scenario) if not batch.idle]
     if scenario.shape == "planned" or scenario.drive == "loop":
         stream = own_batches(scenario)

@@ -2,13 +2,18 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest_plugins = ["pytester"]
 
 TESTS = str(Path(__file__).parent)
+# Where DeepSpeed's operators lie: pytester gives the project another home, and they would be compiled anew.
+DEVICE = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+COMPILED = Path.home() / ".cache" / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_{DEVICE}"
 CONFIG = """{
   "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_passes": 4, "gradient_clipping": 1.0,
   "optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "zero_allow_untested_optimizer": true,
@@ -27,6 +32,7 @@ def project(pytester, monkeypatch):
     """A committed project with a configuration; returns a function that runs a test body in it."""
     (pytester.path / "ds_config.json").write_text(CONFIG)
     git(pytester.path, "init", "-q")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR", str(COMPILED)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
 
     def run(body, *arguments):
@@ -77,4 +83,6 @@ class TestWithRanks:
     def test_a_training_function_that_differs_fails_with_the_table_and_the_cause(self, project):
         result = project(f'ds_parity_verify("ds_config.json", {OPTIONS}, train="training:halved")')
         result.assert_outcomes(failed=1)
-        result.stdout.fnmatch_lines(["*ragged against deepspeed-loop*", "*likely cause*", "*remedy:*"])
+        result.stdout.fnmatch_lines(
+            ["*ragged against deepspeed-loop*", "*grad norm*", "*DIFFERS*", "*likely cause*", "*remedy:*"]
+        )

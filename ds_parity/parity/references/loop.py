@@ -78,7 +78,10 @@ class Loop:
         norm, applied = _step(self.engine, window)
         if self._by_hand is not None:
             self._by_hand.advance(window.progress, applied)
-        self._record(self._notes.record(number, window, lr, norm, applied), self.engine.module)
+        line = self._notes.record(number, window, lr, norm, applied)
+        if self._scenario.train is not None:
+            line = line.model_copy(update={"metrics": {}})
+        self._record(line, self.engine.module)
 
 
 class Driven(wrapt.ObjectProxy[Any]):
