@@ -84,7 +84,9 @@ class TestPlannedWindows:
             two_ranks.trace(unplanned, "ds_parity"), two_ranks.trace(scenario, "ds_parity"), Tier.REASSOCIATED
         )
         unlike = {difference.field for difference in comparison.differences}
-        assert unlike <= {"passes", "idle_passes"}, verdict(comparison)
+        # A turn tells its rollout's reward once more.
+        told_anew = {"metrics.reward"} if scenario.turns else set()
+        assert unlike <= {"passes", "idle_passes"} | told_anew, verdict(comparison)
         assert [row.candidate.rollouts for row in comparison.rows] == [target] * 4
 
 
@@ -115,7 +117,7 @@ def test_the_mean_of_micro_batches_fails_and_by_far(two_ranks, stage, weight):
     assert not comparison.equal
     off = {d.field: d for d in comparison.differences if d.step == 1}
     assert off["grad_norm"].difference > 1000 * off["grad_norm"].bound
-    assert off["loss"].difference > 1000 * off["loss"].bound
+    assert "loss" not in off, "what is reported is right, and only the gradient is not"
 
 
 @pytest.mark.parametrize(("stage", "dtype"), cells.SAME_WINDOWS)
