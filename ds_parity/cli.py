@@ -196,7 +196,7 @@ def compare(
         _verdict(result.equal, "equal" if result.equal else "the traces differ")
     if report or junit:
         sides = reports.Side(a, str(reference)), reports.Side(b, str(candidate))
-        _leave(reports.of_traces(result, *sides), report, junit)
+        _leave(reports.of_traces(result, *sides, causes), report, junit)
     raise typer.Exit(0 if result.equal else 1)
 
 

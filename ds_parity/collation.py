@@ -55,18 +55,17 @@ def collate(
         ConfigError: a prompt is empty or longer than its sequence, rollouts and pairs are mixed, or the layout is unknown.
     """
     check_choices(layout=layout)
-    sequences = [sequence for unit in held for sequence in unit.sequences]
-    for sequence in sequences:
-        check_prompt(sequence)
     idle = Rollout(prompt_id="idle", tokens=(pad, pad), prompt_length=2)
     units: Sequence[Unit] = held or [PreferencePair(idle, idle) if pairs else idle]
     rows = [sequence for unit in units for sequence in unit.sequences]
+    for row in rows:
+        check_prompt(row)
     inputs = _packed(rows) if layout == "packed" else _padded(rows, pad)
     return MicroBatch(
         inputs=inputs | _of_units(units),
         rollouts=len(held) if rollouts is None else rollouts,
         prompts=prompts,
-        tokens=sum(sequence.loss_tokens for sequence in sequences),
+        tokens=sum(row.loss_tokens for row in rows),
         held=tuple(held),
     )
 

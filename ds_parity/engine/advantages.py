@@ -29,16 +29,15 @@ def gathered_advantages(
     own = [float(reward) for reward in rewards]
     told: list[Any] = [(list(prompt_ids), own, first)]
     if group is not None:
-        told = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, (list(prompt_ids), own, first), group=group)
+        mine, told = told[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, mine, group=group)
     for rank, (theirs, earned, _) in enumerate(told):
         if len(theirs) != len(earned):
             raise ConfigError(
                 f"rank {rank} of those that step together gave {len(earned)} rewards for {len(theirs)} prompts"
             )
-    counted = [(ids, earned) for ids, earned, counts in told if counts]
-    prompts = [prompt for ids, _ in counted for prompt in ids]
-    advantages = group_advantages(prompts, [reward for _, earned in counted for reward in earned], by_std=by_std)
+    counted = [one for ids, earned, counts in told if counts for one in zip(ids, earned, strict=True)]
+    advantages = group_advantages([prompt for prompt, _ in counted], [r for _, r in counted], by_std=by_std)
     # Rewards that are equal in one group have one advantage, so this rank's are found by what they are.
-    of = dict(zip(zip(prompts, (r for _, e in counted for r in e), strict=True), advantages, strict=True))
+    of = dict(zip(counted, advantages, strict=True))
     return [of[prompt, reward] for prompt, reward in zip(prompt_ids, own, strict=True)]

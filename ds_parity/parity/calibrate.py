@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_parity.parity.bounds import EPS, C, Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.bounds import EPS, C
 from ds_parity.parity.fields import Comparison
 from ds_parity.parity.launch import Job, run
 from ds_parity.parity.scenario import Scenario
-from ds_parity.parity.verify import calls
-from ds_parity.trace import read_trace
+from ds_parity.parity.verify import Progress, calls, outcome
 
-Progress = Callable[[int, str], None]
 QUANTITIES = ("loss", "grad_norm", "weights")
 _OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
@@ -90,10 +87,7 @@ def calibrate(
     folder = folder.resolve()
     job = Job(calls([(one, ("torch",)) for one in scenarios], folder), folder / "ranks", scenarios[0].ranks, timeout)
     ran = run(job, progress)
-    comparisons = {}
-    for one in scenarios:
-        reference, candidate = (read_trace(folder / one.name / f"{engine}.jsonl") for engine in ("torch", "ds_parity"))
-        comparisons[one.name] = compare(reference, candidate, Tier.REASSOCIATED, one.dtype)
+    comparisons = {one.name: outcome(one, "torch", folder).comparison for one in scenarios}
     return Calibration(comparisons, ran[0]["accelerator"])
 
 

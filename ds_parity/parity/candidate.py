@@ -14,6 +14,7 @@ import ds_parity
 from ds_parity.collation import collate, to_device
 from ds_parity.engine.finished import Finished
 from ds_parity.parity import ulysses
+from ds_parity.parity.oracle import Passes
 from ds_parity.parity.scenario import Scenario, resolve
 from ds_parity.planning.records import MicroBatch
 from ds_parity.trace import StepRecord
@@ -49,11 +50,14 @@ def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
         record(finished.record.model_copy(update={"metrics": {}}), engine.module)
 
     engine._self_driver.on_step.append(note)
-    stream = [batch for batch in own_batches(scenario) if not batch.idle]
-    if scenario.shape == "planned" or scenario.drive == "loop":
-        stream = own_batches(scenario)
-    resolve(scenario.train or "")(engine, engine.passes(stream, idle=stand_in(scenario)))
+    resolve(scenario.train or "")(engine, engine.passes(_stream(scenario), idle=stand_in(scenario)))
     return engine
+
+
+def _stream(scenario: Scenario) -> list[MicroBatch]:
+    # Some scenarios say where idle passes are; streams just run dry.
+    told = scenario.shape == "planned" or scenario.drive == "loop"
+    return [batch for batch in own_batches(scenario) if told or not batch.idle]
 
 
 def stand_in(scenario: Scenario) -> MicroBatch:
@@ -62,10 +66,15 @@ def stand_in(scenario: Scenario) -> MicroBatch:
     return to_device(collate((min(rollouts, key=lambda rollout: len(rollout.tokens)),)), _device())
 
 
-def own_batches(scenario: Scenario) -> list[MicroBatch]:
-    """Return this rank's micro-batches, a pass each, on its device."""
-    rank = dist.get_rank() // scenario.sequence_parallel
-    return [to_device(held[rank], _device()) for held in scenario.batches()]
+def own_rank(scenario: Scenario) -> int:
+    """Return this rank's number among those that hold different micro-batches."""
+    return dist.get_rank() // scenario.sequence_parallel
+
+
+def own_batches(scenario: Scenario, passes: Passes | None = None) -> list[MicroBatch]:
+    """Return this rank's micro-batches of the scenario's passes, or of others, on its device."""
+    rank = own_rank(scenario)
+    return [to_device(held[rank], _device()) for held in passes or scenario.batches()]
 
 
 def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:
@@ -82,10 +91,7 @@ def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:
 
 
 def _by_passes(engine: Any, scenario: Scenario) -> Iterator[None]:
-    batches = own_batches(scenario)
-    # A plan says where idle passes are; other streams just run dry.
-    stream = batches if scenario.shape == "planned" else [batch for batch in batches if not batch.idle]
-    for batch in engine.passes(stream, idle=stand_in(scenario), finish=False):
+    for batch in engine.passes(_stream(scenario), idle=stand_in(scenario), finish=False):
         loss = engine(**batch.inputs)
         _measure(engine, batch)
         engine.backward(loss)

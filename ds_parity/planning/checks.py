@@ -59,8 +59,7 @@ def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
         )
     for unit in rollouts:
         for sequence in unit.sequences:
-            if not 1 <= sequence.prompt_length <= len(sequence.tokens):
-                check_prompt(sequence)
+            check_prompt(sequence)
     sizes: np.ndarray = lengths.sum(axis=1) if layout == "packed" else lengths.max(axis=1, initial=0) * rows
     return sizes
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from ds_parity.parity.candidate import Record, own_batches, stand_in
+from ds_parity.parity.candidate import Record, own_batches, own_rank, stand_in
 from ds_parity.parity.oracle import Passes, PlannedWindow, plan, weight
 from ds_parity.parity.references.bare import StepNotes, initialize, metrics_of
 from ds_parity.parity.references.plain import ByHand
@@ -24,6 +25,7 @@ class Loop:
         stages: of ZeRO on which it is a fault.
         like: faults whose traces look the same, in which case any of them is a right diagnosis.
         told: gradient accumulation steps that DeepSpeed is told, None: the configuration's.
+        rank: this one, among those that hold different micro-batches.
         window: the window that is being run.
     """
 
@@ -36,8 +38,8 @@ class Loop:
 
     def __init__(self, wanted: Scenario) -> None:
         self.wanted, self.settings = wanted, wanted.settings
-        self.passes: Passes = wanted.batches()
-        self.own = own_batches(wanted)
+        self.passes, self.rank = self.batches(), own_rank(wanted)
+        self.own = own_batches(wanted, self.passes)
         self.idle = stand_in(wanted)
         self.engine: Any = initialize(self.of_engine(), self.told)
         self.scheduler, self.engine.lr_scheduler = self.engine.lr_scheduler, None
@@ -60,6 +62,10 @@ class Loop:
         return loop.engine
 
     # What a control may get wrong.
+
+    def batches(self) -> Passes:
+        """Return the micro-batches of all ranks, pass by pass."""
+        return self.wanted.batches()
 
     def of_engine(self) -> Scenario:
         """Return what the engine and its model are built from."""
@@ -120,6 +126,19 @@ class Loop:
 
     # What none gets wrong.
 
+    @property
+    def rows(self) -> Passes:
+        """The passes of the window."""
+        return self.passes[self.window.first : self.window.last + 1]
+
+    def an_even_share(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a micro-batch as if each of the window weighed the same."""
+        return loss * (self.averaged() / sum(not batch.idle for row in self.rows for batch in row))
+
+    def configured(self, **changed: Any) -> Scenario:
+        """Return the scenario with some keys of its configuration changed."""
+        return replace(self.wanted, config={**self.wanted.config, **changed})
+
     def inputs(self, index: int) -> MicroBatch:
         """Return what a pass runs on this rank."""
         return self.idle if self.own[index].idle else self.own[index]
@@ -142,6 +161,6 @@ class Loop:
         norm = engine.get_global_grad_norm() if applied else None
         self.move(applied)
         line = self.notes.record(number, self.window, lr, norm, applied)
-        batches = [batch for row in self.passes[self.window.first : self.window.last + 1] for batch in row]
+        batches = [batch for row in self.rows for batch in row]
         reported = None if line.loss is None else self.loss(line.loss)
         record(line.model_copy(update={"loss": reported, "metrics": self.metrics(batches)}), engine.module)

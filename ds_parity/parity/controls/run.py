@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
 from ds_parity.parity.controls.known import known
 from ds_parity.parity.controls.loop import Loop
 from ds_parity.parity.controls.scenarios import scenario
-from ds_parity.parity.diagnosis import Cause, diagnose
+from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.fields import Comparison
-from ds_parity.parity.launch import Call, Job, run
+from ds_parity.parity.launch import Job, run
 from ds_parity.parity.scenario import Scenario
-from ds_parity.parity.verify import title
-from ds_parity.trace import read_trace
+from ds_parity.parity.verify import Progress, call, outcome, title
 
-Progress = Callable[[int, str], None]
 RANKS = 2
 CLEAN = ("ds_parity", "clean")
 _TRY = "ds_parity.parity.matrix.attempt:run"
@@ -93,7 +89,7 @@ def plan(config: dict[str, Any], names: Iterable[str] | None = None) -> list[tup
     """
     stage = config.get("zero_optimization", {}).get("stage", 0)
     wanted = chosen(names, stage)
-    shapes = {name: _of(name, config) for name in dict.fromkeys(control.scenario for control in wanted)}
+    shapes = {name: scenario(name, config) for name in dict.fromkeys(control.scenario for control in wanted)}
     engines = [(shape, engine) for shape in shapes.values() for engine in ("torch", *CLEAN)]
     return [*engines, *((shapes[control.scenario], control.name) for control in wanted)]
 
@@ -121,12 +117,9 @@ def run_controls(
     """
     folder = folder.resolve()
     wanted = plan(config, names)
-    calls = tuple(
-        Call(title(shape, engine), _TRY, {"scenario": shape.to_json(), "engine": engine, "folder": str(folder)})
-        for shape, engine in wanted
-    )
+    calls = tuple(replace(call(shape, engine, folder), function=_TRY) for shape, engine in wanted)
     answers = run(Job(calls, folder / "ranks", RANKS, timeout), progress)
-    raised = {call.title: answer.get("raised") for call, answer in zip(calls, answers, strict=True)}
+    raised = {one.title: answer.get("raised") for one, answer in zip(calls, answers, strict=True)}
     return tuple(
         _finding(shape, engine, folder, raised[title(shape, engine)]) for shape, engine in wanted if engine != "torch"
     )
@@ -143,13 +136,8 @@ def noise(findings: Sequence[Finding]) -> float:
     return max((it.difference / it.bound for it in measured), default=0.0)
 
 
-def _of(name: str, config: dict[str, Any]) -> Scenario:
-    return replace(scenario(name, config), name=name)
-
-
 def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> Finding:
     if raised is not None:
         return Finding(engine, shape.name, None, raised=raised)
-    reference, candidate = (read_trace(folder / shape.name / f"{one}.jsonl") for one in ("torch", engine))
-    comparison = compare(reference, candidate, Tier.REASSOCIATED, shape.dtype)
-    return Finding(engine, shape.name, comparison, diagnose(reference, candidate, comparison))
+    found = outcome(shape, "torch", folder, engine)
+    return Finding(engine, shape.name, found.comparison, found.causes)

@@ -17,7 +17,7 @@ _WARMUP = {
 # So high that nothing is clipped: without the key ZeRO 0 takes no norm in fp32, and many a fault shows there first.
 _NEVER = 1e9
 _KEPT = ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast", "zero_allow_untested_optimizer")
-_ORDER = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 160, "seed": 3}
+_SIZE: dict[str, Any] = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 160}
 
 
 def scenario(name: str, config: dict[str, Any], seed: int = 3) -> Scenario:
@@ -67,4 +67,4 @@ def scenario(name: str, config: dict[str, Any], seed: int = 3) -> Scenario:
         "zero_allow_untested_optimizer": True,
         "ds_parity": section,
     }
-    return Scenario(f"{name}-{seed}", extended, **{**_ORDER, "seed": seed, **shape})
+    return Scenario(name, extended, seed=seed, **_SIZE, **shape)

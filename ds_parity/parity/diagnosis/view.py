@@ -17,7 +17,10 @@ def near(value: float | None, other: float, relative: float = 0.02) -> bool:
 
 def alike(values: list[float], relative: float = 0.03) -> bool:
     """Whether there are numbers, and all are near their median."""
-    return bool(values) and all(near(value, sorted(values)[len(values) // 2], relative) for value in values)
+    if not values:
+        return False
+    median = sorted(values)[len(values) // 2]
+    return all(near(value, median, relative) for value in values)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class Loop:
     def __init__(self, scenario: Scenario, record: Record) -> None:
         self._scenario, self._settings, self._record = scenario, scenario.settings, record
         self.engine = initialize(scenario)
-        batches, self._own = scenario.batches(), own_batches(scenario)
+        batches = scenario.batches()
+        self._own = own_batches(scenario, batches)
         self.passes = len(batches)
         self._idle, self._notes = stand_in(scenario), StepNotes(self.engine, scenario, batches)
         self._by_hand = _take_scheduler(self.engine) if self._settings.lr_progress == "rollout" else None

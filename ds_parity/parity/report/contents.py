@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import Change
 from ds_parity.parity.compare import Comparison
-from ds_parity.parity.diagnosis import Cause, diagnose
+from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.tables import number
 from ds_parity.trace import Trace
 
@@ -40,6 +40,7 @@ class Compared:
         comparison: what comparing found.
         reference: the trace that is right.
         candidate: the trace in question.
+        causes: what would explain the difference, the likeliest first.
     """
 
     scenario: str
@@ -47,16 +48,12 @@ class Compared:
     comparison: Comparison
     reference: Side
     candidate: Side
+    causes: tuple[Cause, ...] = ()
 
     @property
     def title(self) -> str:
         """The scenario's name and the reference's."""
         return f"{self.scenario} against {self.against}"
-
-    @cached_property
-    def causes(self) -> tuple[Cause, ...]:
-        """What would explain the difference, the likeliest first."""
-        return diagnose(self.reference.trace, self.candidate.trace, self.comparison)
 
 
 @dataclass(frozen=True)

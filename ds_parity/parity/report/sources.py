@@ -9,22 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import rewrite
 from ds_parity.parity.compare import Comparison
+from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Configurations, Contents, Side
 
 if TYPE_CHECKING:
     from ds_parity.parity.verify import Outcome, Verification
 
 
-def of_traces(comparison: Comparison, reference: Side, candidate: Side, made: datetime | None = None) -> Contents:
+def of_traces(
+    comparison: Comparison,
+    reference: Side,
+    candidate: Side,
+    causes: tuple[Cause, ...] = (),
+    made: datetime | None = None,
+) -> Contents:
     """Return the contents for two traces.
 
     Args:
         comparison: what comparing them found.
         reference: the trace that is right.
         candidate: the trace in question; its scenario names the comparison.
+        causes: what would explain the difference.
         made: when, in UTC; now by default.
     """
-    compared = Compared(candidate.trace.header.scenario or UNKNOWN, reference.path, comparison, reference, candidate)
+    scenario = candidate.trace.header.scenario or UNKNOWN
+    compared = Compared(scenario, reference.path, comparison, reference, candidate, causes)
     return Contents((compared,), made or _now())
 
 
@@ -65,6 +74,7 @@ def _compared(outcome: Outcome, folder: Path) -> Compared:
         comparison=outcome.comparison,
         reference=Side(outcome.reference_trace, path(outcome.reference)),
         candidate=Side(outcome.candidate, path(outcome.candidate.header.engine)),
+        causes=outcome.causes,
     )
 
 

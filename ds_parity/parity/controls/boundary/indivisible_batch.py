@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from ds_parity.parity.controls.loop import Loop
-from ds_parity.parity.oracle import PlannedWindow
+from ds_parity.parity.controls.boundary.partial_window_leak import PartialWindowLeak
 
 
-class IndivisibleBatch(Loop):
-    """The engine with this fault."""
+class IndivisibleBatch(PartialWindowLeak):
+    """The engine with this fault: the tail is the window that the data leaves short."""
 
     name = "indivisible-batch"
     seen = "SkyRL #1483, open-instruct, TRL"
     like = ("partial-window-leak",)
-
-    def windows(self) -> list[PlannedWindow]:
-        """Drop the tail: the window that it leaves short."""
-        return [window for window in super().windows() if not window.open]

@@ -13,6 +13,5 @@ class IdleCounted(Loop):
 
     def total(self, index: int) -> float:
         """Count what the stand-ins hold."""
-        rows = self.passes[self.window.first : self.window.last + 1]
-        dummies = sum(batch.idle for row in rows for batch in row)
+        dummies = sum(batch.idle for row in self.rows for batch in row)
         return self.window.total + dummies * self.units(self.idle)

@@ -17,5 +17,4 @@ class AuxTermScaledApart(Loop):
 
     def divided(self, loss: torch.Tensor, batch: MicroBatch, index: int) -> torch.Tensor:
         """Take a quarter of the loss for the second term, and weigh each micro-batch of it alike."""
-        held = [one for row in self.passes[self.window.first : self.window.last + 1] for one in row if not one.idle]
-        return 0.75 * super().divided(loss, batch, index) + 0.25 * loss * (self.averaged() / len(held))
+        return 0.75 * super().divided(loss, batch, index) + 0.25 * self.an_even_share(loss)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ds_parity.parity.controls.loop import Loop
 from ds_parity.parity.scenario import Scenario
 
@@ -18,5 +16,4 @@ class ClipAtWrongScale(Loop):
 
     def of_engine(self) -> Scenario:
         """Clip a gradient that is as many times too large as there are ranks."""
-        limit = self.wanted.config["gradient_clipping"] / self.wanted.ranks
-        return replace(self.wanted, config={**self.wanted.config, "gradient_clipping": limit})
+        return self.configured(gradient_clipping=self.wanted.config["gradient_clipping"] / self.wanted.ranks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ds_parity.parity.controls.loop import Loop
 
 
@@ -16,10 +14,4 @@ class HalfBroadcast(Loop):
 
     def total(self, index: int) -> float:
         """Return what the first rank would hold if all held as much."""
-        rows = self.passes[self.window.first : self.window.last + 1]
-        return float(sum(self.units(row[self.rank]) for row in rows) or 1) * self.wanted.ranks
-
-    @property
-    def rank(self) -> int:
-        """This rank among those that hold different micro-batches."""
-        return torch.distributed.get_rank() // self.wanted.sequence_parallel
+        return float(sum(self.units(row[self.rank]) for row in self.rows) or 1) * self.wanted.ranks

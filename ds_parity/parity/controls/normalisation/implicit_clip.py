@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ds_parity.parity.controls.loop import Loop
 from ds_parity.parity.scenario import Scenario
 
@@ -18,4 +16,4 @@ class ImplicitClip(Loop):
 
     def of_engine(self) -> Scenario:
         """Clip where nobody asked for it."""
-        return replace(self.wanted, config={**self.wanted.config, "gradient_clipping": 1.0})
+        return self.configured(gradient_clipping=1.0)

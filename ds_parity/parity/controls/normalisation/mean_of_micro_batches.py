@@ -17,5 +17,4 @@ class MeanOfMicroBatches(Loop):
 
     def divided(self, loss: torch.Tensor, batch: MicroBatch, index: int) -> torch.Tensor:
         """Divide by the number of micro-batches."""
-        held = [one for row in self.passes[self.window.first : self.window.last + 1] for one in row if not one.idle]
-        return loss * (self.averaged() / len(held))
+        return self.an_even_share(loss)

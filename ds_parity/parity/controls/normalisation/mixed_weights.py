@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ds_parity.parity.controls.loop import Loop
 from ds_parity.parity.scenario import Scenario
 
@@ -17,5 +15,4 @@ class MixedWeights(Loop):
 
     def of_engine(self) -> Scenario:
         """Build a loss that is a mean over rollouts."""
-        section = {**self.wanted.config["ds_parity"], "loss_weight": "rollout"}
-        return replace(self.wanted, config={**self.wanted.config, "ds_parity": section})
+        return self.configured(ds_parity={**self.wanted.config["ds_parity"], "loss_weight": "rollout"})

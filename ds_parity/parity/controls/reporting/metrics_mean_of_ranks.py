@@ -17,11 +17,5 @@ class MetricsMeanOfRanks(Loop):
 
     def noted(self, loss: torch.Tensor, batch: MicroBatch, index: int) -> tuple[torch.Tensor, float]:
         """Let each rank's mean weigh the same."""
-        rows = self.passes[self.window.first : self.window.last + 1]
-        own = sum(self.units(row[self.rank]) for row in rows)
+        own = sum(self.units(row[self.rank]) for row in self.rows)
         return loss, self.units(batch) / own * self.window.total / self.wanted.ranks
-
-    @property
-    def rank(self) -> int:
-        """This rank among those that hold different micro-batches."""
-        return torch.distributed.get_rank() // self.wanted.sequence_parallel

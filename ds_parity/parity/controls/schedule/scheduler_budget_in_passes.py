@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ds_parity.parity.controls.loop import Loop
 from ds_parity.parity.scenario import Scenario
 
@@ -20,5 +18,4 @@ class SchedulerBudgetInPasses(Loop):
         passes = self.settings.gradient_accumulation_passes // self.wanted.ranks
         section = self.wanted.config["scheduler"]
         steps = section["params"]["warmup_num_steps"] * passes
-        scheduler = {**section, "params": {**section["params"], "warmup_num_steps": steps}}
-        return replace(self.wanted, config={**self.wanted.config, "scheduler": scheduler})
+        return self.configured(scheduler={**section, "params": {**section["params"], "warmup_num_steps": steps}})
