@@ -7,14 +7,21 @@ READY := $(VENV)/.ready
 # The oldest DeepSpeed of setup.cfg's range, which is the newest that there is, too.
 VERSIONS ?= 0.19.8
 
-.PHONY: verify matrix test lint bench test-versions upstream clean
+# Of which the README shows figures.
+FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
+
+.PHONY: verify matrix figures test lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
 
 matrix: $(READY)
 	$(BIN)/ds-parity verify --matrix
-	$(BIN)/python tools/update_readme_matrix.py ds_parity_out/matrix/matrix.md
+	$(BIN)/python tools/update_readme.py matrix ds_parity_out/matrix/matrix.md
+
+figures: $(READY)
+	$(BIN)/ds-parity controls ds_configs/zero2_fp32.json $(foreach fault,$(FAULTS),--only $(fault))
+	$(BIN)/python tools/update_readme.py figures ds_parity_out/controls
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ds_parity.config import Settings, parse
 from ds_parity.config.settings import key_path
+from ds_parity.parity.diagnosis.causes import REMEDIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,3 +34,10 @@ def test_its_commands_are_targets_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^\s*make (\w+)", README, re.MULTILINE):
         assert f"\n{target}:" in makefile
+
+
+def test_causes_by_symptom_are_those_that_a_diagnosis_gives():
+    table = README.split("## What is wrong, by symptom")[1].split("\n## ")[0]
+    names = re.findall(r"\*([a-z-]+)\*", table)
+    assert len(names) > 12
+    assert set(names) <= REMEDIES.keys()

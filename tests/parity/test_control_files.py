@@ -58,6 +58,9 @@ BUGS = [
     "reset-gated-by-logging",
     "mid-window-checkpoint",
     "resume-resets-window",
+    "resume-resets-schedule",
+    "resume-loses-optimizer",
+    "resume-repeats-data",
 ]
 
 

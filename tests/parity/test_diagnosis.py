@@ -105,6 +105,12 @@ CASES = {
     "equality-boundary": (held(48, 7, passes=(16, 3)), {"steps": 2}),
     "local-count": (held(26, 27, 14), {"steps": 3}),
     "resume-resets-window": (held(13, 14, 13, 12, 9, 6, passes=(4, 4, 5, 4, 3, 2)), {}),
+    "resume-resets-schedule": (lambda n: {"lr": (LR[n - 1 - 3 * (n > 3)],)}, {}),
+    "resume-loses-optimizer": (
+        lambda n: {"weights": Weights(checksum="b" * 64, norm=99.0)} if n > 1 else {},
+        {},
+    ),
+    "resume-repeats-data": (lambda n: {"tokens": 7 * n, "loss": 9.0, "grad_norm": 5.0} if n > 3 else {}, {}),
     "silent-truncation": (held(12, 12, 12, 8, 12, 6, passes=(4, 5, 4, 3, 4, 3)), {}),
 }
 

@@ -27,6 +27,7 @@ class Loop:
         told: gradient accumulation steps that DeepSpeed is told, None: the configuration's.
         rank: this one, among those that hold different micro-batches.
         window: the window that is being run.
+        number: of the window, from 1.
     """
 
     name: ClassVar[str] = ""
@@ -46,13 +47,14 @@ class Loop:
         self.by_hand = ByHand(self.scheduler) if self.settings.lr_progress == "rollout" and self.scheduler else None
         self.notes = StepNotes(self.engine, wanted, self.passes)
         self.window: PlannedWindow
+        self.number = 0
 
     @classmethod
     def run(cls, wanted: Scenario, record: Record) -> Any:
         """Run the scenario with the fault, and hand every step to `record`; returns the engine."""
         loop = cls(wanted)
         for number, window in enumerate(loop.windows(), start=1):
-            loop.window = window
+            loop.window, loop.number = window, number
             for index in range(window.first, window.last + 1):
                 loop.engine.set_gradient_accumulation_boundary(loop.marks(index))
                 loop.backward(index)

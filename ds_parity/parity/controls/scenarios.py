@@ -9,11 +9,9 @@ from ds_parity.parity.scenario import Scenario
 
 NAMES = ("tokens", "rollouts", "uniform", "clipped", "unclipped", "prompts", "progress", "hollow", "sharded")
 
-_SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
-_WARMUP = {
-    "type": "WarmupLR",
-    "params": {"warmup_num_steps": 10, "warmup_min_lr": 0.025, "warmup_max_lr": 0.05, "warmup_type": "linear"},
-}
+_LR = 0.05
+# What differs in the update alone shows in the weights alone, so it must move them far.
+_FAR = {"clipped": 2.0, "unclipped": 0.5}
 # So high that nothing is clipped: without the key ZeRO 0 takes no norm in fp32, and many a fault shows there first.
 _NEVER = 1e9
 _KEPT = ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast", "zero_allow_untested_optimizer")
@@ -62,9 +60,17 @@ def scenario(name: str, config: dict[str, Any], seed: int = 3) -> Scenario:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_passes": 4 if name == "prompts" else 12,
         "gradient_clipping": clipping,
-        "optimizer": _SGD,
-        "scheduler": _WARMUP,
+        **_update(_FAR.get(name, _LR)),
         "zero_allow_untested_optimizer": True,
         "ds_parity": section,
     }
     return Scenario(name, extended, seed=seed, **_SIZE, **shape)
+
+
+def _update(lr: float) -> dict[str, Any]:
+    """SGD with momentum, and a rate that moves up to `lr` in ten steps."""
+    warmup = {"warmup_num_steps": 10, "warmup_min_lr": lr / 2, "warmup_max_lr": lr, "warmup_type": "linear"}
+    return {
+        "optimizer": {"type": "SGD", "params": {"lr": lr, "momentum": 0.9}},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+    }

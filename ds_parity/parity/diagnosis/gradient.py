@@ -18,6 +18,7 @@ def causes(view: View) -> Iterator[Cause]:
         yield from _factors(view)
         yield from _weighting(view)
     elif {"grad_norm", "loss"} <= view.at_first:
+        yield from _data(view)
         yield from _loss(view)
     elif "weights" in view.at_first and "loss" not in view.at_first:
         yield from _update(view)
@@ -108,6 +109,17 @@ def _weighting(view: View) -> Iterator[Cause]:
     yield Cause("late-boundary", 0.62 if min(ratios) > 0.9 and mean > 1.1 else 0.3, said)
 
 
+def _data(view: View) -> Iterator[Cause]:
+    """Other tokens in as many rollouts: other data, from a step on."""
+    if "tokens" not in view.at_first or view.first == 0:
+        return
+    a, b = view.pairs[view.first]
+    held = [[(x.rollouts, x.tokens) for x in trace.steps] for trace in (view.candidate, view.reference)]
+    again = held[0][view.first :] == held[1][: len(held[0]) - view.first]
+    said = f"step {a.step} holds as many rollouts and {b.tokens} tokens in place of {a.tokens}, the steps before it agree"
+    yield Cause("resume-repeats-data", 0.95 if again else 0.7, said + ("; they are those of step 1" if again else ""))
+
+
 def _loss(view: View) -> Iterator[Cause]:
     losses = [(i, r) for i, r in enumerate(view.ratios("loss")) if r is not None]
     agree = [i for i, r in losses if near(r, 1.0, 0.01)]
@@ -134,5 +146,7 @@ def _update(view: View) -> Iterator[Cause]:
     before = [pair[0].grad_norm or 0.0 for pair in view.pairs[: view.first]]
     clipped = norm is not None and norm > 1.0 and all(value <= 1.0 for value in before)
     yield Cause("implicit-clip", 0.8 if clipped else 0.3, said)
+    if view.first > 0:
+        yield Cause("resume-loses-optimizer", 0.75, f"{said}; {view.first} steps before it agree in all")
     yield Cause("clip-at-wrong-scale", 0.7 if not clipped else 0.5, said)
     yield Cause("optimizer", 0.4, said)

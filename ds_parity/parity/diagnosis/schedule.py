@@ -39,6 +39,7 @@ def _from_the_start(view: View, a: list[float], b: list[float]) -> Iterator[Caus
 
 def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     first = view.first
+    yield from _anew(first, a, b)
     if view.pairs[first - 1][0].skipped:
         yield Cause(
             "scheduler-on-skipped-step",
@@ -71,3 +72,14 @@ def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         yield Cause("scheduler-budget-in-passes", 0.9 if near(paces[0], passes, 0.1) else 0.6, said)
     elif alike(paces, 0.1) and paces[0] < 0.8:
         yield Cause("scheduler-per-pass", 0.7, f"the LR moves {1 / paces[0]:.3g} times too fast")
+
+
+def _anew(first: int, a: list[float], b: list[float]) -> Iterator[Cause]:
+    # Two steps or more, of more than one rate: a constant schedule begins anew in every step.
+    after = b[first:]
+    if len(set(after)) > 1 and after == a[: len(after)]:
+        yield Cause(
+            "resume-resets-schedule",
+            0.97,
+            f"from step {first + 1} on the LR is that of step 1 and after ({after[0]:.4g}, where it should be {a[first]:.4g})",
+        )
