@@ -10,7 +10,7 @@ VERSIONS ?= 0.19.8
 # Of which the README shows figures.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures test lint bench test-versions upstream clean
+.PHONY: verify matrix figures test test-slow lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -25,6 +25,10 @@ figures: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# What `make test` leaves out: starts of ranks in plenty, and waits until a time is up.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -203,6 +203,7 @@ class TestVerify:
             "ds_parity.jsonl", "deepspeed-loop.jsonl", "torch.jsonl",
         }  # fmt: skip
 
+    @pytest.mark.slow
     def test_a_rank_that_fails_is_one_message_and_exit_2(self, tmp_path):
         """A user's own model that returns no logits."""
         (tmp_path / "broken.py").write_text("def build(seed):\n    return 7\n")
@@ -211,6 +212,7 @@ class TestVerify:
         assert "returned int: it must return a torch nn.Module" in message
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_probe_shows_a_faulty_loop_and_exits_1(tmp_path):
     subject = "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run"

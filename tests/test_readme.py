@@ -1,15 +1,30 @@
 """The README says what the code does."""
 
+import inspect
 import json
 import re
+import shlex
 from pathlib import Path
+
+import click
+import pytest
+import typer
 
 from ds_parity.config import Settings, parse
 from ds_parity.config.settings import key_path
+from ds_parity.cli import app
 from ds_parity.parity.diagnosis.causes import REMEDIES
+from ds_parity.parity.verify import verify
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+COMMANDS = [line.split("#")[0] for line in re.findall(r"^ +(ds-parity .*)$", README, re.MULTILINE)]
+# Where each of its Python blocks is run.
+RUN = {
+    "In your trainer": "tests/distributed/ranked_readme.py",
+    "Planning: rollouts to micro-batches": "tests/distributed/ranked_readme.py",
+    "The harness": "here",
+}
 
 
 def key_table():
@@ -41,3 +56,25 @@ def test_causes_by_symptom_are_those_that_a_diagnosis_gives():
     names = re.findall(r"\*([a-z-]+)\*", table)
     assert len(names) > 12
     assert set(names) <= REMEDIES.keys()
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_its_command_lines_are_taken(line):
+    group = typer.main.get_command(app)
+    name, command, given = group.resolve_command(click.Context(group), shlex.split(line)[1:])
+    command.make_context(name, given)
+
+
+def test_its_python_is_run_somewhere():
+    sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    assert {title for title, text in sections if "```python" in text} == RUN.keys()
+
+
+def test_its_example_of_a_users_test_calls_verify_as_it_can_be_called():
+    block = re.search(r"```python\n(def test_parity.*?)```", README, re.DOTALL)
+    names = {}
+    exec(block[1], names)
+    given = {}
+    names["test_parity"](lambda config, **options: given.update(options, config=config))
+    assert given.pop("golden")
+    inspect.signature(verify).bind(given.pop("config"), "folder", **given)

@@ -12,6 +12,15 @@ STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16")
 WEIGHTS = ("rollout", "token", "pass", "target")
 UNIFORM = [*[(gas, "SGD") for gas in (2, 3, 4, 5, 6)], (3, "AdamW")]
+# In bf16 fewer: a number of passes or a weight goes wrong in any type or in none.
+UNIFORM_CELLS = [
+    *[(stage, "fp32", *how) for stage, how in product(STAGES, UNIFORM)],
+    *[(stage, "bf16", *how) for stage, how in product(STAGES, [(3, "SGD"), (4, "SGD"), (3, "AdamW")])],
+]
+RAGGED_CELLS = [
+    *product(STAGES, ("fp32",), WEIGHTS),
+    *product(STAGES, ("bf16",), ("token",)),
+]
 TINY = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 96}
 REAL_LENGTHS = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 300, "windows": 4, "seed": 5}
 
@@ -102,8 +111,8 @@ def never_marked(stage):
 
 
 RUNS = [
-    *[(uniform(*at, *how), ("deepspeed", "ds_parity")) for at, how in product(product(STAGES, DTYPES), UNIFORM)],
-    *[(ragged(*cell), ("deepspeed-loop", "torch", "ds_parity")) for cell in product(STAGES, DTYPES, WEIGHTS)],
+    *[(uniform(*cell), ("deepspeed", "ds_parity")) for cell in UNIFORM_CELLS],
+    *[(ragged(*cell), ("deepspeed-loop", "torch", "ds_parity")) for cell in RAGGED_CELLS],
     *[(streams(*cell), ("deepspeed-loop", "torch", "ds_parity")) for cell in product(STAGES, DTYPES)],
     *[(summed(stage), ("deepspeed-loop", "torch", "ds_parity")) for stage in STAGES],
 ]
@@ -120,7 +129,7 @@ RUNS += [(scenario, ("deepspeed-loop", "torch", "ds_parity")) for scenario in PL
 DRY = [(stage, ("deepspeed-loop", "ds_parity")) for stage in STAGES]
 CONTROLS = [(ragged(stage, "fp32", weight), "mean-of-micro-batches") for stage, weight in product(STAGES, WEIGHTS[:2])]
 PROBES = [
-    *[(probed(*cell), "ds_parity.parity.candidate:run") for cell in product(STAGES, DTYPES, WEIGHTS)],
+    *[(probed(*cell), "ds_parity.parity.candidate:run") for cell in RAGGED_CELLS],
     *[
         (never_marked(stage), "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run")
         for stage in STAGES

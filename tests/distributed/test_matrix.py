@@ -45,6 +45,7 @@ def test_the_run_passes_and_leaves_its_report(quick):
     assert json.loads((folder / "matrix" / "matrix.json").read_text())["equal"] is True
 
 
+@pytest.mark.slow
 def test_a_cell_that_ends_its_ranks_costs_no_other_its_answer(tmp_path, monkeypatch):
     """One cell kills a rank, one hangs; those before and behind them are answered."""
     names = ["first", "killed", "between", "hangs", "last"]

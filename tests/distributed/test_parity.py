@@ -20,17 +20,13 @@ def assert_equal(launched, scenario, reference, tier):
     assert all(row.candidate.weights is not None for row in comparison.rows)
 
 
-@pytest.mark.parametrize(("gas", "optimizer"), cells.UNIFORM)
-@pytest.mark.parametrize("dtype", cells.DTYPES)
-@pytest.mark.parametrize("stage", cells.STAGES)
+@pytest.mark.parametrize(("stage", "dtype", "gas", "optimizer"), cells.UNIFORM_CELLS)
 def test_uniform_windows_are_bit_identical_to_fixed_accumulation(two_ranks, stage, dtype, gas, optimizer):
     """Loss, LR, gradient norm, weights and counters, for a number of passes that is a power of two and not."""
     assert_equal(two_ranks, cells.uniform(stage, dtype, gas, optimizer), "deepspeed", Tier.EXACT)
 
 
-@pytest.mark.parametrize("weight", cells.WEIGHTS)
-@pytest.mark.parametrize("dtype", cells.DTYPES)
-@pytest.mark.parametrize("stage", cells.STAGES)
+@pytest.mark.parametrize(("stage", "dtype", "weight"), cells.RAGGED_CELLS)
 class TestRaggedWindows:
     """Overshooting windows of 1 to 9 passes, 0 to 5 rollouts a micro-batch, ranks that idle, a last window left open."""
 

@@ -11,9 +11,7 @@ OURS = "ds_parity.parity.candidate:run"
 NEVER_MARKED = "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run"
 
 
-@pytest.mark.parametrize("weight", cells.WEIGHTS)
-@pytest.mark.parametrize("dtype", cells.DTYPES)
-@pytest.mark.parametrize("stage", cells.STAGES)
+@pytest.mark.parametrize(("stage", "dtype", "weight"), cells.RAGGED_CELLS)
 def test_every_micro_batch_enters_with_its_weight_over_the_total(two_ranks, stage, dtype, weight):
     scenario = cells.probed(stage, dtype, weight)
     result = ProbeResult(**two_ranks.results[f"{scenario.name}: {OURS}"])

@@ -65,6 +65,7 @@ def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_p
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_that_hang_are_ended_when_the_time_is_up(tmp_path):
     with pytest.raises(HarnessError, match=r"did not finish within 25 s \(in 'hang'\): they were ended"):
         run(job(tmp_path, "hang", timeout=25))
@@ -77,10 +78,13 @@ def test_a_launcher_that_is_not_there_is_said(tmp_path, monkeypatch):
         run(job(tmp_path, "echo", value=1))
 
 
-def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch):
+def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch, request):
     """Ctrl-C while the ranks start."""
     monkeypatch.setattr(launch, "_command", lambda job, port: [sys.executable, "-c", _SLEEPER, str(tmp_path)])
     (tmp_path / "ranks").mkdir()
+    # A shell that starts a job in the background lets it ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def interrupt(done, title):
         time.sleep(0.5)

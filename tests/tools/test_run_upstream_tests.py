@@ -73,6 +73,7 @@ def statuses(report, name):
     return [outcomes[mode]["status"] for mode in ("bare", "plain", "keyed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -93,12 +94,14 @@ def test_every_test_has_its_outcome_in_every_mode_though_others_crash_and_hang(r
     assert statuses(report, name) == expected
 
 
+@pytest.mark.slow
 def test_a_refusal_of_ours_is_set_apart_with_its_reason(report):
     assert report[0]["refused"] == {
         "keyed unit/test_it.py::test_refused_with_the_key": "WindowError: ours, and why",
     }
 
 
+@pytest.mark.slow
 def test_everything_else_that_ends_otherwise_differs(report):
     named = {test.rpartition("::")[2] for test in report[0]["differs"]}
     assert named == {"test_fails_bare", "test_hangs", "test_refused_without_the_key", "test_wrong_with_the_key"}

@@ -116,7 +116,9 @@ def _data(view: View) -> Iterator[Cause]:
     a, b = view.pairs[view.first]
     held = [[(x.rollouts, x.tokens) for x in trace.steps] for trace in (view.candidate, view.reference)]
     again = held[0][view.first :] == held[1][: len(held[0]) - view.first]
-    said = f"step {a.step} holds as many rollouts and {b.tokens} tokens in place of {a.tokens}, the steps before it agree"
+    said = (
+        f"step {a.step} holds as many rollouts and {b.tokens} tokens in place of {a.tokens}, the steps before it agree"
+    )
     yield Cause("resume-repeats-data", 0.95 if again else 0.7, said + ("; they are those of step 1" if again else ""))
 
 

@@ -151,6 +151,7 @@ def test_a_real_run_that_logged_every_fifth_step_equals_itself_logging_every_ste
     held(tmp_path, DATA / "every_step", DATA / "every_fifth")
 
 
+@pytest.mark.slow
 def test_so_does_one_that_is_run_here(tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer takes accelerate, of the extra hf")
     held(tmp_path, trained(tmp_path / "1", 1), trained(tmp_path / "5", 5))

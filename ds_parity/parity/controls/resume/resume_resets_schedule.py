@@ -1,0 +1,19 @@
+"""resume-resets-schedule: the scheduler is built anew and not loaded: warm-up begins again."""
+
+from __future__ import annotations
+
+from ds_parity.parity.controls.loop import Loop
+
+
+class ResumeResetsSchedule(Loop):
+    """The engine with this fault."""
+
+    name = "resume-resets-schedule"
+    seen = "a branch of Fast-LLM; load_lr_scheduler_states=False"
+    scenario = "uniform"
+
+    def move(self, applied: bool) -> None:
+        """Begin the third window with the schedule's first rate."""
+        super().move(applied)
+        if self.number == 2:
+            self.scheduler.step(-1)
