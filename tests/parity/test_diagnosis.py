@@ -105,12 +105,12 @@ CASES = {
     "equality-boundary": (held(48, 7, passes=(16, 3)), {"steps": 2}),
     "local-count": (held(26, 27, 14), {"steps": 3}),
     "resume-resets-window": (held(13, 14, 13, 12, 9, 6, passes=(4, 4, 5, 4, 3, 2)), {}),
-    "resume-resets-schedule": (lambda n: {"lr": (LR[n - 1 - 3 * (n > 3)],)}, {}),
+    "resume-resets-schedule": (lambda n: {"lr": (LR[n - 1 - 2 * (n > 2)],)}, {}),
     "resume-loses-optimizer": (
         lambda n: {"weights": Weights(checksum="b" * 64, norm=99.0)} if n > 1 else {},
         {},
     ),
-    "resume-repeats-data": (lambda n: {"tokens": 7 * n, "loss": 9.0, "grad_norm": 5.0} if n > 3 else {}, {}),
+    "resume-repeats-data": (lambda n: {"loss": 0.52 + n - 4, "grad_norm": NORMS[n - 4]} if n > 3 else {}, {}),
     "silent-truncation": (held(12, 12, 12, 8, 12, 6, passes=(4, 5, 4, 3, 4, 3)), {}),
 }
 
@@ -140,6 +140,11 @@ def test_a_schedule_by_steps_beside_one_by_rollouts_is_named():
         lambda n: {"lr": (0.025 + 0.0025 * (n - 1),)}, reference=lambda n: {"lr": (0.025 + 0.0002 * reached[n - 1],)}
     )
     assert found[0].name == "scheduler-per-dynamic-step"
+
+
+def test_other_tokens_from_a_step_on_are_other_data():
+    found = causes(lambda n: {"tokens": 7 * n, "loss": 9.0 * n, "grad_norm": 5.0} if n > 3 else {})
+    assert found[0].name == "resume-repeats-data"
 
 
 def test_a_metric_that_keeps_the_step_before_is_named():

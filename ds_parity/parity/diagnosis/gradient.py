@@ -110,16 +110,22 @@ def _weighting(view: View) -> Iterator[Cause]:
 
 
 def _data(view: View) -> Iterator[Cause]:
-    """Other tokens in as many rollouts: other data, from a step on."""
-    if "tokens" not in view.at_first or view.first == 0:
+    """Other data in as many rollouts, from a step on; as a rule those that were trained on before."""
+    after = [
+        (b.loss, a.loss, then.loss) for (a, b), (then, _) in zip(view.pairs[view.first :], view.pairs, strict=False)
+    ]
+    known = [(x, y, z) for x, y, z in after if x is not None and y is not None and z is not None]
+    if view.first == 0 or not known:
         return
-    a, b = view.pairs[view.first]
-    held = [[(x.rollouts, x.tokens) for x in trace.steps] for trace in (view.candidate, view.reference)]
-    again = held[0][view.first :] == held[1][: len(held[0]) - view.first]
-    said = (
-        f"step {a.step} holds as many rollouts and {b.tokens} tokens in place of {a.tokens}, the steps before it agree"
-    )
-    yield Cause("resume-repeats-data", 0.95 if again else 0.7, said + ("; they are those of step 1" if again else ""))
+    begins = f"the {view.first} steps before step {view.first + 1} agree, it has another loss"
+    # Weights have moved since, so losses come back by about.
+    if len(known) > 1 and max(abs(x - z) for x, _, z in known) < 0.1 * max(abs(y - z) for _, y, z in known):
+        losses = ", ".join(f"{x:.4g} for {z:.4g}" for x, _, z in known[:3])
+        yield Cause(
+            "resume-repeats-data", 0.9, f"{begins}; losses from there on are near those of step 1 and after: {losses}"
+        )
+    elif view.at_first & {"tokens"}:
+        yield Cause("resume-repeats-data", 0.7, f"{begins}, and other tokens")
 
 
 def _loss(view: View) -> Iterator[Cause]:

@@ -75,11 +75,12 @@ def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 
 def _anew(first: int, a: list[float], b: list[float]) -> Iterator[Cause]:
-    # Two steps or more, of more than one rate: a constant schedule begins anew in every step.
+    # Of three rates or more: a schedule that stands still, or moves once, begins anew wherever one looks.
     after = b[first:]
-    if len(set(after)) > 1 and after == a[: len(after)]:
+    starts = [at for at in range(first) if after == a[at : at + len(after)]]
+    if starts and len(set(after)) > 2:
         yield Cause(
             "resume-resets-schedule",
             0.97,
-            f"from step {first + 1} on the LR is that of step 1 and after ({after[0]:.4g}, where it should be {a[first]:.4g})",
+            f"from step {first + 1} on the LR goes as from step {starts[0] + 1} on ({after[0]:.4g}, where {a[first]:.4g} was due)",
         )

@@ -10,10 +10,9 @@ class ResumeResetsSchedule(Loop):
 
     name = "resume-resets-schedule"
     seen = "a branch of Fast-LLM; load_lr_scheduler_states=False"
-    scenario = "uniform"
 
     def move(self, applied: bool) -> None:
-        """Begin the third window with the schedule's first rate."""
+        """Begin the second window with the schedule's first rate."""
         super().move(applied)
-        if self.number == 2:
+        if self.number == 1:
             self.scheduler.step(-1)
