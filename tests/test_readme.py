@@ -10,9 +10,9 @@ import click
 import pytest
 import typer
 
+from ds_parity.cli import app
 from ds_parity.config import Settings, parse
 from ds_parity.config.settings import key_path
-from ds_parity.cli import app
 from ds_parity.parity.diagnosis.causes import REMEDIES
 from ds_parity.parity.verify import verify
 
