@@ -60,13 +60,6 @@ class Finding:
         """Whether the first cause is the fault, or one whose traces look the same."""
         return bool(self.causes) and self.causes[0].name in (self.name, *known()[self.name].like)
 
-    @property
-    def signal(self) -> float | None:
-        """How many bounds the first bounded difference is off; None where what differs has no bound."""
-        found = self.comparison.differences if self.comparison else ()
-        known_bounds = [d.difference / d.bound for d in found if d.difference is not None and d.bound]
-        return known_bounds[0] if known_bounds else None
-
 
 def chosen(names: Iterable[str] | None, stage: int) -> tuple[type[Loop], ...]:
     """Return the controls of these names that are faults on a ZeRO stage; None for all.
@@ -128,12 +121,6 @@ def run_controls(
 def good(findings: Sequence[Finding]) -> bool:
     """Whether there are controls, all were caught, and no clean engine was."""
     return any(not found.clean for found in findings) and all(found.good for found in findings)
-
-
-def noise(findings: Sequence[Finding]) -> float:
-    """Return the greatest part of a bound that a clean engine has used up (in [0, 1] where none was caught)."""
-    measured = (it for found in findings if found.clean and found.comparison for it in found.comparison.measured)
-    return max((it.difference / it.bound for it in measured), default=0.0)
 
 
 def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> Finding:

@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from ds_parity.parity.controls.known import WITHOUT_TRACE
-from ds_parity.parity.controls.run import Finding, noise
+from ds_parity.parity.controls.margins import margins, signal
+from ds_parity.parity.controls.run import Finding
 
 
 def render(findings: Sequence[Finding]) -> Table:
@@ -27,10 +28,9 @@ def summary(findings: Sequence[Finding]) -> str:
     clean = [found for found in findings if found.clean]
     caught, named = sum(found.caught for found in faults), sum(found.named for found in faults)
     alarms = sum(not found.good for found in clean)
-    signals = [found.signal for found in faults if found.signal is not None]
-    heard = noise(findings)
-    margin = f", the weakest signal {min(signals) / heard:.0f} times the greatest noise" if signals and heard else ""
-    return f"{caught} of {len(faults)} faults caught, {named} named first; {alarms} false alarms in {len(clean)} clean runs{margin}"
+    told = f"{caught} of {len(faults)} faults caught, {named} named first; {alarms} false alarms in {len(clean)} clean runs"
+    found = ", ".join(f"{times:,.0f} in {name}" for name, times in margins(findings).items())
+    return f"{told}; the weakest signal over the greatest noise: {found}" if found else told
 
 
 def notes() -> list[str]:
@@ -48,7 +48,7 @@ def plain(findings: Sequence[Finding]) -> list[dict[str, Any]]:
             "caught": found.caught,
             "step": found.comparison.first.step if found.comparison and found.comparison.first else None,
             "field": found.comparison.first.field if found.comparison and found.comparison.first else None,
-            "signal": found.signal,
+            "signal": strongest.bounds if (strongest := signal(found)) else None,
             "raised": found.raised,
             "causes": [{"name": c.name, "likelihood": c.likelihood, "evidence": c.evidence} for c in found.causes],
         }
@@ -65,8 +65,8 @@ def _cells(found: Finding) -> tuple[str, ...]:
     else:
         result = ("FALSE ALARM" if found.clean else "caught") + (f" at step {first.step}" if first.step else "")
         by = first.field
-    signal = "" if found.signal is None else f"{found.signal:,.0f}"
+    strongest = None if found.clean else signal(found)
     cause = found.causes[0].name if found.causes else ""
     if cause and not found.clean and cause != found.name:
         cause += " (alike)" if found.named else " (wrong)"
-    return found.name, found.scenario, result, by, signal, cause
+    return found.name, found.scenario, result, by, f"{strongest.bounds:,.0f}" if strongest else "", cause
