@@ -1,11 +1,18 @@
 """Known bugs are put into the engine, one at a time: the harness must catch and name each, and leave the clean ones alone."""
 
+import re
+import sys
+from pathlib import Path
+
 import cells
 import pytest
 
 from ds_parity.parity.controls.known import known
 from ds_parity.parity.controls.margins import margins, signal
 from ds_parity.parity.controls.run import CLEAN, run_controls
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import update_readme  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 
@@ -15,8 +22,12 @@ FAULTS = [name for name, control in known().items() if STAGE in control.stages]
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("controls")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("controls")
+
+
+@pytest.fixture(scope="module")
+def findings(folder):
     return {(found.name, found.scenario): found for found in run_controls(cells.config(STAGE), folder, timeout=400)}
 
 
@@ -41,3 +52,13 @@ def test_the_weakest_signal_lies_ten_times_above_the_greatest_noise(findings):
     found = margins(list(findings.values()))
     assert {"loss", "grad_norm", "weights"} <= found.keys()
     assert min(found.values()) > 10, found
+
+
+def test_the_figures_of_the_readme_are_those_of_these_runs(findings, folder):
+    """On another stage, so but for rounding."""
+    begin, end = update_readme.MARKS["figures"]
+    shown = update_readme.README.read_text().split(begin)[1].split(end)[0].strip()
+    measured = update_readme.figures(folder).strip()
+    words, numbers = (re.compile(pattern) for pattern in (r"[0-9.]+", r"\d+(?:\.\d+)?"))
+    assert words.sub("", shown) == words.sub("", measured)
+    assert [*map(float, numbers.findall(shown))] == pytest.approx([*map(float, numbers.findall(measured))], rel=0.01)
