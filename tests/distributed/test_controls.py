@@ -12,7 +12,7 @@ from ds_parity.parity.controls.margins import margins, signal
 from ds_parity.parity.controls.run import CLEAN, run_controls
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-import update_readme  # noqa: E402
+import update_readme
 
 pytestmark = pytest.mark.ranks
 
