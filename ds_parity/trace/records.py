@@ -10,12 +10,12 @@ from ds_parity.trace.digits import Precision
 
 SCHEMA = 1
 
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _number(value: object) -> object:
     """The float that one of JSON's three words for it means; anything else as it is."""
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 # Strict floats refuse every string, and pydantic writes NaN and the infinities as strings.

@@ -1,0 +1,156 @@
+"""A block of steps, field by field: what `rows` says of each step, computed for all of them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_parity.parity.blocks import Block
+from ds_parity.parity.fields import FIELDS, METRIC, Field, How
+from ds_parity.parity.rows import field_differences
+from ds_parity.parity.ruler import Ruler
+from ds_parity.trace.columns import Array, Column, Columns
+from ds_parity.trace.quick import COUNTS
+
+# A sum of squares is rounded here otherwise than in math.dist: so near to a bound, a step is judged by itself.
+_NEAR = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """One field in the n steps of a block.
+
+    Attributes:
+        known: both traces have it; (n,).
+        gap: how far it lies apart (>= 0, or NaN), meaningless where it isn't known; (n,).
+        limit: what the gap may be; (n,), 0 where it must be equal bit for bit.
+        slack: the part of the limit that the digits leave open which it was written with; (n,).
+        differs: it is not within its limit; (n,).
+    """
+
+    known: Array
+    gap: Array
+    limit: Array
+    slack: Array
+    differs: Array
+
+
+def judge(block: Block, ruler: Ruler) -> dict[str, Apart]:
+    """Judge every compared field of a block, or `step` where one of the traces doesn't have its steps."""
+    a, b = block.reference, block.candidate
+    none = np.zeros(len(block.steps))
+    if a is None or b is None:
+        return {"step": Apart(none.astype(bool), none, none, none, np.ones(len(none), dtype=bool))}
+    names = {name for side in (a, b) for held in side.fields["metrics"] for name in held}
+    fields = (*FIELDS, *(Field(METRIC + name, How.BOUNDED) for name in sorted(names)))
+    left_out = {field.name for field in fields if field.name.startswith(METRIC) and "metrics" in ruler.left_out}
+    left_out |= ruler.left_out
+    return {field.name: _apart(field, block, a, b, ruler) for field in fields if field.name not in left_out}
+
+
+def limits(name: str, block: Block, ruler: Ruler) -> Array:
+    """The bound of a field in every step of a block; (n,)."""
+    bound = ruler.bound(name, 1)
+    return bound.constant * bound.eps * np.sqrt(np.maximum(np.array(block.terms, dtype=float), 1.0))
+
+
+def signed(reference: Array, candidate: Array, floor: float) -> Array:
+    """`bounds.signed` of many numbers."""
+    with np.errstate(all="ignore"):
+        difference = candidate - reference
+        scale = np.abs(reference)
+        scale = np.where(floor > scale, floor, scale)
+        found = np.where(scale == 0, np.copysign(np.inf, difference), difference / scale)
+    return np.where(reference == candidate, 0.0, found)
+
+
+def _apart(field: Field, block: Block, a: Columns, b: Columns, ruler: Ruler) -> Apart:
+    name = field.name
+    if name in ruler.written:
+        return _one_by_one(field, block, ruler)
+    bound = limits(name, block, ruler) if ruler.bounds(field) else None
+    if name in ("lr", "weights"):
+        x, y = a.lists(name), b.lists(name)
+        if x is not None and y is not None and not (x.known.any() and y.known.any()):
+            none = np.zeros(len(x.known))
+            return _found(x, y, none, none.astype(bool))
+        if x is None or y is None or x.values.shape != y.values.shape:
+            return _one_by_one(field, block, ruler)
+        if name == "lr":
+            return _rates(x, y)
+        if bound is None:
+            return _found(x, y, _distance(x.values, y.values), a.checksums != b.checksums, _nan(x) | _nan(y))
+        return _exactly(field, block, ruler, _bounded(x, y, _distance(x.values, y.values), bound))
+    if name in COUNTS or name == "skipped":
+        x, y = a.counts(name), b.counts(name)
+        return _found(x, y, np.abs(x.values - y.values).astype(float), x.values != y.values)
+    metric = name.removeprefix(METRIC)
+    x, y = (it.floats(name) if metric == name else it.metric(metric) for it in (a, b))
+    gap = np.abs(signed(x.values, y.values, ruler.scale(name)))
+    return _found(x, y, gap, _unlike(x, y), _nan(x) | _nan(y)) if bound is None else _bounded(x, y, gap, bound)
+
+
+def _rates(x: Column, y: Column) -> Apart:
+    gap = np.abs(signed(x.values, y.values, 0.0)).max(axis=1, initial=0.0)
+    return _found(x, y, gap, _unlike(x, y).any(axis=1), _nan(x) | _nan(y))
+
+
+def _distance(x: Array, y: Array) -> Array:
+    """`bounds.gap` of weights: norms in the first column, sketches behind it."""
+    norms = np.abs(signed(x[:, 0], y[:, 0], 0.0))
+    a, b = x[:, 1:], y[:, 1:]
+    if not a.shape[1]:
+        return norms
+    with np.errstate(all="ignore"):
+        difference = np.abs(a - b)
+        most = difference.max(axis=1)
+        squares = np.square(difference / most[:, None]).sum(axis=1)
+        distance = most * np.sqrt(squares / a.shape[1]) / x[:, 0]
+    unfit = ~((x[:, 0] > 0) & (x[:, 0] < np.inf))
+    return np.where((a == b).all(axis=1), norms, np.maximum(norms, np.where(unfit, np.inf, distance)))
+
+
+def _unlike(x: Column, y: Column) -> Array:
+    """Whether bits differ."""
+    return np.asarray(x.values.view(np.int64) != y.values.view(np.int64))
+
+
+def _nan(x: Column) -> Array:
+    found = np.isnan(x.values)
+    return found if found.ndim == 1 else found.any(axis=1)
+
+
+def _bounded(x: Column, y: Column, gap: Array, bound: Array) -> Apart:
+    return _found(x, y, gap, ~(gap <= bound), _nan(x) | _nan(y), bound)
+
+
+def _found(
+    x: Column, y: Column, gap: Array, apart: Array, nan: Array | bool = False, bound: Array | None = None
+) -> Apart:
+    both, none = x.known & y.known, np.zeros(len(gap))
+    differs = (x.known != y.known) | (both & (apart | nan))
+    return Apart(both, gap, none if bound is None else bound, none, differs.astype(bool))
+
+
+def _exactly(field: Field, block: Block, ruler: Ruler, found: Apart) -> Apart:
+    near = found.known & (np.abs(found.gap - found.limit) <= _NEAR * found.limit)
+    for at in np.flatnonzero(near):
+        found.differs[at] = any(field_differences(field, block.pair(int(at)), ruler))
+    return found
+
+
+def _one_by_one(field: Field, block: Block, ruler: Ruler) -> Apart:
+    """What has no columns, and what was rounded when it was written."""
+    name, count = field.name, len(block.steps)
+    bound = limits(name, block, ruler) if ruler.bounds(field) else np.zeros(count)
+    pairs = [block.pair(at) for at in range(count)]
+    gaps = [ruler.gap(pair, name) for pair in pairs]
+    slack = np.array([ruler.slack(pair, name) for pair in pairs])
+    return Apart(
+        known=np.array([gap is not None for gap in gaps]),
+        gap=np.array([np.nan if gap is None else gap for gap in gaps]),
+        limit=bound + slack,
+        slack=slack,
+        differs=np.array([any(field_differences(field, pair, ruler)) for pair in pairs]),
+    )
