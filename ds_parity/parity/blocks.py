@@ -60,7 +60,7 @@ def streamed(reference: TraceFile, candidate: TraceFile, rollouts_of: str | None
     for a, b in _together(reference.columns(), candidate.columns()):
         one = a if a is not None else b
         assert one is not None
-        counting = {"reference": a, "candidate": b}.get(rollouts_of or "", None)
+        counting = {"reference": a, "candidate": b}.get(rollouts_of or "")
         counts: Sequence[int | None] = counting.fields["rollouts"] if counting is not None else [None] * len(one)
         summed = []
         for count in counts:

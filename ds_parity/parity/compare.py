@@ -1,8 +1,10 @@
 """Two traces, step by step and field by field. Whatever isn't shown to be within its bound is a difference."""
 
+import gc
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -40,9 +42,7 @@ class Setting:
     notes: tuple[str, ...]
 
 
-def compare(
-    reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier, dtype: str = "fp32"
-) -> Comparison:
+def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier, dtype: str = "fp32") -> Comparison:
     """Compare two traces.
 
     Always bit for bit: steps, passes, rollouts, prompts, tokens, total, lr, skipped. Passes are left out where the
@@ -69,9 +69,10 @@ def compare(
         ConfigError: for another dtype.
         TraceError: a file can't be read.
     """
-    made = setting(reference, candidate, tier, dtype)
-    ledger = Ledger(made.ruler).take(made.blocks())
-    rows, left_out = ledger.rows()
+    with _uncollected():
+        made = setting(reference, candidate, tier, dtype)
+        ledger = Ledger(made.ruler).take(made.blocks())
+    rows, hidden = ledger.rows()
     unfit, biases = tuple(_unfit(reference, candidate, ledger)), tuple(ledger.biases())
     nothing = () if unfit or biases or ledger.differences or ledger.shared else (_NOTHING,)
     absent = [name for name in NAMES if not _present(reference, candidate, name, ledger)]
@@ -83,7 +84,7 @@ def compare(
         found=ledger.found(unfit, (*biases, *nothing)),
         steps=ledger.steps,
         rows=rows,
-        left_out=left_out,
+        hidden=hidden,
         held=ledger.held,
         measured=ledger.measured,
         not_compared=tuple(dict.fromkeys((*absent, *unread))),
@@ -103,9 +104,19 @@ _NOTHING = Difference(
 )
 
 
-def setting(
-    reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier, dtype: str = "fp32"
-) -> Setting:
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from going through what is read again and again: it has no cycles."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier, dtype: str = "fp32") -> Setting:
     """Make two traces ready to be compared; of a file all steps are read once, for the scale of its losses."""
     rules = notes.rules(reference, candidate, tier)
     left_out = frozenset(chain.from_iterable(names for names, _ in rules))
@@ -115,9 +126,7 @@ def setting(
         other = not rollouts and _survey(candidate)[1]
         counting = "reference" if rollouts else "candidate" if other else None
         said = () if rollouts or not floors else (NO_ROLLOUTS[other],)
-        return Setting(
-            reference, candidate, ruler, lambda: streamed(reference, candidate, counting), rules, said
-        )
+        return Setting(reference, candidate, ruler, lambda: streamed(reference, candidate, counting), rules, said)
     assert isinstance(reference, Trace)
     assert isinstance(candidate, Trace)
     aligned = align(reference, candidate)
@@ -129,20 +138,18 @@ def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
     """The scales of a trace, none without steps; and whether it counts rollouts."""
     floors: dict[str, float] = {}
     counts = False
-    for fields in trace.figures("loss", "metrics", "rollouts"):
-        floors.setdefault("loss", LEAST_LOSS)
-        floors["loss"] = max(floors["loss"], *_sizes(fields["loss"]), 0.0)
-        for held in fields["metrics"]:
-            for name, value in held.items():
-                floors[METRIC + name] = max(floors.get(METRIC + name, 0.0), *_sizes((value,)), 0.0)
+    for fields in trace.figures():
         counts = counts or any(count is not None for count in fields["rollouts"])
+        floors["loss"] = max(floors.get("loss", LEAST_LOSS), _greatest(fields["loss"]))
+        for name in set().union(*fields["metrics"]):
+            values = [held.get(name) for held in fields["metrics"]]
+            floors[METRIC + name] = max(floors.get(METRIC + name, 0.0), _greatest(values))
     return floors, counts
 
 
-def _sizes(values: object) -> Iterator[float]:
-    """Absolute values of those that are finite numbers."""
-    assert isinstance(values, list | tuple)
-    return (abs(float(value)) for value in values if value is not None and math.isfinite(value))
+def _greatest(values: Sequence[float | None]) -> float:
+    """The greatest absolute value of those that are finite; 0 without any."""
+    return max((abs(float(value)) for value in values if value is not None and math.isfinite(value)), default=0.0)
 
 
 def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str]) -> Ruler:
@@ -157,8 +164,7 @@ def _floors(reference: Trace) -> dict[str, float]:
     found = {}
     for name in names:
         values = (value_of(record, name) for record in reference.steps)
-        known = (abs(value) for value in values if isinstance(value, float) and math.isfinite(value))
-        found[name] = max(known, default=0.0)
+        found[name] = _greatest([value for value in values if isinstance(value, float)])
     found["loss"] = max(found["loss"], LEAST_LOSS)
     return found
 
@@ -171,11 +177,13 @@ def _present(reference: Trace | TraceFile, candidate: Trace | TraceFile, name: s
 
 def _unfit(reference: Trace | TraceFile, candidate: Trace | TraceFile, ledger: Ledger) -> Iterator[Difference]:
     """Steps that are absent altogether, or doubled; a file with a doubled one can't be read."""
-    held = ledger.held
-    counts = [len(t.steps) if isinstance(t, Trace) else it.steps for t, it in zip((reference, candidate), held, strict=True)]
-    for side, trace, count in zip(("reference", "candidate"), (reference, candidate), counts, strict=True):
+    a, b = (
+        len(trace.steps) if isinstance(trace, Trace) else held.steps
+        for trace, held in zip((reference, candidate), ledger.held, strict=True)
+    )
+    for side, trace, count in (("reference", reference, a), ("candidate", candidate, b)):
         if not count:
-            yield Difference(None, "step", *counts, None, None, f"the {side} has no steps")
+            yield Difference(None, "step", a, b, None, None, f"the {side} has no steps")
         steps = trace.steps if isinstance(trace, Trace) else ()
         for step, times in Counter(record.step for record in steps).items():
             if times > 1:

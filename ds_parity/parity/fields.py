@@ -158,7 +158,7 @@ class FieldFound:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOutRows:
+class HiddenRows:
     """Rows between two that are shown: the steps of those two, how many lie between them, and how many of these differ."""
 
     after: int
@@ -194,7 +194,7 @@ class Comparison:
         steps: of either trace, in all.
         rows: one per step of either trace; of more than 1,000 steps the first, the last, and the first that differ with
             the step before them.
-        left_out: what lies between these.
+        hidden: what lies between these.
         held: what the reference and the candidate hold.
         measured: one per field that the REASSOCIATED tier bounds and both traces have; none in the EXACT tier.
         not_compared: fields that neither trace has, or that a rule leaves out.
@@ -208,7 +208,7 @@ class Comparison:
     found: tuple[FieldFound, ...]
     steps: int
     rows: tuple[Row, ...]
-    left_out: tuple[LeftOutRows, ...]
+    hidden: tuple[HiddenRows, ...]
     held: tuple[Held, Held]
     measured: tuple[Measured, ...]
     not_compared: tuple[str, ...]

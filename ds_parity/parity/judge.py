@@ -52,7 +52,7 @@ def judge(block: Block, ruler: Ruler) -> dict[str, Apart]:
 def limits(name: str, block: Block, ruler: Ruler) -> Array:
     """The bound of a field in every step of a block; (n,)."""
     bound = ruler.bound(name, 1)
-    return bound.constant * bound.eps * np.sqrt(np.maximum(np.array(block.terms, dtype=float), 1.0))
+    return np.asarray(bound.constant * bound.eps * np.sqrt(np.maximum(np.array(block.terms, dtype=float), 1.0)))
 
 
 def signed(reference: Array, candidate: Array, floor: float) -> Array:
@@ -67,47 +67,65 @@ def signed(reference: Array, candidate: Array, floor: float) -> Array:
 
 def _apart(field: Field, block: Block, a: Columns, b: Columns, ruler: Ruler) -> Apart:
     name = field.name
-    if name in ruler.written:
-        return _one_by_one(field, block, ruler)
     bound = limits(name, block, ruler) if ruler.bounds(field) else None
-    if name in ("lr", "weights"):
-        x, y = a.lists(name), b.lists(name)
-        if x is not None and y is not None and not (x.known.any() and y.known.any()):
-            none = np.zeros(len(x.known))
-            return _found(x, y, none, none.astype(bool))
-        if x is None or y is None or x.values.shape != y.values.shape:
-            return _one_by_one(field, block, ruler)
-        if name == "lr":
-            return _rates(x, y)
-        if bound is None:
-            return _found(x, y, _distance(x.values, y.values), a.checksums != b.checksums, _nan(x) | _nan(y))
-        return _exactly(field, block, ruler, _bounded(x, y, _distance(x.values, y.values), bound))
-    if name in COUNTS or name == "skipped":
-        x, y = a.counts(name), b.counts(name)
-        return _found(x, y, np.abs(x.values - y.values).astype(float), x.values != y.values)
-    metric = name.removeprefix(METRIC)
-    x, y = (it.floats(name) if metric == name else it.metric(metric) for it in (a, b))
-    gap = np.abs(signed(x.values, y.values, ruler.scale(name)))
-    return _found(x, y, gap, _unlike(x, y), _nan(x) | _nan(y)) if bound is None else _bounded(x, y, gap, bound)
+    if name in ruler.written:
+        found = None
+    elif name == "lr":
+        found = _rates(a.lists(name), b.lists(name))
+    elif name == "weights":
+        found = _weights(a, b, bound)
+    elif name in COUNTS or name == "skipped":
+        found = _counts(a.counts(name), b.counts(name))
+    else:
+        metric = name.removeprefix(METRIC)
+        x, y = (it.floats(name) if metric == name else it.metric(metric) for it in (a, b))
+        found = _figures(x, y, ruler.scale(name), bound)
+    return _one_by_one(field, block, ruler) if found is None else _exactly(field, block, ruler, found)
 
 
-def _rates(x: Column, y: Column) -> Apart:
-    gap = np.abs(signed(x.values, y.values, 0.0)).max(axis=1, initial=0.0)
-    return _found(x, y, gap, _unlike(x, y).any(axis=1), _nan(x) | _nan(y))
+def _counts(x: Column, y: Column) -> Apart:
+    return _found(x, y, np.abs(x.values - y.values).astype(float), x.values != y.values)
 
 
-def _distance(x: Array, y: Array) -> Array:
-    """`bounds.gap` of weights: norms in the first column, sketches behind it."""
-    norms = np.abs(signed(x[:, 0], y[:, 0], 0.0))
-    a, b = x[:, 1:], y[:, 1:]
+def _figures(x: Column, y: Column, floor: float, bound: Array | None) -> Apart:
+    gap = np.abs(signed(x.values, y.values, floor))
+    return _found(x, y, gap, _nan(x) | _nan(y) | (_unlike(x, y) if bound is None else ~(gap <= bound)), bound)
+
+
+def _rates(x: Column | None, y: Column | None) -> Apart | None:
+    if x is None or y is None:
+        return None
+    if x.values.shape == y.values.shape:
+        gap = np.abs(signed(x.values, y.values, 0.0)).max(axis=1, initial=0.0)
+        return _found(x, y, gap, _nan(x) | _nan(y) | _unlike(x, y).any(axis=1))
+    return _found(x, y, np.full(len(x.known), np.inf), np.ones(len(x.known)))
+
+
+def _weights(a: Columns, b: Columns, bound: Array | None) -> Apart | None:
+    x, y = a.lists("weights"), b.lists("weights")
+    if x is None or y is None:
+        return None
+    norms = a.norms(), b.norms()
+    nan = _nan(x) | _nan(y) | _nan(norms[0]) | _nan(norms[1])
+    alike = x.values.shape == y.values.shape
+    gap = _distance(*norms, x.values, y.values) if alike else np.abs(signed(norms[0].values, norms[1].values, 0.0))
+    if bound is None:
+        return _found(x, y, gap, nan | (a.checksums != b.checksums))
+    return _found(x, y, gap, nan | ~(gap <= bound) | (not alike), bound)
+
+
+def _distance(norm: Column, other: Column, a: Array, b: Array) -> Array:
+    """`bounds.gap` of weights."""
+    norms = np.abs(signed(norm.values, other.values, 0.0))
+    size = norm.values
     if not a.shape[1]:
         return norms
     with np.errstate(all="ignore"):
         difference = np.abs(a - b)
         most = difference.max(axis=1)
         squares = np.square(difference / most[:, None]).sum(axis=1)
-        distance = most * np.sqrt(squares / a.shape[1]) / x[:, 0]
-    unfit = ~((x[:, 0] > 0) & (x[:, 0] < np.inf))
+        distance = most * np.sqrt(squares / a.shape[1]) / size
+    unfit = ~((size > 0) & (size < np.inf))
     return np.where((a == b).all(axis=1), norms, np.maximum(norms, np.where(unfit, np.inf, distance)))
 
 
@@ -117,26 +135,19 @@ def _unlike(x: Column, y: Column) -> Array:
 
 
 def _nan(x: Column) -> Array:
-    found = np.isnan(x.values)
-    return found if found.ndim == 1 else found.any(axis=1)
+    return np.asarray(np.isnan(x.values.reshape(len(x.known), -1)).any(axis=1))
 
 
-def _bounded(x: Column, y: Column, gap: Array, bound: Array) -> Apart:
-    return _found(x, y, gap, ~(gap <= bound), _nan(x) | _nan(y), bound)
-
-
-def _found(
-    x: Column, y: Column, gap: Array, apart: Array, nan: Array | bool = False, bound: Array | None = None
-) -> Apart:
+def _found(x: Column, y: Column, gap: Array, apart: Array, bound: Array | None = None) -> Apart:
     both, none = x.known & y.known, np.zeros(len(gap))
-    differs = (x.known != y.known) | (both & (apart | nan))
-    return Apart(both, gap, none if bound is None else bound, none, differs.astype(bool))
+    return Apart(both, gap, none if bound is None else bound, none, (x.known != y.known) | (both & apart.astype(bool)))
 
 
 def _exactly(field: Field, block: Block, ruler: Ruler, found: Apart) -> Apart:
-    near = found.known & (np.abs(found.gap - found.limit) <= _NEAR * found.limit)
-    for at in np.flatnonzero(near):
-        found.differs[at] = any(field_differences(field, block.pair(int(at)), ruler))
+    if field.name == "weights" and ruler.bounds(field):
+        near = found.known & (np.abs(found.gap - found.limit) <= _NEAR * found.limit)
+        for at in np.flatnonzero(near).tolist():
+            found.differs[at] = any(field_differences(field, block.pair(at), ruler))
     return found
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
-from ds_parity.parity.bounds import Tier, greatest
 from ds_parity.parity.blocks import Block
+from ds_parity.parity.bounds import Tier
 from ds_parity.parity.fields import (
     BOUNDED,
     NAMES,
     Difference,
     FieldFound,
     Held,
-    LeftOutRows,
+    HiddenRows,
     Measured,
     Row,
 )
@@ -90,7 +90,7 @@ class Ledger:
             fields[one.name] = fields[one.name].and_also(one) if one.name in fields else one
         return tuple(fields.values())
 
-    def rows(self) -> tuple[tuple[Row, ...], tuple[LeftOutRows, ...]]:
+    def rows(self) -> tuple[tuple[Row, ...], tuple[HiddenRows, ...]]:
         """The rows to show, and what lies between them: every row of few steps."""
         if self.steps <= WHOLE:
             return tuple(kept for kept, _ in self._rows.values()), ()
@@ -100,12 +100,12 @@ class Ledger:
         wanted = {*range(ENDS), *differing, *(place for place, *_ in self._last)}
         wanted |= {place - 1 for place in differing[:1] if place}
         chosen = [(place, *self._rows[place]) for place in sorted(wanted)]
-        left_out = []
-        for (i, first, before), (j, last, after) in zip(chosen, chosen[1:], strict=False):
+        hidden = []
+        for (i, first, before), (j, last, after) in pairwise(chosen):
             if j > i + 1:
                 count = after - before - bool(first.differences)
-                left_out.append(LeftOutRows(first.step, last.step, j - i - 1, count))
-        return tuple(kept for _, kept, _ in chosen), tuple(left_out)
+                hidden.append(HiddenRows(first.step, last.step, j - i - 1, count))
+        return tuple(kept for _, kept, _ in chosen), tuple(hidden)
 
     def biases(self) -> Iterator[Difference]:
         """Mean signed differences: what stays within its bound in every step, always on the same side."""
@@ -132,7 +132,9 @@ class Ledger:
                 self.slack[name] = max(self.slack.get(name, 0.0), float(apart.slack.max()))
             if self.ruler.tier is not Tier.EXACT and name in BOUNDED and apart.known.any():
                 self._measure(name, block, apart)
-        self.shared |= block.reference is not None and block.candidate is not None and "metrics" not in self.ruler.left_out
+        self.shared |= (
+            block.reference is not None and block.candidate is not None and "metrics" not in self.ruler.left_out
+        )
         self.steps += len(differs)
         self.differing += int(differs.sum())
         self.terms = block.terms[-1]
@@ -199,4 +201,5 @@ class Ledger:
 
 
 def _present(columns: Columns, name: str) -> bool:
-    return any(value is not None and value != {} for value in columns.fields[name])
+    values = columns.fields[name]
+    return any(values) if name == "metrics" else {*map(type, values)} != {type(None)}

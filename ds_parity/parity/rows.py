@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ds_parity.parity.bounds import Tier, bits, plainly_equal
+from ds_parity.parity.bounds import bits, plainly_equal
 from ds_parity.parity.fields import FIELDS, METRIC, Difference, Field, How, Row, shown, unlike
 from ds_parity.parity.ruler import Pair, Ruler
 

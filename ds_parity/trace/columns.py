@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +80,21 @@ class Columns:
         return _column([held.get(name) for held in self.fields["metrics"]], np.float64)
 
     def lists(self, name: str) -> Column | None:
-        """`lr`, or the weights' norm and behind it their sketch: (n, width) floats; None where steps have other widths."""
+        """`lr`, or the sketches of weights: (n, width) floats; None where steps have other widths."""
+        rows = self.fields[name]
+        known = _known(rows)
         if name == "weights":
-            rows = [None if it is None else (it[1], *it[2]) for it in self.fields["weights"]]
-        else:
-            rows = list(self.fields[name])
+            rows = [None if it is None else it[2] for it in rows]
         widths = {len(row) for row in rows if row is not None}
         if len(widths) > 1:
             return None
         empty = (0.0,) * (widths.pop() if widths else 0)
-        values = np.array([empty if row is None else row for row in rows], dtype=float).reshape(len(rows), len(empty))
-        return Column(values, _known(rows))
+        flat = list(chain.from_iterable(rows if known.all() else (empty if row is None else row for row in rows)))
+        return Column(np.array(flat, dtype=float).reshape(len(rows), len(empty)), known)
+
+    def norms(self) -> Column:
+        """Of the weights; (n,) floats."""
+        return _column([None if it is None else it[1] for it in self.fields["weights"]], np.float64)
 
     @cached_property
     def checksums(self) -> Array:
@@ -104,6 +108,8 @@ class Columns:
 
 
 def _known(values: Sequence[Any]) -> Array:
+    if type(None) not in {*map(type, values)}:
+        return np.ones(len(values), dtype=bool)
     return np.array([value is not None for value in values], dtype=bool)
 
 
@@ -141,15 +147,15 @@ class TraceFile:
                 before = step
             yield held
 
-    def figures(self, *names: str) -> Iterator[Fields]:
-        """A few fields of all steps, some at a time; what they are not asked for is not checked.
+    def figures(self) -> Iterator[Fields]:
+        """`rollouts`, `loss` and `metrics` of all steps, some at a time; nothing else is checked.
 
         Raises:
             TraceError: a line can't be read.
         """
         for number, lines in self._lines():
             try:
-                yield figures(lines, names)
+                yield figures(lines)
             except UnusualError:
                 yield self._columns(number, lines).fields
 

@@ -1,7 +1,7 @@
 """Many lines of a trace at once. What is not as `TraceWriter` writes it is left to the slow way, which knows every rule."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -15,6 +15,7 @@ FIGURES = ("total", "loss", "grad_norm", "loss_scale")
 NAMES = tuple(StepRecord.model_fields)
 
 Fields = dict[str, Sequence[Any]]
+_NAMES = set(NAMES)
 _FIELDS = itemgetter(*NAMES)
 _WEIGHTS = itemgetter(*Weights.model_fields)
 _CHECKSUMS = re.compile(r"(?:[0-9a-f]{64}\n)*")
@@ -35,7 +36,7 @@ def quick(lines: Sequence[bytes]) -> Fields:
     Raises:
         UnusualError: the lines are not valid, or valid in another way than `TraceWriter`'s.
     """
-    fields: Fields = dict(zip(NAMES, zip(*_rows(lines), strict=True), strict=True))
+    fields: Fields = dict(zip(NAMES, zip(*map(_FIELDS, _rows(lines)), strict=True), strict=True))
     _whole(fields["step"], 1, {int})
     for name in COUNTS:
         _whole(fields[name], 0, {int, _NONE})
@@ -48,33 +49,30 @@ def quick(lines: Sequence[bytes]) -> Fields:
     return fields
 
 
-def figures(lines: Sequence[bytes], names: Sequence[str]) -> Fields:
-    """Read a few fields of lines at once, each one of a float, `metrics` or a count. Nothing else is checked.
+def figures(lines: Sequence[bytes]) -> Fields:
+    """Read `rollouts`, `loss` and `metrics` of lines at once, as `quick` does. Nothing else is checked.
 
     Raises:
         UnusualError: as `quick`.
     """
-    fields = dict(zip(NAMES, zip(*_rows(lines), strict=True), strict=True))
-    for name in names:
-        if name in COUNTS:
-            _whole(fields[name], 0, {int, _NONE})
-        else:
-            metrics = name == "metrics"
-            fields[name] = _metrics(fields[name]) if metrics else _floats(fields[name], {float, _NONE})
-    return {name: fields[name] for name in names}
+    rows = _rows(lines)
+    fields: Fields = {name: [row[name] for row in rows] for name in ("rollouts", "loss", "metrics")}
+    _whole(fields["rollouts"], 0, {int, _NONE})
+    return {**fields, "loss": _floats(fields["loss"], {float, _NONE}), "metrics": _metrics(fields["metrics"])}
 
 
-def _rows(lines: Sequence[bytes]) -> Iterable[tuple[Any, ...]]:
+def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     # No valid step holds `}` and `{` with nothing but a comma between them, so lines can't make up for each other's faults.
     joined = b",".join(lines)
     alone = joined.count(b"}\n,{") == len(lines) - 1
     _require(alone and joined.startswith(b"{") and joined.endswith(b"}\n"))
     try:
-        rows = from_json(b"[" + joined + b"]")
-        _require(len(rows) == len(lines) and {*map(len, rows)} == {len(NAMES)})
-        return list(map(_FIELDS, rows))
-    except (ValueError, KeyError, TypeError) as error:
+        rows: list[dict[str, Any]] = from_json(b"[" + joined + b"]")
+    except ValueError as error:
         raise UnusualError from error
+    _require(len(rows) == len(lines) and {*map(type, rows)} == {dict} and set().union(*rows) == _NAMES)
+    _require({*map(len, rows)} == {len(NAMES)})
+    return rows
 
 
 def _require(condition: bool) -> None:
@@ -83,8 +81,9 @@ def _require(condition: bool) -> None:
 
 
 def _whole(values: Sequence[Any], least: int, types: set[type]) -> None:
-    _require({*map(type, values)} <= types)
-    known = [value for value in values if value is not None]
+    found = {*map(type, values)}
+    _require(found <= types)
+    known = [value for value in values if value is not None] if _NONE in found else values
     _require(not known or (min(known) >= least and max(known) < _LIMIT))
 
 
@@ -130,6 +129,8 @@ def _weights(values: Sequence[Any]) -> Sequence[Any]:
 
 def _metrics(values: Sequence[Any]) -> Sequence[Any]:
     _require({*map(type, values)} == {dict})
+    if not any(values):
+        return values
     flat = [*chain.from_iterable(value.values() for value in values)]
     floats = _floats(flat, {float})
     if floats is flat:

@@ -13,7 +13,7 @@ from reported import EXACT, REASSOCIATED, compared, record, trace, weights
 
 from ds_parity.parity.bounds import EPS, C
 from ds_parity.parity.report.plots import pictures
-from ds_parity.parity.report.series import MOST, line, lines_of, thinned
+from ds_parity.parity.report.series import MOST, line, run, thinned
 from ds_parity.trace import Trace
 
 OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"}
@@ -305,8 +305,10 @@ class TestThinning:
 
     def test_groups_that_are_all_alike_are_one_line_and_more_than_eight_are_not_drawn(self):
         many = Trace(trace().header, (record(1, lr=(1.0, 1.0)), record(2, lr=(1.0, 1.0))))
-        assert len(lines_of(many, "lr", (1, 2))) == 1
-        assert len(lines_of(Trace(many.header, (record(1, lr=tuple(map(float, range(99)))),)), "lr", (1, 1))) == 8
+        assert len(run(many, ["lr"], (1, 2)).lines["lr"]) == 1
+        assert (
+            len(run(Trace(many.header, (record(1, lr=tuple(map(float, range(99)))),)), ["lr"], (1, 1)).lines["lr"]) == 8
+        )
 
 
 CASES = {
