@@ -124,7 +124,8 @@ def _distance(norm: Column, other: Column, a: Array, b: Array) -> Array:
         difference = np.abs(a - b)
         most = difference.max(axis=1)
         squares = np.square(difference / most[:, None]).sum(axis=1)
-        distance = most * np.sqrt(squares / a.shape[1]) / size
+        distance = most * np.sqrt(squares / a.shape[1])
+        distance = np.where(np.isinf(difference).any(axis=1), np.inf, distance) / size
     unfit = ~((size > 0) & (size < np.inf))
     return np.where((a == b).all(axis=1), norms, np.maximum(norms, np.where(unfit, np.inf, distance)))
 
