@@ -12,11 +12,12 @@ from ds_parity.parity import notes
 from ds_parity.parity.alignment import NO_ROLLOUTS, Aligned, align
 from ds_parity.parity.blocks import Blocks, held, streamed
 from ds_parity.parity.bounds import LEAST_LOSS, Tier, eps
-from ds_parity.parity.fields import METRIC, NAMES, Comparison, Difference, present, value_of
+from ds_parity.parity.fields import NAMES, Comparison, Difference, present, value_of
 from ds_parity.parity.ledger import Ledger
 from ds_parity.parity.ruler import Ruler
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
+from ds_parity.trace.records import METRIC
 
 __all__ = ["Comparison", "Setting", "compare", "setting"]
 

@@ -8,6 +8,7 @@ from enum import Enum
 
 from ds_parity.parity.bounds import EPS, Bound, C, Tier, greatest, has_nan
 from ds_parity.trace import StepRecord, Trace, Weights
+from ds_parity.trace.records import METRIC
 
 
 class How(Enum):
@@ -43,7 +44,6 @@ FIELDS = (
 
 NAMES = (*(field.name for field in FIELDS), "metrics")
 BOUNDED = tuple(field.name for field in FIELDS if field.how is How.BOUNDED)
-METRIC = "metrics."  # and the name of a metric
 
 
 def value_of(record: StepRecord | None, name: str) -> object:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from ds_parity.parity.blocks import Block
-from ds_parity.parity.fields import FIELDS, METRIC, Field, How
+from ds_parity.parity.fields import FIELDS, Field, How
 from ds_parity.parity.rows import field_differences
 from ds_parity.parity.ruler import Ruler
-from ds_parity.trace.columns import Array, Column, Columns
+from ds_parity.trace.columns import Array, Column, Columns, known
 from ds_parity.trace.quick import COUNTS
+from ds_parity.trace.records import METRIC
 
 # A sum of squares is rounded here otherwise than in math.dist: so near to a bound, a step is judged by itself.
 _NEAR = 1e-9
@@ -67,20 +72,34 @@ def signed(reference: Array, candidate: Array, floor: float) -> Array:
 
 def _apart(field: Field, block: Block, a: Columns, b: Columns, ruler: Ruler) -> Apart:
     name = field.name
-    bound = limits(name, block, ruler) if ruler.bounds(field) else None
     if name in ruler.written:
-        found = None
-    elif name == "lr":
+        return _one_by_one(field, block, ruler)
+    bound = limits(name, block, ruler) if ruler.bounds(field) else None
+    if (values := a.values(name)) == b.values(name) and _plain(name, values):
+        none = np.zeros(len(values))
+        return Apart(known(values), none, none if bound is None else bound, none, none.astype(bool))
+    if name == "lr":
         found = _rates(a.lists(name), b.lists(name))
     elif name == "weights":
         found = _weights(a, b, bound)
     elif name in COUNTS or name == "skipped":
         found = _counts(a.counts(name), b.counts(name))
     else:
-        metric = name.removeprefix(METRIC)
-        x, y = (it.floats(name) if metric == name else it.metric(metric) for it in (a, b))
-        found = _figures(x, y, ruler.scale(name), bound)
+        found = _figures(a.floats(name), b.floats(name), ruler.scale(name), bound)
     return _one_by_one(field, block, ruler) if found is None else _exactly(field, block, ruler, found)
+
+
+def _plain(name: str, values: Sequence[Any]) -> bool:
+    """Whether values that equal others are so bit for bit: they hold neither NaN, which may be the same object, nor zeros."""
+    if name in COUNTS or name == "skipped":
+        return True
+    if name == "weights":
+        return not math.isnan(sum(it[1] + sum(it[2]) for it in values if it is not None))
+    if name == "lr":
+        values = list(chain.from_iterable(it for it in values if it is not None))
+    elif None in values:
+        values = [value for value in values if value is not None]
+    return 0.0 not in values and not math.isnan(sum(values))
 
 
 def _counts(x: Column, y: Column) -> Apart:

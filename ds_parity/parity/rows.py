@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from ds_parity.parity.bounds import bits, plainly_equal
-from ds_parity.parity.fields import FIELDS, METRIC, Difference, Field, How, Row, shown, unlike
+from ds_parity.parity.fields import FIELDS, Difference, Field, How, Row, shown, unlike
 from ds_parity.parity.ruler import Pair, Ruler
+from ds_parity.trace.records import METRIC
 
 
 def row(pair: Pair, ruler: Ruler) -> Row:

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_parity.parity.bounds import Bound, C, Tier, gap
-from ds_parity.parity.fields import METRIC, Field, How, value_of
+from ds_parity.parity.fields import Field, How, value_of
 from ds_parity.trace import Precision, StepRecord
+from ds_parity.trace.records import METRIC
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ds_parity.trace.quick import NAMES, Fields, UnusualError, figures, quick
 from ds_parity.trace.reader import follows, parse, pieces, read_header
-from ds_parity.trace.records import Header, StepRecord, Trace
+from ds_parity.trace.records import METRIC, Header, StepRecord, Trace
 
 SIZE = 256
 """Steps of a trace in memory that are taken at once."""
@@ -43,7 +43,6 @@ class Columns:
     def __init__(self, fields: Fields, record: Callable[[int], StepRecord]) -> None:
         self.fields = fields
         self.record = record
-        self._made: dict[str, Column] = {}
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> Columns:
@@ -67,30 +66,32 @@ class Columns:
         fields = {name: values[start:stop] for name, values in self.fields.items()}
         return Columns(fields, lambda at: self.record(start + at))
 
+    def values(self, name: str) -> Sequence[Any]:
+        """A field, or a metric by its prefixed name: n values."""
+        if name.startswith(METRIC):
+            return [held.get(name.removeprefix(METRIC)) for held in self.fields["metrics"]]
+        return self.fields[name]
+
     def counts(self, name: str) -> Column:
         """A count, or `skipped` as 0 and 1; (n,) integers."""
-        return self._column(name, lambda: _column(self.fields[name], np.int64))
+        return _column(self.fields[name], np.int64)
 
     def floats(self, name: str) -> Column:
-        """A float; (n,)."""
-        return self._column(name, lambda: _column(self.fields[name], np.float64))
-
-    def metric(self, name: str) -> Column:
-        """A metric, by its name; (n,) floats."""
-        return _column([held.get(name) for held in self.fields["metrics"]], np.float64)
+        """A float, or a metric by its prefixed name; (n,)."""
+        return _column(self.values(name), np.float64)
 
     def lists(self, name: str) -> Column | None:
         """`lr`, or the sketches of weights: (n, width) floats; None where steps have other widths."""
         rows = self.fields[name]
-        known = _known(rows)
+        there = known(rows)
         if name == "weights":
             rows = [None if it is None else it[2] for it in rows]
         widths = {len(row) for row in rows if row is not None}
         if len(widths) > 1:
             return None
         empty = (0.0,) * (widths.pop() if widths else 0)
-        flat = list(chain.from_iterable(rows if known.all() else (empty if row is None else row for row in rows)))
-        return Column(np.array(flat, dtype=float).reshape(len(rows), len(empty)), known)
+        flat = list(chain.from_iterable(rows if there.all() else (empty if row is None else row for row in rows)))
+        return Column(np.array(flat, dtype=float).reshape(len(rows), len(empty)), there)
 
     def norms(self) -> Column:
         """Of the weights; (n,) floats."""
@@ -101,23 +102,19 @@ class Columns:
         """Of the weights; (n,) texts, empty where there are none."""
         return np.array([it[0] if it is not None else "" for it in self.fields["weights"]], dtype=object)
 
-    def _column(self, name: str, make: Callable[[], Column]) -> Column:
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
 
-
-def _known(values: Sequence[Any]) -> Array:
+def known(values: Sequence[Any]) -> Array:
+    """Which of some values are not None; (n,)."""
     if type(None) not in {*map(type, values)}:
         return np.ones(len(values), dtype=bool)
     return np.array([value is not None for value in values], dtype=bool)
 
 
 def _column(values: Sequence[Any], kind: type) -> Column:
-    known = _known(values)
-    if not known.all():
+    there = known(values)
+    if not there.all():
         values = [0 if value is None else value for value in values]
-    return Column(np.array(values, dtype=kind), known)
+    return Column(np.array(values, dtype=kind), there)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 """Many lines of a trace at once. What is not as `TraceWriter` writes it is left to the slow way, which knows every rule."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
+from pydantic import TypeAdapter
 from pydantic_core import from_json
+from typing_extensions import TypedDict
 
 from ds_parity.trace.records import NOT_FINITE, StepRecord, Weights
 
@@ -22,6 +24,15 @@ _CHECKSUMS = re.compile(r"(?:[0-9a-f]{64}\n)*")
 _LIMIT = 2**63
 _EXACT = 2**53  # up to here an integer is the float of the same value
 _NONE = type(None)
+
+
+class _Figures(TypedDict):
+    rollouts: Any
+    loss: Any
+    metrics: Any
+
+
+_FIGURES = TypeAdapter(list[_Figures])  # the rest of a line never becomes objects of Python
 
 
 class UnusualError(Exception):
@@ -55,23 +66,28 @@ def figures(lines: Sequence[bytes]) -> Fields:
     Raises:
         UnusualError: as `quick`.
     """
-    rows = _rows(lines)
+    rows = _parsed(lines, _FIGURES.validate_json)
     fields: Fields = {name: [row[name] for row in rows] for name in ("rollouts", "loss", "metrics")}
     _whole(fields["rollouts"], 0, {int, _NONE})
     return {**fields, "loss": _floats(fields["loss"], {float, _NONE}), "metrics": _metrics(fields["metrics"])}
 
 
 def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    rows = _parsed(lines, from_json)
+    _require({*map(type, rows)} == {dict} and set().union(*rows) == _NAMES and {*map(len, rows)} == {len(NAMES)})
+    return rows
+
+
+def _parsed(lines: Sequence[bytes], parse: Callable[[bytes], list[Any]]) -> list[Any]:
     # No valid step holds `}` and `{` with nothing but a comma between them, so lines can't make up for each other's faults.
     joined = b",".join(lines)
     alone = joined.count(b"}\n,{") == len(lines) - 1
     _require(alone and joined.startswith(b"{") and joined.endswith(b"}\n"))
     try:
-        rows: list[dict[str, Any]] = from_json(b"[" + joined + b"]")
+        rows = parse(b"[" + joined + b"]")
     except ValueError as error:
         raise UnusualError from error
-    _require(len(rows) == len(lines) and {*map(type, rows)} == {dict} and set().union(*rows) == _NAMES)
-    _require({*map(len, rows)} == {len(NAMES)})
+    _require(len(rows) == len(lines))
     return rows
 
 

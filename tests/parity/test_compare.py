@@ -180,7 +180,9 @@ def test_a_metric_that_only_one_trace_has_fails_the_exact_tier():
 
 
 def test_a_sketch_that_only_one_trace_has_fails_the_reassociated_tier():
-    assert "sketches of 2 and 0" in compare(trace(), changed(weights=weights(sketch=())), REASSOCIATED).first.why
+    bare = weights(sketch=())
+    for other in (changed(weights=bare), trace(*(record(step, weights=bare) for step in (1, 2, 3)))):
+        assert "sketches of 2 and 0" in compare(trace(), other, REASSOCIATED).first.why
 
 
 def test_what_neither_trace_has_is_named_and_not_compared():
@@ -373,6 +375,8 @@ def test_a_difference_from_zero_is_infinite_and_nan_is_never_lost():
     assert gap(weights(norm=math.inf), weights(norm=math.inf, sketch=(3.0, -4.1))) == math.inf
     assert math.isnan(greatest([1.0, math.nan, 2.0]))
     assert math.isnan(gap(1.0, None))
+    unknown = weights(sketch=(math.nan, 1.0))
+    assert math.isnan(gap(unknown, unknown))
     assert has_nan((1.0, (math.nan,)))
 
 

@@ -136,7 +136,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("side", ["reference", "candidate"])
-def test_a_file_that_is_not_whole_is_an_error_that_names_it_and_never_a_pass(folder, fault, side):
+@pytest.mark.parametrize("size", [1, columns.BYTES])
+def test_a_file_that_is_not_whole_is_an_error_that_names_it_and_never_a_pass(folder, monkeypatch, fault, side, size):
+    monkeypatch.setattr(columns, "BYTES", size)
     good, bad = folder / "good", folder / "bad"
     on_disk(good, long(400))
     bad.write_bytes(b"".join(FAULTS[fault](good.read_bytes().splitlines(keepends=True))))

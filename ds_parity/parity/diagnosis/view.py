@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_parity.parity.fields import METRIC, Comparison
+from ds_parity.parity.fields import Comparison
 from ds_parity.trace import StepRecord, Trace
+from ds_parity.trace.records import METRIC
 
 
 def near(value: float | None, other: float, relative: float = 0.02) -> bool:

@@ -303,6 +303,11 @@ class TestThinning:
         assert (drawn.low[0], drawn.high[0], drawn.x[0]) == (1.0, 4.0, 2.5)
         assert (drawn.low[-1], drawn.high[-1]) == (997.0, 1000.0)
 
+    def test_very_many_steps_without_a_place_on_the_axis_are_marked_from_the_first_to_the_last(self):
+        odd = line(range(1, 50_001), [math.nan] * 50_000, (1, 50_000)).odd
+        assert len(odd) <= MOST
+        assert (odd[0], odd[-1]) == (1, 50_000)
+
     def test_groups_that_are_all_alike_are_one_line_and_more_than_eight_are_not_drawn(self):
         many = Trace(trace().header, (record(1, lr=(1.0, 1.0)), record(2, lr=(1.0, 1.0))))
         assert len(run(many, ["lr"], (1, 2)).lines["lr"]) == 1
