@@ -176,12 +176,12 @@ def compare(
     from ds_parity.parity.bounds import Tier
     from ds_parity.parity.compare import compare as compared
     from ds_parity.parity.diagnosis import diagnose
-    from ds_parity.trace.foreign import read_pair
+    from ds_parity.trace.foreign import open_pair
 
     reports.check(report, junit)
     if tier not in (None, *[str(known) for known in Tier]):
         raise ConfigError(f"--tier is {tier!r}: it must be {' or '.join(map(str, Tier))}")
-    a, b = read_pair(
+    a, b = open_pair(
         reference, candidate, both=maps or (), left=map_reference or (), right=map_candidate or (), mean_loss=mean_loss
     )
     foreign = a.header.foreign or b.header.foreign

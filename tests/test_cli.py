@@ -29,11 +29,11 @@ def refused(*arguments, **environment):
     return ran.stderr
 
 
-def trace(path, loss=1.0, engine="ds_parity"):
+def trace(path, loss=1.0, engine="ds_parity", steps=2):
     header = Header(scenario="s", seed=0, versions={}, device="cpu gloo", ranks=2, config_hash="0" * 64, engine=engine)
     counts = {"passes": 2, "idle_passes": 0, "rollouts": 4, "prompts": 1, "tokens": 100, "total": 4.0}
     with TraceWriter(path, header) as writer:
-        for step in (1, 2):
+        for step in range(1, steps + 1):
             writer.write(StepRecord(step=step, **counts, loss=loss, lr=(0.1,), grad_norm=1.0))
     return path
 
@@ -97,6 +97,12 @@ class TestBadInput:
         bad.write_text("hello\n")
         assert "bad.jsonl" in refused("compare", trace(tmp_path / "a.jsonl"), bad)
 
+    def test_a_trace_that_was_cut_short(self, tmp_path):
+        good, cut = trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl")
+        cut.write_bytes(cut.read_bytes()[:-5])
+        assert "b.jsonl, line 3: cut short" in refused("compare", good, cut)
+        assert "b.jsonl, line 3: cut short" in refused("compare", cut, good)
+
     def test_an_unknown_tier(self, tmp_path):
         a = trace(tmp_path / "a.jsonl")
         assert "--tier is 'close'" in refused("compare", a, a, "--tier", "close")
@@ -113,6 +119,16 @@ class TestCompare:
         assert ran.returncode == 1
         assert "FAIL: the traces differ" in ran.stdout
         assert "step 1, loss" in ran.stdout
+
+    def test_of_many_steps_the_table_shows_those_that_matter_and_the_verdict_counts_all(self, tmp_path):
+        one, other = trace(tmp_path / "a.jsonl", steps=1200), trace(tmp_path / "b.jsonl", loss=2.0, steps=1200)
+        told = ds_parity("compare", one, other).stdout
+        assert "1170 steps left out between 20 and 1191: 1170 of them differ" in " ".join(
+            told.replace("│", " ").split()
+        )
+        assert "differs: 1200 differences in 1200 steps" in told
+        found = json.loads(ds_parity("compare", one, one, "--json").stdout)
+        assert (found["steps"], len(found["rows"]), found["hidden"][0]["count"]) == (1200, 20, 1180)
 
     def test_a_torch_trace_is_compared_within_bounds(self, tmp_path):
         reference = trace(tmp_path / "a.jsonl", engine="torch")

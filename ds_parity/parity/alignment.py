@@ -9,6 +9,12 @@ from itertools import pairwise
 
 from ds_parity.trace import StepRecord, Trace
 
+NO_ROLLOUTS = {
+    counted: f"the reference counts no rollouts: bounds depend on them, and they are {other}"
+    for counted, other in ((True, "those of the candidate"), (False, "unknown, and each step is taken for one"))
+}
+"""What is said of a reference that counts none, by whether the candidate does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
@@ -175,5 +181,4 @@ def _group_notes(name: str, trace: Trace, groups: int) -> Iterator[str]:
 
 def _term_notes(reference: Trace, candidate: Trace) -> Iterator[str]:
     if not _counts(reference) and reference.steps:
-        other = "those of the candidate" if _counts(candidate) else "unknown, and each step is taken for one"
-        yield f"the reference counts no rollouts: bounds depend on them, and they are {other}"
+        yield NO_ROLLOUTS[_counts(candidate)]

@@ -1,6 +1,7 @@
 """How far two traces may lie apart, and how their distance is measured."""
 
 import math
+import operator
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def _weights_gap(reference: Weights, candidate: Weights) -> float:
     """The difference of the norms, which the distance is never below, or the sketched distance if that is greater."""
     norms = abs(signed(reference.norm, candidate.norm))
     a, b = reference.sketch, candidate.sketch
-    if a == b or len(a) != len(b):
+    if len(a) != len(b) or all(map(operator.eq, a, b)):  # not a == b, to which a NaN object equals itself
         return norms
     distance = math.dist(a, b) / math.sqrt(len(a))
     return greatest((norms, distance / reference.norm if 0 < reference.norm < math.inf else math.inf))

@@ -1,10 +1,14 @@
 """What is compared and what comparing finds: the fields of a step, and the differences of two traces."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from ds_parity.parity.bounds import EPS, Bound, C, Tier, has_nan
+from ds_parity.parity.bounds import EPS, Bound, C, Tier, greatest, has_nan
 from ds_parity.trace import StepRecord, Trace, Weights
+from ds_parity.trace.records import METRIC
 
 
 class How(Enum):
@@ -40,7 +44,6 @@ FIELDS = (
 
 NAMES = (*(field.name for field in FIELDS), "metrics")
 BOUNDED = tuple(field.name for field in FIELDS if field.how is How.BOUNDED)
-METRIC = "metrics."  # and the name of a metric
 
 
 def value_of(record: StepRecord | None, name: str) -> object:
@@ -135,14 +138,64 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class FieldFound:
+    """What one field's differences come to: how many, the first, and the furthest apart (None: nothing to subtract)."""
+
+    name: str
+    count: int
+    first: Difference
+    furthest: float | None
+
+    @classmethod
+    def of(cls, difference: Difference) -> FieldFound:
+        """A single one."""
+        return cls(difference.field, 1, difference, difference.difference)
+
+    def and_also(self, other: FieldFound) -> FieldFound:
+        """Together with later ones."""
+        known = [it.furthest for it in (self, other) if it.furthest is not None]
+        return replace(self, count=self.count + other.count, furthest=greatest(known) if known else None)
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Rows between two that are shown: the steps of those two, how many lie between them, and how many of these differ."""
+
+    after: int
+    before: int
+    count: int
+    differing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a trace holds in all: steps, and rollouts (None where a step doesn't tell)."""
+
+    steps: int
+    rollouts: int | None
+
+    def and_also(self, rollouts: Sequence[int | None]) -> Held:
+        """Together with more steps."""
+        known = [count for count in rollouts if count is not None]
+        told = self.rollouts is not None and len(known) == len(rollouts)
+        return Held(self.steps + len(rollouts), (self.rollouts or 0) + sum(known) if told else None)
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """What comparing two traces found.
 
     Attributes:
         tier: what was asked.
         dtype: the type that the bounds are of.
-        differences: those of the whole trace that forbid a comparison, then by step, then biases.
-        rows: one per step of either trace.
+        differences: those of the whole trace that forbid a comparison, then by step, then biases; of very many by step
+            the first 1,000 or so.
+        found: all differences by field, in the order in which they are met.
+        steps: of either trace, in all.
+        rows: one per step of either trace; of more than 1,000 steps the first, the last, and the first that differ with
+            the step before them.
+        hidden: what lies between these.
+        held: what the reference and the candidate hold.
         measured: one per field that the REASSOCIATED tier bounds and both traces have; none in the EXACT tier.
         not_compared: fields that neither trace has, or that a rule leaves out.
         notes: what to know before the verdict: headers that differ, rules that leave fields out, bounds too wide to
@@ -152,7 +205,11 @@ class Comparison:
     tier: Tier
     dtype: str
     differences: tuple[Difference, ...]
+    found: tuple[FieldFound, ...]
+    steps: int
     rows: tuple[Row, ...]
+    hidden: tuple[HiddenRows, ...]
+    held: tuple[Held, Held]
     measured: tuple[Measured, ...]
     not_compared: tuple[str, ...]
     notes: tuple[str, ...]
@@ -166,6 +223,11 @@ class Comparison:
     def first(self) -> Difference | None:
         """The first difference, None where there is none."""
         return self.differences[0] if self.differences else None
+
+    @property
+    def count(self) -> int:
+        """How many differences there are, those that are not kept included."""
+        return sum(it.count for it in self.found)
 
     def bound(self, name: str, terms: float) -> float:
         """What a field may be off by where `terms` rollouts were summed up; 0: it must be equal bit for bit."""

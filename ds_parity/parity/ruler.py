@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_parity.parity.bounds import Bound, C, Tier, gap
-from ds_parity.parity.fields import METRIC, value_of
+from ds_parity.parity.fields import Field, How, value_of
 from ds_parity.trace import Precision, StepRecord
+from ds_parity.trace.records import METRIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,10 @@ class Ruler:
     floors: Mapping[str, float]
     left_out: frozenset[str]
     written: Mapping[str, tuple[Precision | None, Precision | None]]
+
+    def bounds(self, field: Field) -> bool:
+        """Whether a field may differ within a bound; else it must be equal bit for bit."""
+        return self.tier is not Tier.EXACT and field.how is How.BOUNDED
 
     def bound(self, name: str, terms: float) -> Bound:
         """What adding the same terms in another order explains; a metric is a weighted mean of them, as the loss is."""

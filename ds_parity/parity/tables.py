@@ -1,13 +1,13 @@
 """A comparison for people: a table and a verdict."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.table import Table
 
 from ds_parity.parity.bounds import greatest
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.fields import Comparison, Difference, Row
+from ds_parity.parity.fields import Comparison, Difference, HiddenRows, Row
 
 COLUMNS = ("step", "passes", "rollouts", "loss", "lr", "grad norm", "greatest difference", "")
 _ABSENT = "-"
@@ -18,9 +18,31 @@ def render(comparison: Comparison) -> Table:
     table = Table(title=f"candidate against reference, {comparison.tier} tier ({comparison.dtype})")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("greatest difference", "") else "right")
-    for row in comparison.rows:
-        table.add_row(*cells(row), style="bold red" if row.differences else None)
+    for row in in_order(comparison.rows, comparison.hidden):
+        if isinstance(row, HiddenRows):
+            table.add_section()
+            table.add_row(*[""] * (len(COLUMNS) - 2), hidden_rows(row), style="dim")
+            table.add_section()
+        else:
+            table.add_row(*cells(row), style="bold red" if row.differences else None)
     return table
+
+
+def in_order(rows: Iterable[Row], hidden: Iterable[HiddenRows]) -> Iterator[Row | HiddenRows]:
+    """Rows, with what is left out between them in its place."""
+    behind = {one.after: one for one in hidden}
+    for row in rows:
+        yield row
+        if row.step in behind:
+            yield behind[row.step]
+
+
+def hidden_rows(rows: HiddenRows) -> str:
+    """What is not shown, in a sentence."""
+    told = (
+        f"{rows.differing} of them {'differs' if rows.differing == 1 else 'differ'}" if rows.differing else "all equal"
+    )
+    return f"{number(rows.count, 'step')} left out between {rows.after} and {rows.before}: {told}"
 
 
 def verdict(comparison: Comparison) -> str:
@@ -29,12 +51,12 @@ def verdict(comparison: Comparison) -> str:
     Equal: how near each bounded field came to its bound. Not equal: the first difference.
     """
     lines = [f"note: {note}" for note in comparison.notes]
-    steps = number(len(comparison.rows), "step")
+    steps = number(comparison.steps, "step")
     first = comparison.first
     if first is None:
         lines.append(f"equal: {steps}; {_nearest(comparison)}")
     else:
-        count = number(len(comparison.differences), "difference")
+        count = number(comparison.count, "difference")
         lines.append(f"differs: {count} in {steps} ({comparison.tier} tier); the first: {sentence(first)}")
     if comparison.not_compared:
         lines.append(f"not compared: {', '.join(comparison.not_compared)}")

@@ -11,6 +11,7 @@ from ds_parity.errors import TraceError
 from ds_parity.trace.records import SCHEMA, Header, StepRecord, Trace
 
 Model = TypeVar("Model", bound=BaseModel)
+_PIECE = 1 << 16
 
 
 def read_header(path: str | Path) -> Header:
@@ -19,7 +20,7 @@ def read_header(path: str | Path) -> Header:
     Raises:
         TraceError: the file is missing or empty, line 1 is no header, or its schema version isn't `SCHEMA`.
     """
-    for _, line in _lines(path):
+    for _, line in _numbered(path):
         return _header(path, line)
     raise TraceError(f"{path}: the trace is empty: line 1 must be a header")
 
@@ -35,12 +36,11 @@ def iter_steps(path: str | Path) -> Iterator[StepRecord]:
     """
     read_header(path)
     before: int | None = None
-    for number, line in _lines(path):
+    for number, line in _numbered(path):
         if number == 1:
             continue
-        record = _parse(path, number, line, StepRecord)
-        if before is not None and record.step != before + 1:
-            raise TraceError(f"{path}, line {number}: {_misplaced(record.step, before)}")
+        record = parse(path, number, line, StepRecord)
+        follows(path, number, record.step, before)
         before = record.step
         yield record
 
@@ -50,13 +50,22 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(header=read_header(path), steps=tuple(iter_steps(path)))
 
 
-def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers, from 1, and lines with their newline; OSError becomes TraceError."""
+def pieces(path: str | Path, size: int) -> Iterator[tuple[int, list[bytes]]]:
+    """Whole lines, of about `size` bytes together, with the number of the first. Raises TraceError as `iter_steps` does."""
+    number = 1
     try:
         with Path(path).open("rb") as file:
-            yield from enumerate(file, start=1)
+            while lines := file.readlines(size):
+                yield number, lines
+                number += len(lines)
     except OSError as error:
         raise TraceError(f"{path}: can't read the trace: {error.strerror or error}") from error
+
+
+def _numbered(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers, from 1, and lines with their newline."""
+    for first, lines in pieces(path, _PIECE):
+        yield from enumerate(lines, start=first)
 
 
 def _header(path: str | Path, line: bytes) -> Header:
@@ -68,16 +77,27 @@ def _header(path: str | Path, line: bytes) -> Header:
         raise TraceError(f"{path}, line 1: no header: line 1 must be a JSON object with a `schema_version`")
     if raw["schema_version"] != SCHEMA:
         raise TraceError(f"{path}, line 1: schema version {raw['schema_version']!r}, but this release reads {SCHEMA}")
-    return _parse(path, 1, line, Header)
+    return parse(path, 1, line, Header)
 
 
-def _parse(path: str | Path, number: int, line: bytes, model: type[Model]) -> Model:
+def parse(path: str | Path, number: int, line: bytes, model: type[Model]) -> Model:
+    """A line. Raises TraceError, which names it, for one that is invalid or cut short."""
     try:
         return model.model_validate_json(line)
     except ValidationError as error:
         if not line.endswith(b"\n"):
             raise TraceError(f"{path}, line {number}: cut short: its writer was stopped in mid-line") from error
         raise TraceError(f"{path}, line {number}: {_faults(error)}") from error
+
+
+def follows(path: str | Path, number: int, step: int, before: int | None) -> None:
+    """Make sure that a step follows the one `before` it, if there is one.
+
+    Raises:
+        TraceError: it is doubled, out of order, or others are missing between them.
+    """
+    if before is not None and step != before + 1:
+        raise TraceError(f"{path}, line {number}: {_misplaced(step, before)}")
 
 
 def _faults(error: ValidationError) -> str:

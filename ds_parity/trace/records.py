@@ -10,16 +10,17 @@ from ds_parity.trace.digits import Precision
 
 SCHEMA = 1
 
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _number(value: object) -> object:
     """The float that one of JSON's three words for it means; anything else as it is."""
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 # Strict floats refuse every string, and pydantic writes NaN and the infinities as strings.
 Float = Annotated[float, BeforeValidator(_number)]
+METRIC = "metrics."  # what stands before the name of a metric, where fields are named
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FieldName = Literal[
     "passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "loss", "lr", "grad_norm", "loss_scale", "skipped",

@@ -4,32 +4,20 @@ import math
 from dataclasses import replace
 
 import pytest
+from comparing import HEADER, record, trace, two_traces, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
+from ds_parity.parity import blocks
 from ds_parity.parity.bounds import EPS, LEAST_LOSS, Bound, C, Tier, gap, greatest, has_nan
 from ds_parity.parity.compare import compare
 from ds_parity.parity.fields import BOUNDED
-from ds_parity.trace import Header, StepRecord, Trace, Weights
+from ds_parity.trace import Trace
+from ds_parity.trace.columns import SIZE
 
 EXACT, REASSOCIATED = Tier.EXACT, Tier.REASSOCIATED
-HEADER = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="ab", engine="ds_parity")
 BOTH = pytest.mark.parametrize("tier", [EXACT, REASSOCIATED])
-
-
-def weights(norm=10.0, sketch=(3.0, -4.0), digit="a"):
-    return Weights(checksum=digit * 64, norm=norm, sketch=sketch)
-
-
-def record(step=1, **changes):
-    counts = {"passes": 2, "idle_passes": 1, "rollouts": 4, "prompts": 2, "tokens": 100, "total": 4.0}
-    figures = {"loss": 0.5, "lr": (1e-3, 1e-4), "grad_norm": 2.0, "loss_scale": 1024.0, "metrics": {"reward": 0.25}}
-    return StepRecord(**{"step": step, "weights": weights(), **counts, **figures, **changes})
-
-
-def trace(*steps, **header):
-    return Trace(HEADER.model_copy(update=header), steps or tuple(record(step) for step in (1, 2, 3)))
 
 
 def changed(**changes):
@@ -192,7 +180,9 @@ def test_a_metric_that_only_one_trace_has_fails_the_exact_tier():
 
 
 def test_a_sketch_that_only_one_trace_has_fails_the_reassociated_tier():
-    assert "sketches of 2 and 0" in compare(trace(), changed(weights=weights(sketch=())), REASSOCIATED).first.why
+    bare = weights(sketch=())
+    for other in (changed(weights=bare), trace(*(record(step, weights=bare) for step in (1, 2, 3)))):
+        assert "sketches of 2 and 0" in compare(trace(), other, REASSOCIATED).first.why
 
 
 def test_what_neither_trace_has_is_named_and_not_compared():
@@ -385,42 +375,9 @@ def test_a_difference_from_zero_is_infinite_and_nan_is_never_lost():
     assert gap(weights(norm=math.inf), weights(norm=math.inf, sketch=(3.0, -4.1))) == math.inf
     assert math.isnan(greatest([1.0, math.nan, 2.0]))
     assert math.isnan(gap(1.0, None))
+    unknown = weights(sketch=(math.nan, 1.0))
+    assert math.isnan(gap(unknown, unknown))
     assert has_nan((1.0, (math.nan,)))
-
-
-NEAR = [0.5 + 2.0**-30, 0.5 + 2.0**-22, 0.5 + 2.0**-20]
-FIGURES = st.sampled_from([0.5, *NEAR, 0.6, 0.0, -0.0, math.inf, -math.inf, math.nan])
-COUNTS = st.sampled_from([2, 2, 2, 3])
-WEIGHTS = st.builds(weights, FIGURES, st.tuples(FIGURES, FIGURES) | st.just(()), st.sampled_from("ab"))
-CHANGES = st.fixed_dictionaries(
-    {},
-    optional={
-        "passes": COUNTS,
-        "rollouts": COUNTS,
-        "tokens": COUNTS,
-        "total": FIGURES,
-        "loss": FIGURES | st.none(),
-        "lr": st.tuples(FIGURES),
-        "grad_norm": FIGURES | st.none(),
-        "loss_scale": FIGURES | st.none(),
-        "skipped": st.booleans(),
-        "weights": WEIGHTS | st.none(),
-        "metrics": st.dictionaries(st.sampled_from("xy"), FIGURES, max_size=2),
-    },
-)
-
-
-@st.composite
-def two_traces(draw):
-    """Two traces that share most of their steps and values, so that equal pairs come up as well."""
-    shared = draw(st.lists(CHANGES, max_size=3))
-    extra = st.just({}) | CHANGES
-    sides = []
-    for _ in range(2):
-        steps = [record(step, **changes | draw(extra)) for step, changes in enumerate(shared, 1)]
-        kept = tuple(step for step in steps if draw(st.integers(0, 9)))
-        sides.append(Trace(HEADER.model_copy(update={"ranks": draw(st.sampled_from([2, 2, 4]))}), kept))
-    return tuple(sides)
 
 
 def same(a, b):
@@ -491,9 +448,13 @@ def all_within_bounds(reference, candidate, tier):
 
 @BOTH
 @settings(max_examples=600, deadline=None)
-@given(two_traces())
-def test_equal_is_said_only_if_every_compared_field_is_within_its_bound(tier, traces):
-    comparison = compare(*traces, tier)
+@given(two_traces(), st.sampled_from([1, 2, SIZE]))
+def test_equal_is_said_only_if_every_compared_field_is_within_its_bound_whatever_steps_are_taken_at_once(
+    tier, traces, size
+):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(blocks, "SIZE", size)
+        comparison = compare(*traces, tier)
     biased = [difference.field for difference in comparison.differences if difference.field.endswith(", mean")]
     within_bounds = all_within_bounds(*traces, tier)
     assert not comparison.equal or within_bounds

@@ -63,7 +63,7 @@ def _factors(view: View) -> Iterator[Cause]:
     if view.first == 0 and len(counted) > 1 and alike(counted, 0.1) and counted[0] > 0:
         said = f"norms fit total / (total + {counted[0]:.4g} for each idle pass) in {len(counted)} steps"
         yield Cause("idle-counted", 0.9, said)
-    if len(known) > 1 and alike([totals[i] / r for i, r in known if r], 0.01):
+    if len(known) > 1 and factor and alike([totals[i] / r for i, r in known if r], 0.01):
         yield Cause(
             "target-not-actual", 0.95, f"norms are total / {totals[known[0][0]] / factor:.6g} times the reference's"
         )

@@ -70,7 +70,7 @@ def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         passes = max(view.passes)
         said = f"the LR moves {paces[0]:.3g} times too slowly; windows have {passes} passes"
         yield Cause("scheduler-budget-in-passes", 0.9 if near(paces[0], passes, 0.1) else 0.6, said)
-    elif alike(paces, 0.1) and paces[0] < 0.8:
+    elif alike(paces, 0.1) and 0 < paces[0] < 0.8:
         yield Cause("scheduler-per-pass", 0.7, f"the LR moves {1 / paces[0]:.3g} times too fast")
 
 

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_parity.parity.fields import METRIC, Comparison
+from ds_parity.parity.fields import Comparison
 from ds_parity.trace import StepRecord, Trace
+from ds_parity.trace.records import METRIC
 
 
 def near(value: float | None, other: float, relative: float = 0.02) -> bool:
@@ -28,9 +29,9 @@ class View:
     """What a comparison found, ready to be asked.
 
     Attributes:
-        reference: the trace that is right.
-        candidate: the trace in question.
-        comparison: of the two.
+        reference: the trace that is right, or an excerpt of it.
+        candidate: the trace in question, or the same steps of it.
+        comparison: of the whole traces.
     """
 
     reference: Trace
@@ -50,8 +51,8 @@ class View:
 
     @cached_property
     def fields(self) -> set[str]:
-        """Fields that differ in any step; metrics as one."""
-        return {_plain(difference.field) for difference in self.comparison.differences}
+        """Fields that differ in any step of the whole traces; metrics as one."""
+        return {_plain(found.name) for found in self.comparison.found}
 
     @cached_property
     def first(self) -> int:

@@ -38,8 +38,12 @@ def _end(a: list[int], b: list[int]) -> Iterator[Cause]:
 
 def _start(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
     passes = [record.passes or 0 for record in view.candidate.steps]
-    if all(count == 1 for count in passes) and len(b) > len(a) and sum(a) == sum(b) and not _by_prompts(view, b):
-        yield Cause("step-per-pass", 0.95, f"{len(b)} steps of one pass each, where the reference takes {len(a)}")
+    one, other = view.comparison.held
+    more = other.steps > one.steps and other.rollouts == one.rollouts
+    if all(count == 1 for count in passes) and more and not _by_prompts(view, b):
+        yield Cause(
+            "step-per-pass", 0.95, f"{other.steps} steps of one pass each, where the reference takes {one.steps}"
+        )
     elif passes[0] == 1 and b[0] < a[0] and all(near(x, y, 0.5) for x, y in zip(a[1:], b[1:], strict=False)):
         yield Cause(
             "boundary-off-by-one",
@@ -71,12 +75,13 @@ def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
         yield Cause("sp-double-count", 0.5, f"windows are {pace:.2g} times too short")
     if near(b[0] / a[0], view.ranks, 0.2) and view.ranks > 1 and near(1 / pace, view.ranks, 0.35):
         yield Cause("local-count", 0.85, f"windows are {1 / pace:.2g} times too long on {view.ranks} ranks")
-    fewer = sum(b) < sum(a) and b != a[: len(b)]
+    one, other = (held.rollouts or 0 for held in view.comparison.held)
+    fewer = other < one and b != a[: len(b)]
     if fewer and all(y <= x for x, y in zip(a[:2], b[:2], strict=False)) and 0.7 < pace < 1.4:
         yield Cause(
             "silent-truncation",
             0.8,
-            f"{sum(a) - sum(b)} of {sum(a)} rollouts are missing, step 1 holds {b[0]} of {a[0]}",
+            f"{one - other} of {one} rollouts are missing, step 1 holds {b[0]} of {a[0]}",
         )
 
 

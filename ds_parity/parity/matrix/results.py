@@ -136,7 +136,7 @@ def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> F
     fault = FAULTS.get(cell.variant.faults.get(cell.stage, "")) if reference == "deepspeed" else None
     if comparison.equal:
         mended = f"; {fault.name} is not to be seen here: has DeepSpeed mended it?" if fault else ""
-        return Finding(reference, Status.RIGHT, f"{len(comparison.rows)} steps equal{mended}")
+        return Finding(reference, Status.RIGHT, f"{comparison.steps} steps equal{mended}")
     assert comparison.first is not None
     if fault is not None:
         return Finding(reference, Status.CORRECTED, f"DeepSpeed: {fault.what} ({fault.script}); {fault.ours}")

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import Change
-from ds_parity.parity.compare import Comparison
+from ds_parity.parity.compare import Comparison, Setting, setting
 from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.tables import number
 from ds_parity.trace import Trace
+from ds_parity.trace.columns import TraceFile
 
 if TYPE_CHECKING:
     from ds_parity.parity.verify import LeftOut
@@ -24,9 +25,9 @@ UNKNOWN = "not recorded"
 
 @dataclass(frozen=True)
 class Side:
-    """A trace, and where it lies."""
+    """A trace, in memory or to be read again, and where it lies."""
 
-    trace: Trace
+    trace: Trace | TraceFile
     path: str
 
 
@@ -54,6 +55,16 @@ class Compared:
     def title(self) -> str:
         """The scenario's name and the reference's."""
         return f"{self.scenario} against {self.against}"
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last of either trace, which must have one."""
+        return self.comparison.rows[0].step, self.comparison.rows[-1].step
+
+    def setting(self) -> Setting:
+        """The traces, ready to be gone through again."""
+        tier, dtype = self.comparison.tier, self.comparison.dtype
+        return setting(self.reference.trace, self.candidate.trace, tier, dtype)
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ class Contents:
             return "FAIL: nothing was compared"
         left_out = f"; {number(len(self.left_out), 'comparison')} left out" if self.left_out else ""
         if self.failed is None:
-            steps = sum(len(one.comparison.rows) for one in self.compared)
+            steps = sum(one.comparison.steps for one in self.compared)
             return f"PASS: {self._counted}, {number(steps, 'step')} in all, every step equal{left_out}"
         first = self.failed.comparison.first
         assert first is not None

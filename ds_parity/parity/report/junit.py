@@ -57,7 +57,7 @@ def _case(suite: Element, compared: Compared) -> None:
 def _told(compared: Compared) -> str:
     differences = compared.comparison.differences
     shown = [sentence(difference) for difference in differences[:_MOST]]
-    left = len(differences) - len(shown)
+    left = compared.comparison.count - len(shown)
     more = [f"and {left} more"] if left else []
     return "\n".join([verdict(compared.comparison), *shown, *more])
 

@@ -12,8 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ds_parity._version import __version__
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.fields import Difference
-from ds_parity.parity.report.condense import FieldFound, Line, found, lines
+from ds_parity.parity.fields import Difference, FieldFound
+from ds_parity.parity.report.condense import Line, lines
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Contents, Side
 from ds_parity.parity.report.plots import Picture
 from ds_parity.parity.tables import COLUMNS, verdict
@@ -68,12 +68,12 @@ def _section(anchor: str, compared: Compared, pictures: tuple[Picture, ...]) -> 
         anchor=anchor,
         title=compared.title,
         equal=comparison.equal,
-        steps=len(comparison.rows),
+        steps=comparison.steps,
         verdict=verdict(comparison),
         first=comparison.first,
         causes=compared.causes,
         pictures=pictures,
-        found=found(comparison),
+        found=comparison.found,
         lines=lines(comparison),
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from ds_parity.errors import ConfigError
 from ds_parity.parity.report.contents import Compared
 from ds_parity.parity.report.decades import Decades
-from ds_parity.parity.report.series import Gaps, Line, gaps, lines_of, skipped
+from ds_parity.parity.report.series import Gaps, Line, Run, gaps, run, thinned
 
 # Okabe and Ito's colours. Reference and candidate are told apart by width and dashes too, differences by their marks.
 _ORANGE, _BLUE, _VERMILION, _GREEN, _GREY = "#E69F00", "#0072B2", "#D55E00", "#009E73", "#606060"
@@ -54,60 +54,74 @@ def check_matplotlib() -> None:
         ) from None
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """A comparison, with what is drawn of it."""
+
+    compared: Compared
+    reference: Run
+    candidate: Run
+    gaps: dict[str, Gaps]
+
+
 def pictures(compared: Compared) -> tuple[Picture, ...]:
     """Draw a comparison; none where neither trace has a step."""
     if not compared.comparison.rows:
         return ()
-    drawn: tuple[tuple[str, str, Callable[[Compared], bytes]], ...] = (
+    names = [name for name, _ in (*_CURVES, *_WINDOWS)]
+    a, b = (run(side.trace, names, compared.steps) for side in (compared.reference, compared.candidate))
+    found = gaps(compared.setting(), [name for name, _ in _MEASURED])
+    shown = _Shown(compared, a, b, found)
+    drawn: tuple[tuple[str, str, Callable[[_Shown], bytes]], ...] = (
         ("curves", "loss, gradient norm and learning rate of both runs, step by step", _curves),
         ("differences", "how far the runs lie apart, step by step, with what they may", _differences),
         ("windows", "rollouts, passes and idle passes of every step", _windows),
     )
-    return tuple(Picture(name, caption, draw(compared)) for name, caption, draw in drawn)
+    return tuple(Picture(name, caption, draw(shown)) for name, caption, draw in drawn)
 
 
-def _curves(compared: Compared) -> bytes:
+def _curves(shown: _Shown) -> bytes:
     def draw(figure: Any) -> None:
-        panels = _stack(figure, compared, _CURVES)
-        stood_still = skipped(compared.comparison.rows, compared.reference.trace)
+        panels = _stack(figure, shown, _CURVES)
+        stood_still = np.union1d(shown.reference.skipped, shown.candidate.skipped)
+        stood_still = stood_still[thinned(stood_still)]
         for axes in panels:
             _edge(axes, stood_still, 0.04, {"marker": "|", "markersize": 9, "color": _GREY}, "skipped step")
 
-    return _png(compared, (10, 8), draw)
+    return _png(shown.compared, (10, 8), draw)
 
 
-def _windows(compared: Compared) -> bytes:
+def _windows(shown: _Shown) -> bytes:
     def draw(figure: Any) -> None:
-        for axes in _stack(figure, compared, _WINDOWS, drawstyle="steps-mid"):
+        for axes in _stack(figure, shown, _WINDOWS, drawstyle="steps-mid"):
             low, high = axes.get_ylim()
             axes.set_ylim(min(0.0, low), high + 0.1 * (high - low))
             _whole(axes.yaxis)
 
-    return _png(compared, (10, 7), draw)
+    return _png(shown.compared, (10, 7), draw)
 
 
-def _stack(figure: Any, compared: Compared, fields: Sequence[tuple[str, str]], **style: Any) -> list[Any]:
+def _stack(figure: Any, shown: _Shown, fields: Sequence[tuple[str, str]], **style: Any) -> list[Any]:
     """Draw one panel a field, over one axis of steps."""
     panels = list(figure.subplots(len(fields), 1, sharex=True))
     for axes, (name, label) in zip(panels, fields, strict=True):
         axes.set_ylabel(label)
-        if name in compared.comparison.not_compared:
+        if name in shown.compared.comparison.not_compared:
             axes.set_title("not compared", loc="right", fontsize="small", color=_GREY)
-        if not _lines(axes, compared, name, style):
+        if not _lines(axes, shown, name, style):
             _absent(axes)
     panels[-1].set_xlabel("optimizer step")
     return panels
 
 
-def _lines(axes: Any, compared: Compared, name: str, style: dict[str, Any]) -> int:
+def _lines(axes: Any, shown: _Shown, name: str, style: dict[str, Any]) -> int:
     """Draw a field of both runs; returns the number of lines."""
     drawn = 0
-    steps = compared.comparison.rows[0].step, compared.comparison.rows[-1].step
     for side, held, look, height in (
-        ("reference", compared.reference, _REFERENCE, 0.94),
-        ("candidate", compared.candidate, _CANDIDATE, 0.86),
+        ("reference", shown.reference, _REFERENCE, 0.94),
+        ("candidate", shown.candidate, _CANDIDATE, 0.86),
     ):
-        for line in lines_of(held.trace, name, steps):
+        for line in held.lines[name]:
             if line.finite:
                 label = side if line.stretch == 1 else f"{side}: least and greatest of {line.stretch} steps"
                 (_values if line.stretch == 1 else _band)(axes, line, label, {**look, **style})
@@ -141,20 +155,20 @@ def _band(axes: Any, line: Line, label: str, look: dict[str, Any]) -> None:
         axes.plot(line.x[at], edge[at], **dots)
 
 
-def _differences(compared: Compared) -> bytes:
+def _differences(shown: _Shown) -> bytes:
     def draw(figure: Any) -> None:
         panels = list(figure.subplots(2, 2, sharex=True).flat)
         for axes, (name, label) in zip(panels, _MEASURED, strict=True):
             axes.set_title(label, loc="left", fontsize="medium")
-            if name in compared.comparison.not_compared:
+            if name in shown.compared.comparison.not_compared:
                 _absent(axes)
             else:
-                _gaps(axes, gaps(compared.comparison, compared.reference.trace, name))
+                _gaps(axes, shown.gaps[name])
         for axes in panels[2:]:
             axes.set_xlabel("optimizer step")
         figure.supylabel("relative difference (logarithmic; 0 at the foot)", fontsize="medium")
 
-    return _png(compared, (10, 7), draw)
+    return _png(shown.compared, (10, 7), draw)
 
 
 def _gaps(axes: Any, found: Gaps) -> None:
@@ -200,14 +214,14 @@ def _png(compared: Compared, size: tuple[float, float], draw: Callable[[Any], No
 def _finish(figure: Any, compared: Compared) -> None:
     """Put what all pictures share on a figure: the title, the first difference, the axis of steps, the legend."""
     first = compared.comparison.first
-    steps = [row.step for row in compared.comparison.rows]
+    start, end = compared.steps
     legend: dict[str, Any] = {}
     for axes in figure.axes:
         if first is not None and first.step is not None:
             look = {"color": _GREEN, "linestyle": ":", "linewidth": 2}
             axes.axvline(first.step, zorder=0.5, label=f"first difference: step {first.step}", **look)
-        pad = max(0.5, 0.02 * (steps[-1] - steps[0]), 1e-12 * steps[-1])  # the last: where floats have no halves left
-        axes.set_xlim(steps[0] - pad, steps[-1] + pad)
+        pad = max(0.5, 0.02 * (end - start), 1e-12 * end)  # the last: where floats have no halves left
+        axes.set_xlim(start - pad, end + pad)
         _whole(axes.xaxis)
         axes.ticklabel_format(axis="x", style="plain", useOffset=False)
         axes.grid(alpha=0.3)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_parity.parity.fields import Comparison, Row, value_of
+from ds_parity.parity.compare import Setting
+from ds_parity.parity.fields import FIELDS
+from ds_parity.parity.judge import judge, limits
 from ds_parity.trace import Trace
+from ds_parity.trace.columns import Columns, TraceFile, columns_of
 
 MOST = 1600
 """Points of a panel; more would not be seen."""
@@ -18,6 +21,7 @@ DENSE = 400
 """Steps of a line; more become a band from the least to the greatest of a stretch of steps."""
 _STRETCHES = 250
 _GROUPS = 8
+_FIELDS = {field.name: field for field in FIELDS}
 # Sums of what is drawn must not overflow.
 _DRAWABLE = 1e100
 
@@ -71,71 +75,128 @@ class Gaps:
     odd: Array
 
 
-def lines_of(trace: Trace, name: str, steps: tuple[int, int]) -> tuple[Line, ...]:
-    """Return a trace's values of a field, a line a parameter group for `lr`; none where it has no value.
+@dataclass(frozen=True)
+class Run:
+    """What is drawn of one trace.
+
+    Attributes:
+        lines: field to its lines, one a parameter group for `lr`; none where the trace has no value.
+        skipped: steps that took no update.
+    """
+
+    lines: Mapping[str, tuple[Line, ...]]
+    skipped: Array
+
+
+def run(trace: Trace | TraceFile, names: Sequence[str], steps: tuple[int, int]) -> Run:
+    """Read what is drawn of a trace, in one go.
 
     Args:
         trace: of a run.
-        name: of a field.
+        names: of the fields.
         steps: the first and the last of either trace, so that both are cut into the same stretches.
     """
-    records = {record.step: record for record in trace.steps}
-    values = [value_of(record, name) for record in records.values()]
-    made = (line(list(records), column, steps) for column in _columns(values))
-    return tuple(one for one in made if one.finite or len(one.odd))
+    bands: dict[str, list[_Band]] = {name: [] for name in names}
+    skipped = _Points(1)
+    for columns in columns_of(trace):
+        x = np.array(columns.steps, dtype=np.int64)
+        for name in names:
+            for at, values in enumerate(_values(columns, name)):
+                if at == len(bands[name]):
+                    bands[name].append(_Band(steps))
+                bands[name][at].add(x, values)
+        skipped.add(x[columns.counts("skipped").values == 1])
+    return Run({name: _unlike(it.line() for it in held) for name, held in bands.items()}, *skipped.taken())
 
 
-def _columns(values: Sequence[Any]) -> list[tuple[float | None, ...]]:
-    if not any(isinstance(value, tuple) for value in values):
-        return [tuple(values)]
-    groups = min(_GROUPS, max(len(value) for value in values))
-    columns = [tuple(value[at] if at < len(value) else None for value in values) for at in range(groups)]
-    return list(dict.fromkeys(columns))
+def _values(columns: Columns, name: str) -> list[Sequence[float | None]]:
+    """A field's values; of `lr` those of each parameter group."""
+    values = columns.fields[name]
+    if name != "lr":
+        return [values]
+    groups = min(_GROUPS, max((len(value) for value in values if value is not None), default=0))
+    return [[None if it is None or at >= len(it) else it[at] for it in values] for at in range(groups)]
+
+
+def _unlike(lines: Iterator[Line]) -> tuple[Line, ...]:
+    """Lines that show something, each once."""
+    shown = (one for one in lines if one.finite or len(one.odd))
+    return tuple({(one.low.tobytes(), one.high.tobytes(), one.odd.tobytes()): one for one in shown}.values())
+
+
+class _Band:
+    """The least and the greatest of each stretch of steps."""
+
+    def __init__(self, steps: tuple[int, int]) -> None:
+        self.first, last = steps
+        self.stretch = 1 if last - self.first < DENSE else -(-(last - self.first + 1) // _STRETCHES)
+        self.low = np.full((last - self.first) // self.stretch + 1, np.inf)
+        self.high = -self.low
+        self.odd = _Points(1)
+
+    def add(self, steps: Array, values: Sequence[float | None]) -> None:
+        given = np.array([np.nan if value is None else value for value in values], dtype=float)
+        present = np.array([value is not None for value in values], dtype=bool)
+        drawable = np.isfinite(given) & (np.abs(given) <= _DRAWABLE)
+        self.odd.add(steps[present & ~drawable])
+        places = (steps - self.first) // self.stretch
+        np.minimum.at(self.low, places[drawable], given[drawable])
+        np.maximum.at(self.high, places[drawable], given[drawable])
+
+    def line(self) -> Line:
+        absent = self.low > self.high
+        low, high = (np.where(absent, np.nan, edge) for edge in (self.low, self.high))
+        middles = self.first + self.stretch * np.arange(len(low), dtype=float) + (self.stretch - 1) / 2
+        (odd,) = self.odd.taken()
+        return Line(middles, low, high, odd, self.stretch)
+
+
+class _Points:
+    """Points in the order of their steps, thinned as they come: the last of their rows is what is kept the extremes of."""
+
+    def __init__(self, rows: int) -> None:
+        self.held: Array = np.empty((rows, 0))
+
+    def add(self, *rows: Array) -> None:
+        self.held = np.concatenate([self.held, np.array(rows, dtype=float)], axis=1)
+        if self.held.shape[1] > 8 * MOST:
+            self._thin()
+
+    def taken(self) -> tuple[Array, ...]:
+        self._thin()
+        return tuple(self.held)
+
+    def _thin(self) -> None:
+        self.held = self.held[:, thinned(self.held[-1])]
 
 
 def line(at: Sequence[int], values: Sequence[float | None], steps: tuple[int, int]) -> Line:
     """Return a line of values at some steps; None breaks it."""
-    first, last = steps
-    stretch = 1 if last - first < DENSE else -(-(last - first + 1) // _STRETCHES)
-    given = np.array([np.nan if value is None else value for value in values], dtype=float)
-    present = np.array([value is not None for value in values], dtype=bool)
-    drawable = np.isfinite(given) & (np.abs(given) <= _DRAWABLE)
-    x = np.array(at, dtype=float)
-    odd = x[present & ~drawable]
-    places = np.array([(step - first) // stretch for step in at], dtype=int)
-    low = np.full((last - first) // stretch + 1, np.inf)
-    high = -low
-    np.minimum.at(low, places[drawable], given[drawable])
-    np.maximum.at(high, places[drawable], given[drawable])
-    absent = low > high
-    low[absent] = high[absent] = np.nan
-    middles = first + stretch * np.arange(len(low), dtype=float) + (stretch - 1) / 2
-    return Line(middles, low, high, odd[thinned(odd)], stretch)
+    band = _Band(steps)
+    band.add(np.array(at, dtype=np.int64), values)
+    return band.line()
 
 
-def gaps(comparison: Comparison, reference: Trace, name: str) -> Gaps:
-    """Return the differences of a quantity: `loss`, `lr`, `grad_norm` or `weights`."""
-    steps = {record.step for record in reference.steps}
-    within: list[tuple[int, float]] = []
-    over: list[tuple[int, float]] = []
-    odd: list[int] = []
-    for row in comparison.rows:
-        value = getattr(row, name)
-        differs = any(difference.field == name for difference in row.differences)
-        if value is not None and np.isfinite(value):
-            (over if differs else within).append((row.step, value))
-        elif value is not None or differs or row.candidate is None or row.step not in steps:
-            odd.append(row.step)
-    x = np.array(odd, dtype=float)
-    return Gaps(_points(within), _points(over), _bound(comparison, name), x[thinned(x)])
-
-
-def skipped(rows: Sequence[Row], reference: Trace) -> Array:
-    """Return the steps that either trace skipped."""
-    steps = {record.step for record in reference.steps if record.skipped}
-    steps |= {row.step for row in rows if row.candidate is not None and row.candidate.skipped}
-    x = np.array(sorted(steps), dtype=float)
-    return x[thinned(x)]
+def gaps(setting: Setting, names: Sequence[str]) -> dict[str, Gaps]:
+    """Return the differences of some quantities (`loss`, `lr`, `grad_norm`, `weights`), which are read in one go."""
+    found = {name: (_Points(2), _Points(2), _Points(2), _Points(1)) for name in names}
+    for block in setting.blocks():
+        judged = judge(block, setting.ruler)
+        x = np.array(block.steps, dtype=float)
+        for name, (within, over, bound, odd) in found.items():
+            allowed = limits(name, block, setting.ruler) if setting.ruler.bounds(_FIELDS[name]) else np.zeros(len(x))
+            bound.add(x, allowed)
+            apart = judged.get("step") or judged.get(name)
+            if apart is None:
+                continue
+            drawn = apart.known & np.isfinite(apart.gap)
+            over.add(x[drawn & apart.differs], apart.gap[drawn & apart.differs])
+            within.add(x[drawn & ~apart.differs], apart.gap[drawn & ~apart.differs])
+            odd.add(x[~drawn & (apart.known | apart.differs)])
+    return {
+        name: Gaps(within.taken(), over.taken(), bound.taken(), *odd.taken())  # type: ignore[arg-type]
+        for name, (within, over, bound, odd) in found.items()
+    }
 
 
 def thinned(y: Array) -> Array:
@@ -154,13 +215,3 @@ def _extremes(y: Array, stretch: Array) -> Iterator[int]:
         yield from (int(stretch[np.nanargmin(held)]), int(stretch[np.nanargmax(held)]))
     if broken.any():
         yield int(stretch[np.argmax(broken)])
-
-
-def _points(held: list[tuple[int, float]]) -> tuple[Array, Array]:
-    x, y = np.array(held, dtype=float).reshape(-1, 2).T
-    kept = thinned(y)
-    return x[kept], y[kept]
-
-
-def _bound(comparison: Comparison, name: str) -> tuple[Array, Array]:
-    return _points([(row.step, comparison.bound(name, row.terms)) for row in comparison.rows])

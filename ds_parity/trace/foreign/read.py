@@ -5,11 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_parity.errors import ConfigError, TraceError
+from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.foreign.build import build
 from ds_parity.trace.foreign.columns import Maps, parse_maps
 from ds_parity.trace.foreign.detect import detect
 from ds_parity.trace.reader import read_trace
 from ds_parity.trace.records import Trace
+
+_HEAD = 1 << 12
 
 
 def read_any(path: str | Path, maps: Maps | None = None, mean_loss: bool = False) -> Trace:
@@ -39,6 +42,32 @@ def _read(path: Path, maps: Maps, mean_loss: bool) -> tuple[Trace, bool]:
         raise TraceError(f"{path}: can't read the trace: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: it is no text in UTF-8: {error}") from error
+
+
+def open_pair(
+    reference: str | Path, candidate: str | Path, *, mean_loss: bool = False, **options: Iterable[str]
+) -> tuple[Trace, Trace] | tuple[TraceFile, TraceFile]:
+    """Two traces, with arguments as for `read_pair`; where both are ds_parity's own they are not held in memory.
+
+    Raises:
+        TraceError: as `read_pair`, but what is wrong with a step of a file is found when it is read.
+        ConfigError: as `read_pair`.
+    """
+    own = [] if mean_loss or any(options.values()) else [_own(Path(path)) for path in (reference, candidate)]
+    if own and own[0] is not None and own[1] is not None:
+        return own[0], own[1]
+    return read_pair(reference, candidate, mean_loss=mean_loss, **options)
+
+
+def _own(path: Path) -> TraceFile | None:
+    """A trace of ds_parity's own; None for what is not one that can be read piece by piece."""
+    try:
+        with path.open("rb") as file:
+            told = b'"schema_version"' in file.read(_HEAD)
+        trace = TraceFile.open(path) if told else None
+    except (OSError, TraceError):
+        return None  # `read_pair` finds it again, and says of which kind it is not
+    return None if trace is None or trace.header.foreign else trace
 
 
 def read_pair(

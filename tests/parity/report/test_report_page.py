@@ -163,22 +163,22 @@ class TestSteps:
     def test_of_many_equal_steps_the_first_and_last_are_shown_and_the_others_counted(self):
         table = page(compared(trace(1000), trace(1000))).table("step")
         assert [row[0] for row in table[1:]] == [
-            *map(str, range(1, 11)), "980 steps left out, 11 to 990: all equal", *map(str, range(991, 1001)),
+            *map(str, range(1, 11)), "980 steps left out between 10 and 991: all equal", *map(str, range(991, 1001)),
         ]  # fmt: skip
 
     def test_of_many_differing_steps_the_first_twenty_are_shown_with_the_step_before(self):
         changes = {step: {"loss": 0.75} for step in range(301, 1001, 2)}
         table = page(compared(trace(1000), trace(1000, changes))).table("step")
         assert [row[0] for row in table[11:]] == [
-            "289 steps left out, 11 to 299: all equal",
+            "289 steps left out between 10 and 300: all equal",
             "300",
             *[
                 word
                 for step in range(301, 339, 2)
-                for word in (str(step), f"1 step left out, {step + 1} to {step + 1}: all equal")
+                for word in (str(step), f"1 step left out between {step} and {step + 2}: all equal")
             ],
             "339",
-            "651 steps left out, 340 to 990: 325 of them differ",
+            "651 steps left out between 339 and 991: 325 of them differ",
             *map(str, range(991, 1001)),
         ]
 

@@ -13,7 +13,7 @@ from reported import EXACT, REASSOCIATED, compared, record, trace, weights
 
 from ds_parity.parity.bounds import EPS, C
 from ds_parity.parity.report.plots import pictures
-from ds_parity.parity.report.series import MOST, line, lines_of, thinned
+from ds_parity.parity.report.series import MOST, line, run, thinned
 from ds_parity.trace import Trace
 
 OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"}
@@ -303,10 +303,17 @@ class TestThinning:
         assert (drawn.low[0], drawn.high[0], drawn.x[0]) == (1.0, 4.0, 2.5)
         assert (drawn.low[-1], drawn.high[-1]) == (997.0, 1000.0)
 
+    def test_very_many_steps_without_a_place_on_the_axis_are_marked_from_the_first_to_the_last(self):
+        odd = line(range(1, 50_001), [math.nan] * 50_000, (1, 50_000)).odd
+        assert len(odd) <= MOST
+        assert (odd[0], odd[-1]) == (1, 50_000)
+
     def test_groups_that_are_all_alike_are_one_line_and_more_than_eight_are_not_drawn(self):
         many = Trace(trace().header, (record(1, lr=(1.0, 1.0)), record(2, lr=(1.0, 1.0))))
-        assert len(lines_of(many, "lr", (1, 2))) == 1
-        assert len(lines_of(Trace(many.header, (record(1, lr=tuple(map(float, range(99)))),)), "lr", (1, 1))) == 8
+        assert len(run(many, ["lr"], (1, 2)).lines["lr"]) == 1
+        assert (
+            len(run(Trace(many.header, (record(1, lr=tuple(map(float, range(99)))),)), ["lr"], (1, 1)).lines["lr"]) == 8
+        )
 
 
 CASES = {

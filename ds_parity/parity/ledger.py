@@ -1,0 +1,205 @@
+"""What comparing comes to, block by block: as much as can be shown, and sums of the rest. It does not grow with the traces."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from ds_parity.parity.blocks import Block
+from ds_parity.parity.bounds import Tier
+from ds_parity.parity.fields import (
+    BOUNDED,
+    NAMES,
+    Difference,
+    FieldFound,
+    Held,
+    HiddenRows,
+    Measured,
+    Row,
+)
+from ds_parity.parity.judge import Apart, judge, signed
+from ds_parity.parity.rows import row
+from ds_parity.parity.ruler import Ruler
+from ds_parity.trace.columns import Array, Columns
+
+WHOLE = 1000
+"""Of so many steps every row is kept, and so many differences; the others are counted."""
+ENDS, DIFFERING = 10, 20
+"""Of more steps: rows at either end, and of those that differ."""
+
+
+@dataclass
+class _Means:
+    """Sums over the steps in which both traces have a field: of differences, of both values, terms and slack."""
+
+    count: int = 0
+    sums: Array = field(default_factory=lambda: np.zeros(5))
+
+    def add(self, *columns: Array) -> None:
+        """Add steps, in their order: blocks of another size come to the same sums."""
+        with np.errstate(all="ignore"):
+            together = np.concatenate([self.sums[:, None], np.stack(columns)], axis=1)
+            self.sums = np.add.accumulate(together, axis=1)[:, -1]
+        self.count += len(columns[0])
+
+
+@dataclass
+class Ledger:
+    """Takes blocks in their order."""
+
+    ruler: Ruler
+    steps: int = 0
+    terms: int = 0
+    differing: int = 0
+    shared: bool = False
+    seen: set[str] = field(default_factory=set)
+    differences: list[Difference] = field(default_factory=list)
+    slack: dict[str, float] = field(default_factory=dict)
+    _fields: dict[str, FieldFound] = field(default_factory=dict)
+    _measured: dict[str, tuple[float, Measured]] = field(default_factory=dict)
+    _means: dict[str, _Means] = field(default_factory=lambda: {"loss": _Means(), "grad_norm": _Means()})
+    _rows: dict[int, tuple[Row, int]] = field(default_factory=dict)
+    _last: deque[tuple[int, Block, int, int]] = field(default_factory=lambda: deque(maxlen=ENDS))
+    _held: dict[str, Held] = field(default_factory=lambda: {"reference": Held(0, 0), "candidate": Held(0, 0)})
+
+    def take(self, blocks: Iterable[Block]) -> Ledger:
+        """Take all blocks; returns itself."""
+        for block in blocks:
+            self._take(block)
+        return self
+
+    @property
+    def held(self) -> tuple[Held, Held]:
+        """What the reference and the candidate hold."""
+        return self._held["reference"], self._held["candidate"]
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """Each bounded field where its difference is the greatest part of its bound."""
+        return tuple(self._measured[name][1] for name in BOUNDED if name in self._measured)
+
+    def found(self, before: Iterable[Difference], after: Iterable[Difference]) -> tuple[FieldFound, ...]:
+        """All differences by field, those of no single step among them."""
+        fields: dict[str, FieldFound] = {}
+        steps = self._fields.values()
+        for one in (*map(FieldFound.of, before), *steps, *map(FieldFound.of, after)):
+            fields[one.name] = fields[one.name].and_also(one) if one.name in fields else one
+        return tuple(fields.values())
+
+    def rows(self) -> tuple[tuple[Row, ...], tuple[HiddenRows, ...]]:
+        """The rows to show, and what lies between them: every row of few steps."""
+        if self.steps <= WHOLE:
+            return tuple(kept for kept, _ in self._rows.values()), ()
+        for place, block, at, before in self._last:
+            self._rows.setdefault(place, (row(block.pair(at), self.ruler), before))
+        differing = [place for place, (kept, _) in self._rows.items() if kept.differences][:DIFFERING]
+        wanted = {*range(ENDS), *differing, *(place for place, *_ in self._last)}
+        wanted |= {place - 1 for place in differing[:1] if place}
+        chosen = [(place, *self._rows[place]) for place in sorted(wanted)]
+        hidden = []
+        for (i, first, before), (j, last, after) in pairwise(chosen):
+            if j > i + 1:
+                count = after - before - bool(first.differences)
+                hidden.append(HiddenRows(first.step, last.step, j - i - 1, count))
+        return tuple(kept for _, kept, _ in chosen), tuple(hidden)
+
+    def biases(self) -> Iterator[Difference]:
+        """Mean signed differences: what stays within its bound in every step, always on the same side."""
+        for name, means in self._means.items():
+            if self.ruler.tier is Tier.EXACT or means.count < 2:
+                continue
+            mean, a, b, terms, slack = (means.sums / means.count).tolist()
+            # Rounding to few digits may err to one side for ever, as where a loss no longer moves: it doesn't average out.
+            bound = self.ruler.bound(name, terms).mean(means.count) + slack
+            if not abs(mean) <= bound:
+                why = f"{name} is off to one side over {means.count} steps: rounding averages out, a bias does not"
+                yield Difference(None, f"{name}, mean", a, b, mean, bound, why)
+
+    def _take(self, block: Block) -> None:
+        found = judge(block, self.ruler)
+        differs = np.zeros(len(block.steps), dtype=bool)
+        for apart in found.values():
+            differs |= apart.differs
+        self._look_at(block)
+        self._keep(block, differs, found)
+        for name, apart in found.items():
+            self.shared |= bool(apart.known.any())
+            if name in self.ruler.written:
+                self.slack[name] = max(self.slack.get(name, 0.0), float(apart.slack.max()))
+            if self.ruler.tier is not Tier.EXACT and name in BOUNDED and apart.known.any():
+                self._measure(name, block, apart)
+        self.shared |= (
+            block.reference is not None and block.candidate is not None and "metrics" not in self.ruler.left_out
+        )
+        self.steps += len(differs)
+        self.differing += int(differs.sum())
+        self.terms = block.terms[-1]
+
+    def _look_at(self, block: Block) -> None:
+        for side, columns in (("reference", block.reference), ("candidate", block.candidate)):
+            if columns is not None:
+                self._held[side] = self._held[side].and_also(columns.fields["rollouts"])
+                self.seen |= {name for name in NAMES if name not in self.seen and _present(columns, name)}
+
+    def _keep(self, block: Block, differs: Array, found: dict[str, Apart]) -> None:
+        """Keep rows and differences, as long as there are not too many."""
+        before = self.differing + np.cumsum(differs) - differs
+        rows: dict[int, Row] = {}
+
+        def at(place: int) -> Row:
+            if place not in rows:
+                rows[place] = row(block.pair(place), self.ruler)
+            return rows[place]
+
+        apart = np.flatnonzero(differs).tolist()
+        wanted = {*range(min(len(differs), max(0, WHOLE - self.steps))), *apart[: max(0, DIFFERING - self.differing)]}
+        if apart and not self.differing and apart[0]:
+            wanted.add(apart[0] - 1)
+        elif apart and not self.differing and self._last:
+            place, last, of, count = self._last[-1]
+            self._rows.setdefault(place, (row(last.pair(of), self.ruler), count))
+        self._rows |= {self.steps + place: (at(place), int(before[place])) for place in sorted(wanted)}
+        for place in apart:
+            if len(self.differences) >= WHOLE:
+                break
+            self.differences += at(place).differences
+        for name, one in sorted(found.items(), key=lambda entry: int(entry[1].differs.argmax())):
+            if one.differs.any():
+                first = at(int(one.differs.argmax())) if name not in self._fields else None
+                self._count(name, one, first)
+        for place in range(max(0, len(differs) - ENDS), len(differs)):
+            self._last.append((self.steps + place, block, place, int(before[place])))
+
+    def _count(self, name: str, apart: Apart, first: Row | None) -> None:
+        known = apart.gap[apart.differs & apart.known]
+        furthest = float(known.max()) if len(known) else None
+        if first is not None:
+            (difference,) = (it for it in first.differences if it.field == name)
+            self._fields[name] = FieldFound(name, int(apart.differs.sum()), difference, furthest)
+        else:
+            held = self._fields[name]
+            self._fields[name] = held.and_also(FieldFound(name, int(apart.differs.sum()), held.first, furthest))
+
+    def _measure(self, name: str, block: Block, apart: Apart) -> None:
+        places = np.flatnonzero(apart.known)
+        gap, limit = apart.gap[places], apart.limit[places]
+        part = np.where(np.isnan(gap), np.inf, gap / limit)
+        most = int(part.argmax())
+        if name not in self._measured or part[most] > self._measured[name][0]:
+            step = block.steps[places[most]]
+            self._measured[name] = float(part[most]), Measured(name, step, float(gap[most]), float(limit[most]))
+        if name in self._means:
+            assert block.reference is not None
+            assert block.candidate is not None
+            x, y = (side.floats(name).values[places] for side in (block.reference, block.candidate))
+            terms = np.array(block.terms, dtype=float)[places]
+            self._means[name].add(signed(x, y, self.ruler.scale(name)), x, y, terms, apart.slack[places])
+
+
+def _present(columns: Columns, name: str) -> bool:
+    values = columns.fields[name]
+    return any(values) if name == "metrics" else {*map(type, values)} != {type(None)}

@@ -1,0 +1,102 @@
+"""What to know before a verdict: headers that differ, fields that are left out and why, bounds that prove little."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ds_parity.parity.bounds import Tier
+from ds_parity.parity.fields import BOUNDED, FIELDS, How, unrecorded
+from ds_parity.parity.ruler import Ruler
+from ds_parity.trace import Precision, Trace
+from ds_parity.trace.columns import TraceFile
+
+Rules = tuple[tuple[tuple[str, ...], str], ...]
+_PACKING = ("passes", "idle_passes")
+_HEADER = ("scenario", "config_hash", "seed", "ranks", "device", "versions")
+_LOOSE = 0.1
+
+
+def rules(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier) -> Rules:
+    """Fields that a rule leaves out, with the rule; each field once."""
+    return tuple(_rules(reference, candidate, tier))
+
+
+def _rules(
+    reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    a, b = reference.header, candidate.header
+    left_out: set[str] = set()
+    if tier is not Tier.EXACT:
+        left_out |= {field.name for field in FIELDS if field.how is How.LEFT_OUT}
+    for name, trace in (("reference", reference), ("candidate", candidate)):
+        unknown = tuple(it for it in unrecorded(trace) if it not in left_out) if isinstance(trace, Trace) else ()
+        if unknown:
+            left_out |= set(unknown)
+            yield (
+                unknown,
+                f"no record of the {name} ({trace.header.engine}) has {'it' if len(unknown) == 1 else 'them'}",
+            )
+    packing = tuple(name for name in _PACKING if name not in left_out)
+    apart = None not in (a.ranks, b.ranks) and a.ranks != b.ranks
+    if packing and (apart or _has_torch(reference, candidate)):
+        yield packing, f"the ranks decide them ({a.engine} on {a.ranks}, {b.engine} on {b.ranks})"
+    if tier is not Tier.EXACT:
+        names = (field.name for field in FIELDS if field.how is How.LEFT_OUT)
+        yield tuple(names), "that is left to the exact tier"
+
+
+def of_rules(rules: Rules, absent: Iterable[str]) -> Iterator[str]:
+    """One note a rule, unless neither trace has what it leaves out."""
+    absent = set(absent)
+    for names, why in rules:
+        known = [name for name in names if name not in absent]
+        if known:
+            yield f"{' and '.join(known)} {'is' if len(known) == 1 else 'are'} not compared: {why}"
+
+
+def _has_torch(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> bool:
+    """Whether a side is `torch`, which is always one rank."""
+    return "torch" in (reference.header.engine, candidate.header.engine)
+
+
+def of_headers(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> Iterator[str]:
+    """What the headers don't say alike."""
+    for name in _HEADER:
+        if name == "ranks" and _has_torch(reference, candidate):
+            continue
+        a, b = getattr(reference.header, name), getattr(candidate.header, name)
+        if a != b and not ((a is None and reference.header.foreign) or (b is None and candidate.header.foreign)):
+            yield f"the headers differ in {name}: reference {a!r}, candidate {b!r}"
+
+
+def of_reading(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> Iterator[str]:
+    """How columns of foreign traces were read."""
+    for name, trace in (("reference", reference), ("candidate", candidate)):
+        for note in trace.notes if isinstance(trace, Trace) else ():
+            yield f"the {name} ({trace.header.engine}): {note}"
+
+
+def of_digits(
+    reference: Trace | TraceFile, candidate: Trace | TraceFile, ruler: Ruler, slack: Mapping[str, float]
+) -> Iterator[str]:
+    """What was written with few digits, and the most that this leaves open."""
+    for side, trace in (("reference", reference), ("candidate", candidate)):
+        for name, precision in _precision(trace).items():
+            if name not in ruler.written or name in ruler.left_out:
+                continue
+            most = slack.get(name, 0.0)
+            little = ": equal within it proves little" if most > _LOOSE else ""
+            yield (
+                f"the {side} wrote {name} with {precision}: held to half a unit in the last place, up to {most:.2g} of the "
+                f"value{little}"
+            )
+
+
+def _precision(trace: Trace | TraceFile) -> Mapping[str, Precision]:
+    return trace.precision if isinstance(trace, Trace) else {}
+
+
+def of_bounds(ruler: Ruler, terms: int) -> Iterator[str]:
+    """Bounds that many rollouts and a short type have made so wide that staying within them says little."""
+    for name in BOUNDED if ruler.tier is not Tier.EXACT else ():
+        bound = ruler.bound(name, terms)
+        if bound.relative > _LOOSE:
+            yield f"the bound of {name} grows to {bound.relative:.3g} ({bound}): equal within it proves little"
