@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The oldest DeepSpeed of setup.cfg's range, which is the newest that there is, too.
 VERSIONS ?= 0.19.8
 
-.PHONY: verify matrix test lint bench test-versions upstream clean
+.PHONY: verify matrix test test-hf lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -18,6 +18,10 @@ matrix: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# accelerate, transformers' Trainer and TRL on two ranks.
+test-hf: $(VENV)/.ready-hf
+	$(BIN)/python -m pytest -m hf tests/frameworks
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -47,4 +51,8 @@ clean:
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.ready-hf: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
 	touch $@

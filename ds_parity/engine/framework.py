@@ -37,9 +37,13 @@ class FrameworkEngine(ParityEngine):
         """Take the caller's word on whether the next passes end their window: it is checked in `backward`.
 
         Raises:
-            ConfigError: `lr_progress` is `rollout`, but the caller steps a scheduler that DeepSpeed does not have.
+            WindowError: it is called inside `passes`, where the counts are known and decide.
+            ConfigError: windows of this configuration can't end where a framework's do, or `lr_progress` is `rollout` and
+                the caller steps a scheduler that DeepSpeed does not have.
         """
+        self._refuse_inside_passes()
         if self._self_said is None:
+            self._refuse_uneven_windows()
             self._refuse_scheduler_out_of_reach()
         self._self_said = bool(is_boundary)
 
@@ -71,10 +75,10 @@ class FrameworkEngine(ParityEngine):
         """
         counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
         said, driver = self._self_said, self._self_driver
-        if said is None:
+        if said is None or self._self_queue is not None:
+            self._settle_division(divided=False)
             return super().backward(loss, retain_graph, scale_wrt_gas, **counts)
         self._refuse_loss(loss)
-        self._refuse_passes()
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas)
         own = self._counts({name: count for name, count in counts.items() if count is not None})
@@ -103,11 +107,10 @@ class FrameworkEngine(ParityEngine):
         if said and whole_before and window.passes + 1 < self.gradient_accumulation_steps():
             self._end_short(held)
             return
-        units = driver.ledger.units() + held.counted(driver.settings.count)
         raise WindowError(
             f"set_gradient_accumulation_boundary({said}) before pass {window.passes} of window {window.index}: the caller "
-            f"{'ends the window here' if said else 'goes on'}, but after this pass {units} of {window.target} "
-            f"{driver.settings.count}s are consumed, so that {'it goes on' if said else 'it ends here'}. A backward() counts "
+            f"{'ends the window here' if said else 'goes on'}, but after this pass it holds {self._holds(held)}, so that it "
+            f"{'goes on' if said else 'ends here'}. A backward() counts "
             f"{driver.usual_rollouts} rollouts on each of {driver.ranks} ranks (train_micro_batch_size_per_gpu) unless it is "
             f"told otherwise. Let the framework accumulate {self.gradient_accumulation_steps()} passes "
             "(gradient_accumulation_steps), over data that holds whole windows; or, where the counts vary, call "
@@ -117,10 +120,9 @@ class FrameworkEngine(ParityEngine):
     def _end_short(self, held: PassTotals) -> None:
         driver: Driver = self._self_driver
         window, rule = driver.ledger.window, driver.settings.last_window
-        units = driver.ledger.units() + held.counted(driver.settings.count)
         what = (
             f"window {window.index} is ended by its caller after {window.passes + 1} of {self.gradient_accumulation_steps()} "
-            f"passes a rank, at {units} of {window.target} {driver.settings.count}s: its data has ended"
+            f"passes a rank, at {self._holds(held)}: its data has ended"
         )
         if rule != "step":
             raise WindowError(
@@ -129,6 +131,12 @@ class FrameworkEngine(ParityEngine):
             )
         _LOG.warning("%s; the step is normalised by what it holds (ds_parity.last_window: step)", what)
         self._self_short = window.index
+
+    def _holds(self, held: PassTotals) -> str:
+        driver: Driver = self._self_driver
+        window, unit = driver.ledger.window, driver.settings.count
+        units = driver.ledger.units() + held.counted(unit)
+        return f"{units} of the {window.closes_at - window.opened_at} {unit}s that close it"
 
     def _settle_division(self, *, divided: bool) -> None:
         if self._self_divided is None:
@@ -153,11 +161,21 @@ class FrameworkEngine(ParityEngine):
                     "loss_type), and ds_parity keeps the count"
                 )
 
-    def _refuse_passes(self) -> None:
+    def _refuse_inside_passes(self) -> None:
         if self._self_queue is not None:
-            raise WindowError(
-                "backward() inside passes() after set_gradient_accumulation_boundary(): inside passes() the counts are "
-                "known and decide; call engine.backward(loss) and engine.step(), not the framework's backward"
+            raise self._owned(
+                "set_gradient_accumulation_boundary",
+                "inside passes() call engine.backward(loss) and engine.step(), not the framework's backward",
+            )
+
+    def _refuse_uneven_windows(self) -> None:
+        settings: Settings = self._self_settings
+        passes, ranks = settings.gradient_accumulation_passes, self._self_driver.ranks
+        if passes % ranks and settings.overshoot == "carry":
+            raise ConfigError(
+                f"gradient_accumulation_passes = {passes} on {ranks} data-parallel ranks: a framework runs "
+                f"{self.gradient_accumulation_steps()} passes a rank in every window, and under ds_parity.overshoot 'carry' "
+                f"some windows take fewer; write a multiple of {ranks}, or choose 'reset'"
             )
 
     def _refuse_scheduler_out_of_reach(self) -> None:
