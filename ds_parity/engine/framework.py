@@ -15,7 +15,7 @@ from ds_parity.window import PassTotals
 
 _LOG = logging.getLogger("ds_parity")
 # Ranks that say different things end in a RankDesyncError, which shows these.
-_DOING = {True: "runs a pass that its caller ends the window with", False: "runs a pass that its caller goes on after"}
+_DOING = {True: "was told to end the window with its pass", False: "was told to go on after its pass"}
 
 
 class FrameworkEngine(ParityEngine):

@@ -69,23 +69,23 @@ def test_an_epoch_that_ends_inside_a_window_is_bit_identical_in_a_trainer(found)
 def test_the_short_window_of_an_accelerate_loop_is_normalised_by_what_it_holds(found):
     """Bare DeepSpeed divides its one pass by 3."""
     bare, ours = pair(found, "cut")
-    assert [len(step["losses"][0]) for step in ours["steps"]] == [3, 1, 3, 1]
-    assert ours["steps"][0] == bare["steps"][0]
-    assert ours["steps"][1]["grad_norm"] == pytest.approx(3 * bare["steps"][1]["grad_norm"], rel=1e-5)
+    assert [len(step["losses"][0]) for step in ours["steps"]] == [3, 3, 1] * 2
+    assert ours["steps"][:2] == bare["steps"][:2]
+    assert ours["steps"][2]["grad_norm"] == pytest.approx(3 * bare["steps"][2]["grad_norm"], rel=1e-5)
 
 
 def test_a_short_window_is_told_of(found):
     said = found[name("cut", True, 2, "fp32")]["said"]
     assert len(said) == 2
     assert said[0].startswith(
-        "window 1 is ended by its caller after 1 of 3 passes a rank, at 4 of the 12 rollouts that close it"
+        "window 2 is ended by its caller after 1 of 3 passes a rank, at 4 of the 12 rollouts that close it"
     )
 
 
 @pytest.mark.parametrize("rule", ["drop", "error"])
 def test_a_short_window_is_refused_where_it_may_not_step(found, rule):
     for error in found[f"cut, {rule}"]:
-        assert error.startswith("WindowError: window 1 is ended by its caller after 1 of 3 passes")
+        assert error.startswith("WindowError: window 2 is ended by its caller after 1 of 3 passes")
         assert f"ds_parity.last_window is '{rule}'" in error
 
 
@@ -103,11 +103,7 @@ REFUSALS = {
         "12 of the 12 rollouts",
         "accumulate 3 passes",
     ],
-    "ranks differ": [
-        "RankDesyncError",
-        "caller ends the window with in window 0, pass 1",
-        "caller goes on after in window 0",
-    ],
+    "ranks differ": ["RankDesyncError", "rank 1 was told to end the window", "rank 0 was told to go on"],
     "ragged counts": [
         "WindowError",
         "(False) before pass 1 of window 0",
