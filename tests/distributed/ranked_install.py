@@ -134,8 +134,11 @@ def framework_leaves_alone(folder):
         for index in range(2):
             engine.backward(forward(engine, index))
             engine.step()
+        short = opened(config(2, passes=2 * PASSES))
+        drive(short, [False, False, True, True, False, False, True])
     afterwards = opened(extended)
     return {
         "types": [type(one).__name__ for one in (without_keys, reference, direct, engine, afterwards)],
         "windows": engine.window.index,
+        "short": [short.window.index, short.window.passes, short.global_samples],
     }

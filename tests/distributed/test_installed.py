@@ -54,5 +54,9 @@ def test_engines_without_the_keys_or_an_optimizer_are_deepspeeds_own(two_ranks):
     assert types == ["DeepSpeedEngine", "DeepSpeedEngine", "ParityEngine", "FrameworkEngine", "DeepSpeedEngine"]
 
 
+def test_a_window_that_a_framework_cuts_short_is_a_step_and_the_next_is_whole(two_ranks):
+    assert two_ranks.results["framework_leaves_alone"]["short"] == [3, 0, 14]
+
+
 def test_a_loop_that_never_says_where_windows_end_has_them_counted(two_ranks):
     assert two_ranks.results["framework_leaves_alone"]["windows"] == 2

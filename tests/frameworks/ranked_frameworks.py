@@ -24,7 +24,8 @@ import ds_parity
 from ds_parity.parity import weights
 from ds_parity.trace import read_trace
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README, SHIPPED = ROOT / "README.md", ROOT / "ds_configs" / "huggingface_zero3_bf16_offload.json"
 WINDOWS = 4
 STEPS = 3  # passes a rank in a window
 VOCAB = 64
@@ -187,11 +188,10 @@ def with_accelerate(ours, stage, dtype, own_scheduler=False, extra=0, epochs=2, 
 # transformers' Trainer, and TRL's.
 
 
-def arguments(kind, ours, stage, dtype, folder, steps=STEPS, optimizer=False, section=None, **options):
+def arguments(kind, ours, stage, dtype, folder, steps=STEPS, optimizer=False, section=None, config=None, **options):
     """Training arguments; `optimizer`: DeepSpeed's own, which hands the Trainer's scheduler to DeepSpeed, too."""
     fresh_state()
-    config = configuration(ours, stage, dtype, **(section or {}))
-    config["gradient_clipping"] = "auto"
+    config = config or {**configuration(ours, stage, dtype, **(section or {})), "gradient_clipping": "auto"}
     if optimizer:
         names = ("lr", "betas", "eps", "weight_decay")
         config["optimizer"] = {"type": "AdamW", "params": {**dict.fromkeys(names, "auto"), "torch_adam": True}}
@@ -257,6 +257,15 @@ def with_trainer(ours, stage, dtype, count=None, **options):
         data = sentences(count or WINDOWS * STEPS * 4, ragged=True)
         given = arguments(transformers.TrainingArguments, ours, stage, dtype, folder, **options)
         return finished(recorded(transformers.Trainer)(model=model(), args=given, train_dataset=data))
+
+
+def with_shipped(ours):
+    """The ready configuration for Hugging Face, as it is: ZeRO 3, bf16, everything offloaded."""
+    config = json.loads(SHIPPED.read_text())
+    if not ours:
+        del config["gradient_accumulation_passes"]
+    steps = 6
+    return with_trainer(ours, 3, "bf16", config=config, steps=steps, count=WINDOWS * steps * 4)
 
 
 def tokenizer():

@@ -44,6 +44,7 @@ def cell_calls():
         section = {"lr_progress": "rollout"} if ours else {}
         yield call(name("by rollout", ours, 2, "fp32"), "with_accelerate", ours=ours, stage=2, dtype="fp32", **section)
         yield call(name("cut", ours, 2, "fp32"), "cut_short", ours=ours)
+        yield call(name("shipped", ours, 3, "bf16"), "with_shipped", ours=ours)
 
 
 def call(title, function, **arguments):

@@ -54,6 +54,12 @@ def test_a_reference_model_is_deepspeeds_own_engine(found):
     assert ours["reference"] == bare["reference"] == "DeepSpeedEngine"
 
 
+def test_the_configuration_that_is_shipped_for_hugging_face_trains_in_a_trainer(found):
+    bare, ours = pair(found, "shipped", 3, "bf16")
+    assert ours["steps"] == bare["steps"]
+    assert ours["last"]["rollouts"] == 24
+
+
 def test_an_lr_that_moves_by_rollouts_is_where_uniform_windows_have_it(found):
     bare, ours = pair(found, "by rollout")
     assert ours["steps"] == bare["steps"]
