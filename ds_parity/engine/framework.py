@@ -22,7 +22,7 @@ class FrameworkEngine(ParityEngine):
     """What `deepspeed.initialize` returns under `install()`: a `ParityEngine` that a framework may drive in its own way.
 
     The framework says before every backward, by `set_gradient_accumulation_boundary`, whether a window ends there, and
-    calls `step()` at that end alone (accelerate 1.10 to 1.15, DeepSpeedEngineWrapper.backward). What it says is held
+    calls `step()` at that end alone (accelerate 1.15, DeepSpeedEngineWrapper.backward). What it says is held
     against the counts in every pass. A caller that never says so finds a `ParityEngine`.
     """
 
