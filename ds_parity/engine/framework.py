@@ -75,6 +75,7 @@ class FrameworkEngine(ParityEngine):
         """
         counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
         said, driver = self._self_said, self._self_driver
+        self._self_ended = False
         if said is None or self._self_queue is not None:
             self._settle_division(divided=False)
             return super().backward(loss, retain_graph, scale_wrt_gas, **counts)
