@@ -10,7 +10,7 @@ VERSIONS ?= 0.19.8
 # Of which the README shows figures.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures test test-slow lint bench test-versions upstream clean
+.PHONY: verify matrix figures test test-slow test-hf lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -29,6 +29,10 @@ test: $(READY)
 # What `make test` leaves out: starts of ranks in plenty, and waits until a time is up.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# accelerate, transformers' Trainer and TRL on two ranks.
+test-hf: $(VENV)/.ready-hf
+	$(BIN)/python -m pytest -m hf tests/frameworks
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -58,4 +62,8 @@ clean:
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.ready-hf: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
 	touch $@

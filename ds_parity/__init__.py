@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ds_parity.collation import collate, labels, micro_batches, to_device
     from ds_parity.engine.engine import ParityEngine
     from ds_parity.engine.initialize import initialize
+    from ds_parity.engine.install import install
 
 __all__ = [
     "CheckpointError",
@@ -41,6 +42,7 @@ __all__ = [
     "collate",
     "group_advantages",
     "initialize",
+    "install",
     "labels",
     "micro_batches",
     "plan",
@@ -51,6 +53,7 @@ _WITH_TORCH = {
     "ParityEngine": "ds_parity.engine.engine",
     "collate": "ds_parity.collation",
     "initialize": "ds_parity.engine.initialize",
+    "install": "ds_parity.engine.install",
     "labels": "ds_parity.collation",
     "micro_batches": "ds_parity.collation",
     "to_device": "ds_parity.collation",

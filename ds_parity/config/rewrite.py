@@ -153,7 +153,7 @@ class _Batch:
             yield Fault(BATCH, given, rule, self._way_out(str(target)))
 
     def _way_out(self, right: str) -> str:
-        return f"write {right} (in a Hugging Face Trainer's arguments too), or leave it out, or change {PASSES}"
+        return f"write {right} (in the arguments of a Hugging Face Trainer or Accelerator too), or leave it out, or change {PASSES}"
 
     def write(self, draft: _Draft) -> None:
         micro = self.settings.train_micro_batch_size_per_gpu

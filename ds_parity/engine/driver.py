@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,9 +105,17 @@ class Driver:
                 "step() ends one pass; call it after every backward()"
             )
 
-    def announce(self, slots: Sequence[Slot]) -> Pending:
-        """Start the exchange of this rank's next passes."""
-        return self.exchange.start(self._place("runs a pass"), slots)
+    def announce(self, slots: Sequence[Slot], doing: str = "runs a pass") -> Pending:
+        """Start the exchange of this rank's next passes; all ranks must be `doing` the same."""
+        return self.exchange.start(self._place(doing), slots)
+
+    def take_shares(self) -> None:
+        """Take losses from here on as their caller has divided them: summed over passes, averaged over ranks.
+
+        Between windows only: a window has one denominator.
+        """
+        self.settings = self.settings.model_copy(update={"loss_weight": "share", "loss_reduction": "mean"})
+        self.ledger.rules = replace(self.ledger.rules, loss_weight="share")
 
     def look_ahead(self, passes: int) -> None:
         """Exchange so many passes together from here on.
@@ -146,14 +155,31 @@ class Driver:
             )
 
     def backward(
-        self, loss: torch.Tensor, own: Counts, known: Known, ahead: Sequence[PassTotals], **kwargs: Any
+        self,
+        loss: torch.Tensor,
+        own: Counts,
+        known: Known,
+        ahead: Sequence[PassTotals],
+        *,
+        ends: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Run one backward, divided by the expected total; return the loss as it was accumulated.
+
+        Args:
+            loss: scalar.
+            own: what the micro-batch of this rank holds.
+            known: what the pass holds over all ranks.
+            ahead: what is known of the passes after it.
+            ends: the pass ends its window, also short of the target.
+            **kwargs: for DeepSpeed's `backward`.
 
         Raises:
             WindowError: it would close a window inside no_sync().
         """
         window = self.ledger.count(known.totals, ahead)
+        if ends:
+            window = self.ledger.end()
         self._stepped = False
         boundary = window.closed and self.ledger.total() > 0
         if boundary and self.engine.inside_no_sync_ctxt:
@@ -201,6 +227,10 @@ class Driver:
         else:
             self.engine.step(**kwargs)
             self._skip()
+
+    def end_pass(self) -> None:
+        """End a pass inside a window without DeepSpeed's `step()`, which there only moves a counter put right later."""
+        self._stepped = True
 
     def may_skip(self, held: PassTotals) -> bool:
         """Whether the coming pass, idle on this rank, needs neither forward nor backward here.

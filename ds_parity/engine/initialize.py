@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import deepspeed
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from ds_parity.engine.monitoring import show
 from ds_parity.engine.sequence import sequence_parallel_size
 from ds_parity.engine.tracing import attach
 from ds_parity.errors import ConfigError
+
+Initialize: TypeAlias = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 def initialize(
@@ -44,6 +47,7 @@ def initialize(
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
     """
     keywords: dict[str, Any] = {
+        "args": args,
         "model": model,
         "optimizer": optimizer,
         "model_parameters": model_parameters,
@@ -53,34 +57,60 @@ def initialize(
         "mpu": mpu,
         "dist_init_required": dist_init_required,
         "collate_fn": collate_fn,
+        "config": config,
         "mesh_param": mesh_param,
+        "config_params": config_params,
     }
-    source = _given(args, config, config_params)
+    extended = extended_config(keywords)
+    bare: Initialize = deepspeed.initialize
+    return bare(**keywords) if extended is None else honoured(keywords, extended, bare, ParityEngine)
+
+
+def extended_config(keywords: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the configuration that a call of `deepspeed.initialize` gives, None where it has none of the extra keys.
+
+    Raises:
+        ConfigError: the extra keys can't be right.
+    """
+    args = keywords.get("args")
+    given = (keywords.get("config"), keywords.get("config_params"))
+    told = (getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
+    source = next((source for source in (*given, *told) if source is not None), None)
     extended = None if source is None else load_config(source)
-    if extended is None or parse(extended) is None:
-        return deepspeed.initialize(args=args, config=config, config_params=config_params, **keywords)  # type: ignore[no-any-return]
-    _refuse_pipeline(model)
+    return None if extended is None or parse(extended) is None else extended
+
+
+def honoured(
+    keywords: Mapping[str, Any], extended: dict[str, Any], bare: Initialize, kind: type[ParityEngine]
+) -> tuple[Any, Any, Any, Any]:
+    """Initialize with the extra keys.
+
+    Args:
+        keywords: those of `deepspeed.initialize`, as far as they were given.
+        extended: the configuration among them.
+        bare: DeepSpeed's own `initialize`.
+        kind: of the engine to return.
+
+    Raises:
+        ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
+    """
+    mpu, mesh_param = keywords.get("mpu"), keywords.get("mesh_param")
+    _refuse_pipeline(keywords.get("model"))
     sequence = sequence_parallel_size(mpu, mesh_param, extended)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
+        distributed_port=keywords.get("distributed_port", deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT),
+        dist_init_required=keywords.get("dist_init_required"),
     )
     rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
     rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
-    bare, *rest = deepspeed.initialize(args=_without_config(args), config=rewritten.config, **keywords)
-    engine = ParityEngine(bare, rewritten.settings, sequence)
-    show(engine._self_driver)
+    plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
+    engine, optimizer, loader, _ = bare(**{**keywords, **plain})
+    ours = kind(engine, rewritten.settings, sequence)
+    show(ours._self_driver)
     if rewritten.settings.trace is not None:
-        attach(engine._self_driver, rewritten.settings.trace, extended)
-    return engine, rest[0], rest[1], bare.lr_scheduler
-
-
-def _given(args: Any, config: Any, config_params: Any) -> Any:
-    for source in (config, config_params, getattr(args, "deepspeed_config", None)):
-        if source is not None:
-            return source
-    return getattr(args, "deepscale_config", None)
+        attach(ours._self_driver, rewritten.settings.trace, extended)
+    return ours, optimizer, loader, engine.lr_scheduler
 
 
 def _without_config(args: Any) -> Any:

@@ -44,7 +44,7 @@ class Counts:
         """How many units the micro-batch's mean loss stands for (spec: its rollouts, its tokens, or 1)."""
         if unit == "token":
             return self.tokens
-        if unit == "pass":
+        if unit in ("pass", "share"):
             return int(self.active)
         return self.rollouts
 
@@ -75,7 +75,7 @@ class PassTotals:
 
     def weight(self, unit: str) -> int:
         """The sum of the ranks' weights; a rank's `pass` weight is 1, so there it is the number of active ranks."""
-        if unit == "pass":
+        if unit in ("pass", "share"):
             return self.active
         return self.tokens if unit == "token" else self.rollouts
 

@@ -19,7 +19,8 @@ class Rules:
         ranks: data-parallel ranks (>= 1).
         count: `rollout` or `prompt`, the unit of the target.
         overshoot: `carry`, `reset` or `error`, what a surplus does.
-        loss_weight: `rollout`, `token`, `pass` or `target`.
+        loss_weight: `rollout`, `token`, `pass` or `target`; or `share`, no word of the configuration: losses are divided
+            already, so that the step's is their sum over passes, averaged over ranks.
     """
 
     target: int
@@ -27,6 +28,11 @@ class Rules:
     count: str = "rollout"
     overshoot: str = "carry"
     loss_weight: str = "rollout"
+
+    @property
+    def constant(self) -> float | None:
+        """The total of every window that has a weight, where it doesn't follow from what the window holds."""
+        return {"target": float(self.target), "share": float(self.ranks)}.get(self.loss_weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +109,15 @@ class Ledger:
         return self._added(self.window, held).closed
 
     def total(self) -> float:
-        """The one denominator of the step: the sum of weights so far, or the constant target (Dr. GRPO)."""
-        if self.rules.loss_weight == "target":
-            return float(self.rules.target if self.window.weight else 0)
-        return float(self.window.weight)
+        """The one denominator of the step: the sum of weights so far, or a constant (the target: Dr. GRPO)."""
+        constant = self.rules.constant
+        return float(self.window.weight) if constant is None or not self.window.weight else constant
 
     def end(self) -> Window:
-        """Close the window where it stands, short of its target: the end of the data."""
+        """Close the window where it stands, short of its target: the end of the data.
+
+        One that has reached its target is closed already, and stays as it is.
+        """
         self.window = replace(self.window, closed=True)
         return self.window
 
@@ -176,8 +184,8 @@ class Ledger:
         return replace(window, closed=window.opened_at + self._units(window) >= window.closes_at)
 
     def _expected(self, window: Window, held: PassTotals, ahead: Sequence[PassTotals]) -> float:
-        if self.rules.loss_weight == "target":
-            return float(self.rules.target)
+        if self.rules.constant is not None:
+            return self.rules.constant
         known = window
         for later in ahead:
             if known.closed:

@@ -7,6 +7,7 @@ import pytest
 import ranked
 import ranked_checkpoints
 import ranked_faults
+import ranked_install
 import ranked_metrics
 import ranked_passes
 import ranked_peaks
@@ -19,7 +20,16 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked, ranked_passes, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks, ranked_readme)
+TASKS = (
+    ranked,
+    ranked_passes,
+    ranked_checkpoints,
+    ranked_metrics,
+    ranked_faults,
+    ranked_peaks,
+    ranked_readme,
+    ranked_install,
+)
 
 
 class Launched:

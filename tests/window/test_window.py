@@ -393,3 +393,24 @@ def test_a_restored_ledger_goes_on_exactly_like_the_original(stream, data):
             restored.settle(applied=applied)
     assert restored.state() == original.state()
     assert (restored.window, restored.progress) == (original.window, original.progress)
+
+
+def test_shares_of_a_loss_are_divided_by_the_ranks_alone_in_every_window():
+    """A caller has divided them already: passes add up, ranks are averaged, and nothing is left to correct."""
+    ledger = Ledger(Rules(target=4, ranks=2, loss_weight="share"))
+    for held in (PassTotals(1, 0, 10, 1), PassTotals(5, 0, 70, 2)):
+        window = ledger.count(held)
+        assert (window.expected, ledger.total()) == (2.0, 2.0)
+    assert window.closed
+    ledger.settle(applied=True)
+    ledger.count(PassTotals())
+    assert ledger.total() == 0.0
+    assert ledger.end().expected == 0.0
+
+
+def test_a_window_that_is_ended_where_it_closes_stays_as_it_is():
+    ledger = Ledger(Rules(target=4, ranks=1))
+    whole = ledger.count(PassTotals(5, 0, 50, 1))
+    assert ledger.end() == whole
+    ledger.settle(applied=True)
+    assert ledger.window.closes_at == 8

@@ -1,0 +1,188 @@
+"""An engine whose caller has a boundary of its own: Hugging Face accelerate, and what trains through it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ds_parity.config import Settings
+from ds_parity.engine.driver import Driver
+from ds_parity.engine.engine import ParityEngine
+from ds_parity.errors import ConfigError, WindowError
+from ds_parity.window import PassTotals
+
+_LOG = logging.getLogger("ds_parity")
+# Ranks that say different things end in a RankDesyncError, which shows these.
+_DOING = {True: "was told to end the window with its pass", False: "was told to go on after its pass"}
+
+
+class FrameworkEngine(ParityEngine):
+    """What `deepspeed.initialize` returns under `install()`: a `ParityEngine` that a framework may drive in its own way.
+
+    The framework says before every backward, by `set_gradient_accumulation_boundary`, whether a window ends there, and
+    calls `step()` at that end alone (accelerate 1.15, DeepSpeedEngineWrapper.backward). What it says is held
+    against the counts in every pass. A caller that never says so finds a `ParityEngine`.
+    """
+
+    def __init__(self, engine: Any, settings: Settings, sequence: int = 1) -> None:
+        super().__init__(engine, settings, sequence)
+        self._self_said: bool | None = None
+        self._self_divided: bool | None = None
+        self._self_ended = False
+        self._self_short: int | None = None
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Take the caller's word on whether the next passes end their window: it is checked in `backward`.
+
+        Raises:
+            WindowError: it is called inside `passes`, where the counts are known and decide.
+            ConfigError: windows of this configuration can't end where a framework's do, or `lr_progress` is `rollout` and
+                the caller steps a scheduler that DeepSpeed does not have.
+        """
+        self._refuse_inside_passes()
+        if self._self_said is None:
+            self._refuse_uneven_windows()
+            self._refuse_scheduler_out_of_reach()
+        self._self_said = bool(is_boundary)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        rollouts: int | None = None,
+        prompts: int | None = None,
+        tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Run backward and count, as `ParityEngine.backward` does; a pass inside a window needs no `step()`.
+
+        Args:
+            loss: scalar; where `scale_wrt_gas` is False, a share of the step's loss, which is then the sum of the shares
+                of all passes, averaged over ranks.
+            retain_graph: as in DeepSpeed.
+            scale_wrt_gas: False: the caller has divided the loss already (transformers' Trainer and TRL).
+            rollouts: as in `ParityEngine.backward`.
+            prompts: likewise.
+            tokens: likewise.
+
+        Raises:
+            WindowError: what the caller said of the boundary contradicts the counts; a loss that is divided already is to
+                be weighed by `loss_weight`; or as in `ParityEngine.backward`.
+            RankDesyncError: ranks say different things of the boundary, or are not in the same pass.
+        """
+        counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
+        said, driver = self._self_said, self._self_driver
+        self._self_ended = False
+        if said is None or self._self_queue is not None:
+            self._settle_division(divided=False)
+            return super().backward(loss, retain_graph, scale_wrt_gas, **counts)
+        self._refuse_loss(loss)
+        driver.refuse_owed_step()
+        self._settle_division(divided=not scale_wrt_gas)
+        own = self._counts({name: count for name, count in counts.items() if count is not None})
+        known = driver.announce([driver.slot(own)], _DOING[said]).wait()[0]
+        self._check_boundary(said, known.totals)
+        scaled: torch.Tensor = driver.backward(loss, own, known, [], ends=said, retain_graph=retain_graph)
+        if not said:
+            driver.end_pass()
+        self._self_ended = not said
+        return scaled
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """End the window that the last `backward` closed; of no effect after one inside a window, which has ended."""
+        if self._self_ended:
+            self._self_ended = False
+        else:
+            super().step(lr_kwargs)
+
+    def _check_boundary(self, said: bool, held: PassTotals) -> None:
+        driver: Driver = self._self_driver
+        window, closes = driver.ledger.window, driver.ledger.closes_with(held)
+        if said == closes:
+            return
+        # What ends a window of fewer passes than it was configured with, after a whole one, is the end of its data.
+        whole_before = window.index > 0 and window.index - 1 != self._self_short
+        if said and whole_before and window.passes + 1 < self.gradient_accumulation_steps():
+            self._end_short(held)
+            return
+        raise WindowError(
+            f"set_gradient_accumulation_boundary({said}) before pass {window.passes} of window {window.index}: the caller "
+            f"{'ends the window here' if said else 'goes on'}, but after this pass it holds {self._holds(held)}, so that it "
+            f"{'goes on' if said else 'ends here'}. A backward() counts "
+            f"{driver.usual_rollouts} rollouts on each of {driver.ranks} ranks (train_micro_batch_size_per_gpu) unless it is "
+            f"told otherwise. Let the framework accumulate {self.gradient_accumulation_steps()} passes "
+            "(gradient_accumulation_steps), over data that holds whole windows; or, where the counts vary, call "
+            "engine.backward(loss, rollouts=...) and engine.step() yourself and not the framework's backward"
+        )
+
+    def _end_short(self, held: PassTotals) -> None:
+        driver: Driver = self._self_driver
+        window, rule = driver.ledger.window, driver.settings.last_window
+        what = (
+            f"window {window.index} is ended by its caller after {window.passes + 1} of {self.gradient_accumulation_steps()} "
+            f"passes a rank, at {self._holds(held)}: its data has ended"
+        )
+        if rule != "step":
+            raise WindowError(
+                f"{what}, and the caller takes a step there, but ds_parity.last_window is {rule!r}; choose 'step', or give "
+                f"it data of a multiple of {self.gradient_accumulation_steps()} micro-batches a rank"
+            )
+        _LOG.warning("%s; the step is normalised by what it holds (ds_parity.last_window: step)", what)
+        self._self_short = window.index
+
+    def _holds(self, held: PassTotals) -> str:
+        driver: Driver = self._self_driver
+        window, unit = driver.ledger.window, driver.settings.count
+        units = driver.ledger.units() + held.counted(unit)
+        return f"{units} of the {window.closes_at - window.opened_at} {unit}s that close it"
+
+    def _settle_division(self, *, divided: bool) -> None:
+        if self._self_divided is None:
+            self._self_divided = divided
+            if divided:
+                self._refuse_weights()
+                self._self_driver.take_shares()
+        elif divided != self._self_divided:
+            raise WindowError(
+                f"backward(scale_wrt_gas={not divided}) after backward(scale_wrt_gas={divided}): either every loss has been "
+                "divided by its caller, or none has; pass the same in every backward"
+            )
+
+    def _refuse_weights(self) -> None:
+        settings: Settings = self._self_settings
+        for name in ("loss_weight", "loss_reduction"):
+            if name in settings.model_fields_set:
+                raise WindowError(
+                    f"backward(scale_wrt_gas=False): the caller has divided the loss for the step itself, and "
+                    f"ds_parity.{name} = {getattr(settings, name)!r} would weigh it again; remove ds_parity.{name}: the "
+                    "caller's own division stands (transformers' Trainer weighs all tokens of the step alike, TRL by its "
+                    "loss_type), and ds_parity keeps the count"
+                )
+
+    def _refuse_inside_passes(self) -> None:
+        if self._self_queue is not None:
+            raise self._owned(
+                "set_gradient_accumulation_boundary",
+                "inside passes() call engine.backward(loss) and engine.step(), not the framework's backward",
+            )
+
+    def _refuse_uneven_windows(self) -> None:
+        settings: Settings = self._self_settings
+        passes, ranks = settings.gradient_accumulation_passes, self._self_driver.ranks
+        if passes % ranks and settings.overshoot == "carry":
+            raise ConfigError(
+                f"gradient_accumulation_passes = {passes} on {ranks} data-parallel ranks: a framework runs "
+                f"{self.gradient_accumulation_steps()} passes a rank in every window, and under ds_parity.overshoot 'carry' "
+                f"some windows take fewer; write a multiple of {ranks}, or choose 'reset'"
+            )
+
+    def _refuse_scheduler_out_of_reach(self) -> None:
+        if self._self_settings.lr_progress == "rollout" and self._self_driver.schedule is None:
+            raise ConfigError(
+                "ds_parity.lr_progress is 'rollout', but DeepSpeed was given no scheduler: the framework steps its own, once "
+                "a step, and it can't be placed from here; write a `scheduler` section (a Trainer hands its own scheduler "
+                "over where there is an `optimizer` section), or choose 'optimizer_step'"
+            )
