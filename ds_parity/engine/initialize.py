@@ -9,7 +9,9 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_parity.config import load_config, parse, rewrite
+from ds_parity.config import Settings, load_config, parse, rewrite
+from ds_parity.config.settings import key_path
+from ds_parity.engine.agreement import agree, all_or_none, started_together, telling
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.monitoring import show
 from ds_parity.engine.sequence import sequence_parallel_size
@@ -42,6 +44,7 @@ def initialize(
 
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
+        RankDesyncError: ranks were given different configurations, or another one raised.
     """
     keywords: dict[str, Any] = {
         "model": model,
@@ -56,24 +59,34 @@ def initialize(
         "mesh_param": mesh_param,
     }
     source = _given(args, config, config_params)
-    extended = None if source is None else load_config(source)
-    if extended is None or parse(extended) is None:
+    with telling(mpu):
+        extended = None if source is None else load_config(source)
+        bare_is_asked_for = extended is None or parse(extended) is None
+    if extended is None or bare_is_asked_for:
         return deepspeed.initialize(args=args, config=config, config_params=config_params, **keywords)  # type: ignore[no-any-return]
-    _refuse_pipeline(model)
-    sequence = sequence_parallel_size(mpu, mesh_param, extended)
+    with telling(mpu):
+        _refuse_pipeline(model)
+        sequence = sequence_parallel_size(mpu, mesh_param, extended)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
-    rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
-    rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+    everybody = started_together(mpu)
+    with all_or_none(everybody):
+        rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
+        rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+    agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)})
     bare, *rest = deepspeed.initialize(args=_without_config(args), config=rewritten.config, **keywords)
     engine = ParityEngine(bare, rewritten.settings, sequence)
     show(engine._self_driver)
-    if rewritten.settings.trace is not None:
+    with all_or_none(everybody):
         attach(engine._self_driver, rewritten.settings.trace, extended)
     return engine, rest[0], rest[1], bare.lr_scheduler
+
+
+def _by_path(settings: Settings) -> dict[str, Any]:
+    return {key_path(name): value for name, value in settings.model_dump().items()}
 
 
 def _given(args: Any, config: Any, config_params: Any) -> Any:
