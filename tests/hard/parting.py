@@ -2,12 +2,9 @@
 
 import sys
 import time
-from copy import deepcopy
 
 from cells import config
-from ranked import build, one_pass
-
-import ds_parity
+from ranked import build, one_pass, refusal
 
 PASSES = 6  # of every rank that does not part
 CHANGES = {
@@ -33,17 +30,29 @@ class Batch:
         self.rollouts, self.prompts, self.tokens = rollouts, 0, tokens
 
 
-def run(rank, kind, stage, drive, odd, at, *, dtype="fp32", limit=5.0, change=None):
+def run(rank, kind, stage, drive, odd, at, limit):
     """Train for PASSES passes, but on the rank `odd`, which does `kind` in its pass `at`."""
-    extended = config(stage, dtype, passes=8, exchange_timeout=limit, lookahead=3 if drive == "ahead" else 0)
-    extended["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    kind = kind if rank == odd else "trains"
-    if kind == "config":
-        extended = deepcopy(extended)
-        CHANGES[change](extended)
-    engine = build(extended)
-    (_loop if drive == "loop" else _passes)(engine, kind, at, rank, limit)
+    engine = build(_extended(stage, drive, limit))
+    (_loop if drive == "loop" else _passes)(engine, kind if rank == odd else "trains", at, rank, limit)
     return engine.global_steps
+
+
+def configurations(rank, stage, odd):
+    """Build an engine for each of CHANGES, which `odd` alone was given: what each rank raises, and after how long."""
+    found = {}
+    for name, change in CHANGES.items():
+        extended = _extended(stage, "loop", 60.0)
+        if rank == odd:
+            change(extended)
+        begun = time.monotonic()
+        found[name] = [refusal(lambda: build(extended)), time.monotonic() - begun]  # noqa: B023  # called here
+    return found
+
+
+def _extended(stage, drive, limit):
+    extended = config(stage, passes=8, exchange_timeout=limit, lookahead=3 if drive == "ahead" else 0)
+    extended["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return extended
 
 
 def _loop(engine, kind, at, rank, limit):
@@ -88,17 +97,3 @@ def _part(kind, limit):
         sys.exit(0)
     if kind == "sleeps":
         time.sleep(3 * limit)
-
-
-def kept(rank, kind, stage, drive, odd, at, **keywords):
-    """The same, on ranks that outlive what they raise: the error, as text, and the seconds that it took."""
-    begun = time.monotonic()
-    try:
-        run(rank, kind, stage, drive, odd, at, **keywords)
-    except (ds_parity.DsParityError, ValueError) as error:
-        text = f"{type(error).__name__}: {error}"
-    else:
-        text = ""
-    seconds = time.monotonic() - begun
-    time.sleep(max(0.0, keywords.get("limit", 5.0) + 3 - seconds))
-    return [text, seconds]

@@ -18,24 +18,29 @@ from ds_parity.parity.halves import forget_autocast, fp16_allowed
 PASSES = 3  # of each rank in a window
 
 
-def storm(rank, stage, kind, pattern, fp16):
-    """Run a pattern on both engines.
+def storms(rank, stage, kind, patterns, fp16):
+    """Run patterns on both engines, each on fresh ones.
 
     Args:
         rank: of this process.
         stage: ZeRO stage.
         kind: `fp16`, or `autocast`, whose bare engine does not get over an overflow and is left out.
-        pattern: windows.
+        patterns: of windows.
         fp16: keys of DeepSpeed's fp16 section.
 
     Returns:
-        Both engines' lines, a window each, and how far ours lies from a run without the windows that overflow.
+        For each both engines' lines, one a window, and how far ours lies from a run without the windows that overflow.
     """
     with fp16_allowed():
-        ours, at = _ours(stage, kind, pattern, fp16)
-        bare = None if kind == "autocast" else _bare(stage, pattern, fp16)
-        calm, calm_at = _ours(stage, kind, pattern.replace("x", ""), fp16)
+        found = {pattern: _storm(stage, kind, pattern, fp16) for pattern in patterns}
     forget_autocast()
+    return found
+
+
+def _storm(stage, kind, pattern, fp16):
+    ours, at = _ours(stage, kind, pattern, fp16)
+    bare = None if kind == "autocast" else _bare(stage, pattern, fp16)
+    calm, calm_at = _ours(stage, kind, pattern.replace("x", ""), fp16)
     return {
         "ours": ours,
         "bare": bare,

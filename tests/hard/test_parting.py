@@ -51,22 +51,27 @@ def test_where_one_rank_parts_the_others_raise_inside_the_limit(forks, kind, sta
         assert parted.how == "returned" if kind == "leaves" else desync(parted)
 
 
-@pytest.mark.parametrize(("stage", "change"), list(product((0, 1, 2, 3), CHANGES)))
-def test_ranks_of_different_configurations_are_told_so_before_an_engine_is_built(forks, stage, change):
-    told = forks.run("parting:run", 2, 60, kind="config", stage=stage, drive="loop", odd=stage % 2, at=0, change=change)
-    print("\n" + "\n".join(f"{one.how} {one.seconds:.1f} s: {str(one.value)[:200]}" for one in told))
-    assert all(in_time(one) for one in told), told
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_different_configurations_are_told_so_before_an_engine_is_built(forks, stage, ranks):
+    odd = stage % ranks
+    told = forks.run("parting:configurations", ranks, 120, stage=stage, odd=odd)
+    assert [one.how for one in told] == ["returned"] * ranks, told
     for rank, one in enumerate(told):
-        if "fault" in change and rank == stage % 2:
-            assert one.error.startswith("ConfigError: ")
-        else:
-            assert desync(one)
-            assert "ranks differ in" in one.error or f"rank {stage % 2} raised ConfigError" in one.error
+        assert set(one.value) == set(CHANGES)
+        for change, (message, seconds) in one.value.items():
+            fault, says = (
+                "fault" in change,
+                f"RankDesyncError: this rank stops because others did: rank {odd} raised ConfigError",
+            )
+            start = "RankDesyncError: ranks differ in " if not fault else "ConfigError: " if rank == odd else says
+            assert message.startswith(start), change
+            assert seconds < SLACK
 
 
 @pytest.mark.parametrize(("stage", "drive"), product((0, 1, 2, 3), ("loop", "passes", "ahead")))
 def test_ranks_that_do_not_part_train_whatever_they_hold(forks, stage, drive):
-    told = forks.run("parting:run", 4, 60, kind="trains", stage=stage, drive=drive, odd=0, at=0)
+    told = forks.run("parting:run", 4, 60, kind="trains", stage=stage, drive=drive, odd=0, at=0, limit=LIMIT)
     assert {(one.how, one.value) for one in told} == {("returned", 3)}
 
 

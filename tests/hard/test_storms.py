@@ -47,20 +47,20 @@ def holds(found, pattern):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_storm_is_survived_as_the_bare_engine_survives_it_bit_for_bit(forks, stage, fp16):
     """Scales, clocks, LR and weights of every window, on both ranks alike."""
-    for pattern in PATTERNS:
-        by_rank = runs(forks, "storms:storm", 2, stage=stage, kind="fp16", pattern=pattern, fp16=fp16)
-        assert by_rank[0] == by_rank[1]
-        holds(by_rank[0], pattern)
-        assert by_rank[0]["ours"] == by_rank[0]["bare"]
+    first, second = runs(forks, "storms:storms", 2, stage=stage, kind="fp16", patterns=PATTERNS, fp16=fp16)
+    assert first == second
+    for pattern, found in first.items():
+        holds(found, pattern)
+        assert found["ours"] == found["bare"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_storm_under_autocast_brings_the_scale_down_and_skips_alike(forks, stage):
-    for pattern in PATTERNS:
-        by_rank = runs(forks, "storms:storm", 2, stage=stage, kind="autocast", pattern=pattern, fp16={})
-        assert by_rank[0] == by_rank[1]
-        holds(by_rank[0], pattern)
-        scales = [line["scale"] for line in by_rank[0]["ours"]]
+    first, second = runs(forks, "storms:storms", 2, stage=stage, kind="autocast", patterns=PATTERNS, fp16={})
+    assert first == second
+    for pattern, found in first.items():
+        holds(found, pattern)
+        scales = [line["scale"] for line in found["ours"]]
         assert scales == [65536.0 / 2 ** pattern[: n + 1].count("x") for n in range(len(pattern))]
 
 
