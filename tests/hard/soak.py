@@ -1,7 +1,7 @@
 """What forked ranks do for 2,000 windows, and what it leaves in memory. Held in test_soak.py."""
 
 import gc
-import tracemalloc
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def soak(rank, stage, drive, windows, early):
         early: when to look first.
 
     Returns:
-        For both moments: resident memory and traced memory in bytes, living objects, and the greatest growths by type.
+        For both moments: resident memory in bytes, Python's memory blocks and objects; and the greatest growths by type.
     """
     looks = []
 
@@ -33,7 +33,6 @@ def soak(rank, stage, drive, windows, early):
         if window in (early, windows):
             looks.append(_look())
 
-    tracemalloc.start()
     {"loop": _loop, "passes": _passes, "ahead": _passes, "bare": _bare}[drive](stage, drive, windows, look)
     first, last = looks
     grown = (last.pop("types") - first.pop("types")).most_common(5)
@@ -45,7 +44,7 @@ def _look():
     objects = gc.get_objects()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     types = Counter(type(held).__name__ for held in objects)
-    return {"resident": resident, "traced": tracemalloc.get_traced_memory()[0], "objects": len(objects), "types": types}
+    return {"resident": resident, "blocks": sys.getallocatedblocks(), "objects": len(objects), "types": types}
 
 
 def _extended(stage, drive):
