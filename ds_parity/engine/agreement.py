@@ -23,8 +23,7 @@ _SHOWN = 4
 # gloo's words, and what NCCL's errors derive from, where another rank is gone or silent.
 _GONE: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
-
-_GROUPS: dict[Any, Any] = {}
+_GROUPS: dict[Any, Any] = {}  # of all ranks, by the process group that they are
 
 
 @dataclass(frozen=True, slots=True)
