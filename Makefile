@@ -10,7 +10,7 @@ VERSIONS ?= 0.19.8
 # Of which the README shows figures.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures test test-slow test-hf lint bench test-versions upstream clean
+.PHONY: verify matrix figures test test-slow test-hf test-hard lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -33,6 +33,10 @@ test-slow: $(READY)
 # accelerate, transformers' Trainer and TRL on two ranks.
 test-hf: $(VENV)/.ready-hf
 	$(BIN)/python -m pytest -m hf tests/frameworks
+
+# What takes too long for every day: ranks that part, mutated configurations, overflow storms, a soak.
+test-hard: $(READY)
+	$(BIN)/python -m pytest tests/hard
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -116,6 +116,12 @@ class _Batch:
         return -(-self.passes // self.ranks)
 
     @property
+    def told(self) -> int | None:
+        """DeepSpeed's train_batch_size; None while the micro-batch size is "auto". May be greater than any count."""
+        micro = self.settings.train_micro_batch_size_per_gpu
+        return micro * self.steps * self.ranks if isinstance(micro, int) else None
+
+    @property
     def steps_why(self) -> str:
         if self.passes % self.ranks == 0:
             return f"{self.passes} passes / {self.ranks} data-parallel ranks = {self.steps} passes a rank"
@@ -131,7 +137,7 @@ class _Batch:
         """What contradicts the passes in a train_batch_size or gradient_accumulation_steps given beside them."""
         for key in (BATCH, STEPS):
             given = config.get(key)
-            if given in (None, AUTO):
+            if given in (None, AUTO) or (key == BATCH and type(given) is int and given == self.told):
                 continue
             if not is_count(given):
                 yield Fault(key, given, f'{COUNT_RULE}, or "auto"', f"leave it out: {PASSES} decides it")
@@ -147,8 +153,8 @@ class _Batch:
                 rule = f"no micro-batch size fits: {given} / {self.passes} passes = {given / self.passes:.4g}"
                 yield Fault(BATCH, given, rule, f"write a multiple of {self.passes}, or leave it out")
             return
-        target, told = self.settings.target, micro * self.steps * self.ranks
-        if given not in (target, told):
+        target = self.settings.target
+        if given != target:
             rule = f"contradicts {PASSES} x {MICRO} = {self.passes} x {micro} = {target} rollouts an optimizer step"
             yield Fault(BATCH, given, rule, self._way_out(str(target)))
 
@@ -162,7 +168,7 @@ class _Batch:
                 if draft.config.get(key) == AUTO:
                     draft.keep(key, _AUTO_WHY)
             return
-        told = micro * self.steps * self.ranks
+        told = self.told
         sum_why = f"{micro} a micro-batch x {self.steps} passes a rank x {self.ranks} data-parallel ranks = {told}"
         uneven = "" if self.passes % self.ranks == 0 else f"; {self.steps_why}"
         draft.set(MICRO, micro, f"{BATCH} / {PASSES} = {draft.config.get(BATCH)} / {self.passes} = {micro}")

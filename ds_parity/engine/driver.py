@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_parity.config import Settings
+from ds_parity.engine.agreement import same
 from ds_parity.engine.counters import Counters
 from ds_parity.engine.exchange import Exchange, Known, Pending, Place, Slot, host_group
 from ds_parity.engine.finished import Finished
@@ -32,7 +32,7 @@ from ds_parity.engine.normalize import (
 )
 from ds_parity.engine.schedule import RolloutSchedule
 from ds_parity.engine.sequence import members_of
-from ds_parity.errors import RankDesyncError, WindowError
+from ds_parity.errors import WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
 _LOG = logging.getLogger("ds_parity")
@@ -67,14 +67,12 @@ class Driver:
         members = members_of(engine, sequence)
         group, peers = members.group, members.peers
         self.engine = engine
-        self._group = group
         self.settings = settings
         self.usual_rollouts = settings.target // settings.gradient_accumulation_passes
         self.ranks = members.ranks
         self.ledger = Ledger(
             Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
         )
-        self._agree("the extra keys", settings.fingerprint)
         together = self.ranks * peers.size
         self.host_group = host_group(group, settings.exchange_timeout) if together > 1 else None
         self.exchange = Exchange(self.host_group, together, slots, settings.exchange_timeout, peers)
@@ -117,6 +115,14 @@ class Driver:
         self.settings = self.settings.model_copy(update={"loss_weight": "share", "loss_reduction": "mean"})
         self.ledger.rules = replace(self.ledger.rules, loss_weight="share")
 
+    def refuse(self, error: Exception, *, ahead: bool) -> None:
+        """Tell the other ranks that this one has raised in place of announcing its next passes.
+
+        Without look-ahead they are in a forward, where ZeRO 3 waits for this rank: they hear of it when it ends.
+        """
+        if ahead or self.engine.zero_optimization_stage() < 3:
+            self.exchange.refuse(self._place("reads its passes"), error)
+
     def look_ahead(self, passes: int) -> None:
         """Exchange so many passes together from here on.
 
@@ -124,7 +130,8 @@ class Driver:
             RankDesyncError: ranks were given different numbers.
         """
         if passes != self.exchange.slots:
-            self._agree("look-ahead", passes)
+            if self.host_group is not None:  # exchanges of different sizes end a gloo process at once
+                same(self.host_group, "look-ahead", passes)
             self.exchange.slots = passes
 
     def slot(self, counts: Counts) -> Slot:
@@ -360,17 +367,6 @@ class Driver:
     def awaits_step(self) -> bool:
         """Whether a backward() has run whose step() has not."""
         return not self._stepped
-
-    def _agree(self, what: str, value: int) -> None:
-        # Exchanges of different sizes end a gloo process at once, so sizes are compared before they are used.
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, value, group=self._group)
-        if len(set(told)) > 1:
-            ranks = ", ".join(f"rank {rank} has {theirs:#x}" for rank, theirs in enumerate(told))
-            raise RankDesyncError(
-                f"ranks differ in {what}: {ranks} (a number that stands for it). All ranks need the same configuration "
-                "and the same arguments of passes(); look at what this rank was started with"
-            )
 
     def _lr(self) -> tuple[float, ...]:
         return tuple(float(rate) for rate in self.engine.get_lr())

@@ -11,6 +11,7 @@ import wrapt
 from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
 from ds_parity.engine.advantages import gathered_advantages
+from ds_parity.engine.agreement import naming_lost_ranks
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.passes import PassQueue
 from ds_parity.errors import WindowError
@@ -39,7 +40,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
-        return self.__wrapped__(*args, **kwargs)
+        with naming_lost_ranks("a forward"):
+            return self.__wrapped__(*args, **kwargs)
 
     # The pass.
 
@@ -92,7 +94,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         else:
             own, ahead = self._counts(given), []
             known = driver.announce([driver.slot(own)]).wait()[0]
-        scaled: torch.Tensor = driver.backward(loss, own, known, ahead, retain_graph=retain_graph)
+        with naming_lost_ranks("backward()"):
+            scaled: torch.Tensor = driver.backward(loss, own, known, ahead, retain_graph=retain_graph)
         return scaled
 
     def idle(self, loss: torch.Tensor) -> torch.Tensor:
@@ -109,7 +112,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: there was no `backward` since the last `step`.
         """
-        self._self_driver.step(lr_kwargs=lr_kwargs)
+        with naming_lost_ranks("step()"):
+            self._self_driver.step(lr_kwargs=lr_kwargs)
 
     def passes(
         self,
@@ -161,7 +165,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             WindowError: a window is open under `last_window: error`, or a `step()` is owed.
             RankDesyncError: not every rank has finished.
         """
-        self._self_driver.finish()
+        with naming_lost_ranks("finish()"):
+            self._self_driver.finish()
         return self.last_step
 
     def record(self, name: str, value: Any, weight: Any = None) -> None:
@@ -203,7 +208,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             ConfigError: on some rank there are not as many rewards as prompts.
         """
         driver: Driver = self._self_driver
-        return gathered_advantages(prompt_ids, rewards, driver.host_group, driver.speaks, by_std=by_std)
+        with naming_lost_ranks("group_advantages()"):
+            return gathered_advantages(prompt_ids, rewards, driver.host_group, driver.speaks, by_std=by_std)
 
     # What there is to know.
 

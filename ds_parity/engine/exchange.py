@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_parity.engine.agreement import in_short
 from ds_parity.engine.hostsum import HostSum, Sum
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, PassTotals
@@ -46,16 +48,22 @@ _ALONE = Peers()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank says it is; ranks that exchange counts must say the same."""
+    """Where a rank says it is, and what it has raised there; ranks that exchange counts must say the same."""
 
     kind: str
     window: int
     pass_index: int
     configuration: int
+    error: str = ""
 
     def fingerprint(self) -> int:
         """24 bits of the place."""
         return zlib.crc32(repr(self).encode()) & 0xFFFFFF
+
+    def __str__(self) -> str:
+        does = f"has raised {self.error} (it {self.kind}" if self.error else self.kind
+        where = f"in window {self.window}, pass {self.pass_index}, configuration {self.configuration:06x}"
+        return f"{does} {where}{')' if self.error else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +155,17 @@ class Exchange:
         passes = [numbers[at : at + _FIELDS] for at in range(2, len(numbers), _FIELDS)]
         return [Known(PassTotals(*held[:4]), *held[4:]) for held in passes]
 
+    def refuse(self, place: Place, error: Exception) -> None:
+        """Come to the exchange that the others wait in, or will, to say that this rank has raised and trains no further."""
+        with suppress(RankDesyncError):
+            self.start(replace(place, error=in_short(error)), []).wait()
+
     def _parted(self, place: Place) -> RankDesyncError:
         told: list[Any] = [None] * self.ranks
         dist.all_gather_object(told, (dist.get_rank(), place), group=self._group)
-        lines = "; ".join(
-            f"rank {rank} {where.kind} in window {where.window}, pass {where.pass_index}, "
-            f"configuration {where.configuration:06x}"
-            for rank, where in told
-        )
+        lines = "; ".join(f"rank {rank} {where}" for rank, where in told)
+        if any(where.error for _, where in told):
+            return RankDesyncError(f"this rank stops because another did: {lines}. Mend what it says")
         return RankDesyncError(
             f"ranks are not in the same place: {lines}. Every rank must run the same number of passes with the same "
             "configuration: call idle() on ranks without data, or take micro-batches from passes(), which does"

@@ -10,7 +10,9 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_parity.config import load_config, parse, rewrite
+from ds_parity.config import Settings, load_config, parse, rewrite
+from ds_parity.config.settings import key_path
+from ds_parity.engine.agreement import agree, all_or_none, started_together, telling
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.monitoring import show
 from ds_parity.engine.sequence import sequence_parallel_size
@@ -45,6 +47,7 @@ def initialize(
 
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
+        RankDesyncError: ranks were given different configurations, or another one raised.
     """
     keywords: dict[str, Any] = {
         "args": args,
@@ -76,8 +79,9 @@ def extended_config(keywords: Mapping[str, Any]) -> dict[str, Any] | None:
     given = (keywords.get("config"), keywords.get("config_params"))
     told = (getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
     source = next((source for source in (*given, *told) if source is not None), None)
-    extended = None if source is None else load_config(source)
-    return None if extended is None or parse(extended) is None else extended
+    with telling(keywords.get("mpu")):
+        extended = None if source is None else load_config(source)
+        return None if extended is None or parse(extended) is None else extended
 
 
 def honoured(
@@ -93,24 +97,33 @@ def honoured(
 
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
+        RankDesyncError: ranks were given different configurations, or another one raised.
     """
     mpu, mesh_param = keywords.get("mpu"), keywords.get("mesh_param")
-    _refuse_pipeline(keywords.get("model"))
-    sequence = sequence_parallel_size(mpu, mesh_param, extended)
+    with telling(mpu):
+        _refuse_pipeline(keywords.get("model"))
+        sequence = sequence_parallel_size(mpu, mesh_param, extended)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=keywords.get("distributed_port", deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT),
         dist_init_required=keywords.get("dist_init_required"),
     )
-    rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
-    rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+    everybody = started_together(mpu)
+    with all_or_none(everybody):
+        rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
+        rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+    agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)})
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     engine, optimizer, loader, _ = bare(**{**keywords, **plain})
     ours = kind(engine, rewritten.settings, sequence)
     show(ours._self_driver)
-    if rewritten.settings.trace is not None:
+    with all_or_none(everybody):
         attach(ours._self_driver, rewritten.settings.trace, extended)
     return ours, optimizer, loader, engine.lr_scheduler
+
+
+def _by_path(settings: Settings) -> dict[str, Any]:
+    return {key_path(name): value for name, value in settings.model_dump().items()}
 
 
 def _without_config(args: Any) -> Any:

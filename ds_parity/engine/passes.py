@@ -117,7 +117,11 @@ class PassQueue:
                 pending.proceed()
 
     def _announce(self) -> Pending:
-        read = self._read()
+        try:
+            read = self._read()
+        except Exception as error:
+            self._driver.refuse(error, ahead=self._chunk > 1)
+            raise
         padding = self._chunk - len(read)
         stuck = padding > 0 and not read and self._smallest is None
         slots = [self._driver.slot(planned.own) for planned in read]

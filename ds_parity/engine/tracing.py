@@ -34,13 +34,13 @@ def header(scenario: str, seed: int | None, ranks: int, config: dict[str, Any], 
     )
 
 
-def attach(driver: Driver, path: str, config: dict[str, Any]) -> None:
-    """Write every step of `driver` to `path`, on the first rank. Reading its figures waits for the accelerator.
+def attach(driver: Driver, path: str | None, config: dict[str, Any]) -> None:
+    """Write every step of `driver` to `path`, if any, on the first rank. Reading its figures waits for the accelerator.
 
     Raises:
         TraceError: the file can't be made. Later trouble (a full disk) is logged once, and training goes on.
     """
-    if dist.get_rank() == 0:
+    if path is not None and dist.get_rank() == 0:
         writer = TraceWriter(path, header("training", None, driver.ranks, config, "ds_parity"))
         driver.on_step.append(_Listener(writer))
 

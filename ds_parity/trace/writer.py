@@ -1,7 +1,7 @@
-"""Writing a trace, one whole line at a time: a run that dies leaves every finished step behind."""
+"""Writing a trace, one whole line at a time: a run that dies, or a disk that fills up, leaves every finished step behind."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -17,14 +17,16 @@ class TraceWriter:
         header: line 1, written at once.
 
     Raises:
-        TraceError: from here and from every method: the file can't be made or written.
+        TraceError: from here and from every method: the file can't be made or written. The trace ends with the last line
+            that was whole, and is closed.
     """
 
     def __init__(self, path: str | Path, header: Header) -> None:
         self.path = Path(path)
         with self._naming_path():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("wb")
+            self._file = self.path.open("wb", buffering=0)  # a buffer would hold the half line that a full disk left
+        self._whole = 0
         self._line(header)
 
     def write(self, record: StepRecord) -> None:
@@ -45,9 +47,23 @@ class TraceWriter:
         self.close()
 
     def _line(self, record: Header | StepRecord) -> None:
+        line = record.model_dump_json().encode() + b"\n"
         with self._naming_path():
-            self._file.write(record.model_dump_json().encode() + b"\n")
-            self._file.flush()
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError:
+                self._end_before_half_line()
+                raise
+        self._whole += len(line)
+
+    def _end_before_half_line(self) -> None:
+        # Cutting needs no space. A device or a pipe can't be cut.
+        with suppress(OSError):
+            self._file.truncate(self._whole)
+        with suppress(OSError):
+            self._file.close()
 
     @contextmanager
     def _naming_path(self) -> Iterator[None]:

@@ -297,9 +297,42 @@ def desync(folder):
     one_pass(engine, 1)
     pass_count = refusal(engine.finish if rank else lambda: one_pass(engine, 2))
     settings = refusal(lambda: build(config(1, passes=8, overshoot="reset" if rank else "carry")))
+    stage = refusal(lambda: build(config(1 + rank, passes=8)))
+    fault = refusal(lambda: build(config(1, passes=8, overshoot="cary" if rank else "carry")))
+    trace = refusal(lambda: build(config(1, passes=8, trace="/dev/null/trace")))
+    places = {"steps_per_print": 10 + rank, "csv_monitor": {"enabled": False, "output_path": f"{folder}/{rank}"}}
+    own = refusal(lambda: build({**config(1, passes=8, trace=f"{folder}/{rank}.jsonl"), **places}))
     ahead = build(config(1, passes=8))
     lookahead = refusal(lambda: next(iter(ahead.passes([_Batch()], lookahead=2 + rank))))
-    return _from_all({"pass count": pass_count, "settings": settings, "lookahead": lookahead})
+    found = {"pass count": pass_count, "settings": settings, "stage": stage, "fault": fault, "trace": trace}
+    return _from_all({**found, "own": own, "lookahead": lookahead, **_alone()})
+
+
+def _alone():
+    """Rank 1 refuses, or its stream breaks, where the others have a pass; all go on with another engine after it."""
+    found = {}
+    for stage, ahead in ((1, 0), (2, 0), (3, 3)):
+        for name, stream in (("refuses", _refused), ("breaks", _broken)):
+            engine = build(config(stage, passes=8, lookahead=ahead, exchange_timeout=60))
+            begun = time.perf_counter()
+            message = refusal(lambda: [one_pass(engine, 1) for _ in engine.passes(stream())])  # noqa: B023  # called here
+            found[f"{name}, ZeRO {stage}"] = [message, time.perf_counter() - begun]
+    return found
+
+
+def _refused():
+    yield _Batch()
+    parts = _Batch()
+    parts.rollouts = 1 - dist.get_rank()
+    yield parts
+    yield _Batch()
+
+
+def _broken():
+    yield _Batch()
+    if dist.get_rank():
+        raise ds_parity.TraceError("the stream broke")
+    yield _Batch()
 
 
 def silence_of_a_rank(folder):

@@ -153,10 +153,50 @@ def test_ranks_that_part_are_told_on_every_rank(two_ranks):
         assert "idle()" in message
 
 
-@pytest.mark.parametrize(("case", "what"), [("settings", "the extra keys"), ("lookahead", "look-ahead")])
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("settings", 'ds_parity.overshoot (rank 0 has "carry"; rank 1 has "reset")'),
+        ("stage", "zero_optimization.stage (rank 0 has 1; rank 1 has 2)"),
+        ("lookahead", "look-ahead (rank 0 has 2; rank 1 has 3)"),
+    ],
+)
 def test_ranks_that_were_told_different_things_are_told_so_on_every_rank(two_ranks, case, what):
     for message in (told[case] for told in two_ranks.results["desync"]):
-        assert message.startswith(f"RankDesyncError: ranks differ in {what}: rank 0 has")
+        assert message.startswith(f"RankDesyncError: ranks differ in {what}. All ranks need the same configuration")
+
+
+def test_ranks_may_log_what_and_where_they_like(two_ranks):
+    assert [theirs["own"] for theirs in two_ranks.results["desync"]] == ["nothing was raised"] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "odd", "says"),
+    [("fault", 1, 'ConfigError: .*overshoot = "cary"'), ("trace", 0, "TraceError: .*/dev/null/trace")],
+)
+def test_a_rank_that_cannot_start_tells_the_others(two_ranks, case, odd, says):
+    told = [theirs[case] for theirs in two_ranks.results["desync"]]
+    assert re.match(says, told[odd], re.DOTALL)
+    others = f"RankDesyncError: this rank stops because others did: rank {odd} raised {says}"
+    assert re.match(others, told[1 - odd], re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "case", ["refuses, ZeRO 1", "refuses, ZeRO 2", "refuses, ZeRO 3", "breaks, ZeRO 1", "breaks, ZeRO 3"]
+)
+def test_a_rank_that_raises_alone_in_passes_tells_the_others_long_before_the_limit(two_ranks, case):
+    (message, _), (own, seconds) = [theirs[case] for theirs in two_ranks.results["desync"]]
+    says = (
+        "WindowError: a micro-batch of 3 loss tokens finishes 0"
+        if "refuses" in case
+        else "TraceError: the stream broke"
+    )
+    assert own.startswith(says)
+    assert message.startswith(
+        "RankDesyncError: this rank stops because another did: rank 0 runs a pass in window 0, pass 1"
+    )
+    assert f"rank 1 has raised {says}" in message
+    assert seconds < 20
 
 
 def test_a_generator_that_is_closed_late_leaves_the_newer_one_alone(two_ranks):

@@ -1,9 +1,13 @@
 """Trace files: whole lines out, and every fault named with its file and line on the way in."""
 
 import re
+import resource
 import subprocess
 import sys
 import tracemalloc
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -80,18 +84,43 @@ def test_a_trace_that_cannot_be_made_names_its_path(tmp_path):
         TraceWriter(tmp_path, HEADER)
 
 
-def test_a_failing_disk_is_a_trace_error(tmp_path, monkeypatch):
-    class FullDisk:
-        closed = False
+@contextmanager
+def files_of_at_most(size):
+    """What this process writes beyond `size` bytes of a file fails, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-        def write(self, line):
-            raise OSError(28, "No space left on device")
 
+def test_a_disk_that_fills_up_leaves_the_steps_that_were_whole_wherever_in_a_line_it_was_full(tmp_path):
+    path = write(tmp_path / "whole", [1, 2, 3])
+    ends = [at + 1 for at, byte in enumerate(path.read_bytes()) if byte == ord("\n")]
+    for size in range(ends[1], ends[3]):
+        writer = TraceWriter(tmp_path / "t", HEADER)
+        with files_of_at_most(size), pytest.raises(TraceError, match=re.escape(f"{tmp_path}/t: can't write the trace")):
+            deque(map(writer.write, map(record, (1, 2, 3))))
+        writer.close()
+        assert len(read_trace(tmp_path / "t").steps) == sum(end <= size for end in ends) - 1
+
+
+def test_a_trace_that_was_cut_takes_no_more_steps_when_there_is_space_again(tmp_path):
+    """One would be missing in the middle."""
     writer = TraceWriter(tmp_path / "t", HEADER)
-    writer.close()
-    monkeypatch.setattr(writer, "_file", FullDisk())
-    with pytest.raises(TraceError, match=re.escape(f"{tmp_path}/t") + ".*No space left"):
-        writer.write(record(1))
+    writer.write(record(1))
+    with files_of_at_most((tmp_path / "t").stat().st_size + 10), pytest.raises(TraceError):
+        writer.write(record(2))
+    with pytest.raises(TraceError, match="step 3 was written after the trace was closed"):
+        writer.write(record(3))
+    assert read_trace(tmp_path / "t").steps == (record(1),)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which this system lacks")
+def test_a_full_disk_at_the_header_is_a_trace_error_that_names_the_path():
+    with pytest.raises(TraceError, match="/dev/full: can't write the trace: No space left"):
+        TraceWriter("/dev/full", HEADER)
 
 
 def test_writing_after_close_is_refused_and_closing_twice_is_not(tmp_path):

@@ -1,0 +1,10 @@
+"""One server of forks for all tests here."""
+
+import pytest
+from forked import Forks
+
+
+@pytest.fixture(scope="session")
+def forks():
+    with Forks() as server:
+        yield server

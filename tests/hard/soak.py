@@ -1,0 +1,88 @@
+"""What forked ranks do for 2,000 windows, and what it leaves in memory. Held in test_soak.py."""
+
+import gc
+import sys
+from collections import Counter
+from pathlib import Path
+
+import deepspeed
+import torch
+from cells import config
+from parting import Batch
+from ranked import build, forward
+
+from ds_parity.config import rewrite
+
+
+def soak(rank, stage, drive, windows, early):
+    """Train; return what is held after `early` windows and at the end.
+
+    Args:
+        rank: of this process.
+        stage: ZeRO stage.
+        drive: `loop`, `passes`, `ahead`, or `bare` for DeepSpeed alone.
+        windows: of 1 to 2 passes.
+        early: when to look first.
+
+    Returns:
+        For both moments: resident memory in bytes, Python's memory blocks and objects; and the greatest growths by type.
+    """
+    looks = []
+
+    def look(window):
+        if window in (early, windows):
+            looks.append(_look())
+
+    {"loop": _loop, "passes": _passes, "ahead": _passes, "bare": _bare}[drive](stage, drive, windows, look)
+    first, last = looks
+    grown = (last.pop("types") - first.pop("types")).most_common(5)
+    return {"first": first, "last": last, "grown": grown}
+
+
+def _look():
+    gc.collect()
+    objects = gc.get_objects()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    types = Counter(type(held).__name__ for held in objects)
+    return {"resident": resident, "blocks": sys.getallocatedblocks(), "objects": len(objects), "types": types}
+
+
+def _extended(stage, drive):
+    section = {"loss_weight": "token", "lookahead": 3 if drive == "ahead" else 0}
+    return config(stage, passes=4, optimizer="AdamW", **section)
+
+
+def _loop(stage, drive, windows, look):
+    engine, number = build(_extended(stage, drive)), 0
+    while engine.window.index < windows:
+        engine.record("reward", float(number))
+        engine.backward(forward(engine, number), rollouts=1 + number % 2, tokens=3 + number % 5)
+        engine.step()
+        number += 1
+        if number % 100 == 0:
+            engine.last_step  # noqa: B018  # reading it caches a record
+        if engine.window.passes == 0:
+            look(engine.window.index)
+
+
+def _passes(stage, drive, windows, look):
+    engine = build(_extended(stage, drive))
+    for number, _ in enumerate(engine.passes((Batch(tokens=3 + n % 5) for n in range(2 * windows)), finish=False)):
+        engine.record("reward", torch.tensor([1.0, 2.0]))
+        engine.backward(forward(engine, number))
+        engine.step()
+        if engine.window.passes == 0:
+            look(engine.window.index)
+
+
+def _bare(stage, drive, windows, look):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    plain = rewrite(_extended(stage, drive), 2).config
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain)
+    for number in range(2 * windows):
+        engine.set_gradient_accumulation_boundary(number % 2 == 1)
+        engine.backward(forward(engine, number) / 2, scale_wrt_gas=False)
+        engine.step()
+        if number % 2:
+            look(number // 2 + 1)
