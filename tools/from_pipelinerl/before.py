@@ -2,13 +2,12 @@
 
     deepspeed --num_accelerators 2 tools/from_pipelinerl/before.py --trace before.jsonl
 
-Quotas, sentinel batches, a gather of the counts in every pass, the boundary marked by hand, `loss * 0.0`. Four lines are
+Quotas, sentinel batches, a gather of the counts in every pass, the boundary marked by hand, `loss * 0.0`. Two things are
 put right, so that its steps are what they are meant to be; `--as-found` leaves them as they are there:
 
 - DeepSpeed divides by `gradient_accumulation_steps`, which it is told, and by the ranks, though the loss is divided by the
   window's rollouts already: the gradient comes out too small by `gradient_accumulation_passes`;
-- the tokens of a step are the first rank's, times the ranks;
-- the LR of a step is read after the scheduler has moved: it is the next one's.
+- the tokens of a step are the first rank's, times the ranks.
 """
 
 import sys
@@ -65,14 +64,9 @@ class Recipe:
         for row in rows:
             self.passes += 1
             self.sentinels += row.count([])
-            if self._run(row[self._rank]):
-                return
-        raise ConfigError(
-            f"the window ended before its {self.target} rollouts: a quota that isn't met hangs every rank"
-        )
+            self._run(row[self._rank])
 
-    def _run(self, held: Sequence[Rollout]) -> bool:
-        """Run one pass; return whether it took the step."""
+    def _run(self, held: Sequence[Rollout]) -> None:
         batch = to_device(collate(held or [SENTINEL], layout=self.layout), self._device)
         self._local += len(held)
         dist.all_gather(self._all, self._local)
@@ -91,7 +85,6 @@ class Recipe:
             self.engine.backward(loss * self._ranks, scale_wrt_gas=False)
         if last:
             self._step()
-        return last
 
     def _step(self) -> None:
         self._goal += self.target
@@ -100,8 +93,6 @@ class Recipe:
         self.engine.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        if self._as_found:
-            self.lr = tuple(self.engine.get_lr())
 
     def _forget(self) -> None:
         self.losses: list[float] = []
@@ -114,6 +105,7 @@ class Recipe:
         gathered: list[Any] = [None] * self._ranks
         dist.all_gather_object(gathered, (self.losses, self.rewards, self.tokens))
         losses, rewarded, tokens = zip(*gathered, strict=True)
+        norm = self.engine.get_global_grad_norm()
         return StepRecord(
             step=step,
             passes=None,
@@ -124,7 +116,7 @@ class Recipe:
             total=float(self.target),
             loss=sum(map(sum, losses)),
             lr=self.lr,
-            grad_norm=float(self.engine.get_global_grad_norm()),
+            grad_norm=None if norm is None else float(norm),  # ZeRO 0 in fp32 keeps none
             metrics={"reward": sum(map(sum, rewarded)) / self.target},
         )
 

@@ -33,12 +33,14 @@ class Task:
         config: the extended DeepSpeed JSON.
         steps: optimizer steps to take (>= 1).
         max_tokens: in a micro-batch.
+        eps: of AdamW.
         trace: where to write it.
     """
 
     config: dict[str, Any]
     steps: int
     max_tokens: int
+    eps: float
     trace: Path
 
     @property
@@ -62,7 +64,7 @@ class Task:
     def build(self) -> tuple[PolicyGradient, Optimizer, LambdaLR]:
         """Return the model with its loss (the sum over tokens of -advantage * logp), the optimizer and its scheduler."""
         model = PolicyGradient(build(0), loss_weight="token", loss_reduction="sum")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=self.eps, weight_decay=0.01)
         return model, optimizer, LambdaLR(optimizer, self._lr_factor)
 
     def _lr_factor(self, step: int) -> float:
@@ -80,11 +82,12 @@ def arguments(description: str | None, argv: Sequence[str] | None, **flags: str)
     parser.add_argument("--config", default=str(HERE / "ds_config.json"), help="extended DeepSpeed JSON")
     parser.add_argument("--steps", type=int, default=4, choices=range(1, 1000), metavar="N", help="optimizer steps")
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a micro-batch")
+    parser.add_argument("--eps", type=float, default=1e-8, help="of AdamW")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher's
     for flag, meaning in flags.items():
         parser.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=meaning)
     given = parser.parse_args(argv)
-    return Task(load_config(given.config), given.steps, given.max_tokens, given.trace), given
+    return Task(load_config(given.config), given.steps, given.max_tokens, given.eps, given.trace), given
 
 
 def rewards(held: Sequence[Rollout]) -> torch.Tensor:
