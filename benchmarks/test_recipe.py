@@ -8,7 +8,8 @@ import pytest
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.rollouts import load_rollouts
 
-HERE = str(Path(__file__).parent)
+HERE = Path(__file__).parent
+IMPORTS = (str(HERE), str(HERE.parent / "tools" / "from_pipelinerl"))
 STAGES = (0, 1, 2, 3)
 
 
@@ -29,7 +30,7 @@ def test_rollouts_a_second_beside_the_recipe(benchmark, tmp_path, capsys, max_to
     held = max_tokens // max(len(rollout.tokens) for rollout in load_rollouts())
     arguments = {"rounds": rounds, "max_tokens": max_tokens, "held": held}
     calls = tuple(Call(f"ZeRO {s}", "recipe:measure", {"config": config(s, target), **arguments}) for s in STAGES)
-    found = benchmark.pedantic(run, (Job(calls, tmp_path / "ranks", 2, 900, (HERE,)),), rounds=1)
+    found = benchmark.pedantic(run, (Job(calls, tmp_path / "ranks", 2, 900, IMPORTS),), rounds=1)
     with capsys.disabled():
         print(f"\n{max_tokens:,} tokens a micro-batch, {target} rollouts a window, padded micro-batches of {held}")
         print("rollouts a second, planned / recipe (quartiles of windows), and passes with idle ones among them")

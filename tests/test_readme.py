@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from textwrap import indent
 
 import click
 import pytest
@@ -23,6 +24,7 @@ COMMANDS = [line.split("#")[0] for line in re.findall(r"^ +(ds-parity .*)$", REA
 RUN = {
     "In your trainer": "tests/distributed/ranked_readme.py",
     "Planning: rollouts to micro-batches": "tests/distributed/ranked_readme.py",
+    "From PipelineRL": "here, as part of tools/from_pipelinerl/after.py",
     "The harness": "here",
 }
 
@@ -78,3 +80,26 @@ def test_its_example_of_a_users_test_calls_verify_as_it_can_be_called():
     names["test_parity"](lambda config, **options: given.update(options, config=config))
     assert given.pop("golden")
     inspect.signature(verify).bind(given.pop("config"), "folder", **given)
+
+
+def test_its_commands_start_scripts_that_have_their_flags():
+    commands = re.findall(r"^\s*(?:deepspeed|python) .*?(tools/\S+\.py)(.*?)(?: #.*)?$", README, re.MULTILINE)
+    assert commands
+    for script, given in commands:
+        folder = (ROOT / script).parent
+        sources = "".join(path.read_text() for path in folder.glob("*.py"))
+        for flag in re.findall(r"--([\w-]+)", given):
+            assert re.search(rf"--{flag}\b|\b{flag.replace('-', '_')}=", sources), f"{script} --{flag}"
+
+
+def test_the_loop_in_place_of_pipelinerls_is_that_of_its_tool():
+    block = README.split("## From PipelineRL")[1].split("```python\n")[1].split("```")[0]
+    assert indent(block, "    ") in (ROOT / "tools" / "from_pipelinerl" / "after.py").read_text()
+
+
+def test_the_configuration_that_pipelinerls_loop_comes_to_is_that_of_its_tool():
+    section = README.split("## From PipelineRL")[1].split("\n## ")[0]
+    config = json.loads((ROOT / "tools" / "from_pipelinerl" / "ds_config.json").read_text())
+    for name, value in [("gradient_accumulation_passes", 64), *config["ds_parity"].items()]:
+        assert f'"{name}": {json.dumps(value)}' in section
+    assert config["gradient_accumulation_passes"] == 64

@@ -11,6 +11,7 @@ import ranked_install
 import ranked_metrics
 import ranked_passes
 import ranked_peaks
+import ranked_pipelinerl
 import ranked_readme
 import ranked_sequence
 
@@ -29,6 +30,7 @@ TASKS = (
     ranked_peaks,
     ranked_readme,
     ranked_install,
+    ranked_pipelinerl,
 )
 
 
