@@ -23,6 +23,7 @@ COMMANDS = [line.split("#")[0] for line in re.findall(r"^ +(ds-parity .*)$", REA
 # Where each of its Python blocks is run.
 RUN = {
     "In your trainer": "tests/distributed/ranked_readme.py",
+    "Frameworks": "tests/frameworks/ranked_frameworks.py",
     "Planning: rollouts to micro-batches": "tests/distributed/ranked_readme.py",
     "From PipelineRL": "here, as part of tools/from_pipelinerl/after.py",
     "The harness": "here",
@@ -68,7 +69,7 @@ def test_its_command_lines_are_taken(line):
 
 
 def test_its_python_is_run_somewhere():
-    sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    sections = re.findall(r"^##+ (.*?)\n(.*?)(?=^##|\Z)", README, re.DOTALL | re.MULTILINE)
     assert {title for title, text in sections if "```python" in text} == RUN.keys()
 
 

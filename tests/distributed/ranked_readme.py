@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```(json|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 def blocks(heading, kind):
     """Return the blocks of a kind under a heading of the README."""
-    section = re.search(rf"^## {re.escape(heading)}.*?\n(.*?)(?=^## |\Z)", README.read_text(), re.DOTALL | re.MULTILINE)
+    section = re.search(rf"^## {re.escape(heading)}.*?\n(.*?)(?=^##|\Z)", README.read_text(), re.DOTALL | re.MULTILINE)
     return [text for found, text in BLOCK.findall(section[1]) if found == kind]
 
 
