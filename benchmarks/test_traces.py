@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.trace import Header, StepRecord, Weights
 from ds_parity.trace.columns import TraceFile
 

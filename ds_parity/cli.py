@@ -18,7 +18,7 @@ from ds_parity._version import __version__
 from ds_parity.errors import ConfigError, DsParityError
 
 if TYPE_CHECKING:
-    from ds_parity.parity.compare import Comparison
+    from ds_parity.parity.comparison.compare import Comparison
     from ds_parity.parity.decomposition import ProbeResult
     from ds_parity.parity.diagnosis import Cause
     from ds_parity.parity.report import Contents
@@ -173,8 +173,8 @@ def compare(
 ) -> None:
     """Compare two traces step by step: ds_parity's own, or what another trainer left behind."""
     from ds_parity.parity import report as reports
-    from ds_parity.parity.bounds import Tier
-    from ds_parity.parity.compare import compare as compared
+    from ds_parity.parity.comparison.bounds import Tier
+    from ds_parity.parity.comparison.compare import compare as compared
     from ds_parity.parity.diagnosis import diagnose
     from ds_parity.trace.foreign import open_pair
 

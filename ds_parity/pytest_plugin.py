@@ -81,8 +81,8 @@ def _told(outcome: Outcome) -> str:
 def _hold(outcome: Outcome, golden: Path, *, update: bool) -> None:
     from dataclasses import replace
 
-    from ds_parity.parity.bounds import Tier
-    from ds_parity.parity.compare import compare
+    from ds_parity.parity.comparison.bounds import Tier
+    from ds_parity.parity.comparison.compare import compare
     from ds_parity.parity.diagnosis import diagnose
     from ds_parity.trace import TraceWriter, read_trace
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_parity.parity.bounds import EPS, C
-from ds_parity.parity.fields import Comparison
+from ds_parity.parity.comparison.bounds import EPS, C
+from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.launch import Job, run
 from ds_parity.parity.scenario import Scenario
 from ds_parity.parity.verify import Progress, calls, outcome

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.table import Table
 
-from ds_parity.parity.bounds import greatest
+from ds_parity.parity.comparison.bounds import greatest
+from ds_parity.parity.comparison.fields import Comparison, Difference, HiddenRows, Row
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.fields import Comparison, Difference, HiddenRows, Row
 
 COLUMNS = ("step", "passes", "rollouts", "loss", "lr", "grad norm", "greatest difference", "")
 _ABSENT = "-"

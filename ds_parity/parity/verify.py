@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import Comparison, compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import Cause, diagnose
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.scenario import Scenario

@@ -7,8 +7,8 @@ import pytest
 import ranked_checkpoints as ranked
 from ranked_checkpoints import name_of, scenario_of
 
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.tables import verdict
 from ds_parity.trace import read_trace
 

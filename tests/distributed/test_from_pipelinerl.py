@@ -5,8 +5,8 @@ import re
 import pytest
 from ranked_pipelinerl import CLIPPING, PASSES, RUNS
 
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose
 from ds_parity.trace import read_trace
 

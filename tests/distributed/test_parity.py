@@ -5,8 +5,8 @@ from itertools import product
 import cells
 import pytest
 
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.tables import verdict
 
 pytestmark = pytest.mark.ranks

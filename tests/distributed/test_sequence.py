@@ -7,7 +7,7 @@ import pytest
 import ranked_sequence
 from test_parity import assert_equal
 
-from ds_parity.parity.bounds import Tier
+from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
 
 pytestmark = pytest.mark.ranks

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.controls.known import WITHOUT_TRACE, known
 from ds_parity.parity.diagnosis import diagnose
 from ds_parity.parity.diagnosis.causes import REMEDIES

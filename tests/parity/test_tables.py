@@ -5,8 +5,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.tables import render, verdict
 from ds_parity.trace import Header, StepRecord, Trace, Weights
 

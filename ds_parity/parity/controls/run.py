@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import ConfigError
+from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.controls.known import known
 from ds_parity.parity.controls.loop import Loop
 from ds_parity.parity.controls.scenarios import scenario
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.fields import Comparison
 from ds_parity.parity.launch import Job, run
 from ds_parity.parity.scenario import Scenario
 from ds_parity.parity.verify import Progress, call, outcome, title

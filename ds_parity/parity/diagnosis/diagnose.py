@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import chain
 
+from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import gradient, reporting, schedule, windows
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.view import View
-from ds_parity.parity.fields import Comparison
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 

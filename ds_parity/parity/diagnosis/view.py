@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_parity.parity.fields import Comparison
+from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.trace import StepRecord, Trace
 from ds_parity.trace.records import METRIC
 

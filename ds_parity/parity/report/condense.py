@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from ds_parity.parity.fields import Comparison, HiddenRows, Row
-from ds_parity.parity.ledger import DIFFERING, ENDS
+from ds_parity.parity.comparison.fields import Comparison, HiddenRows, Row
+from ds_parity.parity.comparison.ledger import DIFFERING, ENDS
 from ds_parity.parity.tables import cells, hidden_rows, in_order
 
 WHOLE = 60

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import Change
-from ds_parity.parity.compare import Comparison, Setting, setting
+from ds_parity.parity.comparison.compare import Comparison, Setting, setting
 from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.tables import number
 from ds_parity.trace import Trace

@@ -11,8 +11,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ds_parity._version import __version__
+from ds_parity.parity.comparison.fields import Difference, FieldFound
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.fields import Difference, FieldFound
 from ds_parity.parity.report.condense import Line, lines
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Contents, Side
 from ds_parity.parity.report.plots import Picture

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_parity.parity.compare import Setting
-from ds_parity.parity.fields import FIELDS
-from ds_parity.parity.judge import judge, limits
+from ds_parity.parity.comparison.compare import Setting
+from ds_parity.parity.comparison.fields import FIELDS
+from ds_parity.parity.comparison.judge import judge, limits
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import Columns, TraceFile, columns_of
 

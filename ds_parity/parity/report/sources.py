@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import rewrite
-from ds_parity.parity.compare import Comparison
+from ds_parity.parity.comparison.compare import Comparison
 from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Configurations, Contents, Side
 

@@ -3,8 +3,8 @@
 from datetime import datetime
 from html.parser import HTMLParser
 
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.report import Compared, Contents, Side
 from ds_parity.trace import Header, StepRecord, Trace, Weights
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from reported import EXACT, REASSOCIATED, compared, record, trace, weights
 
-from ds_parity.parity.bounds import EPS, C
+from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.report.plots import pictures
 from ds_parity.parity.report.series import MOST, line, run, thinned
 from ds_parity.trace import Trace

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ds_parity.errors import TraceError
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.trace import Header, Precision, StepRecord, Trace, TraceWriter, read_trace
 from ds_parity.trace.foreign import parse_maps, read_any
 

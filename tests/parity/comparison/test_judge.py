@@ -8,12 +8,12 @@ import pytest
 from comparing import record, two_traces, weights
 from hypothesis import given, settings
 
-from ds_parity.parity.blocks import Block
-from ds_parity.parity.bounds import EPS, Tier, gap
-from ds_parity.parity.bounds import signed as signed_alone
-from ds_parity.parity.judge import judge, signed
-from ds_parity.parity.rows import row
-from ds_parity.parity.ruler import Ruler
+from ds_parity.parity.comparison.blocks import Block
+from ds_parity.parity.comparison.bounds import EPS, Tier, gap
+from ds_parity.parity.comparison.bounds import signed as signed_alone
+from ds_parity.parity.comparison.judge import judge, signed
+from ds_parity.parity.comparison.rows import row
+from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace.columns import Columns
 
 BOTH = pytest.mark.parametrize("tier", list(Tier))

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
-from ds_parity.parity import notes
-from ds_parity.parity.alignment import NO_ROLLOUTS, Aligned, align
-from ds_parity.parity.blocks import Blocks, held, streamed
-from ds_parity.parity.bounds import LEAST_LOSS, Tier, eps
-from ds_parity.parity.fields import NAMES, Comparison, Difference, present, value_of
-from ds_parity.parity.ledger import Ledger
-from ds_parity.parity.ruler import Ruler
+from ds_parity.parity.comparison import notes
+from ds_parity.parity.comparison.alignment import NO_ROLLOUTS, Aligned, align
+from ds_parity.parity.comparison.blocks import Blocks, held, streamed
+from ds_parity.parity.comparison.bounds import LEAST_LOSS, Tier, eps
+from ds_parity.parity.comparison.fields import NAMES, Comparison, Difference, present, value_of
+from ds_parity.parity.comparison.ledger import Ledger
+from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.records import METRIC

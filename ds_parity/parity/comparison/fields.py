@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ds_parity.parity.bounds import EPS, Bound, C, Tier, greatest, has_nan
+from ds_parity.parity.comparison.bounds import EPS, Bound, C, Tier, greatest, has_nan
 from ds_parity.trace import StepRecord, Trace, Weights
 from ds_parity.trace.records import METRIC
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ds_parity.parity.alignment import Aligned
-from ds_parity.parity.ruler import Pair
+from ds_parity.parity.comparison.alignment import Aligned
+from ds_parity.parity.comparison.ruler import Pair
 from ds_parity.trace.columns import SIZE, Columns, TraceFile
 from ds_parity.trace.records import StepRecord
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from ds_parity.parity.bounds import bits, plainly_equal
-from ds_parity.parity.fields import FIELDS, Difference, Field, How, Row, shown, unlike
-from ds_parity.parity.ruler import Pair, Ruler
+from ds_parity.parity.comparison.bounds import bits, plainly_equal
+from ds_parity.parity.comparison.fields import FIELDS, Difference, Field, How, Row, shown, unlike
+from ds_parity.parity.comparison.ruler import Pair, Ruler
 from ds_parity.trace.records import METRIC
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_parity.parity.alignment import align, stride
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.alignment import align, stride
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.trace import Header, Precision, StepRecord, Trace
 
 EXACT, REASSOCIATED = Tier.EXACT, Tier.REASSOCIATED

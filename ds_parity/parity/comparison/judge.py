@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ds_parity.parity.blocks import Block
-from ds_parity.parity.fields import FIELDS, Field, How
-from ds_parity.parity.rows import field_differences
-from ds_parity.parity.ruler import Ruler
+from ds_parity.parity.comparison.blocks import Block
+from ds_parity.parity.comparison.fields import FIELDS, Field, How
+from ds_parity.parity.comparison.rows import field_differences
+from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace.columns import Array, Column, Columns, known
 from ds_parity.trace.quick import COUNTS
 from ds_parity.trace.records import METRIC

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_parity.parity.blocks import Block
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.fields import (
+from ds_parity.parity.comparison.blocks import Block
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.fields import (
     BOUNDED,
     NAMES,
     Difference,
@@ -21,9 +21,9 @@ from ds_parity.parity.fields import (
     Measured,
     Row,
 )
-from ds_parity.parity.judge import Apart, judge, signed
-from ds_parity.parity.rows import row
-from ds_parity.parity.ruler import Ruler
+from ds_parity.parity.comparison.judge import Apart, judge, signed
+from ds_parity.parity.comparison.rows import row
+from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace.columns import Array, Columns
 
 WHOLE = 1000

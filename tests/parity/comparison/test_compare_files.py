@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.errors import TraceError
-from ds_parity.parity import ledger
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare, setting
+from ds_parity.parity.comparison import ledger
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare, setting
 from ds_parity.parity.diagnosis import diagnose
 from ds_parity.parity.report.series import MOST, gaps, run
 from ds_parity.trace import Trace, columns
@@ -203,8 +203,8 @@ class TestPictures:
 
 PEAK = """
 import resource, sys
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.compare import compare
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose
 from ds_parity.trace.columns import TraceFile
 files = [TraceFile.open(path) for path in sys.argv[1:]]

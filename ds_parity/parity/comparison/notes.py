@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ds_parity.parity.bounds import Tier
-from ds_parity.parity.fields import BOUNDED, FIELDS, How, unrecorded
-from ds_parity.parity.ruler import Ruler
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.fields import BOUNDED, FIELDS, How, unrecorded
+from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace import Precision, Trace
 from ds_parity.trace.columns import TraceFile
 

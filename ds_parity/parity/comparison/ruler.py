@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ds_parity.parity.bounds import Bound, C, Tier, gap
-from ds_parity.parity.fields import Field, How, value_of
+from ds_parity.parity.comparison.bounds import Bound, C, Tier, gap
+from ds_parity.parity.comparison.fields import Field, How, value_of
 from ds_parity.trace import Precision, StepRecord
 from ds_parity.trace.records import METRIC
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity import blocks
-from ds_parity.parity.bounds import EPS, LEAST_LOSS, Bound, C, Tier, gap, greatest, has_nan
-from ds_parity.parity.compare import compare
-from ds_parity.parity.fields import BOUNDED
+from ds_parity.parity.comparison import blocks
+from ds_parity.parity.comparison.bounds import EPS, LEAST_LOSS, Bound, C, Tier, gap, greatest, has_nan
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.comparison.fields import BOUNDED
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import SIZE
 
