@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         task, given = arguments(__doc__, argv, quotas="deal rollouts as PipelineRL does")
         deepspeed.init_distributed()
         engine = train(task, given.quotas)
-        dist.barrier()
-        steps = read_trace(task.trace).steps
+        steps = read_trace(task.trace).steps if dist.get_rank() == 0 else ()
         say("after", engine, engine.micro_steps, sum(step.idle_passes or 0 for step in steps))
         engine.destroy()
     except DsParityError as error:

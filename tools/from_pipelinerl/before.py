@@ -124,14 +124,7 @@ class Recipe:
 def train(task: Task, as_found: bool = False) -> Any:
     """Train; returns the engine."""
     ranks = dist.get_world_size()
-    steps = _told(task, ranks)
-    plain = {
-        key: value for key, value in task.config.items() if key not in ("gradient_accumulation_passes", "ds_parity")
-    }
-    plain |= {
-        "gradient_accumulation_steps": steps,
-        "train_batch_size": steps * ranks * plain["train_micro_batch_size_per_gpu"],
-    }
+    plain = _plain(task, ranks)
     model, optimizer, scheduler = task.build()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plain)
     recipe = Recipe(engine, task.target, scheduler, as_found=as_found)
@@ -147,13 +140,14 @@ def train(task: Task, as_found: bool = False) -> Any:
     return engine
 
 
-def _told(task: Task, ranks: int) -> int:
-    passes = int(task.config["gradient_accumulation_passes"])
+def _plain(task: Task, ranks: int) -> dict[str, Any]:
+    passes, own = task.settings.gradient_accumulation_passes, ("gradient_accumulation_passes", "ds_parity")
     if passes % ranks:
         raise ConfigError(
             f"gradient_accumulation_passes = {passes}: quotas must be equal, so {ranks} ranks must divide it"
         )
-    return passes // ranks
+    told = {"gradient_accumulation_steps": passes // ranks, "train_batch_size": task.target}
+    return {key: value for key, value in task.config.items() if key not in own} | told
 
 
 def _header(task: Task, ranks: int) -> Header:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
-from ds_parity.config import load_config, parse
+from ds_parity.config import Settings, load_config, parse
 from ds_parity.errors import ConfigError
 from ds_parity.parity.losses import PolicyGradient
 from ds_parity.parity.model import build
@@ -44,20 +44,24 @@ class Task:
     trace: Path
 
     @property
-    def target(self) -> int:
-        """Rollouts of a window, over all ranks."""
+    def settings(self) -> Settings:
+        """The extra keys."""
         settings = parse(self.config)
         if settings is None:
             raise ConfigError("gradient_accumulation_passes is absent: it says how many rollouts a step is made of")
-        return settings.target
+        return settings
+
+    @property
+    def target(self) -> int:
+        """Rollouts of a window, over all ranks."""
+        return self.settings.target
 
     def windows(self) -> Iterator[tuple[Rollout, ...]]:
         """Yield the rollouts of each window, in the order of arrival."""
         rollouts = load_rollouts()
-        if self.steps * self.target > len(rollouts):
-            raise ConfigError(
-                f"{self.steps} steps of {self.target} rollouts: there are {len(rollouts)}; take fewer steps"
-            )
+        most = len(rollouts) // self.target
+        if not 1 <= self.steps <= most:
+            raise ConfigError(f"steps = {self.steps}: {len(rollouts)} rollouts are 1 to {most} steps of {self.target}")
         for step in range(self.steps):
             yield rollouts[step * self.target : (step + 1) * self.target]
 
@@ -80,7 +84,7 @@ def arguments(description: str | None, argv: Sequence[str] | None, **flags: str)
     )
     parser.add_argument("--trace", type=Path, required=True, help="file to write, JSON Lines")
     parser.add_argument("--config", default=str(HERE / "ds_config.json"), help="extended DeepSpeed JSON")
-    parser.add_argument("--steps", type=int, default=4, choices=range(1, 1000), metavar="N", help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a micro-batch")
     parser.add_argument("--eps", type=float, default=1e-8, help="of AdamW")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher's
