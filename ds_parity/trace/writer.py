@@ -1,9 +1,11 @@
-"""Writing a trace, one whole line at a time: a run that dies leaves every finished step behind."""
+"""Writing a trace, one whole line at a time: a run that dies leaves every finished step behind, and one resumed goes on."""
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ds_parity.errors import TraceError
 from ds_parity.trace.records import Header, StepRecord
@@ -12,20 +14,27 @@ from ds_parity.trace.records import Header, StepRecord
 class TraceWriter:
     """Writes `header`, then a line a step. Use it as a context manager, or call `close`.
 
+    A line that the disk has no room for is taken back: what stands in the file are whole lines.
+
     Args:
         path: the file; missing folders are made, and a trace that stands there is overwritten.
         header: line 1, written at once.
+        keep: bytes of the trace that stands there to go on behind, in place of a header (`end_of_step`).
 
     Raises:
         TraceError: from here and from every method: the file can't be made or written.
     """
 
-    def __init__(self, path: str | Path, header: Header) -> None:
+    def __init__(self, path: str | Path, header: Header, keep: int = 0) -> None:
         self.path = Path(path)
         with self._naming_path():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("wb")
-        self._line(header)
+            # Unbuffered: what a failed write leaves in a buffer would be written at some later time.
+            self._file = self.path.open("r+b" if keep else "wb", buffering=0)
+            self._file.truncate(keep)
+            self._file.seek(keep)
+        if not keep:
+            self._line(header)
 
     def write(self, record: StepRecord) -> None:
         """Append a step; it is in the file when this returns."""
@@ -45,9 +54,17 @@ class TraceWriter:
         self.close()
 
     def _line(self, record: Header | StepRecord) -> None:
+        line = memoryview(record.model_dump_json().encode() + b"\n")
         with self._naming_path():
-            self._file.write(record.model_dump_json().encode() + b"\n")
-            self._file.flush()
+            start = self._file.tell()
+            try:
+                while line:  # a disk that fills up takes a part, and fails at the next
+                    line = line[self._file.write(line) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(start)
+                    self._file.seek(start)
+                raise
 
     @contextmanager
     def _naming_path(self) -> Iterator[None]:
@@ -55,3 +72,45 @@ class TraceWriter:
             yield
         except OSError as error:
             raise TraceError(f"{self.path}: can't write the trace: {error.strerror or error}") from error
+
+
+def end_of_step(path: str | Path, step: int) -> int | None:
+    """Where a trace goes on behind a step: the bytes of its header and of all steps up to `step`.
+
+    What a run wrote after the checkpoint that it is resumed from lies behind it, a line cut short by its end too.
+
+    Args:
+        path: the trace.
+        step: of the checkpoint; 0: none was taken.
+
+    Returns:
+        None where the file holds no trace, or one that ended before `step`. A trace without a step goes on anywhere.
+
+    Raises:
+        TraceError: the file can't be read.
+    """
+    end, last = 0, None
+    try:
+        for line in _lines(path):
+            number = _whole(line).get("step" if end else "schema_version")
+            if not isinstance(number, int) or (end and number > step):
+                break
+            end, last = end + len(line), number if end else None
+    except OSError as error:
+        raise TraceError(f"{path}: can't read the trace to go on with: {error.strerror or error}") from error
+    return end if end and last in (None, step) else None
+
+
+def _lines(path: str | Path) -> Iterator[bytes]:
+    if Path(path).exists():
+        with Path(path).open("rb") as file:
+            yield from file
+
+
+def _whole(line: bytes) -> dict[str, Any]:
+    """Return what a whole line holds, nothing of one that is cut short."""
+    try:
+        held = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        held = None
+    return held if isinstance(held, dict) else {}

@@ -1,6 +1,7 @@
 """Trace files: whole lines out, and every fault named with its file and line on the way in."""
 
 import re
+import resource
 import subprocess
 import sys
 import tracemalloc
@@ -8,7 +9,7 @@ import tracemalloc
 import pytest
 
 from ds_parity.errors import TraceError
-from ds_parity.trace import Header, StepRecord, Trace, TraceWriter, iter_steps, read_header, read_trace
+from ds_parity.trace import Header, StepRecord, Trace, TraceWriter, end_of_step, iter_steps, read_header, read_trace
 
 HEADER = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="ds_parity")
 
@@ -80,18 +81,63 @@ def test_a_trace_that_cannot_be_made_names_its_path(tmp_path):
         TraceWriter(tmp_path, HEADER)
 
 
-def test_a_failing_disk_is_a_trace_error(tmp_path, monkeypatch):
-    class FullDisk:
-        closed = False
-
-        def write(self, line):
-            raise OSError(28, "No space left on device")
-
-    writer = TraceWriter(tmp_path / "t", HEADER)
-    writer.close()
-    monkeypatch.setattr(writer, "_file", FullDisk())
-    with pytest.raises(TraceError, match=re.escape(f"{tmp_path}/t") + ".*No space left"):
+@pytest.mark.parametrize("room", [0, 1, 50])
+def test_a_line_that_the_disk_has_no_room_for_is_a_trace_error_and_is_taken_back(tmp_path, room):
+    """A limit on the size of files stands for the disk: the system writes what fits, then fails."""
+    path = tmp_path / "t"
+    with TraceWriter(path, HEADER) as writer:
         writer.write(record(1))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, limits[1]))
+        try:
+            with pytest.raises(TraceError, match=re.escape(str(path)) + ": can't write the trace: File too large"):
+                writer.write(record(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert read_trace(path).steps == (record(1),)
+        writer.write(record(2))
+    assert read_trace(path).steps == (record(1), record(2))
+
+
+class TestGoingOnBehindAStep:
+    """What a resumed run does with the trace of the run before."""
+
+    def go_on(self, path, step, steps):
+        with TraceWriter(path, HEADER, end_of_step(path, step)) as writer:
+            for number in steps:
+                writer.write(record(number))
+
+    @pytest.mark.parametrize("step", [0, 1, 2, 3])
+    def test_what_was_written_after_it_is_replaced_and_the_file_is_that_of_one_run(self, tmp_path, step):
+        path, whole = write(tmp_path / "t", [1, 2, 3]), write(tmp_path / "whole", [1, 2, 3, 4])
+        self.go_on(path, step, range(step + 1, 5))
+        assert path.read_bytes() == whole.read_bytes()
+
+    def test_a_line_that_was_cut_short_anywhere_is_replaced(self, tmp_path):
+        path, whole = write(tmp_path / "t", [1, 2]), write(tmp_path / "whole", [1, 2]).read_bytes()
+        start = whole.rindex(b"\n", 0, -1) + 1
+        for end in range(start, len(whole)):
+            path.write_bytes(whole[:end])
+            self.go_on(path, 1, [2])
+            assert path.read_bytes() == whole
+
+    def test_a_trace_without_a_step_goes_on_anywhere(self, tmp_path):
+        path = write(tmp_path / "t", [])
+        self.go_on(path, 5, [6])
+        assert [one.step for one in read_trace(path).steps] == [6]
+
+    def test_a_trace_that_ends_before_the_step_is_not_gone_on_with(self, tmp_path):
+        assert end_of_step(write(tmp_path / "t", [1, 2]), 3) is None
+
+    @pytest.mark.parametrize("content", ["", "{}\n", "not json\n", '{"schema_version": 1', '{"step": 1}\n'])
+    def test_what_is_no_trace_is_not_gone_on_with(self, tmp_path, content):
+        (tmp_path / "t").write_text(content)
+        assert end_of_step(tmp_path / "t", 0) is None
+        assert end_of_step(tmp_path / "none", 0) is None
+
+    def test_what_can_not_be_read_is_a_trace_error(self, tmp_path):
+        with pytest.raises(TraceError, match=re.escape(f"{tmp_path}: can't read")):
+            end_of_step(tmp_path, 0)
 
 
 def test_writing_after_close_is_refused_and_closing_twice_is_not(tmp_path):
