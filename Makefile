@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The oldest DeepSpeed of setup.cfg's range, which is the newest that there is, too.
 VERSIONS ?= 0.19.8
 
-.PHONY: verify matrix test lint bench test-versions upstream clean
+.PHONY: verify matrix test test-hard lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -18,6 +18,9 @@ matrix: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-hard: $(READY)
+	$(BIN)/python -m pytest -m hard -s
 
 lint: $(READY)
 	$(BIN)/ruff check .

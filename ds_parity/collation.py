@@ -87,7 +87,9 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
     if not 0 <= rank < plan.dp_world_size:
         raise ConfigError(f"rank {rank}: the plan is for {plan.dp_world_size} ranks, so ranks are 0 to that less 1")
     if not 0 <= first_window <= len(plan.windows):
-        raise ConfigError(f"first_window = {first_window}: the plan has {len(plan.windows)} windows, and they count from 0")
+        raise ConfigError(
+            f"first_window = {first_window}: the plan has {len(plan.windows)} windows, and they count from 0"
+        )
     pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
     for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):

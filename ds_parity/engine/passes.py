@@ -84,7 +84,11 @@ class PassQueue:
         # How far a chunk that was begun in the window before reaches into this one is chance: a run that is resumed here
         # begins a chunk. What every window knows of itself is its first chunk.
         within = max(0, self._chunk - 1 - self._driver.ledger.window.passes)
-        return planned.own, planned.known, [later.known.totals for later in islice(self._queue, within) if later.known is not None]
+        return (
+            planned.own,
+            planned.known,
+            [later.known.totals for later in islice(self._queue, within) if later.known is not None],
+        )
 
     def next_known(self) -> PassTotals:
         """Return what the pass that was handed out last holds over all ranks."""

@@ -10,6 +10,7 @@ import ranked_faults
 import ranked_metrics
 import ranked_passes
 import ranked_peaks
+import ranked_resuming
 import ranked_sequence
 
 from ds_parity.parity.launch import Call, Job, run
@@ -18,7 +19,7 @@ from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)
 # Modules whose TASKS the two ranks run, a function each.
-TASKS = (ranked, ranked_passes, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks)
+TASKS = (ranked, ranked_passes, ranked_checkpoints, ranked_metrics, ranked_faults, ranked_peaks, ranked_resuming)
 
 
 class Launched:
