@@ -74,6 +74,8 @@ def drawn(groups: Sequence[Sequence[Unit]], seed: int, start: int, count: int) -
     What a step trains on follows from its number, so a resumed run needs no other place in the data.
     """
     size = sum(map(len, groups))
+    if not size:
+        raise ds_parity.ConfigError("the rollouts hold nothing to train on: pairs need a prompt with unequal rewards")
     epochs = range(start // size, (start + count - 1) // size + 1)
     shuffled = (random.Random(f"{seed}/{epoch}").sample(groups, len(groups)) for epoch in epochs)
     units = [unit for order in shuffled for group in order for unit in group]
@@ -93,25 +95,28 @@ class Run:
         self._folder = args.output / "checkpoints"
         self._identity = {"seed": args.seed, "rollouts": str(args.rollouts), "script": Path(sys.argv[0]).name}
         self._resume()
+        self._saved = engine.window.index
         self._shown = Shown(engine, args.steps)
         self._seed_step()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def after_pass(self) -> None:
-        """Show, and between windows save where it is due: every so many steps, at the end, and before a stop."""
-        window, args = self.engine.window, self.args
+        """Show the window; between windows show the step, and save every so many of them."""
+        window = self.engine.window
         self._shown.window(window)
         if window.passes:
             return
         self._shown.step()
         self._seed_step()
-        if window.index % args.save_every == 0 or window.index == args.steps or self.engine.stopping:
+        if window.index % self.args.save_every == 0:
             self._save()
 
     def end(self) -> None:
-        """Say how far the run came."""
+        """Save where the run ended, at its last step or at one where it was told to stop, and say how far it came."""
         step = self.engine.window.index
+        if step != self._saved:
+            self._save()
         self._shown.end(f"stopped after step {step}; go on with --resume" if step < self.args.steps else "done")
 
     def _resume(self) -> None:
@@ -122,17 +127,18 @@ class Run:
                 )
             return
         path, state = self.engine.load_checkpoint(str(self._folder))
-        if path is not None and state["run"] != self._identity:
+        if path is not None and state.get("run") != self._identity:
             raise ds_parity.ConfigError(
-                f"{path} was trained with {state['run']}, now it is {self._identity}: rollouts would be trained on twice, "
+                f"{path} was trained with {state.get('run')}, now it is {self._identity}: rollouts would be trained on twice, "
                 "or never; give what it was trained with, or another --output"
             )
 
     def _save(self) -> None:
         step = self.engine.window.index
         self.engine.save_checkpoint(str(self._folder), tag=f"step{step}", client_state={"run": self._identity})
+        self._saved = step
         if dist.get_rank() == 0:
-            saved = {int(path.name[4:]): path for path in self._folder.glob("step*")}
+            saved = {int(path.name[4:]): path for path in self._folder.glob("step*") if path.name[4:].isdigit()}
             for number in sorted(number for number in saved if number <= step)[: -self.args.keep]:
                 shutil.rmtree(saved[number], ignore_errors=True)
 

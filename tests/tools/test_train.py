@@ -1,17 +1,22 @@
 """tools/train_grpo.py as a user starts it: a run that is killed, stopped and resumed is one that never was."""
 
+import json
 import random
+import runpy
 import signal
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from started import Started, trained_on
+from started import READY, ROOT, Started, trained_on
 
 from ds_parity.trace import read_trace
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS, TARGET, ROLLOUTS = 11, 12, 112
+CONFIG = ["--deepspeed_config", str(READY / "zero2_bf16.json")]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,33 @@ def broken(tmp_path_factory):
     with Started(folder, 2, *options) as run:
         assert run.wait(120) == 0, run.said()
     return folder, killed, stopped
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "--deepspeed_config is missing"),
+        (["--deepspeed_config", "none.json"], "none.json"),
+        (["--deepspeed_config", "plain.json"], "set gradient_accumulation_passes"),
+        (["--deepspeed_config", "prompts.json"], "leave ds_parity.count at 'rollout'"),
+        ([*CONFIG, "--rollouts", "none.jsonl"], "none.jsonl"),
+        ([*CONFIG, "--model", "nowhere:build"], "'nowhere:build' does not name a function"),
+        ([*CONFIG, "--steps", "0"], "--steps is 0"),
+    ],
+)
+def test_bad_input_is_a_message_and_code_2(tmp_path, monkeypatch, capsys, options, says):
+    """Before a process group is made: so it needs no ranks."""
+    monkeypatch.chdir(tmp_path)
+    keys = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    Path("plain.json").write_text(json.dumps(keys))
+    Path("prompts.json").write_text(
+        json.dumps({**keys, "gradient_accumulation_passes": 2, "ds_parity": {"count": "prompt"}})
+    )
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", *options])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "tools" / "train_grpo.py"), run_name="__main__")
+    assert says in capsys.readouterr().err
 
 
 def test_every_step_holds_its_target(whole):
