@@ -34,9 +34,9 @@ test-slow: $(READY)
 test-hf: $(VENV)/.ready-hf
 	$(BIN)/python -m pytest -m hf tests/frameworks
 
-# What takes too long for every day: ranks that part, mutated configurations, overflow storms, a soak.
+# What takes too long for every day: ranks that part, mutated configurations, overflow storms, soaks, kills.
 test-hard: $(READY)
-	$(BIN)/python -m pytest tests/hard
+	$(BIN)/python -m pytest -s tests/hard
 
 lint: $(READY)
 	$(BIN)/ruff check .

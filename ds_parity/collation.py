@@ -70,7 +70,7 @@ def collate(
     )
 
 
-def micro_batches(plan: Plan, rank: int, *, pad: int = 0) -> Iterator[MicroBatch]:
+def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0) -> Iterator[MicroBatch]:
     """Yield what one rank runs, pass by pass, idle passes included: a stream for `engine.passes`.
 
     What fills no window (`plan.left`) is in none: plan it again in front of what comes next.
@@ -78,16 +78,21 @@ def micro_batches(plan: Plan, rank: int, *, pad: int = 0) -> Iterator[MicroBatch
     Args:
         plan: of all ranks.
         rank: data-parallel rank (>= 0).
+        first_window: windows before it are left out: where a resumed run goes on (0 to as many as the plan has).
         pad: token id that padding consists of.
 
     Raises:
-        ConfigError: the plan is for fewer ranks.
+        ConfigError: the plan is for fewer ranks, or has fewer windows.
     """
     if not 0 <= rank < plan.dp_world_size:
         raise ConfigError(f"rank {rank}: the plan is for {plan.dp_world_size} ranks, so ranks are 0 to that less 1")
+    if not 0 <= first_window <= len(plan.windows):
+        raise ConfigError(
+            f"first_window = {first_window}: the plan has {len(plan.windows)} windows, and they count from 0"
+        )
     pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
-    counts = (count for window in plan.counts for count in window[:, rank, :2].tolist())
-    for chosen, (rollouts, prompts) in zip(plan.of_rank(rank), counts, strict=True):
+    counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
+    for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
         held = [plan.rollouts[index] for index in chosen.tolist()]
         yield collate(held, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from ds_parity.engine.driver import Driver
@@ -33,6 +35,20 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
         )
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
     return {**client_state, _KEY: {**driver.ledger.state(), **settings, "groups": _groups(driver)}}
+
+
+def name_latest(save_dir: str, tag: str) -> None:
+    """Let `latest` name a checkpoint, on the first rank; every rank calls, behind DeepSpeed's save_checkpoint.
+
+    DeepSpeed 0.19.8 writes it when the first rank has its own files, others may still be at theirs, and empties it first
+    (tools/deepspeed_faults/latest_before_all_files.py). The barrier that all files wait for ends its save_checkpoint.
+    """
+    if dist.get_rank() == 0:
+        latest = Path(save_dir) / "latest"
+        beside = latest.with_name("latest.new")
+        beside.write_text(tag)
+        beside.replace(latest)
+    dist.barrier()
 
 
 @contextmanager
@@ -82,6 +98,8 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
         _put_universal_right(driver, state)
     if driver.schedule is not None and scheduler:
         driver.schedule.resume_at(driver.ledger.progress)
+    for listener in driver.on_resume:
+        listener(driver.ledger.window.index)
 
 
 def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:

@@ -61,6 +61,7 @@ class Driver:
         schedule: the scheduler under `lr_progress: rollout`, else None.
         finished: the last step, None before the first.
         on_step: called with every finished step (a trace's writer).
+        on_resume: called with the windows closed so far, once a checkpoint has put them back.
     """
 
     def __init__(self, engine: Any, settings: Settings, slots: int, sequence: int = 1) -> None:
@@ -79,6 +80,7 @@ class Driver:
         self.schedule = self._take_schedule()
         self.finished: Finished | None = None
         self.on_step: list[Callable[[Finished], None]] = []
+        self.on_resume: list[Callable[[int], None]] = []
         self._configuration = settings.fingerprint
         self._averaged_over = averaged_over(engine, self.ranks, peers.size)
         self._peers = peers.size
@@ -363,6 +365,10 @@ class Driver:
             listener(self.finished)
 
     # Small things.
+
+    def stops_here(self) -> bool:
+        """Whether a rank has asked to stop and this is a boundary: between windows, the same answer on every rank."""
+        return self.exchange.stopping and self._stepped and self.ledger.window.passes == 0
 
     def awaits_step(self) -> bool:
         """Whether a backward() has run whose step() has not."""

@@ -26,7 +26,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
     - `step` updates at the boundary only, and must follow every `backward`;
-    - `passes`, `idle`, `record`, `finish`, `group_advantages`, `window` and `last_step` are new;
+    - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
     """
@@ -134,8 +134,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
                 be endless or arrive as it is produced. One that holds nothing is an idle pass.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
-                rank. With 0 one exchange a pass, and nothing is read before it is run. A window starts with at
-                least so many known, so the stream is read at most twice as far ahead.
+                rank. With 0 one exchange a pass, and nothing is read before it is run. A window starts with its first so
+                many known (the total too, where it has no more), so the stream is read at most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
             finish: settle the last window when all streams have ended.
             skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks
@@ -155,7 +155,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             # An older generator that is closed late must not end a newer one.
             if self._self_queue is queue:
                 self._self_queue = None
-        if finish:
+        if finish and not self.stopping:
             self.finish()
 
     def finish(self) -> StepRecord | None:
@@ -168,6 +168,20 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         with naming_lost_ranks("finish()"):
             self._self_driver.finish()
         return self.last_step
+
+    def stop(self) -> None:
+        """Ask all ranks to stop at the next boundary; from any rank, and from a signal handler.
+
+        It is told with the counts of the next pass. `passes` ends at the boundary after it on every rank alike, between
+        windows, and hands nothing more out. Other loops look at `stopping`.
+        """
+        self._self_driver.exchange.stop = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank has called `stop`, as every rank knows it from the same pass on."""
+        stopping: bool = self._self_driver.exchange.stopping
+        return stopping
 
     def record(self, name: str, value: Any, weight: Any = None) -> None:
         """Add to a metric of the open window: sum(weight * value) / sum(weight) over all data-parallel ranks and passes.
@@ -258,11 +272,20 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     ) -> Any:
         """Save between windows, with the window's state under `client_state["ds_parity"]`.
 
+        `latest` names the checkpoint once all ranks have written their files, and changes at once: a run that is killed
+        in here leaves the `latest` of before. So give every checkpoint a tag of its own.
+
         Raises:
             CheckpointError: a window is open: gradients of its passes would be lost.
         """
-        state = checkpoint.with_window(self._self_driver, client_state or {})
-        return self.__wrapped__.save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+        driver: Driver = self._self_driver
+        state = checkpoint.with_window(driver, client_state or {})
+        tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
+        ours = save_latest and not driver.engine.checkpoint_engine.is_decoupled()
+        saved = driver.engine.save_checkpoint(save_dir, tag, state, save_latest and not ours, exclude_frozen_parameters)
+        if ours:
+            checkpoint.name_latest(save_dir, str(tag))
+        return saved
 
     def load_checkpoint(
         self,

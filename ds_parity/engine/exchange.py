@@ -1,7 +1,7 @@
 """Counts over the data-parallel group: one small collective on the host, started early and waited for late.
 
-What travels is a sum, so its size does not grow with the number of ranks: six whole numbers a pass and two for the
-fingerprint. The fingerprint (window, pass, kind of call, configuration) is 24 bits wide and is summed together with its
+What travels is a sum, so its size does not grow with the number of ranks: six whole numbers a pass, two for the
+fingerprint, and how many ranks ask to stop. The fingerprint (window, pass, kind of call, configuration) is 24 bits wide and is summed together with its
 square: by Cauchy-Schwarz n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
 
 Ranks that share a micro-batch (sequence parallelism) hold the same counts, which one of them sends. Each vouches for
@@ -110,6 +110,8 @@ class Exchange:
         ranks: ranks that exchange, those that share a micro-batch included.
         slots: passes that one exchange holds, the same on every rank.
         collectives: how many collectives were started (a diagnosis is not counted).
+        stop: this rank asks all to stop, with the next exchange that it starts.
+        stopping: some rank did, as all ranks know it from the same exchange on.
     """
 
     def __init__(self, group: Any, ranks: int, slots: int, timeout: float, peers: Peers = _ALONE) -> None:
@@ -117,6 +119,8 @@ class Exchange:
         self._peers = peers
         self.slots = slots
         self.collectives = 0
+        self.stop = False
+        self.stopping = False
         self._group = group
         self._sum = HostSum(group) if ranks > 1 else None
         self._timeout = timeout
@@ -131,7 +135,7 @@ class Exchange:
         vouched = [peers.vouch(held)] if peers.size > 1 else []
         sent = [0] * len(held) if peers.own else held
         vector = torch.tensor(
-            [fingerprint, fingerprint * fingerprint, *sent, *vouched], dtype=torch.int64, device="cpu"
+            [fingerprint, fingerprint * fingerprint, int(self.stop), *sent, *vouched], dtype=torch.int64, device="cpu"
         )
         if self._sum is None:
             return Pending(self, place, vector, None)
@@ -152,7 +156,8 @@ class Exchange:
                 raise self._split(slots)
         except RuntimeError as error:
             raise self._gone(place, error) from error
-        passes = [numbers[at : at + _FIELDS] for at in range(2, len(numbers), _FIELDS)]
+        self.stopping = self.stopping or numbers[2] > 0
+        passes = [numbers[at : at + _FIELDS] for at in range(3, len(numbers), _FIELDS)]
         return [Known(PassTotals(*held[:4]), *held[4:]) for held in passes]
 
     def refuse(self, place: Place, error: Exception) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ds_parity.engine.driver import Driver
@@ -51,7 +52,7 @@ class PassQueue:
         self._handed: Counts | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
+        while not self._driver.stops_here():
             self._fill()
             if not self._queue:
                 return
@@ -80,7 +81,14 @@ class PassQueue:
         self._learn()
         planned = self._queue.popleft()
         assert planned.known is not None
-        return planned.own, planned.known, [later.known.totals for later in self._queue if later.known is not None]
+        # How far a chunk that was begun in the window before reaches into this one is chance: a run that is resumed here
+        # begins a chunk. What every window knows of itself is its first chunk.
+        within = max(0, self._chunk - 1 - self._driver.ledger.window.passes)
+        return (
+            planned.own,
+            planned.known,
+            [later.known.totals for later in islice(self._queue, within) if later.known is not None],
+        )
 
     def next_known(self) -> PassTotals:
         """Return what the pass that was handed out last holds over all ranks."""

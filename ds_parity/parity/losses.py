@@ -140,18 +140,32 @@ class DirectPreference(nn.Module):
             position_ids: packed (1, T), 0 where a sequence starts.
             segment_ids: packed (1, T), the number of the sequence, from 0 to 2B - 1.
         """
+        logps, tokens = self.answers(input_ids, loss_mask, len(reference_logps), position_ids, segment_ids)
+        apart = logps - reference_logps.to(logps.dtype)
+        margins = self.beta * (apart[:, 0] - apart[:, 1])
+        weights = tokens if self.loss_weight == "token" else torch.ones_like(tokens)
+        loss = (-F.logsigmoid(margins) * weights).sum() / weights.sum().clamp(min=1)
+        return loss, margins.detach(), tokens
+
+    def answers(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        pairs: int,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the policy gives the answers of B pairs, log probabilities (B, 2), and loss tokens (B,).
+
+        Around a reference policy it makes the `reference_logps` of a micro-batch; other arguments as those of `forward`.
+        """
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
         logps = token_logps(logits, input_ids[:, 1:])
         mask = loss_mask.to(logps.dtype)
         logps = logps * mask
         if segment_ids is not None:
-            logps, mask = (by_segment(values, segment_ids, 2 * len(reference_logps)) for values in (logps, mask))
-        apart = logps.sum(-1).view(-1, 2) - reference_logps.to(logps.dtype)
-        margins = self.beta * (apart[:, 0] - apart[:, 1])
-        tokens = mask.sum(-1).view(-1, 2).sum(-1)
-        weights = tokens if self.loss_weight == "token" else torch.ones_like(tokens)
-        loss = (-F.logsigmoid(margins) * weights).sum() / weights.sum().clamp(min=1)
-        return loss, margins.detach(), tokens
+            logps, mask = (by_segment(values, segment_ids, 2 * pairs) for values in (logps, mask))
+        return logps.sum(-1).view(-1, 2), mask.sum(-1).view(-1, 2).sum(-1)
 
 
 def logits_of(policy: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:

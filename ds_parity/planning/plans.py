@@ -108,9 +108,9 @@ class Plan:
         values[:, 2] = [unit.loss_tokens for unit in units]
         return tuple(_summed(values[window.rollouts], window.ends) for window in self.windows)
 
-    def of_rank(self, rank: int) -> Iterator[np.ndarray]:
-        """Yield the micro-batches of one rank, pass by pass, as indices."""
-        for window in self.windows:
+    def of_rank(self, rank: int, first_window: int = 0) -> Iterator[np.ndarray]:
+        """Yield the micro-batches of one rank, pass by pass, as indices; from one window on."""
+        for window in self.windows[first_window:]:
             for index in range(window.passes):
                 yield window.micro_batch(index, rank)
 

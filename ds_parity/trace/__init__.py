@@ -3,7 +3,7 @@
 from ds_parity.trace.digits import Precision
 from ds_parity.trace.reader import iter_steps, read_header, read_trace
 from ds_parity.trace.records import SCHEMA, Header, StepRecord, Trace, Weights
-from ds_parity.trace.writer import TraceWriter
+from ds_parity.trace.writer import TraceWriter, end_of_step
 
 __all__ = [
     "SCHEMA",
@@ -13,6 +13,7 @@ __all__ = [
     "Trace",
     "TraceWriter",
     "Weights",
+    "end_of_step",
     "iter_steps",
     "read_header",
     "read_trace",

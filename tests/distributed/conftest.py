@@ -13,6 +13,7 @@ import ranked_passes
 import ranked_peaks
 import ranked_pipelinerl
 import ranked_readme
+import ranked_resuming
 import ranked_sequence
 
 from ds_parity.parity.launch import Call, Job, run
@@ -31,6 +32,7 @@ TASKS = (
     ranked_readme,
     ranked_install,
     ranked_pipelinerl,
+    ranked_resuming,
 )
 
 

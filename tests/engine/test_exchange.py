@@ -98,12 +98,13 @@ def test_finish_refuses_ranks_that_sent_different_fingerprints_and_no_others(eve
         def __init__(self, ranks):
             self.ranks = ranks
             self._peers = Peers()
+            self.stopping = False
 
         def _parted(self, place):
             return RankDesyncError("parted")
 
     sums = torch.tensor([[one, one * one] for one in everyone], dtype=torch.int64).sum(0)
-    vector = torch.cat([sums, torch.zeros(6, dtype=torch.int64)])
+    vector = torch.cat([sums, torch.zeros(7, dtype=torch.int64)])
     exchange = Checked(len(everyone))
     if len(set(everyone)) == 1:
         assert exchange.finish(PLACE, vector, None) == [Known(PassTotals())]
@@ -137,7 +138,7 @@ def test_counts_and_flags_of_any_size_come_back_as_they_went(number, active, dry
 
 def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(two_ranks):
     def other(numbers):
-        numbers[2:] = torch.tensor([5, 1, 40, 1, 0, 0])
+        numbers[2:] = torch.tensor([0, 5, 1, 40, 1, 0, 0])
         return numbers
 
     exchange = two_ranks(other)
@@ -145,13 +146,13 @@ def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(two
     assert exchange.collectives == 1
 
 
-def test_what_travels_does_not_grow_with_the_ranks_two_numbers_and_six_a_pass(monkeypatch):
+def test_what_travels_does_not_grow_with_the_ranks_three_numbers_and_six_a_pass(monkeypatch):
     lengths = []
     line = SimpleNamespace(start=lambda vector: lengths.append((len(vector), vector.dtype)))
     monkeypatch.setattr(exchange_module, "HostSum", lambda group: line)
     for ranks, slots in ((2, 1), (4096, 1), (2, 5)):
         Exchange("a group", ranks, slots, timeout=1.0).start(PLACE, [])
-    assert lengths == [(8, torch.int64), (8, torch.int64), (32, torch.int64)]
+    assert lengths == [(9, torch.int64), (9, torch.int64), (33, torch.int64)]
 
 
 def test_a_rank_in_another_place_is_named_with_window_pass_and_configuration(two_ranks, monkeypatch):
@@ -179,6 +180,22 @@ def test_a_collective_that_fails_is_a_desync_with_the_place_and_the_time_limit(t
     says = r"rank 0 waited in runs a pass, window 3, pass 17.*5 s .*\(Connection closed by peer\)$"
     with pytest.raises(RankDesyncError, match=says):
         two_ranks(other).start(PLACE, [])
+
+
+@pytest.mark.parametrize(("own", "others", "known"), [(False, 0, False), (True, 0, True), (False, 1, True)])
+def test_a_rank_that_asks_to_stop_is_heard_by_all_and_stays_heard(two_ranks, own, others, known):
+    def other(numbers):
+        numbers[2] = others if not heard else 0
+        return numbers
+
+    heard = []
+    exchange = two_ranks(other)
+    exchange.stop = own
+    exchange.start(PLACE, []).wait()
+    heard.append(exchange.stopping)
+    exchange.stop = False
+    exchange.start(PLACE, []).wait()
+    assert [*heard, exchange.stopping] == [known, known]
 
 
 # Ranks that share a micro-batch.
@@ -211,5 +228,5 @@ def test_only_the_first_of_the_peers_sends_counts_and_all_send_one_number_more(m
     monkeypatch.setattr(exchange_module, "HostSum", lambda group: line)
     for own in (0, 1):
         Exchange("a group", 4, 1, 1.0, Peers(2, own, 2)).start(PLACE, [Slot(Counts(2, 1, 30), active=True)])
-    assert [numbers[2:8] for numbers in sent] == [[2, 1, 30, 1, 0, 0], [0] * 6]
-    assert sent[0][8] == -sent[1][8] != 0
+    assert [numbers[3:9] for numbers in sent] == [[2, 1, 30, 1, 0, 0], [0] * 6]
+    assert sent[0][9] == -sent[1][9] != 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_parity.errors import TraceError
-from ds_parity.trace import Header, StepRecord, Trace, TraceWriter, iter_steps, read_header, read_trace
+from ds_parity.trace import Header, StepRecord, Trace, TraceWriter, end_of_step, iter_steps, read_header, read_trace
 
 HEADER = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="ds_parity")
 
@@ -121,6 +121,47 @@ def test_a_trace_that_was_cut_takes_no_more_steps_when_there_is_space_again(tmp_
 def test_a_full_disk_at_the_header_is_a_trace_error_that_names_the_path():
     with pytest.raises(TraceError, match="/dev/full: can't write the trace: No space left"):
         TraceWriter("/dev/full", HEADER)
+
+
+class TestGoingOnBehindAStep:
+    """What a resumed run does with the trace of the run before."""
+
+    def go_on(self, path, step, steps):
+        with TraceWriter(path, HEADER, end_of_step(path, step)) as writer:
+            for number in steps:
+                writer.write(record(number))
+
+    @pytest.mark.parametrize("step", [0, 1, 2, 3])
+    def test_what_was_written_after_it_is_replaced_and_the_file_is_that_of_one_run(self, tmp_path, step):
+        path, whole = write(tmp_path / "t", [1, 2, 3]), write(tmp_path / "whole", [1, 2, 3, 4])
+        self.go_on(path, step, range(step + 1, 5))
+        assert path.read_bytes() == whole.read_bytes()
+
+    def test_a_line_that_was_cut_short_anywhere_is_replaced(self, tmp_path):
+        path, whole = write(tmp_path / "t", [1, 2]), write(tmp_path / "whole", [1, 2]).read_bytes()
+        start = whole.rindex(b"\n", 0, -1) + 1
+        for end in range(start, len(whole)):
+            path.write_bytes(whole[:end])
+            self.go_on(path, 1, [2])
+            assert path.read_bytes() == whole
+
+    def test_a_trace_without_a_step_goes_on_anywhere(self, tmp_path):
+        path = write(tmp_path / "t", [])
+        self.go_on(path, 5, [6])
+        assert [one.step for one in read_trace(path).steps] == [6]
+
+    def test_a_trace_that_ends_before_the_step_is_not_gone_on_with(self, tmp_path):
+        assert end_of_step(write(tmp_path / "t", [1, 2]), 3) is None
+
+    @pytest.mark.parametrize("content", ["", "{}\n", "not json\n", '{"schema_version": 1', '{"step": 1}\n'])
+    def test_what_is_no_trace_is_not_gone_on_with(self, tmp_path, content):
+        (tmp_path / "t").write_text(content)
+        assert end_of_step(tmp_path / "t", 0) is None
+        assert end_of_step(tmp_path / "none", 0) is None
+
+    def test_what_can_not_be_read_is_a_trace_error(self, tmp_path):
+        with pytest.raises(TraceError, match=re.escape(f"{tmp_path}: can't read")):
+            end_of_step(tmp_path, 0)
 
 
 def test_writing_after_close_is_refused_and_closing_twice_is_not(tmp_path):
