@@ -145,7 +145,7 @@ class TraceFile:
             yield held
 
     def figures(self) -> Iterator[Fields]:
-        """`rollouts`, `loss` and `metrics` of all steps, some at a time; nothing else is checked.
+        """`rollouts`, `loss`, `grad_norm` and `metrics` of all steps, some at a time; nothing else is checked.
 
         Raises:
             TraceError: a line can't be read.

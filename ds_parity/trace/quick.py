@@ -29,6 +29,7 @@ _NONE = type(None)
 class _Figures(TypedDict):
     rollouts: Any
     loss: Any
+    grad_norm: Any
     metrics: Any
 
 
@@ -61,15 +62,17 @@ def quick(lines: Sequence[bytes]) -> Fields:
 
 
 def figures(lines: Sequence[bytes]) -> Fields:
-    """Read `rollouts`, `loss` and `metrics` of lines at once, as `quick` does. Nothing else is checked.
+    """Read `rollouts`, `loss`, `grad_norm` and `metrics` of lines at once, as `quick` does. Nothing else is checked.
 
     Raises:
         UnusualError: as `quick`.
     """
     rows = _parsed(lines, _FIGURES.validate_json)
-    fields: Fields = {name: [row[name] for row in rows] for name in ("rollouts", "loss", "metrics")}
+    fields: Fields = {name: [row[name] for row in rows] for name in ("rollouts", "loss", "grad_norm", "metrics")}
     _whole(fields["rollouts"], 0, {int, _NONE})
-    return {**fields, "loss": _floats(fields["loss"], {float, _NONE}), "metrics": _metrics(fields["metrics"])}
+    for name in ("loss", "grad_norm"):
+        fields[name] = _floats(fields[name], {float, _NONE})
+    return {**fields, "metrics": _metrics(fields["metrics"])}
 
 
 def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:

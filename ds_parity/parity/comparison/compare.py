@@ -2,11 +2,14 @@
 
 import gc
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+
+import numpy as np
 
 from ds_parity.parity.comparison import notes
 from ds_parity.parity.comparison.alignment import NO_ROLLOUTS, Aligned, align
@@ -118,7 +121,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier, dtype: str = "fp32") -> Setting:
-    """Make two traces ready to be compared; of a file all steps are read once, for the scale of its losses."""
+    """Make two traces ready to be compared; of a file all steps are read once, for the scale of its losses and norms."""
     rules = notes.rules(reference, candidate, tier)
     left_out = frozenset(chain.from_iterable(names for names, _ in rules))
     if isinstance(reference, TraceFile) and isinstance(candidate, TraceFile):
@@ -138,6 +141,7 @@ def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
 def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
     """The scales of a trace, none without steps; and whether it counts rollouts."""
     floors: dict[str, float] = {}
+    norms = array("d")
     counts = False
     for fields in trace.figures():
         counts = counts or any(count is not None for count in fields["rollouts"])
@@ -145,12 +149,20 @@ def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
         for name in set().union(*fields["metrics"]):
             values = [held.get(name) for held in fields["metrics"]]
             floors[METRIC + name] = max(floors.get(METRIC + name, 0.0), _greatest(values))
-    return floors, counts
+        norms.extend(norm for norm in fields["grad_norm"] if norm is not None)
+    return {**floors, "grad_norm": _usual(norms)} if floors else floors, counts
 
 
 def _greatest(values: Sequence[float | None]) -> float:
     """The greatest absolute value of those that are finite; 0 without any."""
     return max((abs(float(value)) for value in values if value is not None and math.isfinite(value)), default=0.0)
+
+
+def _usual(norms: Sequence[float]) -> float:
+    """The median of the norms that are finite; 0 without any."""
+    known = np.asarray(norms, dtype=float)
+    known = known[np.isfinite(known)]
+    return float(np.median(known)) if known.size else 0.0
 
 
 def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str]) -> Ruler:
@@ -167,6 +179,7 @@ def _floors(reference: Trace) -> dict[str, float]:
         values = (value_of(record, name) for record in reference.steps)
         found[name] = _greatest([value for value in values if isinstance(value, float)])
     found["loss"] = max(found["loss"], LEAST_LOSS)
+    found["grad_norm"] = _usual([step.grad_norm for step in reference.steps if step.grad_norm is not None])
     return found
 
 

@@ -28,6 +28,9 @@ class Pair:
 class Ruler:
     """What bounds depend on. Losses and metrics can be near 0, so `floors` are the greatest of the reference.
 
+    A gradient can be near 0 too, where the rollouts of a window cancel, and is as exact as they are: its norm's floor is
+    the median of the reference's.
+
     `written` holds, per field, how the traces wrote it: a number that was rounded may be any that rounds to it.
     """
 

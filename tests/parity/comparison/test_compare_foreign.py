@@ -174,7 +174,7 @@ class TestDigits:
         assert compare(
             own(steps), foreign(steps, change={(s, "grad_norm"): 2.00004 for s in steps}, **few), REASSOCIATED
         ).equal
-        bias = foreign(steps, change={(s, "grad_norm"): 2.0 + 1e-6 * (1 + s % 2 / 9) for s in steps})
+        bias = foreign(steps, change={(s, "grad_norm"): 2.0 + 3e-6 * (1 + s % 2 / 9) for s in steps})
         assert (None, "grad_norm, mean") in fields(compare(own(steps), bias, REASSOCIATED))
 
     @pytest.mark.parametrize("name", ["lr", "loss"])
