@@ -32,6 +32,9 @@ ENDS, DIFFERING = 10, 20
 """Of more steps: rows at either end, and of those that differ."""
 
 
+_Entry = tuple[int, Block, int, int]  # a row's place, where it is found, and how many before it differ
+
+
 @dataclass
 class _Means:
     """Sums over the steps in which both traces have a field: of differences, of both values, terms and slack."""
@@ -63,7 +66,8 @@ class Ledger:
     _measured: dict[str, tuple[float, Measured]] = field(default_factory=dict)
     _means: dict[str, _Means] = field(default_factory=lambda: {"loss": _Means(), "grad_norm": _Means()})
     _rows: dict[int, tuple[Row, int]] = field(default_factory=dict)
-    _last: deque[tuple[int, Block, int, int]] = field(default_factory=lambda: deque(maxlen=ENDS))
+    _first: list[_Entry] = field(default_factory=list)
+    _last: deque[_Entry] = field(default_factory=lambda: deque(maxlen=ENDS))
     _held: dict[str, Held] = field(default_factory=lambda: {"reference": Held(0, 0), "candidate": Held(0, 0)})
 
     def take(self, blocks: Iterable[Block]) -> Ledger:
@@ -92,11 +96,12 @@ class Ledger:
 
     def rows(self) -> tuple[tuple[Row, ...], tuple[HiddenRows, ...]]:
         """The rows to show, and what lies between them: every row of few steps."""
+        for place, block, at, before in (*self._first, *self._last):
+            if place not in self._rows:
+                self._rows[place] = row(block.pair(at), self.ruler), before
         if self.steps <= WHOLE:
-            return tuple(kept for kept, _ in self._rows.values()), ()
-        for place, block, at, before in self._last:
-            self._rows.setdefault(place, (row(block.pair(at), self.ruler), before))
-        differing = [place for place, (kept, _) in self._rows.items() if kept.differences][:DIFFERING]
+            return tuple(self._rows[place][0] for place in range(self.steps)), ()
+        differing = [place for place, (kept, _) in sorted(self._rows.items()) if kept.differences][:DIFFERING]
         wanted = {*range(ENDS), *differing, *(place for place, *_ in self._last)}
         wanted |= {place - 1 for place in differing[:1] if place}
         chosen = [(place, *self._rows[place]) for place in sorted(wanted)]
@@ -156,7 +161,7 @@ class Ledger:
             return rows[place]
 
         apart = np.flatnonzero(differs).tolist()
-        wanted = {*range(min(len(differs), max(0, WHOLE - self.steps))), *apart[: max(0, DIFFERING - self.differing)]}
+        wanted = {*apart[: max(0, DIFFERING - self.differing)]}
         if apart and not self.differing and apart[0]:
             wanted.add(apart[0] - 1)
         elif apart and not self.differing and self._last:
@@ -171,8 +176,10 @@ class Ledger:
             if one.differs.any():
                 first = at(int(one.differs.argmax())) if name not in self._fields else None
                 self._count(name, one, first)
-        for place in range(max(0, len(differs) - ENDS), len(differs)):
-            self._last.append((self.steps + place, block, place, int(before[place])))
+        entries = [(self.steps + place, block, place, count) for place, count in enumerate(before.tolist())]
+        if self.steps < WHOLE:
+            self._first = (self._first + entries)[: WHOLE if self.steps + len(entries) <= WHOLE else ENDS]
+        self._last.extend(entries[-ENDS:])
 
     def _count(self, name: str, apart: Apart, first: Row | None) -> None:
         known = apart.gap[apart.differs & apart.known]
