@@ -1,5 +1,7 @@
 """Tensors hold what their rollouts hold: padded or packed the same loss, and nothing of a neighbour."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -260,6 +262,17 @@ class TestPairs:
         assert margins.item() == pytest.approx(margin.item(), rel=1e-12)
         assert tokens.tolist() == [4.0]
 
+    @pytest.mark.parametrize("layout", ["padded", "packed"])
+    def test_a_policy_that_is_its_own_reference_has_no_margins(self, layout):
+        """What `answers` gives is what the loss takes as `reference_logps`, in the order of the pairs."""
+        module, inputs = DirectPreference(build_tiny().double()), dict(collate(pairs(5), layout=layout).inputs)
+        inputs.pop("reference_logps")
+        reference, tokens = module.answers(pairs=5, **inputs)
+        loss, margins, _ = module(**inputs, reference_logps=reference)
+        assert not margins.any()
+        assert loss.item() == pytest.approx(math.log(2), rel=1e-12)
+        assert tokens.tolist() == [pair.loss_tokens for pair in pairs(5)]
+
     def test_pairs_among_rollouts_are_refused_before_anything_is_planned(self):
         with pytest.raises(ConfigError, match="1 preference pairs among 2 rollouts"):
             plan([SHORT, PreferencePair(SHORT, LONG)], dp_world_size=1, target=1, max_tokens=99)
@@ -292,6 +305,24 @@ def test_a_stream_holds_its_plan_whatever_the_lengths(lengths, ranks, target):
         for chosen, batch in zip(planned.of_rank(rank), micro_batches(planned, rank), strict=True):
             assert list(batch.held) == [rollouts[i] for i in chosen]
             assert batch.rollouts == len(chosen)
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3])
+def test_a_stream_that_starts_at_a_window_is_the_rest_of_the_whole_one(window):
+    turns = list(line_turns(load_rollouts()[:30]))
+    planned = plan(turns, dp_world_size=2, target=10, max_tokens=2048)
+    for rank in range(2):
+        whole, rest = (list(micro_batches(planned, rank, first_window=first)) for first in (0, window))
+        assert len(rest) == sum(one.passes for one in planned.windows[window:])
+        expected = whole[len(whole) - len(rest) :]
+        assert [(b.held, b.rollouts, b.prompts) for b in rest] == [(b.held, b.rollouts, b.prompts) for b in expected]
+
+
+@pytest.mark.parametrize("window", [-1, 2])
+def test_a_window_that_the_plan_does_not_have_is_refused(window):
+    planned = plan([SHORT], dp_world_size=1, target=1, max_tokens=9)
+    with pytest.raises(ConfigError, match=f"first_window = {window}: the plan has 1 windows"):
+        next(micro_batches(planned, 0, first_window=window))
 
 
 def test_a_rank_that_the_plan_does_not_know_is_refused():

@@ -46,7 +46,7 @@ class TestATraceThatIsGoneOnWith:
 
 def test_latest_names_a_checkpoint_when_all_ranks_have_written_it_and_only_where_it_is_to(two_ranks):
     found = two_ranks.results["latest"]
-    assert found["seen"] == [["two", "two"], ["one", "two", "two"]]
+    assert found["seen"] == [["two", "two"], ["one", "two", "two", "two"]]
     assert "latest.new" not in found["files"]
 
 
