@@ -23,7 +23,7 @@ def test_step_time(benchmark, tmp_path, results):
         for stage in STAGES
     }
     found = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
-    results(Section("by-hand", "Time of a window, ours / the engine driven by hand", SAID, ("", *ZERO), _rows(found)))
+    results(Section("by-hand", "Time of a window, ours / the engine driven by hand", SAID, ("", *ZERO), tuple(_rows(found))))
     assert all(one["same weights"] for one in found.values())
 
 
