@@ -1,8 +1,9 @@
-"""What ranks measure: both rivals in one process, window by window in turn, so that the machine's moods cancel."""
+"""What ranks measure: the rivals in one process, window by window in turn, so that the machine's moods cancel."""
 
 import gc
 import itertools
 import time
+from functools import partial
 
 import deepspeed
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import ds_parity
 from ds_parity.config import rewrite
+from ds_parity.parity import weights
 from ds_parity.parity.candidate import own_batches, stand_in
 from ds_parity.parity.memory import Held
 from ds_parity.parity.model import TinyDecoder
@@ -17,10 +19,13 @@ from ds_parity.parity.oracle import weight
 from ds_parity.parity.scenario import Scenario
 
 
-def build_wide(seed):
-    """A model whose pass takes about ten times as long as the bundled one's."""
+def build(seed, width):
+    """A decoder of four layers."""
     torch.manual_seed(seed)
-    return TinyDecoder(width=256, layers=4, heads=8)
+    return TinyDecoder(width=width, layers=4, heads=8)
+
+
+build_64, build_128, build_256, build_512 = (partial(build, width=width) for width in (64, 128, 256, 512))
 
 
 class Rivals:
@@ -39,6 +44,11 @@ class Rivals:
     def _engine(self, wanted, initialize, config):
         model = wanted.build()
         return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    @property
+    def exchanges(self):
+        """Collectives that ours has started for counts."""
+        return self.ours._self_driver.exchange.collectives
 
     def window_of_ours(self):
         if self.ahead:
@@ -65,21 +75,48 @@ class Rivals:
             self.bare.step()
 
 
-def step_time(scenario, rounds):
-    """Seconds a window of each rival, in turn; the order is swapped every round."""
-    rivals = Rivals(scenario)
-    windows = {"ours": rivals.window_of_ours, "by hand": rivals.window_by_hand}
+def in_turn(windows, rounds):
+    """Seconds a window of each rival; the order is swapped every round, and the first round is to warm up."""
     taken = {name: [] for name in windows}
     gc.disable()
-    for number in range(rounds + 2):
+    for number in range(rounds + 1):
         for name in list(windows)[:: 1 if number % 2 else -1]:
             dist.barrier()
             begun = time.perf_counter()
             windows[name]()
-            if number >= 2:
+            if number:
                 taken[name].append(time.perf_counter() - begun)
     gc.enable()
     return taken
+
+
+def step_time(scenario, rounds):
+    """Seconds by rival; passes and exchanges of ours; and whether both hold the same weights at the end."""
+    rivals = Rivals(scenario)
+    seconds = in_turn({"ours": rivals.window_of_ours, "by hand": rivals.window_by_hand}, rounds)
+    return {"seconds": seconds, **_counted(rivals), "same weights": same_weights(rivals.ours, rivals.bare)}
+
+
+def accelerate_time(scenario, rounds):
+    """The same with accelerate's loop as a third."""
+    from accelerated import Accelerated
+
+    rivals, theirs = Rivals(scenario), Accelerated(scenario)
+    windows = {"ours": rivals.window_of_ours, "by hand": rivals.window_by_hand, "accelerate": theirs.window}
+    seconds = in_turn(windows, rounds)
+    steps = [rivals.ours.global_steps, rivals.bare.global_steps, theirs.net.global_steps]
+    same = same_weights(rivals.ours, rivals.bare, theirs.net)
+    return {"seconds": seconds, "steps": steps, "same weights": same}
+
+
+def _counted(rivals):
+    return {"passes": rivals.ours._self_driver.ledger.passes, "exchanges": rivals.exchanges}
+
+
+def same_weights(*engines):
+    """Whether all hold the same weights bit for bit."""
+    first, *others = [weights.vector(engine.module) for engine in engines]
+    return all(torch.equal(first, other) for other in others)
 
 
 def memory(scenario):

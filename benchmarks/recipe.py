@@ -64,7 +64,7 @@ class Planned:
 
 
 def measure(config, rounds, max_tokens, held):
-    """Seconds of every window, and passes and idle passes of all of them, by rival; two windows are to warm up."""
+    """Seconds of every window, and passes and idle passes of all of them, by rival; one window is to warm up."""
     rivals = {
         "planned": Planned(config, max_tokens),
         "packed quota": ByQuota(config, "packed", packed(max_tokens)),
@@ -74,14 +74,14 @@ def measure(config, rounds, max_tokens, held):
     taken = {name: [] for name in rivals}
     ran = {name: [0, 0] for name in rivals}
     gc.disable()
-    for number in range(rounds + 2):
+    for number in range(rounds + 1):
         rollouts = tuple(islice(source, target))
         for name in list(rivals)[:: 1 if number % 2 else -1]:
             dist.barrier()
             begun = time.perf_counter()
             counted = rivals[name].window(rollouts)
             dist.barrier()
-            if number >= 2:
+            if number:
                 taken[name].append(time.perf_counter() - begun)
                 ran[name] = [a + b for a, b in zip(ran[name], counted, strict=True)]
     gc.enable()

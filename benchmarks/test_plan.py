@@ -3,7 +3,7 @@
 import time
 
 import numpy as np
-import pytest
+from results import Section, shown
 
 from ds_parity.parity.rollouts import load_rollouts
 from ds_parity.planning import Rollout, plan
@@ -23,19 +23,31 @@ def seconds(action):
     return time.perf_counter() - begun, result
 
 
-@pytest.mark.benchmark(group="plan")
-@pytest.mark.parametrize("window", [1, 100], ids=["one window", "a hundred windows"])
-@pytest.mark.parametrize("count", [10_000, 100_000, 1_000_000])
-def test_plan_on_1024_ranks(benchmark, count, window):
-    rollouts = drawn(count)
-    options = {"dp_world_size": 1024, "target": count // window, "max_tokens": LIMIT}
-    planned = benchmark.pedantic(lambda: plan(rollouts, **options), rounds=3)
-    sorting = min(seconds(lambda: sorted(rollouts, key=lambda rollout: len(rollout.tokens)))[0] for _ in range(3))
-    ratio = benchmark.stats.stats.median / sorting
+def test_plan_on_1024_ranks(benchmark, results):
+    """It comes to within 2 % of the lower bound of passes."""
+    rows = []
+
+    def measure():
+        for count in (10_000, 100_000, 1_000_000):
+            rollouts = drawn(count)
+            rows.extend(_planned(rollouts, windows) for windows in (1, 100))
+
+    benchmark.pedantic(measure, rounds=1)
+    said = f"""1,024 ranks, micro-batches of at most {LIMIT:,} tokens; beside `sorted` of the same rollouts by length, in turn. Passes
+beside the fewest that any packing can have."""
+    header = ("rollouts", "windows", "time, plan / sorting", "passes / lower bound")
+    results(Section("planning", "Planning", said, header, rows))
+
+
+def _planned(rollouts, windows):
+    options = {"dp_world_size": 1024, "target": len(rollouts) // windows, "max_tokens": LIMIT}
+    ratios = []
+    for _ in range(5):
+        taken, planned = seconds(lambda: plan(rollouts, **options))
+        ratios.append(taken / seconds(lambda: sorted(rollouts, key=lambda rollout: len(rollout.tokens)))[0])
     bound = planned.passes / planned.fewest_passes()
-    benchmark.extra_info |= {"of sorting": ratio, "of the fewest passes": bound}
-    print(f"\n{count:,} rollouts: {ratio:.1f} times sorting them; {bound:.3f} of the lower bound of passes")
     assert bound <= 1.02
+    return f"{len(rollouts):,}", str(windows), shown(ratios, 1), f"{bound:.3f}"
 
 
 def quota(rollouts, ranks, target, max_tokens):
@@ -57,14 +69,20 @@ def own_passes(rollouts, max_tokens):
     return count
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_fewer_passes_and_fewer_idle_ones_than_a_quota_a_rank(benchmark, ranks):
-    rollouts = load_rollouts()
-    planned = benchmark(lambda: plan(rollouts, dp_world_size=ranks, target=256, max_tokens=2048))
-    passes, idle = quota(rollouts, ranks, 256, 2048)
-    print(
-        f"\n{ranks} ranks: {planned.passes} passes beside {passes} of the quota, "
-        f"{planned.idle_passes} idle ones beside {idle}"
-    )
-    assert planned.passes < passes
-    assert planned.idle_passes < idle
+def test_fewer_passes_and_fewer_idle_ones_than_a_quota_a_rank(benchmark, results):
+    rollouts, rows = load_rollouts(), []
+
+    def measure():
+        for ranks in (2, 4, 8):
+            planned = plan(rollouts, dp_world_size=ranks, target=256, max_tokens=2048)
+            passes, idle = quota(rollouts, ranks, 256, 2048)
+            counts = (planned.passes, passes, planned.idle_passes, idle)
+            rows.append((str(ranks), *map(str, counts), f"{planned.passes / passes:.2f}"))
+            assert planned.passes < passes
+            assert planned.idle_passes < idle
+
+    benchmark.pedantic(measure, rounds=1)
+    said = """The bundled GSM8K rollouts in windows of 256 and micro-batches of 2,048 tokens, beside a fixed quota for each rank, packed
+as it comes. Counted, not timed."""
+    header = ("ranks", "passes, planned", "by quota", "idle passes, planned", "by quota", "passes, planned / quota")
+    results(Section("quota", "Passes of a plan", said, header, rows))

@@ -1,16 +1,14 @@
 """Rollouts a second of planned streams beside the recipe that RL trainers write by hand: two ranks, real GSM8K rollouts."""
 
-import statistics
-from pathlib import Path
+from results import Section, divided, shown
+from setups import STAGES, ZERO, launched
 
-import pytest
-
-from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.rollouts import load_rollouts
 
-HERE = Path(__file__).parent
-IMPORTS = (str(HERE), str(HERE.parent / "tools" / "from_pipelinerl"))
-STAGES = (0, 1, 2, 3)
+SIZES = {16384: (128, 3), 4096: (64, 5)}  # windows of so many rollouts, so many rounds
+SAID = """Real steps, planning and collation included, beside PipelineRL's loop in our words: a quota a rank, micro-batches filled as
+rollouts come, dummies, one `all_gather` and `.item()` a pass. 2 ranks, full GSM8K rollouts, windows of 128 (16,384 tokens) and
+64 rollouts; passes of both in all rounds."""
 
 
 def config(stage, target):
@@ -24,26 +22,31 @@ def config(stage, target):
     }
 
 
-@pytest.mark.parametrize(("max_tokens", "target", "rounds"), [(4096, 64, 8), (16384, 128, 5)])
-def test_rollouts_a_second_beside_the_recipe(benchmark, tmp_path, capsys, max_tokens, target, rounds):
+def test_rollouts_a_second_beside_the_recipe(benchmark, tmp_path, results):
     """Micro-batches of at most so many tokens; padded ones hold as many rollouts as fit if all were the longest."""
-    held = max_tokens // max(len(rollout.tokens) for rollout in load_rollouts())
-    arguments = {"rounds": rounds, "max_tokens": max_tokens, "held": held}
-    calls = tuple(Call(f"ZeRO {s}", "recipe:measure", {"config": config(s, target), **arguments}) for s in STAGES)
-    found = benchmark.pedantic(run, (Job(calls, tmp_path / "ranks", 2, 900, IMPORTS),), rounds=1)
-    with capsys.disabled():
-        print(f"\n{max_tokens:,} tokens a micro-batch, {target} rollouts a window, padded micro-batches of {held}")
-        print("rollouts a second, planned / recipe (quartiles of windows), and passes with idle ones among them")
-        for stage, result in zip(STAGES, found, strict=True):
-            show(benchmark, stage, result)
+    longest = max(len(rollout.tokens) for rollout in load_rollouts())
+    calls = {
+        (tokens, stage): {
+            **{"config": config(stage, target), "rounds": rounds},
+            **{"max_tokens": tokens, "held": tokens // longest},
+        }
+        for tokens, (target, rounds) in SIZES.items()
+        for stage in STAGES
+    }
+    found = benchmark.pedantic(launched, (tmp_path / "ranks", "recipe:measure", calls), rounds=1)
+    rows = [
+        (f"{tokens:,} tokens a micro-batch, {rival}", *(_shown(found[tokens, stage], rival) for stage in STAGES))
+        for tokens in SIZES
+        for rival in ("padded quota", "packed quota")
+    ]
+    results(Section("recipe", "Rollouts a second, planned / PipelineRL's recipe", SAID, ("", *ZERO), rows))
+    for one in found.values():
+        for rival in ("padded quota", "packed quota"):
+            assert one["passes"]["planned"][1] <= one["passes"][rival][1]
 
 
-def show(benchmark, stage, result):
-    seconds, passes = result["seconds"], result["passes"]
-    for rival in ("packed quota", "padded quota"):
-        ratios = [theirs / ours for theirs, ours in zip(seconds[rival], seconds["planned"], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        benchmark.extra_info[f"zero{stage} {rival}"] = median
-        ours, theirs = ("{} ({})".format(*passes[name]) for name in ("planned", rival))
-        print(f"ZeRO {stage} {rival}: {median:.2f} ({low:.2f} .. {high:.2f}), passes {ours} beside {theirs}")
-        assert passes["planned"][1] <= passes[rival][1]
+def _shown(found, rival):
+    seconds, passes = found["seconds"], found["passes"]
+    return (
+        f"{shown(divided(seconds[rival], seconds['planned']))}, {passes['planned'][0]} beside {passes[rival][0]} passes"
+    )

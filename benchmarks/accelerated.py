@@ -1,0 +1,43 @@
+"""Accelerate's loop, as its documentation writes it, on ranks that are there already."""
+
+import os
+
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DummyOptim
+from deepspeed.accelerator import get_accelerator
+
+from ds_parity.config import rewrite
+from ds_parity.parity.candidate import own_batches
+from ds_parity.parity.scenario import Scenario
+
+
+class Accelerated:
+    """A window of as many micro-batches as its fixed gradient_accumulation_steps, each of one rollout."""
+
+    def __init__(self, scenario):
+        wanted = Scenario.from_json(scenario)
+        module = wanted.build()
+        self.accelerator = _accelerator(rewrite(wanted.config, wanted.ranks).config)
+        self.net, self.optimizer = self.accelerator.prepare(module, DummyOptim(module.parameters()))
+        self.batches = own_batches(wanted)
+
+    def window(self):
+        accelerator, net, optimizer = self.accelerator, self.net, self.optimizer
+        for batch in self.batches:
+            with accelerator.accumulate(net):
+                accelerator.backward(net(**batch.inputs))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _accelerator(plain):
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    backend = get_accelerator().communication_backend_name()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(backend=backend)  # accelerate 1.15 knows no backend for DeepSpeed on CPUs unless it is told
+    return Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=plain),
+        gradient_accumulation_steps=plain["gradient_accumulation_steps"],
+        kwargs_handlers=[InitProcessGroupKwargs(backend=backend)],
+    )

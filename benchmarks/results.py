@@ -1,0 +1,87 @@
+"""RESULTS.md: a section a benchmark, between marks, so that each can be measured again alone."""
+
+import os
+import platform
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+HEAD = """# What `make bench` measured
+
+Each number is a ratio to a named rival that ran in the same processes, window by window in turn: the median over rounds, and in
+brackets the first and third quartile. Times in seconds would be the machine's; it stands below each table. `make bench` writes
+all sections, `python -m pytest benchmarks/test_step.py --benchmark-only -s` those of one file.
+"""
+# As they are read; the order in which they are measured is the files'.
+ORDER = (
+    *("by-hand", "accelerate", "recipe"),
+    *("passes", "ranks", "sizes", "memory", "import", "configuration"),
+    *("planning", "quota", "exchange"),
+)
+_SECTION = re.compile(r"^<!-- (\S+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table.
+
+    Attributes:
+        name: in ORDER.
+        title: a line.
+        said: what was measured beside what, in plain Markdown.
+        header: a name a column.
+        rows: what stands in the columns.
+    """
+
+    name: str
+    title: str
+    said: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def text(self) -> str:
+        table = [self.header, ["---"] * len(self.header), *self.rows]
+        lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+        return f"## {self.title}\n\n{self.said}\n\n{lines}\n\n*{date.today()}: {machine()}*\n"
+
+
+def put(path: Path, section: Section) -> None:
+    """Write a section; the others stay as they are."""
+    assert section.name in ORDER
+    held = dict(_SECTION.findall(path.read_text())) if path.exists() else {}
+    held[section.name] = section.text()
+    parts = [f"<!-- {name} -->\n{held[name]}<!-- end -->\n" for name in ORDER if name in held]
+    path.write_text("\n".join([HEAD, *parts]))
+
+
+def shown(ratios: Sequence[float], digits: int = 2) -> str:
+    """Return the median and the quartiles."""
+    low, median, high = (f"{value:.{digits}f}" for value in statistics.quantiles(ratios, n=4))
+    return f"{median} ({low} .. {high})"
+
+
+def divided(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Return the ratios of rounds, each measured within one."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def machine() -> str:
+    """Return processor and versions."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    packages = ", ".join(f"{name} {_version(name)}" for name in ("torch", "deepspeed", "accelerate"))
+    processor = names[0] if names else platform.processor() or platform.machine()
+    return f"{processor}, {os.cpu_count()} cores, {platform.system()}; Python {platform.python_version()}, {packages}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,32 @@
+"""What the benchmarks start on ranks."""
+
+from pathlib import Path
+
+from ds_parity.parity.launch import Call, Job, run
+from ds_parity.parity.scenario import Scenario
+
+HERE = Path(__file__).parent
+IMPORTS = (str(HERE), str(HERE.parent / "tools" / "from_pipelinerl"))
+SMALL = "ds_parity.parity.model:build"
+STAGES = (0, 1, 2, 3)
+ZERO = tuple(f"ZeRO {stage}" for stage in STAGES)
+
+
+def scenario(stage=2, *, passes=8, ranks=2, shape="uniform", max_tokens=192, model=SMALL, **section):
+    """One window of real rollouts: `passes` on each rank, of one rollout each where it is uniform."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_passes": passes * ranks,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "ds_parity": section,
+    }
+    sized = {"max_tokens": max_tokens, "model": model, "ranks": ranks}
+    return Scenario(f"step-{stage}", config, shape=shape, windows=1, seed=1, **sized).to_json()
+
+
+def launched(folder, function, calls, ranks=2):
+    """Run the function with each of the arguments in one launched set of ranks; returns results under the same keys."""
+    made = tuple(Call(str(key), function, arguments) for key, arguments in calls.items())
+    return dict(zip(calls, run(Job(made, folder, ranks, 540, IMPORTS)), strict=True))
