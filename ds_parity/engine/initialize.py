@@ -75,13 +75,18 @@ def extended_config(keywords: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         ConfigError: the extra keys can't be right.
     """
-    args = keywords.get("args")
-    given = (keywords.get("config"), keywords.get("config_params"))
-    told = (getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
-    source = next((source for source in (*given, *told) if source is not None), None)
+    source = source_of(keywords)
     with telling(keywords.get("mpu")):
         extended = None if source is None else load_config(source)
         return None if extended is None or parse(extended) is None else extended
+
+
+def source_of(keywords: Mapping[str, Any]) -> Any:
+    """Return the configuration as it was given, by keyword or with the arguments; None where it was not."""
+    args = keywords.get("args")
+    given = (keywords.get("config"), keywords.get("config_params"))
+    told = (getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
+    return next((source for source in (*given, *told) if source is not None), None)
 
 
 def honoured(

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_its_loops_train_on_ranks(two_ranks):
-    """128 planned rollouts in windows of 64, twice; then 160 of which two of eight ranks hold their share."""
+    """128 planned rollouts in windows of 64, twice; then 256 of which two of eight ranks hold their share."""
     told, streamed, planned = two_ranks.results["readme"]["steps"]
     assert told == [2, 128]
     assert streamed == [4, 256]

@@ -38,8 +38,8 @@ def keyed(keywords: dict[str, Any]) -> dict[str, Any]:
     from ds_parity.engine import initialize as ours
 
     given = {name: keywords.get(name) for name in ("args", "config", "config_params")}
-    source = ours._given(**given)
-    if source is None or (given["config"] is not None and ours._given(given["args"], None, None) is not None):
+    source = ours.source_of(given)
+    if source is None or (given["config"] is not None and ours.source_of({"args": given["args"]}) is not None):
         return keywords  # DeepSpeed refuses these; so must ours
     config = load_config(source)
     if not dist.is_initialized():
