@@ -192,10 +192,8 @@ def test_a_rank_that_raises_alone_in_passes_tells_the_others_long_before_the_lim
         else "TraceError: the stream broke"
     )
     assert own.startswith(says)
-    # Where the other had come to by then: on ZeRO 3 the first forward may still wait for it.
-    assert re.match(
-        r"RankDesyncError: this rank stops because another did: rank 0 runs a pass in window 0, pass [01]\b", message
-    )
+    stopped = "RankDesyncError: this rank stops because another did: rank 0 runs a pass in window 0, pass "
+    assert message.startswith(stopped + ("0" if "ZeRO 3" in case else "1"))  # read ahead, on ZeRO 3
     assert f"rank 1 has raised {says}" in message
     assert seconds < 20
 
