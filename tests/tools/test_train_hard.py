@@ -83,7 +83,7 @@ def kill_once(run, rng, counts):
     checkpoints = run.folder / "out" / "checkpoints"
     latest = (checkpoints / "latest").read_text() if (checkpoints / "latest").exists() else "step0"
     unfinished = any(int(path.name[4:]) > int(latest[4:]) for path in checkpoints.glob("step*"))
-    for name in ("kills", where, *["in a checkpoint"] * unfinished):
+    for name in ("kills", where, *["an unfinished checkpoint there"] * unfinished):
         counts[name] += 1
     return True
 
@@ -91,7 +91,9 @@ def kill_once(run, rng, counts):
 def test_a_run_that_is_killed_at_random_leaves_the_trace_of_one_that_never_was(tmp_path, capsys):
     """Bit for bit, and every rollout trained on as often."""
     rng, wholes, runs = random.Random(SEED), {}, 0
-    counts = dict.fromkeys(("starts", "by the launcher", "kills", "starting", "training", "in a checkpoint"), 0)
+    counts = dict.fromkeys(
+        ("starts", "by the launcher", "kills", "starting", "training", "an unfinished checkpoint there"), 0
+    )
     while counts["kills"] < KILLS:
         number = (SEED + runs) % len(CASES)
         how, options = case(tmp_path, number)
