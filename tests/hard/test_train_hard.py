@@ -13,7 +13,7 @@ import time
 
 import pytest
 from hosts import TOOLS, Hosts
-from started import READY, Started, trained_on
+from started import READY, ROOT, Forked, Started, trained_on
 
 from ds_parity.trace import read_trace
 
@@ -30,6 +30,14 @@ CASES = [
     ("train_grpo.py", "zero2_bf16_cosine_by_rollout.json", {}),
 ]
 STEPS = 60
+BY_LAUNCHER = 0.05  # of the starts; the others are forked, which is ten times faster
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """What forked ranks inherit, and where they find what is imported for all of them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
 def case(folder, number):
@@ -49,8 +57,10 @@ def killed_run(folder, how, options, rng, counts):
     """Start, kill, start again, until it comes to its end."""
     while True:
         save = ["--save_every", str(rng.choice((1, 2, 5))), "--keep", str(rng.choice((1, 3))), "--resume"]
-        with Started(folder, counts["starts"], *options, *save, **how) as run:
+        start = Started if rng.random() < BY_LAUNCHER else Forked
+        with start(folder, counts["starts"], *options, *save, **how) as run:
             counts["starts"] += 1
+            counts["by the launcher"] += start is Started
             if counts["kills"] < KILLS and kill_once(run, rng, counts):
                 continue
             assert run.wait(600) == 0, run.said()
@@ -60,7 +70,7 @@ def killed_run(folder, how, options, rng, counts):
 def kill_once(run, rng, counts):
     """kill -9 one rank: now and then while it starts, else some time after its first pass. Whether it came to that."""
     if rng.random() < 0.2:
-        time.sleep(rng.uniform(0, 12))
+        time.sleep(rng.uniform(0, 12 if type(run) is Started else 4))
         where = "starting"
     else:
         noted = run.folder / "rank0.jsonl"
@@ -73,7 +83,7 @@ def kill_once(run, rng, counts):
     checkpoints = run.folder / "out" / "checkpoints"
     latest = (checkpoints / "latest").read_text() if (checkpoints / "latest").exists() else "step0"
     unfinished = any(int(path.name[4:]) > int(latest[4:]) for path in checkpoints.glob("step*"))
-    for name in ("kills", where, *["in a checkpoint"] * unfinished):
+    for name in ("kills", where, *["an unfinished checkpoint there"] * unfinished):
         counts[name] += 1
     return True
 
@@ -81,13 +91,15 @@ def kill_once(run, rng, counts):
 def test_a_run_that_is_killed_at_random_leaves_the_trace_of_one_that_never_was(tmp_path, capsys):
     """Bit for bit, and every rollout trained on as often."""
     rng, wholes, runs = random.Random(SEED), {}, 0
-    counts = dict.fromkeys(("starts", "kills", "starting", "training", "in a checkpoint"), 0)
+    counts = dict.fromkeys(
+        ("starts", "by the launcher", "kills", "starting", "training", "an unfinished checkpoint there"), 0
+    )
     while counts["kills"] < KILLS:
         number = (SEED + runs) % len(CASES)
         how, options = case(tmp_path, number)
         if number not in wholes:
             wholes[number] = tmp_path / f"whole{number}"
-            with Started(wholes[number], 0, *options, **how) as run:
+            with Forked(wholes[number], 0, *options, **how) as run:
                 assert run.wait(600) == 0, run.said()
         folder = tmp_path / f"killed{runs}"
         killed_run(folder, how, options, rng, counts)

@@ -40,9 +40,24 @@ def build(seed):
     return model
 
 
-if __name__ == "__main__":
+def main():
     ParityEngine.passes = noted
     script = os.environ["NOTED_SCRIPT"]
     sys.argv[0] = script
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def rank(environment, arguments, folder):
+    """The same in a process that was forked: what the launcher would have set, and the log."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    log = os.open("log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(log, number)
+    sys.argv[1:] = arguments
+    main()
+
+
+if __name__ == "__main__":
+    main()

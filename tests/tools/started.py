@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -68,6 +69,10 @@ class Started:
         self.process.wait()
         _free_shared_memory(self.port)
 
+    def code(self):
+        """The exit code, None while it runs."""
+        return self.process.poll()
+
     def ranks(self):
         """The processes of the ranks, by their number."""
         found = {}
@@ -87,7 +92,7 @@ class Started:
     def until(self, reached, seconds=120):
         """Wait until `reached()`, or until the launcher has ended; whether it was reached."""
         limit = time.monotonic() + seconds
-        while not reached() and self.process.poll() is None:
+        while not reached() and self.code() is None:
             assert time.monotonic() < limit, self.said()
             time.sleep(0.02)
         return reached()
@@ -109,6 +114,68 @@ class Started:
     def said(self):
         """The end of the log."""
         return self.log.read_text(errors="replace")[-3000:]
+
+
+class Forked(Started):
+    """The same without the launcher, forked from a process that has imported everything: a start takes a second or two.
+
+    When a rank dies the others are told, and killed soon after, as the launcher does.
+    """
+
+    def __init__(self, folder, attempt, *options, script="train_grpo.py", config=READY / "zero2_bf16.json"):
+        folder.mkdir(exist_ok=True)
+        write_rollouts(folder / "rollouts.jsonl")
+        self.folder, self.port, self.log = folder, _free_port(), folder / "log.txt"
+        environment = {
+            "NOTED_SCRIPT": str(ROOT / "tools" / script),
+            "NOTED_TO": str(folder),
+            "NOTED_ATTEMPT": str(attempt),
+        }
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+        chosen = ["--deepspeed_config", str(config), "--output", "out", *SMALL, *options]
+        import noted  # with torch
+
+        forking = multiprocessing.get_context("forkserver")
+        forking.set_forkserver_preload(
+            ["noted", "trainer", "deepspeed", "ds_parity.engine.initialize", "ds_parity.collation"]
+        )
+        self._ranks = []
+        for rank in range(2):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (own, [f"--local_rank={rank}", *chosen], str(folder))
+            self._ranks.append(forking.Process(target=noted.rank, args=arguments))
+            self._ranks[-1].start()
+
+    def __exit__(self, *_):
+        for process in self._ranks:
+            process.kill()
+            process.join()
+        _free_shared_memory(self.port)
+
+    def code(self):
+        codes = [process.exitcode for process in self._ranks]
+        return None if None in codes else max(map(abs, codes))
+
+    def ranks(self):
+        return {n: psutil.Process(process.pid) for n, process in enumerate(self._ranks) if process.is_alive()}
+
+    def wait(self, seconds):
+        limit = time.monotonic() + seconds
+        while self.code() is None and time.monotonic() < limit:
+            dead = [process for process in self._ranks if process.exitcode]
+            if dead:
+                return self._tidy()
+            time.sleep(0.02)
+        return self.code()
+
+    def _tidy(self):
+        for process in self._ranks:
+            process.terminate()
+        for process in self._ranks:
+            process.join(2)
+            process.kill()
+            process.join()
+        return self.code()
 
 
 def trained_on(folder, ranks=2):
