@@ -13,6 +13,10 @@ RUNS = {
     "DPO": ("with_dpo", {}),
     "GRPO": ("with_grpo", {}),
 }
+MODULES = {
+    **dict.fromkeys(("with_accelerate", "refused", "cut_short", "cut_short_refused"), "ranked_accelerate"),
+    "readme": "ranked_readme",
+}
 CELLS = [
     *product(RUNS, (2, 3), ("fp32", "bf16")),
     # accelerate runs passes inside a window in no_sync() there
@@ -48,7 +52,7 @@ def cell_calls():
 
 
 def call(title, function, **arguments):
-    return Call(title, f"ranked_frameworks:{function}", arguments)
+    return Call(title, f"{MODULES.get(function, 'ranked_trainers')}:{function}", arguments)
 
 
 def calls():

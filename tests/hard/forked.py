@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+# A first rank compiles DeepSpeed's operators. Ended while it does, it leaves a lock that all later runs wait for.
+START = 600.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Forks:
         Args:
             function: called as function(rank, **arguments).
             ranks: processes.
-            timeout: seconds after which those that still run are ended.
+            timeout: seconds after which those that still run are ended, counted from when all have started.
             arguments: plain values.
         """
         request = {"function": function, "ranks": ranks, "timeout": timeout, "arguments": arguments}
@@ -73,7 +75,7 @@ class Forks:
     def __exit__(self, *error):
         self._server.stdin.close()
         try:
-            self._server.wait(20)
+            self._server.wait(2 * START)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._server.pid, signal.SIGKILL)
@@ -120,6 +122,7 @@ def _be_rank(rank, request, folder):
 
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(dist_backend="gloo")
+    (folder / f"started{rank}").touch()
     module, name = request["function"].split(":")
     begun = time.monotonic()
 
@@ -140,8 +143,10 @@ def _be_rank(rank, request, folder):
 
 
 def _wait(children, timeout, folder):
-    until, running = time.monotonic() + timeout, dict(enumerate(children))
+    running, until, started = dict(enumerate(children)), time.monotonic() + START, False
     while running and time.monotonic() < until:
+        if not started and all((folder / f"started{rank}").exists() for rank in range(len(children))):
+            until, started = time.monotonic() + timeout, True
         for rank, child in list(running.items()):
             if os.waitpid(child, os.WNOHANG)[0]:
                 del running[rank]
