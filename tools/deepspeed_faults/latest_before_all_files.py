@@ -45,7 +45,9 @@ def named_too_early(folder: Path) -> bool:
 
 def main() -> bool:
     """Return whether the fault is there."""
-    folder = f"{tempfile.gettempdir()}/latest_before_all_files_{os.environ.get('MASTER_PORT')}"  # the same on every rank
+    folder = (
+        f"{tempfile.gettempdir()}/latest_before_all_files_{os.environ.get('MASTER_PORT')}"  # the same on every rank
+    )
     fault = named_too_early(Path(folder))
     print(f"latest named a checkpoint before all of it was written: {fault}")
     print("FAULT" if fault else "fixed in this version")
