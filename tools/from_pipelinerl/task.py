@@ -5,6 +5,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Task:
 
     def windows(self) -> Iterator[tuple[Rollout, ...]]:
         """Yield the rollouts of each window, in the order of arrival."""
-        rollouts = load_rollouts()
+        rollouts = _rollouts()
         most = len(rollouts) // self.target
         if not 1 <= self.steps <= most:
             raise ConfigError(f"steps = {self.steps}: {len(rollouts)} rollouts are 1 to {most} steps of {self.target}")
@@ -75,6 +76,11 @@ class Task:
         if step < WARM_UP:
             return (step + 1) / WARM_UP
         return 0.5 + 0.5 * math.cos(math.pi * (step - WARM_UP) / max(1, self.steps - WARM_UP))
+
+
+@cache
+def _rollouts() -> tuple[Rollout, ...]:
+    return load_rollouts()
 
 
 def arguments(description: str | None, argv: Sequence[str] | None, **flags: str) -> tuple[Task, argparse.Namespace]:
