@@ -14,8 +14,9 @@ RESULTS = Path(__file__).parent / "RESULTS.md"
 HEAD = """# What `make bench` measured
 
 Each number is a ratio to a named rival that ran in the same processes, window by window in turn: the median over rounds, and in
-brackets the first and third quartile. Times in seconds would be the machine's; it stands below each table. `make bench` writes
-all sections, `python -m pytest benchmarks/test_step.py --benchmark-only -s` those of one file.
+brackets the first and third quartile. Times in seconds would be the machine's; it stands below each table, with its load (the
+ranks' own and whatever else ran). `make bench` writes all sections, `python -m pytest benchmarks/test_step.py --benchmark-only -s`
+those of one file.
 """
 # As they are read; the order in which they are measured is the files'.
 ORDER = (
@@ -47,7 +48,7 @@ class Section:
     def text(self) -> str:
         table = [self.header, ["---"] * len(self.header), *self.rows]
         lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-        return f"## {self.title}\n\n{self.said}\n\n{lines}\n\n*{date.today()}: {machine()}*\n"
+        return f"## {self.title}\n\n{self.said}\n\n{lines}\n\n*{date.today()}: {machine()}; load average at the end {os.getloadavg()[0]:.1f}*\n"
 
 
 def put(path: Path, section: Section) -> None:
