@@ -91,9 +91,9 @@ def test_oracle_and_ledger_divide_a_step_by_the_same_total(layout):
 
 
 def closed_by_its_first_weight(window, passes, wanted):
-    """Whether the boundary is the first pass of the window that weighs anything."""
+    """Whether the boundary is the first pass of the window that weighs anything; the tokens of a turn weigh, too."""
     before = passes[window.first : window.last]
-    return not window.open and not any(weight(one, wanted.loss_weight) for row in before for one in row)
+    return not window.open and not any(one.tokens or weight(one, wanted.loss_weight) for row in before for one in row)
 
 
 @given(layouts())
