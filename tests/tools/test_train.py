@@ -13,7 +13,7 @@ from started import READY, ROOT, Started, trained_on
 
 from ds_parity.trace import read_trace
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS, TARGET, ROLLOUTS = 11, 12, 112
 CONFIG = ["--deepspeed_config", str(READY / "zero2_bf16.json")]
