@@ -22,7 +22,7 @@ those of one file.
 ORDER = (
     *("by-hand", "accelerate", "recipe"),
     *("passes", "ranks", "sizes", "memory", "import", "configuration"),
-    *("planning", "quota", "exchange"),
+    *("planning", "quota", "exchange", "traces"),
 )
 _SECTION = re.compile(r"^<!-- (\S+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
