@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -65,11 +66,11 @@ class TestLocks:
         from torch.utils import cpp_extension
 
         (tmp_path / ".cache").mkdir()
-        lock = os.path.join(cpp_extension._get_build_directory("cpu_lion", verbose=False), "lock")
-        open(lock, "x").close()
+        lock = Path(cpp_extension._get_build_directory("cpu_lion", verbose=False), "lock")
+        lock.touch(exist_ok=False)
         found = compilation(os.environ)
         assert found is not None
-        assert os.path.realpath(found.lock) == os.path.realpath(lock)
+        assert found.lock.samefile(lock)
         assert found.operator == "cpu_lion"
 
     def test_the_oldest_is_told_first(self, lock):

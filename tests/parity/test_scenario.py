@@ -11,7 +11,8 @@ from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
 from ds_parity.parity.losses import PolicyGradient
 from ds_parity.parity.oracle import plan
-from ds_parity.parity.scenario import Scenario, leveled, resolve, streamed
+from ds_parity.parity.scenario import Scenario, resolve
+from ds_parity.parity.shapes import leveled, streamed
 from ds_parity.planning.records import Rollout
 
 
