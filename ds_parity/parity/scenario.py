@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +12,7 @@ from torch import nn
 
 from ds_parity.config import Settings, parse
 from ds_parity.errors import ConfigError
+from ds_parity.parity.functions import resolve
 from ds_parity.parity.layouts import Layout, collate_layout, planned_layout, ragged_layout, uniform_layout
 from ds_parity.parity.losses import PolicyGradient
 from ds_parity.parity.rollouts import informative, line_turns, load_rollouts, shorten
@@ -236,25 +235,6 @@ class Scenario:
         start = (self.seed * 97) % max(1, len(every) - wanted + 1)
         chosen = every[start : start + wanted]
         return chosen if self.max_tokens is None else shorten(chosen, self.max_tokens)
-
-
-def resolve(name: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function`, or `package.module:Class.function`, names.
-
-    Raises:
-        ConfigError: there is no such module or function.
-    """
-    module, _, function = name.partition(":")
-    try:
-        found = operator.attrgetter(function)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{name!r} does not name a function that can be imported ({error}): write package.module:function, and start "
-            "where Python can import the package"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{name!r} is a {type(found).__name__}: it must be a function")
-    return found  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4)
