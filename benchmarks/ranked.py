@@ -130,7 +130,7 @@ def memory(scenario):
         "ours": _peak(rivals.window_of_ours),
         "by hand": _peak(rivals.window_by_hand),
         "gradients": 4 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
-        "corrected": rivals.ours._self_driver.finished.window.expected != rivals.total,
+        "corrected": rivals.ours._self_driver.boundary.finished.window.expected != rivals.total,
     }
 
 

@@ -93,11 +93,11 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     else:
         state = {**state, "progress_units": driver.ledger.progress.units}
     driver.ledger.restore(state)
-    driver.counters.settle(driver.ledger)
+    driver.boundary.counters.settle(driver.ledger)
     if optimizer and driver.engine.load_universal_checkpoint():
         _put_universal_right(driver, state)
-    if driver.schedule is not None and scheduler:
-        driver.schedule.resume_at(driver.ledger.progress)
+    if driver.boundary.schedule is not None and scheduler:
+        driver.boundary.schedule.resume_at(driver.ledger.progress)
     for listener in driver.on_resume:
         listener(driver.ledger.window.index)
 

@@ -1,8 +1,7 @@
-"""One pass after another: count, divide, mark the boundary, correct, step, record. The only place that orders them."""
+"""One pass after another: count, divide, run, and close the window at its boundary. The only place that orders them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,31 +10,23 @@ import torch
 
 from ds_parity.config import Settings
 from ds_parity.engine.agreement import same
-from ds_parity.engine.counters import Counters
+from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.exchange import Exchange, Known, Pending, Place, Slot, host_group
-from ds_parity.engine.finished import Finished
-from ds_parity.engine.leftout import forget_last_window, take_along
+from ds_parity.engine.leftout import forget_last_window
 from ds_parity.engine.metrics import Meter
 from ds_parity.engine.normalize import (
     averaged_over,
-    correction_for,
-    corrects_every_step,
     discard_accumulated,
     divisor,
     has_every_gradient,
     keep_clip_norm,
-    let_parameters_go,
-    loss_scale,
     reduce_accumulated,
     silenced,
     unscaled_loss_scale,
 )
-from ds_parity.engine.schedule import RolloutSchedule
 from ds_parity.engine.sequence import members_of
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
-
-_LOG = logging.getLogger("ds_parity")
 
 
 class Driver:
@@ -56,11 +47,8 @@ class Driver:
         host_group: a gloo group of them and those that share their micro-batches; None for one rank.
         speaks: whether this rank stands for those that share its micro-batch.
         meter: the window's loss and metrics.
-        counters: DeepSpeed's own, kept true.
+        boundary: what closing a window does: DeepSpeed's counters, the scheduler and the last step are there.
         exchange: counts over the data-parallel ranks.
-        schedule: the scheduler under `lr_progress: rollout`, else None.
-        finished: the last step, None before the first.
-        on_step: called with every finished step (a trace's writer).
         on_resume: called with the windows closed so far, once a checkpoint has put them back.
     """
 
@@ -77,23 +65,18 @@ class Driver:
         together = self.ranks * peers.size
         self.host_group = host_group(group, settings.exchange_timeout) if together > 1 else None
         self.exchange = Exchange(self.host_group, together, slots, settings.exchange_timeout, peers)
-        self.schedule = self._take_schedule()
-        self.finished: Finished | None = None
-        self.on_step: list[Callable[[Finished], None]] = []
         self.on_resume: list[Callable[[int], None]] = []
         self._configuration = settings.fingerprint
         self._averaged_over = averaged_over(engine, self.ranks, peers.size)
         self._peers = peers.size
         self.speaks = peers.own == 0
-        self._correction = correction_for(engine.optimizer)
-        self._corrects_every_step = corrects_every_step(engine)
         self.meter = Meter(torch.device(engine.device), group, self.host_group, peers.size)
-        self.counters = Counters(engine)
+        self.boundary = Boundary(engine, self.ledger, self.meter, by_rollout=settings.lr_progress == "rollout")
         self._stepped = True
         self._silent_inside = engine.zero_optimization_stage() < 2 and not engine.has_moe_layers
         self._ran_in: int | None = None
         keep_clip_norm(engine)
-        self._mark(False)
+        self.boundary.mark(False)
 
     # One pass.
 
@@ -196,7 +179,7 @@ class Driver:
                 f"backward() inside no_sync() in the pass that closes window {window.index}: its gradients would not be "
                 "reduced, and ranks would part; leave no_sync() out, DeepSpeed communicates only where it must"
             )
-        self._mark(boundary)
+        self.boundary.mark(boundary)
         accumulated = self._accumulate(loss, own, window.expected, **kwargs)
         self._ran_in = window.index
         if window.passes == 1:
@@ -232,10 +215,10 @@ class Driver:
         if not self.ledger.window.closed:
             self.engine.step(**kwargs)
         elif self.ledger.total() > 0:
-            self._update(**kwargs)
+            self.boundary.update(**kwargs)
         else:
             self.engine.step(**kwargs)
-            self._skip()
+            self.boundary.skip()
 
     def end_pass(self) -> None:
         """End a pass inside a window without DeepSpeed's `step()`, which there only moves a counter put right later."""
@@ -289,80 +272,24 @@ class Driver:
             )
         self.ledger.end()
         if self.ledger.total() == 0:
-            self._skip()
+            self.boundary.skip()
         elif self.settings.last_window == "drop":
-            self._drop()
+            self.boundary.drop()
         else:
-            self._mark(True)
+            self.boundary.mark(True)
             reduce_accumulated(self.engine)
-            self._update()
+            self.boundary.update()
 
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
         if self.ledger.window.passes:
             discard_accumulated(self.engine)
-            self.counters.consumed(self.ledger.window.rollouts)
+            self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self._stepped = True
         self._ran_in = None
-        self._mark(False)
-
-    # What a boundary does.
-
-    def _update(self, **kwargs: Any) -> None:
-        engine, window, total = self.engine, self.ledger.window, self.ledger.total()
-        lr = self._lr()
-        if self.schedule is not None:
-            self.schedule.advance_to(self.ledger.progress.advanced(self.ledger.units()))
-        self.counters.before_step(self.ledger.rollouts, window.rollouts)
-        take_along(engine)
-        if window.expected == total and not self._corrects_every_step:
-            engine.step(**kwargs)
-        else:
-            with self._correction(engine, window.expected, total):
-                engine.step(**kwargs)
-        self._mark(False)
-        self._settle(lr, applied=engine.was_step_applied())
-
-    def _skip(self) -> None:
-        window = self.ledger.window
-        _LOG.warning(
-            "window %d (%d passes, %d rollouts) has a total of 0 %s weight: no optimizer step is taken for it, and it is "
-            "recorded as skipped; look for empty rollouts or masks",
-            *(window.index, window.passes, window.rollouts, self.settings.loss_weight),
-        )
-        self.counters.consumed(window.rollouts)
-        if window.expected:  # turns that finish no rollout have gradients, and weigh nothing
-            discard_accumulated(self.engine)
-        let_parameters_go(self.engine)
-        self._settle(self._lr(), applied=False)
-
-    def _drop(self) -> None:
-        window = self.ledger.window
-        _LOG.warning(
-            "the data ended inside window %d: its %d rollouts are dropped (ds_parity.last_window: drop)",
-            *(window.index, window.rollouts),
-        )
-        discard_accumulated(self.engine)
-        self.counters.consumed(window.rollouts)
-        self._settle(self._lr(), applied=False)
-
-    def _settle(self, lr: tuple[float, ...], *, applied: bool) -> None:
-        total = self.ledger.total()
-        window = self.ledger.settle(applied=applied)
-        self.counters.settle(self.ledger)
-        self.finished = Finished(
-            window=window,
-            total=total,
-            sums=self.meter.settle(),
-            lr=lr,
-            grad_norm=self.engine.get_global_grad_norm() if applied else None,
-            loss_scale=loss_scale(self.engine),
-            skipped=not applied,
-        )
-        for listener in self.on_step:
-            listener(self.finished)
+        self.boundary.mark(False)
 
     # Small things.
 
@@ -374,18 +301,5 @@ class Driver:
         """Whether a backward() has run whose step() has not."""
         return not self._stepped
 
-    def _lr(self) -> tuple[float, ...]:
-        return tuple(float(rate) for rate in self.engine.get_lr())
-
-    def _mark(self, boundary: bool) -> None:
-        self.engine.set_gradient_accumulation_boundary(boundary)
-
     def _place(self, kind: str) -> Place:
         return Place(kind, self.ledger.window.index, self.ledger.passes, self._configuration)
-
-    def _take_schedule(self) -> RolloutSchedule | None:
-        if self.settings.lr_progress != "rollout" or self.engine.lr_scheduler is None:
-            return None
-        schedule = RolloutSchedule(self.engine.lr_scheduler)
-        self.engine.lr_scheduler = schedule
-        return schedule

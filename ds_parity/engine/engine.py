@@ -12,6 +12,7 @@ from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
 from ds_parity.engine.advantages import gathered_advantages
 from ds_parity.engine.agreement import naming_lost_ranks
+from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_scaling, refuse_what_is_no_loss
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.passes import PassQueue
 from ds_parity.errors import WindowError
@@ -82,15 +83,15 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 waits for its `step()`.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
-        self._refuse_scaling(scale_wrt_gas)
-        self._refuse_loss(loss)
+        refuse_scaling(scale_wrt_gas)
+        refuse_what_is_no_loss(loss)
         counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
         given = {name: count for name, count in counts.items() if count is not None}
         driver: Driver = self._self_driver
         driver.refuse_owed_step()
         if self._self_queue is not None:
             own, known, ahead = self._self_queue.take()
-            self._check_announced(own, given)
+            refuse_contradiction(own, given)
         else:
             own, ahead = self._counts(given), []
             known = driver.announce([driver.slot(own)]).wait()[0]
@@ -225,6 +226,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         with naming_lost_ranks("group_advantages()"):
             return gathered_advantages(prompt_ids, rewards, driver.host_group, driver.speaks, by_std=by_std)
 
+    def _counts(self, given: dict[str, int]) -> Counts:
+        self._self_told = self._self_told or bool(given)
+        return counts_of(self._self_settings, self._self_driver.usual_rollouts, given)
+
     # What there is to know.
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -246,7 +251,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 "is_gradient_accumulation_boundary() before backward(): the counts of this pass are not known yet; ask "
                 "between backward() and step(), or take micro-batches from passes(stream, lookahead=...)"
             )
-        return driver.ledger.closes_with(driver.on_every_rank(self._usual()))
+        return driver.ledger.closes_with(driver.on_every_rank(self._counts({})))
 
     @property
     def window(self) -> Window:
@@ -257,7 +262,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     @property
     def last_step(self) -> StepRecord | None:
         """The last finished step; reading it waits for the accelerator, unlike everything else here."""
-        finished = self._self_driver.finished
+        finished = self._self_driver.boundary.finished
         return None if finished is None else finished.record
 
     # Checkpoints.
@@ -342,54 +347,6 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     def coalesce_grad_reduction(self) -> Any:
         """Raise WindowError: the block would have to end where the window does."""
         raise self._owned("coalesce_grad_reduction", "remove it; DeepSpeed's block must end at a boundary it can't see")
-
-    # Small things.
-
-    def _counts(self, given: dict[str, int]) -> Counts:
-        if not given:
-            return self._usual()
-        self._self_told = True
-        if self._self_settings.loss_weight == "token" and "tokens" not in given:
-            raise WindowError(
-                f"backward({', '.join(f'{k}={v}' for k, v in given.items())}) without tokens= although "
-                "ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass how many loss tokens the "
-                "micro-batch holds"
-            )
-        return Counts(**{"rollouts": self._self_driver.usual_rollouts, **given})
-
-    def _usual(self) -> Counts:
-        settings: Settings = self._self_settings
-        if settings.loss_weight == "token" or settings.count == "prompt":
-            missing = "tokens" if settings.loss_weight == "token" else "prompts"
-            raise WindowError(
-                f"backward(loss) without {missing}= although ds_parity.loss_weight is {settings.loss_weight!r} and "
-                f"ds_parity.count is {settings.count!r}: only rollouts have a default; pass {missing}="
-            )
-        return Counts(rollouts=self._self_driver.usual_rollouts)
-
-    def _check_announced(self, own: Counts, given: dict[str, int]) -> None:
-        # The loop may repeat what the micro-batch says, also in an idle pass, where it says what the stand-in holds.
-        wrong = {name: count for name, count in given.items() if own.active and count != getattr(own, name)}
-        if wrong:
-            raise WindowError(
-                f"backward() got {wrong} but passes() has announced {own}: inside passes() the counts are the "
-                "micro-batch's own; call backward(loss) alone"
-            )
-
-    def _refuse_scaling(self, scale_wrt_gas: bool) -> None:
-        if not scale_wrt_gas:
-            raise WindowError(
-                "backward(scale_wrt_gas=False): ds_parity divides the loss by the window's total, and that is the only "
-                "division; pass the micro-batch's plain loss and leave scale_wrt_gas out"
-            )
-
-    def _refuse_loss(self, loss: Any) -> None:
-        # Before anything is counted: a pass that is counted and has no gradient can't be taken back.
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise WindowError(
-                f"backward() got a {type(loss).__name__} that is no loss: it must be a tensor of one element with a graph "
-                "behind it; add up the parts of a loss before"
-            )
 
     def _owned(self, name: str, way_out: str) -> WindowError:
         return WindowError(f"{name}(): with gradient_accumulation_passes ds_parity owns the boundary; {way_out}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ds_parity.config import Settings
+from ds_parity.engine.arguments import refuse_what_is_no_loss
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.errors import ConfigError, WindowError
@@ -79,7 +80,7 @@ class FrameworkEngine(ParityEngine):
         if said is None or self._self_queue is not None:
             self._settle_division(divided=False)
             return super().backward(loss, retain_graph, scale_wrt_gas, **counts)
-        self._refuse_loss(loss)
+        refuse_what_is_no_loss(loss)
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas)
         own = self._counts({name: count for name, count in counts.items() if count is not None})
@@ -180,7 +181,7 @@ class FrameworkEngine(ParityEngine):
             )
 
     def _refuse_scheduler_out_of_reach(self) -> None:
-        if self._self_settings.lr_progress == "rollout" and self._self_driver.schedule is None:
+        if self._self_settings.lr_progress == "rollout" and self._self_driver.boundary.schedule is None:
             raise ConfigError(
                 "ds_parity.lr_progress is 'rollout', but DeepSpeed was given no scheduler: the framework steps its own, once "
                 "a step, and it can't be placed from here; write a `scheduler` section (a Trainer hands its own scheduler "

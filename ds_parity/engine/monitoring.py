@@ -32,7 +32,7 @@ def show(driver: Driver) -> None:
     def write(finished: Finished) -> None:
         monitor.write_events([(name, value, engine.global_samples) for name, value in _events(finished).items()])
 
-    driver.on_step.append(write)
+    driver.boundary.on_step.append(write)
 
 
 class _WithoutLossScale(wrapt.ObjectProxy[Any]):

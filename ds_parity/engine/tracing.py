@@ -46,7 +46,7 @@ def attach(driver: Driver, path: str | None, config: dict[str, Any]) -> None:
     """
     if path is not None and dist.get_rank() == 0:
         listener = _Listener(Path(path), header("training", None, driver.ranks, config, "ds_parity"))
-        driver.on_step.append(listener.write)
+        driver.boundary.on_step.append(listener.write)
         driver.on_resume.append(listener.go_on_behind)
 
 

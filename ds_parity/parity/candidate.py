@@ -14,8 +14,9 @@ import ds_parity
 from ds_parity.collation import collate, to_device
 from ds_parity.engine.finished import Finished
 from ds_parity.parity import ulysses
+from ds_parity.parity.functions import resolve
 from ds_parity.parity.oracle import Passes
-from ds_parity.parity.scenario import Scenario, resolve
+from ds_parity.parity.scenario import Scenario
 from ds_parity.planning.records import MicroBatch
 from ds_parity.trace import StepRecord
 

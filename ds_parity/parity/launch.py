@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import HarnessError
+from ds_parity.parity.compiling import Compilation, compilation
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Job:
         timeout: seconds for the whole job.
         import_from: folders in which functions are looked up beside the installed packages.
         environment: variables set for the ranks.
-        patience: seconds for a single call; None: as long as the job.
+        patience: seconds for a single call, compiling DeepSpeed's operators aside; None: as long as the job.
     """
 
     calls: tuple[Call, ...]
@@ -119,27 +120,34 @@ def _free_port() -> int:
 
 def _watch(process: subprocess.Popen[bytes], job: Job, progress: Callable[[int, str], None]) -> int:
     begun = heard = time.monotonic()
+    started = time.time()
     spoken = 0
     while process.poll() is None:
         lines = list(said(job.folder, 0))
+        compiles = compilation(_environment(job))
         now = time.monotonic()
-        if len(lines) != spoken:
+        if len(lines) != spoken or (compiles and not compiles.older_than(started)):
             heard, spoken = now, len(lines)
         if now - begun > job.timeout:
             raise HarnessError(
                 f"the ranks did not finish within {job.timeout:g} s ({_where(job)}): they were ended; look at "
-                f"{job.folder / 'log.txt'}, or allow more time"
+                f"{job.folder / 'log.txt'}, or allow more time{_aside(compiles, started)}"
             )
-        # Before the first call come imports and compilers, which say nothing.
+        # Before the first call come imports, which say nothing.
         if job.patience is not None and spoken and now - heard > job.patience:
             raise HarnessError(
                 f"the ranks said nothing for {job.patience:g} s ({_where(job)}): they hang, and were ended; look at "
-                f"{job.folder / 'log.txt'}"
+                f"{job.folder / 'log.txt'}{_aside(compiles, started)}"
             )
         titles = [line["title"] for line in lines if "started" in line]
-        progress(sum("finished" in line for line in lines), titles[-1] if titles else "starting ranks")
+        doing = titles[-1] if titles else "starting ranks"
+        progress(sum("finished" in line for line in lines), doing + _aside(compiles, started))
         time.sleep(0.1)
     return process.returncode
+
+
+def _aside(compiles: Compilation | None, started: float) -> str:
+    return "" if compiles is None else f"; {compiles.told(started)}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -157,12 +165,7 @@ def _free_shared_memory(port: int) -> None:
 
 def _where(job: Job) -> str:
     titles = [line["title"] for line in said(job.folder, 0) if "started" in line]
-    if titles:
-        return f"in {titles[-1]!r}"
-    return (
-        "before the first call; DeepSpeed compiles its ops on first use, and a compilation that is ended leaves a file "
-        "named `lock` in torch's extension folder: remove it if a later run waits for ever"
-    )
+    return f"in {titles[-1]!r}" if titles else "before the first call"
 
 
 def _fell_silent(folder: Path, rank: int) -> bool:

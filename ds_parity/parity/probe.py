@@ -19,8 +19,9 @@ import torch.distributed as dist
 from ds_parity.parity import halves, weights
 from ds_parity.parity.candidate import own_batches
 from ds_parity.parity.decomposition import decompose
+from ds_parity.parity.functions import resolve
 from ds_parity.parity.oracle import plan, weight
-from ds_parity.parity.scenario import Scenario, resolve
+from ds_parity.parity.scenario import Scenario
 
 # A step long enough that the update, not the weights, fills the digits of a bf16 weight.
 _RATE = {"fp32": 1.0, "bf16": 1024.0, "fp16": 1024.0}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
+from ds_parity.parity.functions import refuse_unknown
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.scenario import Scenario
 
@@ -29,6 +30,8 @@ def probe_config(
     """
     scenario = Scenario("probe", config, ranks, shape="overshoot", windows=1, **options)
     scenario.layout()  # for its ConfigError, before any rank is started
+    for name in (subject, scenario.model):
+        refuse_unknown(name)
     arguments = {"scenario": scenario.to_json(), "subject": subject}
     call = Call(f"probe of {subject}", "ds_parity.parity.probe:probe", arguments)
     found = run(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +12,11 @@ from torch import nn
 
 from ds_parity.config import Settings, parse
 from ds_parity.errors import ConfigError
+from ds_parity.parity.functions import resolve
 from ds_parity.parity.layouts import Layout, collate_layout, planned_layout, ragged_layout, uniform_layout
 from ds_parity.parity.losses import PolicyGradient
 from ds_parity.parity.rollouts import informative, line_turns, load_rollouts, shorten
+from ds_parity.parity.shapes import hollow, leveled, sloped, streamed
 from ds_parity.planning import Plan, plan
 from ds_parity.planning.records import MicroBatch, Rollout
 
@@ -235,67 +235,6 @@ class Scenario:
         start = (self.seed * 97) % max(1, len(every) - wanted + 1)
         chosen = every[start : start + wanted]
         return chosen if self.max_tokens is None else shorten(chosen, self.max_tokens)
-
-
-def streamed(layout: Layout, ranks: int) -> Layout:
-    """Return the layout as streams give it: each rank's micro-batches without gaps, idle only when it has run dry."""
-    streams = [[held[rank] for held in layout if held[rank]] for rank in range(ranks)]
-    passes = max(len(stream) for stream in streams)
-    return tuple(tuple(stream[i] if i < len(stream) else () for stream in streams) for i in range(passes))
-
-
-def sloped(layout: Layout, target: int, *, rising: bool) -> Layout:
-    """Return the layout with rollouts cut short, so that the first pass of a window foretells its total wrongly.
-
-    Those of each window's first pass that holds any are cut to 4 loss tokens and the others to 48, or the other way
-    round: where tokens weigh, the correction is by a factor of up to 12.
-    """
-    first, other = (4, 48) if rising else (48, 4)
-    rows, held, opened = [], 0, True
-    for row in layout:
-        tokens = first if opened else other
-        rows.append(tuple(tuple(_cut(one, tokens) for one in cell) for cell in row))
-        count = sum(map(len, row))
-        opened = (opened and count == 0) or (held + count) // target > held // target
-        held += count
-    return tuple(rows)
-
-
-def hollow(layout: Layout, target: int) -> Layout:
-    """Return the layout with the completions of its second window's rollouts cut away: nothing there has a loss."""
-    rows, held = [], 0
-    for row in layout:
-        rows.append(tuple(tuple(_cut(one, 0) for one in cell) for cell in row) if held // target == 1 else row)
-        held += sum(map(len, row))
-    return tuple(rows)
-
-
-def _cut(rollout: Rollout, tokens: int) -> Rollout:
-    return replace(rollout, tokens=rollout.tokens[: rollout.prompt_length + tokens])
-
-
-def leveled(rollouts: Sequence[Rollout], tokens: int) -> tuple[Rollout, ...]:
-    """Return the rollouts with at least `tokens` loss tokens, cut to that many: where tokens weigh, these are uniform."""
-    return tuple(_cut(rollout, tokens) for rollout in rollouts if rollout.loss_tokens >= tokens)
-
-
-def resolve(name: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function`, or `package.module:Class.function`, names.
-
-    Raises:
-        ConfigError: there is no such module or function.
-    """
-    module, _, function = name.partition(":")
-    try:
-        found = operator.attrgetter(function)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{name!r} does not name a function that can be imported ({error}): write package.module:function, and start "
-            "where Python can import the package"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{name!r} is a {type(found).__name__}: it must be a function")
-    return found  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4)

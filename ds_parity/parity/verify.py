@@ -11,6 +11,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import Cause, diagnose
+from ds_parity.parity.functions import refuse_unknown
 from ds_parity.parity.launch import Call, Job, run
 from ds_parity.parity.scenario import Scenario
 from ds_parity.trace import Trace, read_trace
@@ -136,6 +137,9 @@ def verify(
         HarnessError: a rank failed, or time ran out.
     """
     runs, left_out = scenarios(config, ranks, **options)
+    for scenario, _ in runs[:1]:
+        for name in filter(None, (scenario.model, scenario.train)):
+            refuse_unknown(name, import_from)
     folder = folder.resolve()
     ran = run(Job(calls(runs, folder), folder / "ranks", ranks, timeout, import_from=import_from), progress)
     return judge(runs, left_out, folder, ran[0]["accelerator"])

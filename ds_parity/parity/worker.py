@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
-from ds_parity.parity.scenario import resolve
+from ds_parity.parity.functions import resolve
 
 
 def main(path: str) -> int:

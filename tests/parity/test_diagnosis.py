@@ -95,6 +95,7 @@ CASES = {
     "base-lr": (lambda n: {"lr": (LR[n - 1] * 1.5,)}, {}),
     "scheduler-budget-in-passes": (lambda n: {"lr": (0.025 + 0.0025 / 4 * (n - 1),)}, {}),
     "scheduler-per-outer-step": (lambda n: {"lr": (0.025 + 0.0025 * ((n - 1) // 2),)}, {}),
+    "lr-reported-a-step-off": (lambda n: {"lr": ((*LR, 0.04)[n],)}, {}),
     "returned-loss-scaled": (lambda n: {"loss": (0.5 + n - 1) / 4}, {}),
     "metrics-mean-of-ranks": (lambda n: {"loss": (0.6, 1.2, 2.9, 3.1, 4.4, 5.6)[n - 1]}, {}),
     "nan-in-metric-reduce": (lambda n: {"metrics": {"reward": math.nan}}, {}),
@@ -132,6 +133,36 @@ def test_a_schedule_that_moves_on_a_skipped_step_is_named():
 
     found = causes(skipped, reference=behind)
     assert found[0].name == "scheduler-on-skipped-step"
+
+
+def test_an_lr_that_is_told_a_step_late_is_named_and_one_that_trains_so_is_not():
+    """The step before's, from the second step on."""
+
+    def late(n):
+        return {"lr": (LR[max(n - 2, 0)],)}
+
+    assert causes(late)[0].name == "lr-reported-a-step-off"
+    found = causes(lambda n: {**late(n), "grad_norm": NORMS[n - 1] * (1.0 if n < 3 else 1.1)})
+    assert found
+    assert "lr-reported-a-step-off" not in [cause.name for cause in found]
+
+
+def test_causes_name_steps_by_their_number_also_where_a_trace_begins_later():
+    def renumbered(held):
+        return Trace(held.header, tuple(record.model_copy(update={"step": record.step + 40}) for record in held.steps))
+
+    a = renumbered(trace(engine="torch", ranks=1))
+    b = renumbered(trace(lambda n: {"lr": (LR[n - 1 - 2 * (n > 2)],)}))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert "from step 43 on the LR goes as from step 41 on" in found[0].evidence
+
+
+def test_what_a_foreign_trace_does_not_say_is_not_told():
+    """It knows of no passes."""
+    unknown = dict.fromkeys(("passes", "idle_passes"))
+    found = causes(lambda n: {**unknown, "lr": (0.0325 + 0.01 * (n - 1),)}, reference=lambda n: unknown)
+    assert found[0].name == "scheduler-per-pass"
+    assert "passes" not in found[0].evidence
 
 
 def test_a_schedule_by_steps_beside_one_by_rollouts_is_named():

@@ -11,7 +11,8 @@ from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
 from ds_parity.parity.losses import PolicyGradient
 from ds_parity.parity.oracle import plan
-from ds_parity.parity.scenario import Scenario, leveled, resolve, streamed
+from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.shapes import leveled, streamed
 from ds_parity.planning.records import Rollout
 
 
@@ -116,26 +117,6 @@ def test_short_takes_that_many_rollouts_off_the_end_and_leaves_the_last_window_o
     assert Counter(flat(wanted.layout())) == Counter(flat(scenario(shape).layout())[: 4 * 12 - short])
     assert [w.open for w in plan(wanted.batches(), wanted.settings)] == [False] * 3 + [True]
     assert not any(w.open for w in plan(scenario(shape).batches(), wanted.settings))
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("no_such_package.module:build", r"'no_such_package\.module:build'.*No module named 'no_such_package'"),
-        ("ds_parity.parity.model:no_such", r"'ds_parity\.parity\.model:no_such'.*no attribute 'no_such'"),
-        ("ds_parity.parity.model", r"'ds_parity\.parity\.model'.*write package\.module:function"),
-        ("", r"'' does not name a function"),
-        ("ds_parity.parity.model:VOCAB", r"'ds_parity\.parity\.model:VOCAB' is a int: it must be a function"),
-        (".model:build", r"'\.model:build'.*write package\.module:function"),
-    ],
-)
-def test_a_name_that_leads_to_no_function_is_refused_with_what_is_wrong(name, says):
-    with pytest.raises(ConfigError, match=says):
-        resolve(name)
-
-
-def test_a_name_that_leads_to_a_function_gives_the_function():
-    assert resolve("json:dumps") is json.dumps
 
 
 def test_a_scenario_without_the_key_is_refused():

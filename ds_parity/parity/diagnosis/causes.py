@@ -50,6 +50,7 @@ REMEDIES = {
     "global-metadata": "slice advantages and ids with their rows",
     "shared-padding": "give every idle pass inputs of its own; don't change a micro-batch in place",
     "data-or-seed": "compare seeds, initial weights and the order of the data first",
+    "lr-reported-a-step-off": "log the LR before the scheduler moves: afterwards it is the next step's",
     "metrics-mean-of-ranks": "average the reported loss by weight over ranks (engine.last_step.loss)",
     "returned-loss-scaled": "log the loss of the forward, not what backward() returns",
     "accuracy-of-means": "average samples, not means of micro-batches (engine.record)",

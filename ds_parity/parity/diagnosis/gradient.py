@@ -97,8 +97,8 @@ def _weighting(view: View) -> Iterator[Cause]:
     if view.first > 0:
         later = [abs(ratio - 1) for ratio in ratios[1:]]
         once = bool(later) and max(later) < 0.02
-        yield Cause("mid-window-checkpoint", 0.7 if once else 0.4, f"{said}, first in step {view.first + 1}")
-        yield Cause("sticky-boundary", 0.6, f"{said}, first in step {view.first + 1}")
+        yield Cause("mid-window-checkpoint", 0.7 if once else 0.4, f"{said}, first in step {view.step(view.first)}")
+        yield Cause("sticky-boundary", 0.6, f"{said}, first in step {view.step(view.first)}")
         return
     mean = sum(ratios) / len(ratios)
     yield Cause("running-total", 0.7 if min(ratios) > 1.2 else 0.2, said)
@@ -117,7 +117,7 @@ def _data(view: View) -> Iterator[Cause]:
     known = [(x, y, z) for x, y, z in after if x is not None and y is not None and z is not None]
     if view.first == 0 or not known:
         return
-    begins = f"the {view.first} steps before step {view.first + 1} agree, it has another loss"
+    begins = f"the {view.first} steps before step {view.step(view.first)} agree, it has another loss"
     # Weights have moved since, so losses come back by about.
     if len(known) > 1 and max(abs(x - z) for x, _, z in known) < 0.1 * max(abs(y - z) for _, y, z in known):
         losses = ", ".join(f"{x:.4g} for {z:.4g}" for x, _, z in known[:3])
@@ -134,7 +134,7 @@ def _loss(view: View) -> Iterator[Cause]:
     apart = [i for i, r in losses if not near(r, 1.0, 0.05)]
     seeds = view.reference.header.seed != view.candidate.header.seed
     said = (
-        f"step {view.first + 1} has the same rollouts, tokens and LR, and another loss ({losses[view.first][1]:.4g} times)"
+        f"step {view.step(view.first)} has the same rollouts, tokens and LR, and another loss ({losses[view.first][1]:.4g} times)"
         if len(losses) > view.first
         else "the loss differs at once"
     )
@@ -150,7 +150,7 @@ def _loss(view: View) -> Iterator[Cause]:
 def _update(view: View) -> Iterator[Cause]:
     norm = view.pairs[view.first][0].grad_norm
     shown = "unknown" if norm is None else f"{norm:.4g}"
-    said = f"in step {view.first + 1} loss, LR and gradient norm ({shown}) agree and the weights after it do not"
+    said = f"in step {view.step(view.first)} loss, LR and gradient norm ({shown}) agree and the weights after it do not"
     before = [pair[0].grad_norm or 0.0 for pair in view.pairs[: view.first]]
     clipped = norm is not None and norm > 1.0 and all(value <= 1.0 for value in before)
     yield Cause("implicit-clip", 0.8 if clipped else 0.3, said)

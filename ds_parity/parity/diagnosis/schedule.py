@@ -17,10 +17,21 @@ def causes(view: View) -> Iterator[Cause]:
     b = [y.lr[0] for _, y in view.pairs if y.lr]
     if len(a) < len(view.pairs) or len(b) < len(view.pairs):
         return
+    yield from _told_off(view, a, b)
     if view.first == 0:
         yield from _from_the_start(view, a, b)
     else:
         yield from _later(view, a, b)
+
+
+def _told_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    # A scheduler that is really a step off trains otherwise: loss, norm and weights show it.
+    if view.fields - {"lr"} or len(set(a)) < 3 or all(x.loss is None for x, _ in view.pairs):
+        return
+    for told, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
+        if all(near(y, x, 1e-6) for x, y in zip(due, told, strict=True)):
+            said = f"the LR of each step is that of the {when} ({told[0]:.4g}, {told[1]:.4g}, ...), and all else agrees"
+            yield Cause("lr-reported-a-step-off", 0.98, said)
 
 
 def _from_the_start(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -33,18 +44,18 @@ def _from_the_start(view: View, a: list[float], b: list[float]) -> Iterator[Caus
     yield Cause(
         "scheduler-per-pass",
         0.9,
-        f"before step 1 is taken the LR has moved{steps} ({a[0]:.4g} to {b[0]:.4g}); windows have {view.passes[0]} passes",
+        f"before step {view.step(0)} is taken the LR has moved{steps} ({a[0]:.4g} to {b[0]:.4g}){_windows(view.passes[0])}",
     )
 
 
 def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     first = view.first
-    yield from _anew(first, a, b)
+    yield from _anew(view, a, b)
     if view.pairs[first - 1][0].skipped:
         yield Cause(
             "scheduler-on-skipped-step",
             0.95,
-            f"step {first} was skipped, and from step {first + 1} on the LR is a step ahead",
+            f"step {view.step(first - 1)} was skipped, and from step {view.step(first)} on the LR is a step ahead",
         )
     moves_a = [y - x for x, y in pairwise(a)]
     moves_b = [y - x for x, y in pairwise(b)]
@@ -68,19 +79,25 @@ def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     paces = [x / y for x, y in zip(moves_a, moves_b, strict=True) if x and y]
     if alike(paces, 0.1) and paces[0] > 1.2:
         passes = max(view.passes)
-        said = f"the LR moves {paces[0]:.3g} times too slowly; windows have {passes} passes"
+        said = f"the LR moves {paces[0]:.3g} times too slowly{_windows(passes)}"
         yield Cause("scheduler-budget-in-passes", 0.9 if near(paces[0], passes, 0.1) else 0.6, said)
     elif alike(paces, 0.1) and 0 < paces[0] < 0.8:
         yield Cause("scheduler-per-pass", 0.7, f"the LR moves {1 / paces[0]:.3g} times too fast")
 
 
-def _anew(first: int, a: list[float], b: list[float]) -> Iterator[Cause]:
+def _anew(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     # Of three rates or more: a schedule that stands still, or moves once, begins anew wherever one looks.
+    first = view.first
     after = b[first:]
     starts = [at for at in range(first) if after == a[at : at + len(after)]]
     if starts and len(set(after)) > 2:
         yield Cause(
             "resume-resets-schedule",
             0.97,
-            f"from step {first + 1} on the LR goes as from step {starts[0] + 1} on ({after[0]:.4g}, where {a[first]:.4g} was due)",
+            f"from step {view.step(first)} on the LR goes as from step {view.step(starts[0])} on ({after[0]:.4g}, where {a[first]:.4g} was due)",
         )
+
+
+def _windows(passes: int) -> str:
+    # Traces of other trainers don't say.
+    return f"; windows have {passes} passes" if passes else ""

@@ -60,6 +60,10 @@ class View:
         steps = {d.step for d in self.comparison.differences if d.step is not None}
         return next((i for i, (a, _) in enumerate(self.pairs) if a.step in steps), len(self.pairs))
 
+    def step(self, index: int) -> int:
+        """The number of a step by its index into `pairs`: traces may begin anywhere, and excerpts do."""
+        return self.pairs[index][0].step
+
     @cached_property
     def at_first(self) -> set[str]:
         """Fields that differ in the first step that does."""

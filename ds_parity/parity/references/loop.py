@@ -15,10 +15,11 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.candidate import Record, own_batches, stand_in
+from ds_parity.parity.functions import resolve
 from ds_parity.parity.oracle import PlannedWindow, plan, weight
 from ds_parity.parity.references.bare import StepNotes, initialize
 from ds_parity.parity.references.plain import ByHand
-from ds_parity.parity.scenario import Scenario, resolve
+from ds_parity.parity.scenario import Scenario
 from ds_parity.planning.records import MicroBatch
 
 

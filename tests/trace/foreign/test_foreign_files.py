@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError, TraceError
-from ds_parity.trace import Header, Precision, TraceWriter, read_trace
+from ds_parity.trace import Header, Precision, StepRecord, TraceWriter, read_trace
 from ds_parity.trace.foreign import parse_maps, read_any, read_pair
 
 OWN = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="ds_parity")
@@ -267,6 +267,12 @@ class TestJson:
         start = whole.index(b"\n") + 1
         for end in range(start + 1, len(whole) - 1):
             assert ", line 2: cut short" in refused(put(tmp_path / "a.jsonl", whole[:end]))
+
+    def test_our_own_steps_without_their_header_are_not_taken_for_another_trainers(self, tmp_path):
+        counts = dict.fromkeys(("passes", "idle_passes", "rollouts", "prompts", "tokens"), 1)
+        step = StepRecord(step=7, **counts, total=1.0, loss=0.5, lr=(0.1,), grad_norm=1.0)
+        path = put(tmp_path / "a.jsonl", step.model_dump_json() + "\n")
+        assert refused(path).startswith(", line 1: a step of a ds_parity trace, and not its header")
 
     @pytest.mark.parametrize("line", ["[1]", "3", "null"])
     def test_a_line_that_is_no_object_is_refused(self, tmp_path, line):

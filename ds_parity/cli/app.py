@@ -1,0 +1,47 @@
+"""The command line itself: what ends it, and how."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ds_parity._version import __version__
+from ds_parity.cli.calibrate import calibrate
+from ds_parity.cli.compare import compare
+from ds_parity.cli.console import err, out
+from ds_parity.cli.controls import controls
+from ds_parity.cli.plan import plan
+from ds_parity.cli.probe import probe
+from ds_parity.cli.rewrite import rewrite
+from ds_parity.cli.verify import verify
+from ds_parity.errors import DsParityError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+# In the order of the help.
+for _command in (verify, rewrite, compare, probe, plan, controls, calibrate):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Run the command line; whatever is wrong with the input ends in one message and exit code 2."""
+    try:
+        app()
+    except DsParityError as error:
+        err.print(f"ds-parity: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"ds-parity {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help="Step DeepSpeed's optimizer by rollouts, and prove that the step is right.")
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    pass

@@ -1,0 +1,78 @@
+"""What is said: results to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from ds_parity.parity.comparison.compare import Comparison
+    from ds_parity.parity.diagnosis import Cause
+    from ds_parity.parity.report import Contents
+
+# A pipe has no width of its own, and 80 columns would cut numbers short.
+_WIDTH = None if sys.stdout.isatty() else 120
+out, err = Console(width=_WIDTH), Console(stderr=True)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar on standard error; yields what tells it (ranks' calls done, what runs)."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("starting ranks", total=total)
+        yield lambda done, title: bar.update(task, completed=done, description=title)
+
+
+def show(comparison: Comparison, title: str, explained: Sequence[Cause] = ()) -> None:
+    """Print a comparison's table, its verdict and what explains it."""
+    from ds_parity.parity import tables
+
+    out.print(f"\n{title}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    out.print(tables.render(comparison))
+    out.print(tables.verdict(comparison), markup=False, highlight=False, soft_wrap=True)
+    for line in tables.causes(explained):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def verdict(good: bool, sentence: str) -> None:
+    """Print the last line: PASS or FAIL."""
+    out.print(("PASS: " if good else "FAIL: ") + sentence, style="bold green" if good else "bold red", highlight=False)
+
+
+def plain_causes(found: Sequence[Cause]) -> list[dict[str, Any]]:
+    """Return causes as plain values."""
+    return [{**asdict(cause), "remedy": cause.remedy} for cause in found]
+
+
+def plain(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as plain values."""
+    rows = [{**asdict(row), "candidate": row.candidate and row.candidate.model_dump()} for row in comparison.rows]
+    return {**asdict(comparison), "rows": rows, "equal": comparison.equal}
+
+
+def print_json(value: Any) -> None:
+    """Print JSON for machines."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def leave(contents: Contents, report: Path | None, junit: Path | None) -> None:
+    """Write the report and the JUnit file that were asked for, and say where."""
+    from ds_parity.parity import report as reports
+
+    for path in reports.write(contents, report, junit):
+        err.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,26 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[str, typer.Argument(help="extended DeepSpeed JSON: a path, or base64", show_default=False)]
+Ranks = Annotated[int, typer.Option(min=1, help="data-parallel ranks")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
+Seed = Annotated[int, typer.Option(min=0, help="of weights, rollouts and raggedness")]
+Timeout = Annotated[float, typer.Option(min=1, help="seconds for all ranks to finish")]
+Model = Annotated[str, typer.Option(help="package.module:function that takes a seed and returns an nn.Module")]
+Rollouts = Annotated[str | None, typer.Option(help="JSON Lines of your own: prompt, completion, reward")]
+Train = Annotated[
+    str | None, typer.Option(help="package.module:function(engine, micro_batches): your own loop and loss")
+]
+MaxTokens = Annotated[int | None, typer.Option(min=2, help="shorten rollouts to this many tokens")]
+Folder = Annotated[Path, typer.Option("--out", help="folder for traces and logs")]
+Report = Annotated[Path | None, typer.Option(help="folder for report.html and its pictures", show_default=False)]
+Junit = Annotated[Path | None, typer.Option(help="file for JUnit XML", show_default=False)]
+
+# What `compare` reads.
+TRACES = "a trace of ds_parity, JSON Lines, CSV, trainer_state.json, TensorBoard's event files or their folder"

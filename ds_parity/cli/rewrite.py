@@ -1,0 +1,21 @@
+"""`ds-parity rewrite`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from ds_parity.cli.console import err
+from ds_parity.cli.options import Config, Ranks
+
+
+def rewrite(config: Config, ranks: Ranks = 1) -> None:
+    """Print the plain DeepSpeed JSON to standard output, and what was changed and why to standard error."""
+    from ds_parity.config import load_config
+    from ds_parity.config import rewrite as rewritten
+
+    result = rewritten(load_config(config), ranks)
+    sys.stdout.write(json.dumps(result.config, indent=2) + "\n")
+    for change in result.changes:
+        line = f"{change.key}: {change.before!r} -> {change.after!r}: {change.why}"
+        err.print(line, markup=False, highlight=False, soft_wrap=True)

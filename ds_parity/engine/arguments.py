@@ -1,0 +1,75 @@
+"""What `backward` is given: what a micro-batch holds where nobody says, and what can't be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ds_parity.config import Settings
+from ds_parity.errors import WindowError
+from ds_parity.window import Counts
+
+
+def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int]) -> Counts:
+    """Return the counts of a micro-batch: those given, and the usual number of rollouts where they are left out.
+
+    Args:
+        settings: the extra keys.
+        usual_rollouts: what a micro-batch holds where nobody says.
+        given: rollouts, prompts, tokens, as far as they were given.
+
+    Raises:
+        WindowError: the loss is weighed by tokens, or the window counts prompts, and these were left out.
+    """
+    if not given:
+        return _usual(settings, usual_rollouts)
+    if settings.loss_weight == "token" and "tokens" not in given:
+        raise WindowError(
+            f"backward({', '.join(f'{k}={v}' for k, v in given.items())}) without tokens= although "
+            "ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass how many loss tokens the "
+            "micro-batch holds"
+        )
+    return Counts(**{"rollouts": usual_rollouts, **given})
+
+
+def _usual(settings: Settings, rollouts: int) -> Counts:
+    if settings.loss_weight == "token" or settings.count == "prompt":
+        missing = "tokens" if settings.loss_weight == "token" else "prompts"
+        raise WindowError(
+            f"backward(loss) without {missing}= although ds_parity.loss_weight is {settings.loss_weight!r} and "
+            f"ds_parity.count is {settings.count!r}: only rollouts have a default; pass {missing}="
+        )
+    return Counts(rollouts=rollouts)
+
+
+def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:
+    """Raise WindowError where counts given inside `passes` aren't the micro-batch's own.
+
+    The loop may repeat them, also in an idle pass, where it says what the stand-in holds.
+    """
+    wrong = {name: count for name, count in given.items() if announced.active and count != getattr(announced, name)}
+    if wrong:
+        raise WindowError(
+            f"backward() got {wrong} but passes() has announced {announced}: inside passes() the counts are the "
+            "micro-batch's own; call backward(loss) alone"
+        )
+
+
+def refuse_scaling(scale_wrt_gas: bool) -> None:
+    """Raise WindowError where a caller divides by itself."""
+    if not scale_wrt_gas:
+        raise WindowError(
+            "backward(scale_wrt_gas=False): ds_parity divides the loss by the window's total, and that is the only "
+            "division; pass the micro-batch's plain loss and leave scale_wrt_gas out"
+        )
+
+
+def refuse_what_is_no_loss(loss: Any) -> None:
+    """Raise WindowError before anything is counted: a pass that is counted and has no gradient can't be taken back."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise WindowError(
+            f"backward() got a {type(loss).__name__} that is no loss: it must be a tensor of one element with a graph "
+            "behind it; add up the parts of a loss before"
+        )

@@ -1,0 +1,121 @@
+"""What closing a window does: correct, update, move the scheduler and DeepSpeed's counters, record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ds_parity.engine.counters import Counters
+from ds_parity.engine.finished import Finished
+from ds_parity.engine.leftout import take_along
+from ds_parity.engine.metrics import Meter
+from ds_parity.engine.normalize import (
+    correction_for,
+    corrects_every_step,
+    discard_accumulated,
+    let_parameters_go,
+    loss_scale,
+)
+from ds_parity.engine.schedule import RolloutSchedule
+from ds_parity.window import Ledger
+
+_LOG = logging.getLogger("ds_parity")
+
+
+class Boundary:
+    """Closes the windows of a ledger on a DeepSpeed engine.
+
+    Args:
+        engine: the bare DeepSpeed engine.
+        ledger: its windows; one that is closed is settled here.
+        meter: the window's loss and metrics.
+        by_rollout: the scheduler moves by rollouts.
+
+    Attributes:
+        counters: DeepSpeed's own, kept true.
+        schedule: the scheduler that moves by rollouts, None where it moves by steps or there is none.
+        finished: the last step, None before the first.
+        on_step: called with every finished step (a trace's writer).
+    """
+
+    def __init__(self, engine: Any, ledger: Ledger, meter: Meter, *, by_rollout: bool) -> None:
+        self.counters = Counters(engine)
+        self.schedule: RolloutSchedule | None = None
+        self.finished: Finished | None = None
+        self.on_step: list[Callable[[Finished], None]] = []
+        self._engine = engine
+        self._ledger = ledger
+        self._meter = meter
+        self._correction = correction_for(engine.optimizer)
+        self._corrects_every_step = corrects_every_step(engine)
+        if by_rollout and engine.lr_scheduler is not None:
+            engine.lr_scheduler = self.schedule = RolloutSchedule(engine.lr_scheduler)
+
+    def mark(self, boundary: bool) -> None:
+        """Tell DeepSpeed whether the coming backward and step end a window."""
+        self._engine.set_gradient_accumulation_boundary(boundary)
+
+    def update(self, **kwargs: Any) -> None:
+        """Correct what was divided by a wrong total, step, and record.
+
+        Args:
+            **kwargs: for DeepSpeed's `step`.
+        """
+        engine, window, total = self._engine, self._ledger.window, self._ledger.total()
+        lr = self._lr()
+        if self.schedule is not None:
+            self.schedule.advance_to(self._ledger.progress.advanced(self._ledger.units()))
+        self.counters.before_step(self._ledger.rollouts, window.rollouts)
+        take_along(engine)
+        if window.expected == total and not self._corrects_every_step:
+            engine.step(**kwargs)
+        else:
+            with self._correction(engine, window.expected, total):
+                engine.step(**kwargs)
+        self.mark(False)
+        self._settle(lr, applied=engine.was_step_applied())
+
+    def skip(self) -> None:
+        """Close a window that has no weight: no step, and a warning."""
+        window = self._ledger.window
+        _LOG.warning(
+            "window %d (%d passes, %d rollouts) has a total of 0 %s weight: no optimizer step is taken for it, and it is "
+            "recorded as skipped; look for empty rollouts or masks",
+            *(window.index, window.passes, window.rollouts, self._ledger.rules.loss_weight),
+        )
+        self.counters.consumed(window.rollouts)
+        if window.expected:  # turns that finish no rollout have gradients, and weigh nothing
+            discard_accumulated(self._engine)
+        let_parameters_go(self._engine)
+        self._settle(self._lr(), applied=False)
+
+    def drop(self) -> None:
+        """Throw away the window that the data ended in, with a warning."""
+        window = self._ledger.window
+        _LOG.warning(
+            "the data ended inside window %d: its %d rollouts are dropped (ds_parity.last_window: drop)",
+            *(window.index, window.rollouts),
+        )
+        discard_accumulated(self._engine)
+        self.counters.consumed(window.rollouts)
+        self._settle(self._lr(), applied=False)
+
+    def _settle(self, lr: tuple[float, ...], *, applied: bool) -> None:
+        total = self._ledger.total()
+        window = self._ledger.settle(applied=applied)
+        self.counters.settle(self._ledger)
+        self.finished = Finished(
+            window=window,
+            total=total,
+            sums=self._meter.settle(),
+            lr=lr,
+            grad_norm=self._engine.get_global_grad_norm() if applied else None,
+            loss_scale=loss_scale(self._engine),
+            skipped=not applied,
+        )
+        for listener in self.on_step:
+            listener(self.finished)
+
+    def _lr(self) -> tuple[float, ...]:
+        return tuple(float(rate) for rate in self._engine.get_lr())

@@ -1,0 +1,66 @@
+"""Functions of the user's by their names: models, loops and setups, as ranks import them."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ds_parity.errors import ConfigError
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """Return the function that `package.module:function`, or `package.module:Class.function`, names.
+
+    Raises:
+        ConfigError: there is no such module or function.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found = operator.attrgetter(function)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise _unknown(name, error) from error
+    if not callable(found):
+        raise ConfigError(f"{name!r} is a {type(found).__name__}: it must be a function")
+    return found  # type: ignore[no-any-return]
+
+
+def refuse_unknown(name: str, folders: Sequence[str] = ()) -> None:
+    """Raise ConfigError where ranks would look for a package in vain, before any is started.
+
+    Nothing is imported: what a user's module does when it is, such as asking for the accelerator, belongs to the ranks.
+
+    Args:
+        name: as `resolve` takes it.
+        folders: in which ranks look beside the working directory and the installed packages.
+    """
+    module, _, function = name.partition(":")
+    with _looking_in([*folders, str(Path.cwd())]):
+        try:
+            known = bool(function) and find_spec(module.partition(".")[0]) is not None
+        except (ImportError, ValueError) as error:
+            raise _unknown(name, error) from error
+    if not known:
+        raise _unknown(name, f"no module named {module!r}" if function else "no function behind a ':'")
+
+
+@contextmanager
+def _looking_in(folders: list[str]) -> Iterator[None]:
+    before = sys.path[:]
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _unknown(name: str, why: object) -> ConfigError:
+    return ConfigError(
+        f"{name!r} does not name a function that can be imported ({why}): write package.module:function, and start "
+        "where Python can import the package"
+    )
