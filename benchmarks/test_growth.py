@@ -71,7 +71,7 @@ def test_model_sizes(benchmark, tmp_path, results):
     calls = {
         (width, ahead): {
             "scenario": scenario(passes=4, model=f"ranked:build_{width}", lookahead=ahead),
-            "rounds": 5 if width == 512 else 12,
+            "rounds": 30,
         }
         for width in PARAMETERS
         for ahead in MODES.values()

@@ -54,6 +54,23 @@ def test_its_commands_are_targets_of_the_makefile():
         assert f"\n{target}:" in makefile
 
 
+def test_ratios_of_time_are_medians_of_the_results():
+    """Those of the sections that the rows of the table are taken from."""
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    sections = dict(re.findall(r"<!-- (by-hand|passes|import|recipe) -->(.*?)<!-- end -->", results, re.DOTALL))
+    medians = {name: re.findall(r"(\d\.\d\d)\d? \(", text) for name, text in sections.items()}
+    table = README.split("## What was measured")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (time of a window|the same,|what a pass costs|import).*\| (.*) \|$", table, re.MULTILINE)
+    assert len(rows) == 7
+    known = [median for name in ("by-hand", "passes", "import") for median in medians[name]]
+    missing = [number for _, shown in rows for number in re.findall(r"\d\.\d\d", shown) if number not in known]
+    assert not missing, "measured anew? put the medians into the README's table"
+    beside = README.split("of the padded recipe |")[1].split("\n\n")[0]
+    ranges = re.findall(r"\d\.\d\d", beside)
+    assert len(ranges) == 8
+    assert {*ranges} <= {*medians["recipe"]}
+
+
 def test_causes_by_symptom_are_those_that_a_diagnosis_gives():
     table = README.split("## What is wrong, by symptom")[1].split("\n## ")[0]
     names = re.findall(r"\*([a-z-]+)\*", table)
