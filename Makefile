@@ -10,7 +10,7 @@ VERSIONS ?= 0.19.8
 # Of which the README shows figures.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures test test-slow test-hf test-hard lint bench test-versions upstream clean
+.PHONY: verify matrix figures api test test-slow test-hf test-hard lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -22,6 +22,9 @@ matrix: $(READY)
 figures: $(READY)
 	$(BIN)/ds-parity controls ds_configs/zero2_fp32.json $(foreach fault,$(FAULTS),--only $(fault))
 	$(BIN)/python tools/update_readme.py figures ds_parity_out/controls
+
+api: $(READY)
+	$(BIN)/python tools/write_api.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -1,0 +1,53 @@
+"""docs/api.md is what the docstrings say, and they say of every argument what there is to say of it."""
+
+import logging
+import sys
+from pathlib import Path
+
+import griffe
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import write_api
+
+import ds_parity
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return write_api.reference()
+
+
+def test_the_reference_that_is_kept_is_that_of_the_docstrings(reference):
+    assert write_api.API.read_text() == reference, "docstrings or signatures changed: run `make api`"
+
+
+def test_every_public_name_is_in_it(reference):
+    names = {*ds_parity.__all__} - {"__version__"}
+    assert not {name for name in names if f"### `ds_parity.{name}`\n" not in reference}
+
+
+def test_no_docstring_tells_of_an_argument_that_is_not_there(caplog):
+    """griffe warns of those, and of arguments without an annotation."""
+    with caplog.at_level(logging.WARNING, logger="griffe"):
+        write_api.reference()
+    assert not [record.message for record in caplog.records]
+
+
+def test_every_method_of_the_engine_is_told_of(reference):
+    engine = griffe.load("ds_parity", search_paths=[str(write_api.ROOT)])["engine.engine.ParityEngine"]
+    methods = {name for name, member in engine.members.items() if member.is_public and name != "__init__"}
+    assert len(methods) > 15
+    assert not {name for name in methods if f"#### `ParityEngine.{name}`\n" not in reference}
+
+
+def test_a_docstring_with_a_part_that_would_be_lost_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "ds_parity").mkdir()
+    (tmp_path / "ds_parity" / "__init__.py").write_text(
+        'def one():\n    """One.\n\n    Examples:\n        >>> one()\n        1\n    """\n'
+    )
+    monkeypatch.setattr(write_api, "ROOT", tmp_path)
+    monkeypatch.setattr(write_api, "CHAPTERS", {"All": ("all", ["ds_parity.one"])})
+    with pytest.raises(ValueError, match=r"ds_parity\.one: a section of kind 'examples'"):
+        write_api.reference()

@@ -1,0 +1,187 @@
+"""Write docs/api.md, the reference of what users import, from signatures and docstrings; nothing is imported.
+
+python tools/write_api.py
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+
+ROOT = Path(__file__).parent.parent
+API = ROOT / "docs" / "api.md"
+# What is told of, in the order of reading: a title, a line about it, and names, in full where not all of a module are.
+CHAPTERS = {
+    "Training": (
+        "`import ds_parity`.",
+        [
+            "ds_parity.initialize",
+            "ds_parity.ParityEngine",
+            "ds_parity.install",
+            "ds_parity.engine.install.Installation",
+        ],
+    ),
+    "Rollouts, plans and micro-batches": (
+        "`import ds_parity`; all but the tensors' makers (`collate`, `labels`, `micro_batches`, `to_device`) without torch.",
+        [
+            *(
+                f"ds_parity.{name}"
+                for name in ("Rollout", "PreferencePair", "by_turn", "group_advantages", "plan", "Plan")
+            ),
+            "ds_parity.planning.WindowPlan",
+            *(f"ds_parity.{name}" for name in ("MicroBatch", "micro_batches", "collate", "labels", "to_device")),
+        ],
+    ),
+    "Configurations": (
+        "`from ds_parity.config import ...`, without torch. The keys are the README's table.",
+        [
+            *("ds_parity.config.load_config", "ds_parity.config.parse", "ds_parity.config.rewrite.rewrite"),
+            *(f"ds_parity.config.{name}" for name in ("Rewrite", "Change", "Settings")),
+        ],
+    ),
+    "Windows": (
+        "`from ds_parity.window import ...`, without torch: what `engine.window` is, and the state machine behind it.",
+        [f"ds_parity.window.{name}" for name in ("Window", "Counts", "PassTotals", "Rules", "Ledger", "Progress")],
+    ),
+    "Traces": (
+        "`from ds_parity.trace import ...`, without torch. `engine.last_step` is a `StepRecord`.",
+        [
+            *(
+                "ds_parity.trace.StepRecord",
+                "ds_parity.trace.Weights",
+                "ds_parity.trace.Header",
+                "ds_parity.trace.Trace",
+            ),
+            *("ds_parity.trace.read_trace", "ds_parity.trace.iter_steps", "ds_parity.trace.TraceWriter"),
+            *("ds_parity.trace.foreign.read_any", "ds_parity.trace.foreign.parse_maps"),
+        ],
+    ),
+    "The harness": (
+        "What `ds-parity` calls, and the fixture of the pytest plugin.",
+        [
+            *("ds_parity.pytest_plugin.ds_parity_verify", "ds_parity.parity.verify.verify"),
+            *("ds_parity.parity.verify.Verification", "ds_parity.parity.verify.Outcome"),
+            *("ds_parity.parity.comparison.compare.compare", "ds_parity.parity.comparison.bounds.Tier"),
+            *("ds_parity.parity.comparison.fields.Comparison", "ds_parity.parity.diagnosis.diagnose"),
+            *("ds_parity.parity.diagnosis.Cause", "ds_parity.parity.probing.probe_config"),
+            "ds_parity.parity.decomposition.ProbeResult",
+        ],
+    ),
+    "Errors": (
+        "`import ds_parity`. Whatever ds_parity raises on purpose is one of these.",
+        [
+            f"ds_parity.{name}"
+            for name in (
+                *("DsParityError", "ConfigError", "WindowError", "RankDesyncError", "CheckpointError", "TraceError"),
+                "HarnessError",
+            )
+        ],
+    ),
+}
+_WIDTH = 100
+
+
+def reference() -> str:
+    """Return the reference as Markdown.
+
+    Raises:
+        KeyError: a name isn't there.
+    """
+    package = griffe.load("ds_parity", search_paths=[str(ROOT)], try_relative_path=False, docstring_parser="google")
+    parts = [
+        "# API reference\n\nMade from the docstrings by `make api`; what isn't here is not for users, and may change."
+    ]
+    for title, (said, names) in CHAPTERS.items():
+        parts.append(f"## {title}\n\n{said}")
+        for name in names:
+            shown = name.rsplit(".", 1)[1] if said.startswith("`from") else name
+            parts += _told(_target(package[name.removeprefix("ds_parity.")]), "###", shown)
+    return "\n\n".join(parts) + "\n"
+
+
+def _target(found: griffe.Object | griffe.Alias) -> griffe.Object:
+    return found.final_target if isinstance(found, griffe.Alias) else found
+
+
+def _told(found: griffe.Object, level: str, name: str) -> Iterator[str]:
+    yield f"{level} `{name}`"
+    made_by = found if isinstance(found, griffe.Function) else _constructor(found)
+    if made_by is not None:
+        yield _signature(made_by, name)
+    elif isinstance(found, griffe.Attribute) and found.annotation is not None:
+        yield f"A property: `{found.annotation}`."
+    yield from _docstring(found)
+    if isinstance(found, griffe.Class):
+        for member in found.members.values():
+            if not member.is_alias and member.is_public and member.has_docstring and member.name != "__init__":
+                yield from _told(_target(member), level + "#", f"{name.rsplit('.', 1)[-1]}.{member.name}")
+
+
+def _constructor(found: griffe.Object) -> griffe.Function | None:
+    """What makes an object that users make: a dataclass, or a class whose docstring tells of arguments."""
+    made_by = found.members.get("__init__")
+    told = found.docstring.parsed if found.docstring is not None else []
+    wanted = "dataclass" in found.labels or any(one.kind is griffe.DocstringSectionKind.parameters for one in told)
+    return made_by if wanted and isinstance(made_by, griffe.Function) else None
+
+
+def _signature(function: griffe.Function, name: str) -> str:
+    returns = "" if function.name == "__init__" or function.returns is None else f" -> {function.returns}"
+    shown = re.sub(r"^\w+\(((self|cls)(, )?)?", f"{name}(", function.signature()).removesuffix(" -> None") + (
+        " -> None" if returns == " -> None" else ""
+    )
+    if len(shown) > _WIDTH:
+        parameters = [one for one in function.parameters if one.name not in ("self", "cls")]
+        stars = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
+        lines, keywords = [], False
+        for one in parameters:
+            if one.kind is griffe.ParameterKind.keyword_only and not keywords:
+                lines.append("*")
+                keywords = True
+            default = "" if one.default is None or one.kind in stars else f" = {one.default}"
+            annotation = "" if one.annotation is None else f": {one.annotation}"
+            lines.append(f"{stars.get(one.kind, '')}{one.name}{annotation}{default}")
+        inner = "".join(f"    {line},\n" for line in lines)
+        shown = f"{name}(\n{inner}){returns}"
+    return f"```text\n{shown}\n```"
+
+
+def _docstring(found: griffe.Object) -> Iterator[str]:
+    if found.docstring is None:
+        return
+    for section in found.docstring.parsed:
+        kind = section.kind
+        if kind is griffe.DocstringSectionKind.text:
+            yield section.value
+        elif kind is griffe.DocstringSectionKind.raises:
+            yield _listed("Raises", ((f"`{one.annotation}`", one.description) for one in section.value))
+        elif kind in (griffe.DocstringSectionKind.returns, griffe.DocstringSectionKind.yields):
+            yield f"**{kind.value.capitalize()}:** " + " ".join(_line(one.description) for one in section.value)
+        elif kind in (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes):
+            title = "Arguments" if kind is griffe.DocstringSectionKind.parameters else "Attributes"
+            yield _listed(title, ((f"`{one.name}`", one.description) for one in section.value))
+        else:
+            raise ValueError(
+                f"{found.path}: a section of kind {kind.value!r} in its docstring, which this doesn't know"
+            )
+
+
+def _listed(title: str, entries: Iterator[tuple[str, str]]) -> str:
+    return "\n".join([f"**{title}:**\n", *(f"- {name}: {_line(said)}" for name, said in entries)])
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def main() -> int:
+    """Write the file, say so."""
+    API.write_text(reference())
+    print(f"{API.relative_to(ROOT)}: {len(API.read_text().splitlines())} lines")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
