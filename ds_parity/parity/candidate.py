@@ -50,7 +50,7 @@ def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
     def note(finished: Finished) -> None:
         record(finished.record.model_copy(update={"metrics": {}}), engine.module)
 
-    engine._self_driver.on_step.append(note)
+    engine._self_driver.boundary.on_step.append(note)
     resolve(scenario.train or "")(engine, engine.passes(_stream(scenario), idle=stand_in(scenario)))
     return engine
 
