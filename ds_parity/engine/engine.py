@@ -282,14 +282,18 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             CheckpointError: a window is open: gradients of its passes would be lost.
+            RankDesyncError: another rank ended before it had saved.
         """
         driver: Driver = self._self_driver
         state = checkpoint.with_window(driver, client_state or {})
         tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
         ours = save_latest and not driver.engine.checkpoint_engine.is_decoupled()
-        saved = driver.engine.save_checkpoint(save_dir, tag, state, save_latest and not ours, exclude_frozen_parameters)
-        if ours:
-            checkpoint.name_latest(save_dir, str(tag))
+        with naming_lost_ranks("save_checkpoint()"):
+            saved = driver.engine.save_checkpoint(
+                save_dir, tag, state, save_latest and not ours, exclude_frozen_parameters
+            )
+            if ours:
+                checkpoint.name_latest(save_dir, str(tag))
         return saved
 
     def load_checkpoint(
@@ -311,9 +315,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             CheckpointError: the checkpoint counted something else, towards another target or moved its LR otherwise, or
                 another number of ranks saved it.
+            RankDesyncError: another rank ended before it had loaded.
         """
         driver: Driver = self._self_driver
-        with checkpoint.explained(driver, load_dir):
+        with naming_lost_ranks("load_checkpoint()"), checkpoint.explained(driver, load_dir):
             path, state = self.__wrapped__.load_checkpoint(
                 load_dir,
                 tag,

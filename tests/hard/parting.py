@@ -49,6 +49,21 @@ def configurations(rank, stage, odd):
     return found
 
 
+def checkpoints(rank, stage, odd, folder, doing):
+    """Save, save again or load: the rank `odd` breaks before the second."""
+    engine = build(_extended(stage, "loop", 5.0))
+    for number in range(4):
+        one_pass(engine, number, rollouts=1, tokens=3)
+    engine.save_checkpoint(folder, "first")
+    if rank == odd:
+        raise ValueError("this rank broke")
+    if doing == "saves":
+        engine.save_checkpoint(folder, "second")
+    else:
+        engine.load_checkpoint(folder)
+        one_pass(engine, 0, rollouts=1, tokens=3)
+
+
 def _extended(stage, drive, limit):
     extended = config(stage, passes=8, exchange_timeout=limit, lookahead=3 if drive == "ahead" else 0)
     extended["zero_optimization"]["stage3_param_persistence_threshold"] = 0

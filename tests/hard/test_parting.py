@@ -82,3 +82,16 @@ def test_a_silent_rank_that_lives_on_is_waited_for_as_long_as_the_limit(forks, s
     told = forks.run("parting:run", 2, 90, kind="sleeps", stage=stage, drive=drive, odd=1, at=2, limit=LIMIT)
     assert desync(told[0])
     assert LIMIT <= told[0].seconds < LIMIT + SLACK
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("doing", ["saves", "loads"])
+def test_where_one_rank_breaks_the_others_neither_save_nor_load_alone(forks, stage, doing, tmp_path):
+    """And `latest` names the checkpoint that all ranks have written."""
+    arguments = {"stage": stage, "odd": 1, "folder": str(tmp_path), "doing": doing}
+    first, second = forks.run("parting:checkpoints", 2, 90, **arguments)
+    assert desync(first), first
+    assert in_time(first)
+    assert doing == "loads" or "in save_checkpoint()" in first.error
+    assert second.error == "ValueError: this rank broke"
+    assert (tmp_path / "latest").read_text() == "first"
