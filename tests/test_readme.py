@@ -54,21 +54,46 @@ def test_its_commands_are_targets_of_the_makefile():
         assert f"\n{target}:" in makefile
 
 
-def test_ratios_of_time_are_medians_of_the_results():
-    """Those of the sections that the rows of the table are taken from."""
-    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    sections = dict(re.findall(r"<!-- (by-hand|passes|import|recipe) -->(.*?)<!-- end -->", results, re.DOTALL))
-    medians = {name: re.findall(r"(\d\.\d\d)\d? \(", text) for name, text in sections.items()}
+def medians(section):
+    """The medians of a section of RESULTS.md, a row of its table each."""
+    text = re.search(
+        rf"<!-- {section} -->(.*?)<!-- end -->", (ROOT / "benchmarks" / "RESULTS.md").read_text(), re.DOTALL
+    )
+    rows = [line.split("|")[2:-1] for line in text[1].splitlines() if line.startswith("| ")]
+    return [[re.findall(r"(-?\d+\.\d+) \(", cell) for cell in row] for row in rows[2:]]
+
+
+def shown(start):
+    """What stands in the last column of the row of "What was measured" that begins so, as numbers."""
     table = README.split("## What was measured")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (time of a window|the same,|what a pass costs|import).*\| (.*) \|$", table, re.MULTILINE)
-    assert len(rows) == 7
-    known = [median for name in ("by-hand", "passes", "import") for median in medians[name]]
-    missing = [number for _, shown in rows for number in re.findall(r"\d\.\d\d", shown) if number not in known]
-    assert not missing, "measured anew? put the medians into the README's table"
-    beside = README.split("of the padded recipe |")[1].split("\n\n")[0]
-    ranges = re.findall(r"\d\.\d\d", beside)
-    assert len(ranges) == 8
-    assert {*ranges} <= {*medians["recipe"]}
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| {start}")]
+    return re.findall(r"\d+\.\d+", row.rsplit("|", 2)[1])
+
+
+def test_ratios_beside_the_engine_driven_by_hand_are_medians_of_the_results():
+    full, short, larger = [[cell[0] for cell in row] for row in medians("by-hand")]
+    assert shown("time of a window") == full
+    assert shown("the same, rollouts of 192 tokens, counts pass by pass") == short
+    assert shown("the same, 3.3 million parameters") == larger
+
+
+def test_ratios_by_passes_are_medians_of_the_results():
+    """Windows of 8, 64 and 512: the ratio and what is added, counts ahead, then pass by pass."""
+    ahead, added_ahead, apart, added_apart = ([row[column][0] for row in medians("passes")[2:]] for column in range(4))
+    assert shown("the same, ZeRO 2, windows of 8, 64 and 512") == ahead
+    assert shown("the same, counts pass by pass") == apart
+    assert shown("what a pass costs more") == added_ahead + added_apart
+
+
+def test_the_import_of_the_configuration_layer_is_a_median_of_the_results():
+    assert shown("import of") == [f"{float(medians('import')[2][0][0]):.2f}"]
+
+
+def test_rollouts_a_second_are_those_of_the_results():
+    """From the least to the greatest of the four stages."""
+    rows = [sorted(cell[0] for cell in row) for row in medians("recipe")]
+    ends = [end for padded, packed in (rows[:2], rows[2:]) for row in (padded, packed) for end in (row[0], row[-1])]
+    assert re.findall(r"\d\.\d\d", README.split("of the padded recipe |")[1].split("\n\n")[0]) == ends
 
 
 def test_causes_by_symptom_are_those_that_a_diagnosis_gives():

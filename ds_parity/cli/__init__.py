@@ -3,6 +3,6 @@
 Exit code 0: equal, 1: differs, 2: bad input.
 """
 
-from ds_parity.cli.app import app, main
+from ds_parity.cli.entry import app, main
 
 __all__ = ["app", "main"]

@@ -25,11 +25,16 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int])
     """
     if not given:
         return _usual(settings, usual_rollouts)
+    call = f"backward({', '.join(f'{name}={count}' for name, count in given.items())})"
     if settings.loss_weight == "token" and "tokens" not in given:
         raise WindowError(
-            f"backward({', '.join(f'{k}={v}' for k, v in given.items())}) without tokens= although "
-            "ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass how many loss tokens the "
-            "micro-batch holds"
+            f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass how "
+            "many loss tokens the micro-batch holds"
+        )
+    if settings.count == "prompt" and "prompts" not in given:
+        raise WindowError(
+            f"{call} without prompts= although ds_parity.count is 'prompt': nothing would bring the window nearer to its "
+            "end; pass how many prompts the micro-batch finishes (0 where their other rollouts are still to come)"
         )
     return Counts(**{"rollouts": usual_rollouts, **given})
 

@@ -72,7 +72,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             scale_wrt_gas: accepted for unchanged loops; must be True.
             rollouts: rollouts held (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an unchanged
                 DeepSpeed loop runs.
-            prompts: prompts finished (>= 0); default 0.
+            prompts: prompts finished (>= 0); required for `count: prompt`, else 0 where it isn't given.
             tokens: loss tokens held (>= 0); required for `loss_weight: token`.
 
         Returns:

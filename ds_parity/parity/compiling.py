@@ -1,60 +1,105 @@
-"""Whether torch compiles DeepSpeed's operators just now, seen from outside.
+"""Whether torch compiles extensions, DeepSpeed's operators among them, while ranks run: seen from outside.
 
-While one is compiled a file named `lock` lies beside it, for which all others wait without a word, also where who made it
-was killed and nobody will ever remove it (torch/utils/file_baton.py, read in 2.13.0).
+A file named `lock` lies beside an extension while a process compiles or loads it. All others wait for it without a word, also
+where who made it was killed and nobody will ever remove it (torch/utils/file_baton.py, read in 2.13.0).
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+# Every process that loads an extension holds its lock for a moment, also where there is nothing to compile.
+_A_MOMENT = 5.0
+_BETWEEN_LOOKS = 1.0
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """A lock that lies there.
+class Lock(NamedTuple):
+    """A lock by what stays the same as long as it lies there: no clock of the file server's is compared with ours."""
 
-    Attributes:
-        lock: the file.
-        begun: when it was made, in seconds since the epoch.
-    """
-
-    lock: Path
-    begun: float
+    path: Path
+    inode: int
+    changed: int
 
     @property
-    def operator(self) -> str:
-        """What is compiled: DeepSpeed's name of it."""
-        return self.lock.parent.name
-
-    def older_than(self, moment: float) -> bool:
-        """Whether it had begun before, so that ranks started at that moment may wait for one that was killed."""
-        return self.begun < moment
-
-    def told(self, started: float) -> str:
-        """Return a sentence about it for those who wait for ranks that were started then."""
-        if self.older_than(started):
-            return (
-                f"the ranks may wait for a compilation of {self.operator} that began before them: if no compiler runs, it "
-                f"was killed; delete {self.lock}"
-            )
-        return f"torch compiles DeepSpeed's {self.operator}, once a machine"
+    def extension(self) -> str:
+        """What is compiled."""
+        return self.path.parent.name
 
 
-def compilation(environment: Mapping[str, str]) -> Compilation | None:
-    """Return the oldest lock in the folders that processes with this environment compile in, None where there is none."""
-    found = []
-    for lock in _folders(environment):
-        with suppress(FileNotFoundError):  # it has just ended
-            found.append(Compilation(lock, lock.stat().st_mtime))
-    return min(found, key=lambda one: one.begun, default=None)
+class Compilers:
+    """Compilers that run beside ranks.
+
+    Args:
+        environment: of the ranks, who are started after this.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._root, self._pattern = _place(environment)
+        self._before = set(self._locks())
+        self._since: dict[Lock, float] = {}
+        self._looked = -_BETWEEN_LOOKS
+
+    def look(self, now: float) -> None:
+        """Look again, at most once a second.
+
+        Args:
+            now: `time.monotonic()`.
+        """
+        if now - self._looked >= _BETWEEN_LOOKS:
+            self._looked = now
+            self._since = {lock: self._since.get(lock, now) for lock in self._locks()}
+
+    @property
+    def running(self) -> bool:
+        """Whether something is compiled, or loaded, since the ranks were started."""
+        return bool(self._since.keys() - self._before)
+
+    @property
+    def aside(self) -> str:
+        """What to say of it beside what the ranks do; "" where there is nothing."""
+        for lock, since in self._since.items():
+            if lock not in self._before and self._looked - since >= _A_MOMENT:
+                return f"; torch compiles {lock.extension}, once a machine"
+        return "".join(f"; {self._may_wait(lock)}" for lock in self._since if lock in self._before)
+
+    @property
+    def blame(self) -> str:
+        """What to say of it where ranks are ended; "" where there is nothing."""
+        self._since = dict.fromkeys(self._locks(), time.monotonic())
+        return "".join(
+            f"; {self._may_wait(lock)}"
+            if lock in self._before
+            else f"; torch was compiling {lock.extension}, which is ended too: delete {lock.path}, if no other run compiles it"
+            for lock in self._since
+        )
+
+    def _may_wait(self, lock: Lock) -> str:
+        return (
+            f"ranks that need {lock.extension} wait for a compilation that began before them: if no compiler runs, it was "
+            f"killed; delete {lock.path}"
+        )
+
+    def _locks(self) -> list[Lock]:
+        found = []
+        for path in sorted(self._root.glob(self._pattern)):
+            with suppress(OSError):  # it has just ended, or isn't ours to look at
+                status = path.stat()
+                found.append(Lock(path, status.st_ino, status.st_mtime_ns))
+        return found
 
 
-def _folders(environment: Mapping[str, str]) -> list[Path]:
+def _place(environment: Mapping[str, str]) -> tuple[Path, str]:
+    """The folder that this Python's extensions are compiled in, as far as torch needn't be asked, and where locks lie in it."""
     chosen = environment.get("TORCH_EXTENSIONS_DIR")
     if chosen:
-        return list(Path(chosen).glob("*/lock"))
-    cache = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return list(Path(cache, "torch_extensions").glob("*/*/lock"))
+        return Path(chosen), "*/lock"
+    home = environment.get("HOME") or os.path.expanduser("~")  # noqa: PTH111  # Path.home() raises where there is none
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path(home, ".cache"))
+    version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return cache / "torch_extensions", f"{version}_*/*/lock"

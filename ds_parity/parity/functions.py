@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import operator
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,24 +38,27 @@ def refuse_unknown(name: str, folders: Sequence[str] = ()) -> None:
 
     Args:
         name: as `resolve` takes it.
-        folders: in which ranks look beside the working directory and the installed packages.
+        folders: in which ranks look beside the working directory, PYTHONPATH as it stands now, and the installed packages.
     """
     module, _, function = name.partition(":")
-    with _looking_in([*folders, str(Path.cwd())]):
-        try:
-            known = bool(function) and find_spec(module.partition(".")[0]) is not None
-        except (ImportError, ValueError) as error:
-            raise _unknown(name, error) from error
-    if not known:
-        raise _unknown(name, f"no module named {module!r}" if function else "no function behind a ':'")
+    if not function:
+        raise _unknown(name, "no function behind a ':'")
+    package = module.partition(".")[0]
+    if package == "__main__":
+        raise _unknown(name, "the main module of ranks is another one: put the function into a module of its own")
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if not package or not _found(package, [*folders, *inherited, str(Path.cwd())]):
+        raise _unknown(name, f"no module named {module!r}")
 
 
-@contextmanager
-def _looking_in(folders: list[str]) -> Iterator[None]:
+def _found(package: str, folders: list[str]) -> bool:
     before = sys.path[:]
     sys.path[:0] = folders
+    importlib.invalidate_caches()  # it may have been written since somebody looked
     try:
-        yield
+        return find_spec(package) is not None
+    except ValueError:  # a module of this process that was made by hand; ranks look for a file
+        return PathFinder.find_spec(package) is not None
     finally:
         sys.path[:] = before
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import HarnessError
-from ds_parity.parity.compiling import Compilation, compilation
+from ds_parity.parity.compiling import Compilers
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,14 @@ def run(job: Job, progress: Callable[[int, str], None] = lambda done, title: Non
         HarnessError: there is no launcher, a rank failed or died, or time ran out. No process is left behind.
     """
     port = _free_port()
-    command = _command(job, port)
+    command, environment = _command(job, port), _environment(job)
+    compilers = Compilers(environment)
     with (job.folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=_environment(job), start_new_session=True
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
-            code = _watch(process, job, progress)
+            code = _watch(process, job, compilers, progress)
         finally:
             _end(process)
             _free_shared_memory(port)
@@ -118,36 +119,33 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _watch(process: subprocess.Popen[bytes], job: Job, progress: Callable[[int, str], None]) -> int:
+def _watch(
+    process: subprocess.Popen[bytes], job: Job, compilers: Compilers, progress: Callable[[int, str], None]
+) -> int:
     begun = heard = time.monotonic()
-    started = time.time()
     spoken = 0
     while process.poll() is None:
         lines = list(said(job.folder, 0))
-        compiles = compilation(_environment(job))
         now = time.monotonic()
-        if len(lines) != spoken or (compiles and not compiles.older_than(started)):
+        compilers.look(now)
+        if len(lines) != spoken or compilers.running:
             heard, spoken = now, len(lines)
         if now - begun > job.timeout:
             raise HarnessError(
                 f"the ranks did not finish within {job.timeout:g} s ({_where(job)}): they were ended; look at "
-                f"{job.folder / 'log.txt'}, or allow more time{_aside(compiles, started)}"
+                f"{job.folder / 'log.txt'}, or allow more time{compilers.blame}"
             )
         # Before the first call come imports, which say nothing.
         if job.patience is not None and spoken and now - heard > job.patience:
             raise HarnessError(
                 f"the ranks said nothing for {job.patience:g} s ({_where(job)}): they hang, and were ended; look at "
-                f"{job.folder / 'log.txt'}{_aside(compiles, started)}"
+                f"{job.folder / 'log.txt'}{compilers.blame}"
             )
         titles = [line["title"] for line in lines if "started" in line]
         doing = titles[-1] if titles else "starting ranks"
-        progress(sum("finished" in line for line in lines), doing + _aside(compiles, started))
+        progress(sum("finished" in line for line in lines), doing + compilers.aside)
         time.sleep(0.1)
     return process.returncode
-
-
-def _aside(compiles: Compilation | None, started: float) -> str:
-    return "" if compiles is None else f"; {compiles.told(started)}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

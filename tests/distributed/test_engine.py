@@ -134,6 +134,8 @@ MISUSE = {
     "finish": "call step\\(\\) first",
     "no tokens": "without tokens=.*pass tokens=",
     "rollouts only": "rollouts=1.*loss_weight is 'token'",
+    "no prompts": "without prompts=.*pass prompts=",
+    "prompts left out": "rollouts=4.*without prompts=.*count is 'prompt'.*0 where their other rollouts are still to come",
     "overshoot": "4 rollouts, 1 more than its target of 3.*choose 'carry' or 'reset'",
     "stuck": "1 of 2 ranks have no micro-batch at all.*idle=micro_batch",
     "no_sync": "inside no_sync.*leave no_sync",

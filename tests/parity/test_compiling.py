@@ -2,17 +2,16 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ds_parity.errors import HarnessError
-from ds_parity.parity import launch
-from ds_parity.parity.compiling import compilation
+from ds_parity.parity import compiling, launch
+from ds_parity.parity.compiling import Compilers
 from ds_parity.parity.launch import Call, Job, run
 
-# A launcher whose one rank begins a call, holds a lock for a while or finds one, and ends it.
+# A launcher whose one rank begins a call, holds a lock for a while or is silent, and ends it.
 _RANK = """
 import json, sys, time
 from pathlib import Path
@@ -28,76 +27,132 @@ said.write(json.dumps({"finished": 0, "result": 7}) + "\\n")
 """
 
 
-@pytest.fixture
-def lock(tmp_path):
-    path = tmp_path / "extensions" / "cpu_adam" / "lock"
-    path.parent.mkdir(parents=True)
+def put(root, extension="cpu_adam"):
+    path = root / extension / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(exist_ok=False)
     return path
 
 
+def watching(root):
+    """Compilers, whose looks are a second apart; returns a function that looks once more and gives them."""
+    compilers, clock = Compilers({"TORCH_EXTENSIONS_DIR": str(root)}), iter(range(1000))
+
+    def look(times=1):
+        for _ in range(times):
+            compilers.look(float(next(clock)))
+        return compilers
+
+    return look
+
+
+class TestWhatLiesThere:
+    def test_nothing_is_told_where_nothing_is_compiled_and_where_no_folder_is(self, tmp_path):
+        for root in (tmp_path, tmp_path / "nowhere"):
+            seen = watching(root)(10)
+            assert (seen.running, seen.aside, seen.blame) == (False, "", "")
+
+    def test_what_is_compiled_since_the_start_is_named_after_a_moment(self, tmp_path):
+        """A lock is held for a moment at every load, also where nothing is to be compiled."""
+        look = watching(tmp_path)
+        lock = put(tmp_path)
+        assert look().running
+        assert look().aside == ""
+        assert look(5).aside == "; torch compiles cpu_adam, once a machine"
+        lock.unlink()
+        assert (look().running, look().aside) == (False, "")
+
+    def test_a_lock_from_before_may_be_waited_for_and_is_no_compiler_that_runs(self, tmp_path):
+        lock = put(tmp_path)
+        look = watching(tmp_path)
+        assert not look().running
+        assert look().aside.endswith(f"if no compiler runs, it was killed; delete {lock}")
+
+    def test_an_old_lock_does_not_hide_a_compiler_that_runs(self, tmp_path):
+        put(tmp_path, "async_io")
+        look = watching(tmp_path)
+        put(tmp_path)
+        assert look(7).running
+        assert look().aside == "; torch compiles cpu_adam, once a machine"
+
+    def test_which_came_first_is_not_read_off_the_file_servers_clock(self, tmp_path):
+        """It may be hours behind, or ahead."""
+        old = put(tmp_path, "async_io")
+        os.utime(old, (4e9, 4e9))
+        look = watching(tmp_path)
+        assert not look().running
+        os.utime(put(tmp_path), (1000, 1000))
+        assert look().running
+
+    def test_a_lock_that_was_made_anew_in_its_old_place_is_a_new_one(self, tmp_path):
+        lock = put(tmp_path)
+        look = watching(tmp_path)
+        lock.unlink()
+        (tmp_path / "other").touch()  # so that the inode isn't taken again
+        put(tmp_path)
+        assert look().running
+
+    def test_a_lock_that_goes_while_it_is_looked_at_is_passed_over(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Path, "glob", lambda root, pattern: [root / "gone" / "lock"])
+        assert Compilers({"TORCH_EXTENSIONS_DIR": str(tmp_path)})._locks() == []
+
+    @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
+    def test_it_is_looked_for_where_torch_compiles_by_default(self, variable, tmp_path, monkeypatch):
+        """As torch itself says where that is; other Pythons' folders are their own."""
+        from torch.utils import cpp_extension
+
+        for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(variable, str(tmp_path))
+        (tmp_path / ".cache").mkdir()
+        lock = Path(cpp_extension._get_build_directory("cpu_lion", verbose=False), "lock")
+        environment = dict(os.environ)
+        monkeypatch.setenv("HOME", "/nowhere")
+        compilers = Compilers(environment)
+        lock.touch(exist_ok=False)
+        put(lock.parents[2] / "py27_cu80", "another")
+        (found,) = compilers._locks()
+        assert found.path.samefile(lock)
+        assert found.extension == "cpu_lion"
+
+
 @pytest.fixture
-def started(tmp_path, lock, monkeypatch):
+def started(tmp_path, monkeypatch):
     """Runs the rank above, with a patience of a second; returns its results and the titles that were told."""
 
     def start(held=0.0, quiet=0.0, timeout=60.0):
-        folder = tmp_path / "ranks"
+        folder, lock = tmp_path / "ranks", tmp_path / "extensions" / "cpu_adam" / "lock"
         folder.mkdir()
+        lock.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-c", _RANK, str(folder), str(lock), str(held), str(quiet)]
         monkeypatch.setattr(launch, "_command", lambda job, port: command)
-        environment = {"TORCH_EXTENSIONS_DIR": str(lock.parents[1])}
-        job = Job((Call("a call", "x:y"),), folder, 1, timeout, environment=environment, patience=1.0)
+        monkeypatch.setattr(compiling, "_A_MOMENT", 0.5)
+        environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+        job = Job((Call("a call", "x:y"),), folder, 1, timeout, environment=environment, patience=1.5)
         titles = []
         return run(job, lambda done, title: titles.append(title)), titles
 
     return start
 
 
-class TestLocks:
-    def test_none_where_nothing_is_compiled_and_where_no_folder_is(self, lock, tmp_path):
-        assert compilation({"TORCH_EXTENSIONS_DIR": str(lock.parents[1])}) is None
-        assert compilation({"TORCH_EXTENSIONS_DIR": str(tmp_path / "nowhere")}) is None
-
-    @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
-    def test_found_where_torch_compiles_by_default(self, variable, tmp_path, monkeypatch):
-        """As torch itself says where that is."""
-        for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(variable, str(tmp_path))
-        from torch.utils import cpp_extension
-
-        (tmp_path / ".cache").mkdir()
-        lock = Path(cpp_extension._get_build_directory("cpu_lion", verbose=False), "lock")
-        lock.touch(exist_ok=False)
-        found = compilation(os.environ)
-        assert found is not None
-        assert found.lock.samefile(lock)
-        assert found.operator == "cpu_lion"
-
-    def test_the_oldest_is_told_first(self, lock):
-        lock.touch()
-        older = lock.parents[1] / "fused_adam" / "lock"
-        older.parent.mkdir()
-        older.touch()
-        os.utime(older, (1000, 1000))
-        assert compilation({"TORCH_EXTENSIONS_DIR": str(lock.parents[1])}).lock == older
-
-
 class TestWaiting:
-    def test_a_compiler_that_runs_is_named_and_taken_for_no_hang(self, started):
-        results, titles = started(held=2.5)
+    def test_a_compiler_that_runs_is_named_and_taken_for_no_hang(self, started, tmp_path):
+        put(tmp_path / "extensions", "async_io")
+        results, titles = started(held=4)
         assert results == [7]
-        assert "a call; torch compiles DeepSpeed's cpu_adam, once a machine" in titles
+        assert "a call; torch compiles cpu_adam, once a machine" in titles
 
     def test_silence_without_a_compiler_is_a_hang(self, started):
-        with pytest.raises(HarnessError, match=r"said nothing for 1 s \(in 'a call'\): they hang.*log.txt$"):
+        with pytest.raises(HarnessError, match=r"said nothing for 1.5 s \(in 'a call'\): they hang.*log.txt$"):
             started(quiet=20)
 
-    def test_silence_behind_a_lock_from_before_is_a_hang_and_names_the_lock(self, started, lock):
-        lock.touch()
-        os.utime(lock, (time.time() - 100,) * 2)
-        with pytest.raises(HarnessError, match=rf"they hang.*cpu_adam that began before them.* delete {lock}$"):
+    def test_silence_behind_a_lock_from_before_is_a_hang_and_names_the_lock(self, started, tmp_path):
+        lock = put(tmp_path / "extensions")
+        with pytest.raises(HarnessError, match=rf"they hang.*cpu_adam wait for .* killed; delete {lock}$"):
             started(quiet=20)
 
-    def test_time_that_runs_out_while_compiling_is_said(self, started):
-        with pytest.raises(HarnessError, match=r"did not finish within 1 s .* torch compiles DeepSpeed's cpu_adam"):
+    def test_time_that_runs_out_while_compiling_names_the_lock_that_is_left(self, started, tmp_path):
+        lock = tmp_path / "extensions" / "cpu_adam" / "lock"
+        with pytest.raises(HarnessError, match=rf"within 1 s .* compiling cpu_adam, which is ended too: delete {lock}"):
             started(held=20, timeout=1.0)
+        assert lock.exists()

@@ -1,6 +1,7 @@
 """A difference is explained by its numbers, with the remedy; without a difference there is nothing to explain."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -147,14 +148,39 @@ def test_an_lr_that_is_told_a_step_late_is_named_and_one_that_trains_so_is_not()
     assert "lr-reported-a-step-off" not in [cause.name for cause in found]
 
 
-def test_causes_name_steps_by_their_number_also_where_a_trace_begins_later():
+def test_an_lr_is_told_off_by_a_step_only_as_surely_as_what_was_compared_shows():
+    """A real shift moves weights at once, a loss of four digits hardly; an LR alone shows nothing."""
+
+    def told(n):
+        return {"lr": ((*LR, 0.04)[n],)}
+
+    for absent, name in (
+        (("weights",), "lr-reported-a-step-off"),
+        (("weights", "grad_norm"), "scheduler-per-pass"),
+        (("weights", "grad_norm", "loss"), "scheduler-per-pass"),
+    ):
+        found = causes(
+            lambda n, absent=absent: {**told(n), **dict.fromkeys(absent)},
+            reference=lambda n, absent=absent: dict.fromkeys(absent),
+        )
+        assert found[0].name == name, absent
+        evidence = [cause.evidence for cause in found if cause.name == "lr-reported-a-step-off"]
+        assert bool(evidence) == (len(absent) < 3)
+        assert all(field not in one for one in evidence for field in absent)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_causes_name_steps_by_their_number_also_where_a_trace_begins_later(name):
     def renumbered(held):
         return Trace(held.header, tuple(record.model_copy(update={"step": record.step + 40}) for record in held.steps))
 
-    a = renumbered(trace(engine="torch", ranks=1))
-    b = renumbered(trace(lambda n: {"lr": (LR[n - 1 - 2 * (n > 2)],)}))
+    change, options = CASES[name]
+    a, b = renumbered(trace(engine="torch", ranks=1)), renumbered(trace(change, **options))
     found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
-    assert "from step 43 on the LR goes as from step 41 on" in found[0].evidence
+    assert found[0].name == name
+    named = [int(n) for cause in found for n in re.findall(r"\bsteps? \[?(\d+)", cause.evidence)]
+    named += [int(n) for cause in found for n in re.findall(r"\bsteps \d+ to (\d+)", cause.evidence)]
+    assert all(number > 40 for number in named), [cause.evidence for cause in found]
 
 
 def test_what_a_foreign_trace_does_not_say_is_not_told():

@@ -2,11 +2,17 @@
 
 import json
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from ds_parity.config import load_config
 from ds_parity.errors import ConfigError
+from ds_parity.parity import probing, verify
 from ds_parity.parity.functions import refuse_unknown, resolve
+
+READY = Path(__file__).parents[2] / "ds_configs" / "zero2_bf16.json"
 
 
 @pytest.mark.parametrize(
@@ -46,5 +52,58 @@ def test_a_package_is_found_where_ranks_look_and_is_not_imported(tmp_path, monke
     refuse_unknown("loops_there:train", [str(tmp_path / "there")])
     with pytest.raises(ConfigError, match="loops_there"):
         refuse_unknown("loops_there:train")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "there"))
+    refuse_unknown("loops_there:train")
     assert sys.path == before
     assert not {"loops_here", "loops_there"} & sys.modules.keys()
+
+
+def test_a_module_that_was_written_after_it_was_missed_is_found(tmp_path):
+    """In a notebook, whose process lives on."""
+    with pytest.raises(ConfigError, match="loops_later"):
+        refuse_unknown("loops_later:train", [str(tmp_path / "later")])
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "loops_later.py").touch()
+    refuse_unknown("loops_later:train", [str(tmp_path / "later")])
+
+
+def test_a_module_that_this_process_made_by_hand_is_looked_for_as_ranks_do(tmp_path, monkeypatch):
+    by_hand = ModuleType("loops_by_hand")
+    monkeypatch.setitem(sys.modules, "loops_by_hand", by_hand)
+    with pytest.raises(ConfigError, match="no module named 'loops_by_hand'"):
+        refuse_unknown("loops_by_hand:train", [str(tmp_path)])
+    (tmp_path / "loops_by_hand.py").touch()
+    refuse_unknown("loops_by_hand:train", [str(tmp_path)])
+
+
+def test_the_main_module_is_refused_because_ranks_have_another():
+    with pytest.raises(ConfigError, match=r"the main module of ranks is another one: .* a module of its own"):
+        refuse_unknown("__main__:train")
+
+
+class TestNoRankIsStarted:
+    """For a name that leads nowhere; and for one in a folder of the caller's, one is."""
+
+    @pytest.fixture(autouse=True)
+    def no_ranks(self, monkeypatch):
+        def run(job, progress=None):
+            raise AssertionError("ranks were started")
+
+        for user in (verify, probing):
+            monkeypatch.setattr(user, "run", run)
+
+    @pytest.mark.parametrize("option", ["model", "train"])
+    def test_by_verify(self, option, tmp_path):
+        with pytest.raises(ConfigError, match="nowhere:build"):
+            verify.verify(load_config(READY), tmp_path, **{option: "nowhere:build"})
+
+    @pytest.mark.parametrize("options", [{"subject": "nowhere:build"}, {"model": "nowhere:build"}])
+    def test_by_probe(self, options, tmp_path):
+        given = {"subject": "ds_parity.parity.candidate:run", "folder": tmp_path, **options}
+        with pytest.raises(ConfigError, match="nowhere:build"):
+            probing.probe_config(load_config(READY), **given)
+
+    def test_but_where_the_caller_says_to_look(self, tmp_path):
+        (tmp_path / "loops_given.py").touch()
+        with pytest.raises(AssertionError, match="ranks were started"):
+            verify.verify(load_config(READY), tmp_path, import_from=(str(tmp_path),), train="loops_given:train")

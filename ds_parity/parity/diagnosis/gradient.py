@@ -70,7 +70,11 @@ def _factors(view: View) -> Iterator[Cause]:
     before = [(i, r) for i, r in known if i > 0 and totals[i - 1]]
     fits = [near(r, totals[i] / totals[i - 1], 0.01) for i, r in before]
     if view.first == 1 and len(fits) > 1 and all(fits):
-        yield Cause("wrong-window", 0.95, "from step 2 on norms are off by this window's total over the last one's")
+        yield Cause(
+            "wrong-window",
+            0.95,
+            f"from step {view.step(1)} on norms are off by this window's total over the last one's",
+        )
 
 
 def _constant(view: View, factor: float, count: int) -> Iterator[Cause]:
@@ -122,7 +126,9 @@ def _data(view: View) -> Iterator[Cause]:
     if len(known) > 1 and max(abs(x - z) for x, _, z in known) < 0.1 * max(abs(y - z) for _, y, z in known):
         losses = ", ".join(f"{x:.4g} for {z:.4g}" for x, _, z in known[:3])
         yield Cause(
-            "resume-repeats-data", 0.9, f"{begins}; losses from there on are near those of step 1 and after: {losses}"
+            "resume-repeats-data",
+            0.9,
+            f"{begins}; losses from there on are near those of step {view.step(0)} and after: {losses}",
         )
     elif view.at_first & {"tokens"}:
         yield Cause("resume-repeats-data", 0.7, f"{begins}, and other tokens")
@@ -133,13 +139,11 @@ def _loss(view: View) -> Iterator[Cause]:
     agree = [i for i, r in losses if near(r, 1.0, 0.01)]
     apart = [i for i, r in losses if not near(r, 1.0, 0.05)]
     seeds = view.reference.header.seed != view.candidate.header.seed
-    said = (
-        f"step {view.step(view.first)} has the same rollouts, tokens and LR, and another loss ({losses[view.first][1]:.4g} times)"
-        if len(losses) > view.first
-        else "the loss differs at once"
-    )
+    off = dict(losses).get(view.first)
+    times = "" if off is None else f" ({off:.4g} times)"
+    said = f"step {view.step(view.first)} has the same rollouts, tokens and LR, and another loss{times}"
     if agree and apart:
-        some = f"{said}; steps {[i + 1 for i in agree]} agree"
+        some = f"{said}; steps {[view.step(i) for i in agree]} agree"
         yield Cause("mixed-weights", 0.6, some)
         yield Cause("unmasked-numerator", 0.55, some)
     yield Cause("data-or-seed", 0.95 if seeds else 0.5, said + (", and the seeds differ" if seeds else ""))

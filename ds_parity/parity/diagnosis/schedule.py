@@ -25,13 +25,17 @@ def causes(view: View) -> Iterator[Cause]:
 
 
 def _told_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    # A scheduler that is really a step off trains otherwise: loss, norm and weights show it.
-    if view.fields - {"lr"} or len(set(a)) < 3 or all(x.loss is None for x, _ in view.pairs):
+    # A scheduler that is really a step off trains otherwise, and what it trains shows it: weights at once, the norm where it
+    # is written in full, a loss of four digits hardly.
+    agree = view.compared_after_the_first
+    if view.fields - {"lr"} or len(set(a)) < 3 or not agree:
         return
+    rounded = view.reference.precision.keys() | view.candidate.precision.keys()
+    likelihood = 0.98 if "weights" in agree else 0.92 if "grad_norm" in agree and "grad_norm" not in rounded else 0.6
     for told, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
         if all(near(y, x, 1e-6) for x, y in zip(due, told, strict=True)):
-            said = f"the LR of each step is that of the {when} ({told[0]:.4g}, {told[1]:.4g}, ...), and all else agrees"
-            yield Cause("lr-reported-a-step-off", 0.98, said)
+            said = f"the LR of each step is that of the {when} ({told[0]:.4g}, {told[1]:.4g}, ...); {', '.join(agree)} agree"
+            yield Cause("lr-reported-a-step-off", likelihood, said)
 
 
 def _from_the_start(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:

@@ -73,6 +73,14 @@ class View:
         return {_plain(d.field) for d in self.comparison.differences if d.step == step}
 
     @property
+    def compared_after_the_first(self) -> list[str]:
+        """Which of weights, gradient norm and loss both sides hold in every step after the first but skipped ones."""
+        later = [pair for pair in self.pairs[1:] if not pair[0].skipped]
+        names = ("weights", "grad_norm", "loss")
+        held = {name: all(getattr(one, name) is not None for pair in later for one in pair) for name in names}
+        return [name for name in names if later and held[name]]
+
+    @property
     def same_windows(self) -> bool:
         """Whether every step holds the same rollouts in both."""
         return not self.fields & {"rollouts", "step"}

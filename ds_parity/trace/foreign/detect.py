@@ -10,20 +10,11 @@ from ds_parity.trace.foreign.lines import json_lines, json_rows, parse
 from ds_parity.trace.foreign.source import Source
 from ds_parity.trace.foreign.table import table
 from ds_parity.trace.foreign.trainer_state import trainer_state
+from ds_parity.trace.records import StepRecord
 
 _STATE = "trainer_state.json"
 _EVENT = b"brain.Event"  # the version that every event file begins with
 _HEAD = 1 << 16
-_OURS = {
-    "step",
-    "passes",
-    "idle_passes",
-    "rollouts",
-    "prompts",
-    "tokens",
-    "total",
-    "lr",
-}  # what every step of ours holds
 _KINDS = "JSON Lines, CSV, trainer_state.json, or event files of TensorBoard"
 
 
@@ -70,10 +61,10 @@ def _text(path: Path, head: bytes) -> Source | None:
         return _whole(path) if b'"schema_version"' not in line else None
     if isinstance(first, dict) and "schema_version" in first:
         return None
-    if isinstance(first, dict) and first.keys() >= _OURS:
+    if isinstance(first, dict) and first.keys() == StepRecord.model_fields.keys() and isinstance(first["lr"], list):
         raise TraceError(
             f"{path}, line 1: a step of a ds_parity trace, and not its header: the file's first line is lost; put the first "
-            "line of that trace, or of another of the same run, before it"
+            "line of that trace, or of another of the same run, before it (with a key more, it is read as another trainer's)"
         )
     return json_lines(path) if isinstance(first, dict) and "log_history" not in first else _whole(path)
 

@@ -273,6 +273,8 @@ class TestJson:
         step = StepRecord(step=7, **counts, total=1.0, loss=0.5, lr=(0.1,), grad_norm=1.0)
         path = put(tmp_path / "a.jsonl", step.model_dump_json() + "\n")
         assert refused(path).startswith(", line 1: a step of a ds_parity trace, and not its header")
+        logged = {**step.model_dump(), "lr": 0.1, "seconds": 3.0}
+        assert [one.loss for one in read(put(tmp_path / "b.jsonl", lines(logged))).steps] == [0.5]
 
     @pytest.mark.parametrize("line", ["[1]", "3", "null"])
     def test_a_line_that_is_no_object_is_refused(self, tmp_path, line):

@@ -1,0 +1,51 @@
+"""What a micro-batch holds where nobody says, and what has to be said."""
+
+import pytest
+import torch
+
+from ds_parity.config import parse
+from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_what_is_no_loss
+from ds_parity.errors import WindowError
+from ds_parity.window import Counts
+
+
+def settings(**section):
+    return parse({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_passes": 4, "ds_parity": section})
+
+
+def test_rollouts_have_a_default_where_nothing_else_is_needed():
+    assert counts_of(settings(), 3, {}) == Counts(rollouts=3)
+    assert counts_of(settings(), 3, {"tokens": 7}) == Counts(rollouts=3, tokens=7)
+    assert counts_of(settings(), 3, {"rollouts": 0, "prompts": 2}) == Counts(rollouts=0, prompts=2)
+
+
+@pytest.mark.parametrize("given", [{}, {"rollouts": 1}, {"rollouts": 1, "prompts": 1}])
+def test_tokens_are_asked_for_where_the_loss_is_weighed_by_them(given):
+    with pytest.raises(WindowError, match="tokens="):
+        counts_of(settings(loss_weight="token"), 3, given)
+
+
+@pytest.mark.parametrize("given", [{}, {"rollouts": 4}, {"rollouts": 4, "tokens": 9}])
+def test_prompts_are_asked_for_where_they_close_the_window(given):
+    """Without them no window would ever end, and no error show."""
+    with pytest.raises(WindowError, match="prompts="):
+        counts_of(settings(count="prompt"), 3, given)
+    assert counts_of(settings(count="prompt"), 3, {**given, "prompts": 0}).prompts == 0
+
+
+def test_counts_inside_passes_may_be_repeated_and_not_contradicted():
+    refuse_contradiction(Counts(2, 1, 9), {"rollouts": 2, "tokens": 9})
+    with pytest.raises(WindowError, match=r"\{'tokens': 8\} but passes\(\) has announced"):
+        refuse_contradiction(Counts(2, 1, 9), {"rollouts": 2, "tokens": 8})
+
+
+def test_in_an_idle_pass_the_stand_ins_counts_are_no_contradiction():
+    refuse_contradiction(Counts(0, 0, 0), {"rollouts": 2, "tokens": 8})
+
+
+@pytest.mark.parametrize(
+    "loss", [1.0, (torch.ones(1, requires_grad=True),), torch.ones(2, requires_grad=True), torch.ones(1)]
+)
+def test_what_has_no_gradient_or_several_elements_is_no_loss(loss):
+    with pytest.raises(WindowError, match="that is no loss"):
+        refuse_what_is_no_loss(loss)
