@@ -76,7 +76,7 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
     What fills no window (`plan.left`) is in none: plan it again in front of what comes next.
 
     Args:
-        plan: of all ranks.
+        plan: of all ranks: for as many as take their micro-batches from it, or some are in none.
         rank: data-parallel rank (>= 0).
         first_window: windows before it are left out: where a resumed run goes on (0 to as many as the plan has).
         pad: token id that padding consists of.

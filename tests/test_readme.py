@@ -25,6 +25,7 @@ RUN = {
     "In your trainer": "tests/distributed/ranked_readme.py",
     "Frameworks": "tests/frameworks/ranked_frameworks.py",
     "Planning: rollouts to micro-batches": "tests/distributed/ranked_readme.py",
+    "With your own model and tokenizer": "tests/distributed/ranked_readme.py",
     "From PipelineRL": "here, as part of tools/from_pipelinerl/after.py",
     "The harness": "here",
 }
@@ -113,6 +114,7 @@ def test_its_command_lines_are_taken(line):
 def test_its_python_is_run_somewhere():
     sections = re.findall(r"^##+ (.*?)\n(.*?)(?=^##|\Z)", README, re.DOTALL | re.MULTILINE)
     assert {title for title, text in sections if "```python" in text} == RUN.keys()
+    assert all((ROOT / where).exists() for where in RUN.values() if where.startswith("tests/"))
 
 
 def test_its_example_of_a_users_test_calls_verify_as_it_can_be_called():

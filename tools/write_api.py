@@ -54,8 +54,19 @@ CHAPTERS = {
                 "ds_parity.trace.Header",
                 "ds_parity.trace.Trace",
             ),
-            *("ds_parity.trace.read_trace", "ds_parity.trace.iter_steps", "ds_parity.trace.TraceWriter"),
-            *("ds_parity.trace.foreign.read_any", "ds_parity.trace.foreign.parse_maps"),
+            *("ds_parity.trace.Precision", "ds_parity.trace.read_trace", "ds_parity.trace.iter_steps"),
+            *("ds_parity.trace.read_header", "ds_parity.trace.TraceWriter"),
+        ],
+    ),
+    "Other trainers' traces": (
+        "`from ds_parity.trace.foreign import ...`, without torch.",
+        ["ds_parity.trace.foreign.read_any", "ds_parity.trace.foreign.parse_maps"],
+    ),
+    "Losses and rollouts of the scripts": (
+        "What tools/train_grpo.py and tools/train_dpo.py put on a model, and train it on.",
+        [
+            *("ds_parity.parity.losses.PolicyGradient", "ds_parity.parity.losses.DirectPreference"),
+            *("ds_parity.parity.rollouts.load_rollouts", "ds_parity.parity.functions.resolve"),
         ],
     ),
     "The harness": (
@@ -64,8 +75,9 @@ CHAPTERS = {
             *("ds_parity.pytest_plugin.ds_parity_verify", "ds_parity.parity.verify.verify"),
             *("ds_parity.parity.verify.Verification", "ds_parity.parity.verify.Outcome"),
             *("ds_parity.parity.comparison.compare.compare", "ds_parity.parity.comparison.bounds.Tier"),
-            *("ds_parity.parity.comparison.fields.Comparison", "ds_parity.parity.diagnosis.diagnose"),
-            *("ds_parity.parity.diagnosis.Cause", "ds_parity.parity.probing.probe_config"),
+            *("ds_parity.parity.comparison.fields.Comparison", "ds_parity.parity.diagnosis.diagnose.diagnose"),
+            *("ds_parity.parity.comparison.fields.Difference", "ds_parity.parity.verify.LeftOut"),
+            *("ds_parity.parity.diagnosis.causes.Cause", "ds_parity.parity.probing.probe_config"),
             "ds_parity.parity.decomposition.ProbeResult",
         ],
     ),
@@ -88,6 +100,7 @@ def reference() -> str:
 
     Raises:
         KeyError: a name isn't there.
+        ValueError: it is a module, or its docstring has a part that would be lost.
     """
     package = griffe.load("ds_parity", search_paths=[str(ROOT)], try_relative_path=False, docstring_parser="google")
     parts = [
@@ -97,7 +110,10 @@ def reference() -> str:
         parts.append(f"## {title}\n\n{said}")
         for name in names:
             shown = name.rsplit(".", 1)[1] if said.startswith("`from") else name
-            parts += _told(_target(package[name.removeprefix("ds_parity.")]), "###", shown)
+            found = _target(package[name.removeprefix("ds_parity.")])
+            if isinstance(found, griffe.Module):
+                raise ValueError(f"{name} is a module: name what is in it")
+            parts += _told(found, "###", shown)
     return "\n\n".join(parts) + "\n"
 
 
@@ -114,6 +130,9 @@ def _told(found: griffe.Object, level: str, name: str) -> Iterator[str]:
         yield f"A property: `{found.annotation}`."
     yield from _docstring(found)
     if isinstance(found, griffe.Class):
+        if any("Enum" in str(base) for base in found.bases):
+            values = [f"`{member.name} = {member.value}`" for member in found.members.values() if member.is_attribute]
+            yield "Its members: " + ", ".join(values) + "."
         for member in found.members.values():
             if not member.is_alias and member.is_public and member.has_docstring and member.name != "__init__":
                 yield from _told(_target(member), level + "#", f"{name.rsplit('.', 1)[-1]}.{member.name}")
@@ -139,7 +158,7 @@ def _signature(function: griffe.Function, name: str) -> str:
         for one in parameters:
             if one.kind is griffe.ParameterKind.keyword_only and not keywords:
                 lines.append("*")
-                keywords = True
+            keywords = keywords or one.kind in (griffe.ParameterKind.keyword_only, griffe.ParameterKind.var_positional)
             default = "" if one.default is None or one.kind in stars else f" = {one.default}"
             annotation = "" if one.annotation is None else f": {one.annotation}"
             lines.append(f"{stars.get(one.kind, '')}{one.name}{annotation}{default}")

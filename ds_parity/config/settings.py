@@ -32,12 +32,13 @@ class Settings(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     gradient_accumulation_passes: Count = Field(
-        description="Micro-batches in one optimizer step, summed over all data-parallel ranks. Without this key "
-        "ds_parity stands aside, and DeepSpeed's own engine is returned."
+        description="Times train_micro_batch_size_per_gpu it is the target: what one optimizer step consumes on all "
+        "data-parallel ranks together, in rollouts (or prompts: count). Where micro-batches hold more or less, passes are "
+        "fewer or more. Without this key ds_parity stands aside, and DeepSpeed's own engine is returned."
     )
     train_micro_batch_size_per_gpu: Count | Literal["auto"] = Field(
         description='DeepSpeed\'s key: rollouts in a micro-batch of one rank. "auto" where the Hugging Face Trainer '
-        "fills it in; where it is absent, train_batch_size / gradient_accumulation_passes."
+        "fills it in. May be left out beside train_batch_size: then it is that / gradient_accumulation_passes."
     )
     count: Literal["rollout", "prompt"] = Field(
         default="rollout", description="What the target counts: rollouts, or prompts whose rollouts are complete."

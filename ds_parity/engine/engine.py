@@ -135,8 +135,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
                 be endless or arrive as it is produced. One that holds nothing is an idle pass.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
-                rank. With 0 one exchange a pass, and nothing is read before it is run. A window starts with its first so
-                many known (the total too, where it has no more), so the stream is read at most twice as far ahead.
+                rank. With 0 one exchange a pass, and nothing is read before it is run. A window starts with so many of its
+                passes known, all where it has no more, so the stream is read at most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
             finish: settle the last window when all streams have ended.
             skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks

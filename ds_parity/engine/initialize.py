@@ -48,6 +48,7 @@ def initialize(
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
         RankDesyncError: ranks were given different configurations, or another one raised.
+        TraceError: `ds_parity.trace` can't be written.
     """
     keywords: dict[str, Any] = {
         "args": args,

@@ -29,6 +29,9 @@ def install() -> Installation:
     comes back with the last one. Engines that were made meanwhile stay as they are. A configuration without the extra
     keys, and an engine without an optimizer (a reference model), are DeepSpeed's own.
 
+    An engine that is made so takes what `ParityEngine` refuses: `set_gradient_accumulation_boundary`, by which such a framework
+    says where its windows end, and `scale_wrt_gas=False`. What is said is held against the counts in every pass.
+
     Returns:
         what undoes it; a context manager, too.
     """

@@ -41,7 +41,7 @@ class Counts:
             object.__setattr__(self, name, _whole(name, getattr(self, name)))
 
     def weight(self, unit: str) -> int:
-        """How many units the micro-batch's mean loss stands for (spec: its rollouts, its tokens, or 1)."""
+        """How many units the micro-batch's mean loss stands for: its rollouts, its tokens, or 1."""
         if unit == "token":
             return self.tokens
         if unit in ("pass", "share"):

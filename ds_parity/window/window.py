@@ -44,8 +44,11 @@ class Window:
         target: units that close a window.
         closes_at: units since the start of counting at which this one closes.
         opened_at: units since the start of counting when it opened.
-        passes, idle_passes: passes counted; idle (rank, pass) pairs among them.
-        rollouts, prompts, tokens: what they held.
+        passes: passes counted.
+        idle_passes: idle (rank, pass) pairs among them.
+        rollouts: finished in them.
+        prompts: finished in them.
+        tokens: loss tokens that they held.
         weight: sum of the weights.
         expected: the total that losses are divided by as they go in; 0.0 until a pass contributes.
         closed: whether the last pass counted is the boundary.

@@ -15,7 +15,7 @@ RUNS = {
 }
 MODULES = {
     **dict.fromkeys(("with_accelerate", "refused", "cut_short", "cut_short_refused"), "ranked_accelerate"),
-    "readme": "ranked_readme",
+    "readme": "ranked_frameworks",
 }
 CELLS = [
     *product(RUNS, (2, 3), ("fp32", "bf16")),

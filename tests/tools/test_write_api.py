@@ -1,7 +1,9 @@
 """docs/api.md is what the docstrings say, and they say of every argument what there is to say of it."""
 
+import ast
 import logging
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import griffe
@@ -40,6 +42,34 @@ def test_every_method_of_the_engine_is_told_of(reference):
     methods = {name for name, member in engine.members.items() if member.is_public and name != "__init__"}
     assert len(methods) > 15
     assert not {name for name in methods if f"#### `ParityEngine.{name}`\n" not in reference}
+
+
+def test_what_a_chapter_says_is_imported_from_a_module_is_there():
+    for said, names in write_api.CHAPTERS.values():
+        if said.startswith("`from"):
+            module = import_module(said.split()[1])
+            assert not [name for name in names if not hasattr(module, name.rsplit(".", 1)[1])], said
+
+
+def test_a_long_signature_is_one_that_python_takes():
+    def told(source):
+        (function,) = griffe.visit("m", filepath=Path("m.py"), code=source).functions.values()
+        return write_api._signature(function, "one").removeprefix("```text\n").removesuffix("\n```")
+
+    long = "a_name_that_makes_the_line_as_long_as_it_takes_to_be_broken_into_several_of_them"
+    for source in (
+        f"def one({long}: int, *, keyword: int = 1) -> None: ...",
+        f"def one({long}: int, *arguments: int, keyword: int = 1, **others: int) -> None: ...",
+    ):
+        shown = told(source)
+        assert shown.count("\n") > 3
+        assert ast.unparse(ast.parse(f"def {shown}: ...")) == ast.unparse(ast.parse(source))
+
+
+def test_a_module_in_place_of_what_is_in_it_is_refused(monkeypatch):
+    monkeypatch.setattr(write_api, "CHAPTERS", {"All": ("all", ["ds_parity.parity.diagnosis.diagnose"])})
+    with pytest.raises(ValueError, match="is a module"):
+        write_api.reference()
 
 
 def test_a_docstring_with_a_part_that_would_be_lost_is_refused(tmp_path, monkeypatch):
