@@ -83,7 +83,7 @@ def test_a_silent_rank_that_lives_on_is_waited_for_as_long_as_the_limit(forks, s
     So does the backward on ZeRO 2, where its counts were told before it fell silent: `passes` tells them before the pass.
     """
     told = forks.run("parting:run", 2, 90, kind="sleeps", stage=stage, drive=drive, odd=1, at=2, limit=LIMIT)
-    if (stage, drive) == (2, "passes"):
+    if stage == 2 and drive != "loop":
         assert [(one.how, one.value) for one in told] == [("returned", 2)] * 2
         return
     assert desync(told[0])
