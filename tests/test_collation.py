@@ -1,6 +1,7 @@
 """Tensors hold what their rollouts hold: padded or packed the same loss, and nothing of a neighbour."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -305,6 +306,30 @@ def test_a_stream_holds_its_plan_whatever_the_lengths(lengths, ranks, target):
         for chosen, batch in zip(planned.of_rank(rank), micro_batches(planned, rank), strict=True):
             assert list(batch.held) == [rollouts[i] for i in chosen]
             assert batch.rollouts == len(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled(Rollout):
+    """A rollout with what its sampler said of it."""
+
+    old_logps: tuple[float, ...] = ()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_what_a_rollout_of_ones_own_carries_comes_back_row_by_row(layout):
+    """Old log-probs, say: in the order of the micro-batch's rows, one of each loss token."""
+    own = [
+        Sampled(
+            f"{n}", tuple(range(2 + n % 5)), 1, advantage=float(n), old_logps=tuple(-0.5 * n for _ in range(1 + n % 5))
+        )
+        for n in range(24)
+    ]
+    planned = plan(own, dp_world_size=2, target=8, max_tokens=12, layout=layout)
+    for micro_batch in (one for rank in (0, 1) for one in micro_batches(planned, rank)):
+        carried = [logp for one in micro_batch.held for logp in one.old_logps]
+        assert len(carried) == micro_batch.tokens == int(micro_batch.inputs["loss_mask"].sum())
+        advantages = [one.advantage for one in micro_batch.held]
+        assert advantages == micro_batch.inputs["advantages"].tolist()[: len(advantages)]
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3])
