@@ -59,7 +59,9 @@ def test_an_exception_on_one_rank_is_named_with_its_rank_and_ends_the_others(tmp
 def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_path):
     begun = time.monotonic()
     # The launcher looks once a second, and then kills the other rank, which may not have told of its lost peer by then.
-    told = r"rank 1 ended without saying why: killed|a rank ended with code \d+ in 'die' without saying why: it was killed"
+    told = (
+        r"rank 1 ended without saying why: killed|a rank ended with code \d+ in 'die' without saying why: it was killed"
+    )
     with pytest.raises(HarnessError, match=told):
         run(job(tmp_path, "die", rank=1))
     assert time.monotonic() - begun < 120
