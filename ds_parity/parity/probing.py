@@ -24,6 +24,16 @@ def probe_config(
 ) -> tuple[ProbeResult, float]:
     """Probe a ragged window; returns what it came to, and the tolerance of the configuration's type.
 
+    Args:
+        config: extended configuration.
+        subject: `package.module:function(scenario, record)` that runs the window; ds_parity's own is
+            `ds_parity.parity.candidate:run`.
+        folder: for the ranks' log.
+        ranks: processes to start.
+        timeout: seconds for all of it.
+        progress: called with how many calls are done (0 or 1) and what runs.
+        options: of `Scenario` (seed, model, rollouts, max_tokens).
+
     Raises:
         ConfigError: the configuration can't be run.
         HarnessError: a rank failed, or time ran out.
