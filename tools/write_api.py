@@ -3,7 +3,6 @@
 python tools/write_api.py
 """
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,84 +11,52 @@ import griffe
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "api.md"
-# What is told of, in the order of reading: a title, a line about it, and names, in full where not all of a module are.
+# What is told of, in the order of reading: a title, a line about it, a module and names in it.
 CHAPTERS = {
-    "Training": (
-        "`import ds_parity`.",
-        [
-            "ds_parity.initialize",
-            "ds_parity.ParityEngine",
-            "ds_parity.install",
-            "ds_parity.engine.install.Installation",
-        ],
-    ),
+    "Training": ("`import ds_parity`.", "ds_parity", "initialize ParityEngine install engine.install.Installation"),
     "Rollouts, plans and micro-batches": (
         "`import ds_parity`; all but the tensors' makers (`collate`, `labels`, `micro_batches`, `to_device`) without torch.",
-        [
-            *(
-                f"ds_parity.{name}"
-                for name in ("Rollout", "PreferencePair", "by_turn", "group_advantages", "plan", "Plan")
-            ),
-            "ds_parity.planning.WindowPlan",
-            *(f"ds_parity.{name}" for name in ("MicroBatch", "micro_batches", "collate", "labels", "to_device")),
-        ],
+        "ds_parity",
+        "Rollout PreferencePair by_turn group_advantages plan Plan planning.WindowPlan "
+        "MicroBatch micro_batches collate labels to_device",
     ),
     "Configurations": (
         "`from ds_parity.config import ...`, without torch. The keys are the README's table.",
-        [
-            *("ds_parity.config.load_config", "ds_parity.config.parse", "ds_parity.config.rewrite.rewrite"),
-            *(f"ds_parity.config.{name}" for name in ("Rewrite", "Change", "Settings")),
-        ],
+        "ds_parity.config",
+        "load_config parse rewrite.rewrite Rewrite Change Settings",
     ),
     "Windows": (
         "`from ds_parity.window import ...`, without torch: what `engine.window` is, and the state machine behind it.",
-        [f"ds_parity.window.{name}" for name in ("Window", "Counts", "PassTotals", "Rules", "Ledger", "Progress")],
+        "ds_parity.window",
+        "Window Counts PassTotals Rules Ledger Progress",
     ),
     "Traces": (
         "`from ds_parity.trace import ...`, without torch. `engine.last_step` is a `StepRecord`.",
-        [
-            *(
-                "ds_parity.trace.StepRecord",
-                "ds_parity.trace.Weights",
-                "ds_parity.trace.Header",
-                "ds_parity.trace.Trace",
-            ),
-            *("ds_parity.trace.Precision", "ds_parity.trace.read_trace", "ds_parity.trace.iter_steps"),
-            *("ds_parity.trace.read_header", "ds_parity.trace.TraceWriter"),
-        ],
+        "ds_parity.trace",
+        "StepRecord Weights Header Trace Precision read_trace iter_steps read_header TraceWriter",
     ),
     "Other trainers' traces": (
         "`from ds_parity.trace.foreign import ...`, without torch.",
-        ["ds_parity.trace.foreign.read_any", "ds_parity.trace.foreign.parse_maps"],
+        "ds_parity.trace.foreign",
+        "read_any parse_maps",
     ),
     "Losses and rollouts of the scripts": (
         "What tools/train_grpo.py and tools/train_dpo.py put on a model, and train it on.",
-        [
-            *("ds_parity.parity.losses.PolicyGradient", "ds_parity.parity.losses.DirectPreference"),
-            *("ds_parity.parity.rollouts.load_rollouts", "ds_parity.parity.functions.resolve"),
-        ],
+        "ds_parity.parity",
+        "losses.PolicyGradient losses.DirectPreference rollouts.load_rollouts functions.resolve",
     ),
     "The harness": (
         "What `ds-parity` calls, and the fixture of the pytest plugin.",
-        [
-            *("ds_parity.pytest_plugin.ds_parity_verify", "ds_parity.parity.verify.verify"),
-            *("ds_parity.parity.verify.Verification", "ds_parity.parity.verify.Outcome"),
-            *("ds_parity.parity.comparison.compare.compare", "ds_parity.parity.comparison.bounds.Tier"),
-            *("ds_parity.parity.comparison.fields.Comparison", "ds_parity.parity.diagnosis.diagnose.diagnose"),
-            *("ds_parity.parity.comparison.fields.Difference", "ds_parity.parity.verify.LeftOut"),
-            *("ds_parity.parity.diagnosis.causes.Cause", "ds_parity.parity.probing.probe_config"),
-            "ds_parity.parity.decomposition.ProbeResult",
-        ],
+        "ds_parity",
+        "pytest_plugin.ds_parity_verify parity.verify.verify parity.verify.Verification parity.verify.Outcome "
+        "parity.comparison.compare.compare parity.comparison.bounds.Tier parity.comparison.fields.Comparison "
+        "parity.diagnosis.diagnose.diagnose parity.comparison.fields.Difference parity.verify.LeftOut "
+        "parity.diagnosis.causes.Cause parity.probing.probe_config parity.decomposition.ProbeResult",
     ),
     "Errors": (
         "`import ds_parity`. Whatever ds_parity raises on purpose is one of these.",
-        [
-            f"ds_parity.{name}"
-            for name in (
-                *("DsParityError", "ConfigError", "WindowError", "RankDesyncError", "CheckpointError", "TraceError"),
-                "HarnessError",
-            )
-        ],
+        "ds_parity",
+        "DsParityError ConfigError WindowError RankDesyncError CheckpointError TraceError HarnessError",
     ),
 }
 _WIDTH = 100
@@ -106,14 +73,14 @@ def reference() -> str:
     parts = [
         "# API reference\n\nMade from the docstrings by `make api`; what isn't here is not for users, and may change."
     ]
-    for title, (said, names) in CHAPTERS.items():
+    for title, (said, module, names) in CHAPTERS.items():
         parts.append(f"## {title}\n\n{said}")
-        for name in names:
-            shown = name.rsplit(".", 1)[1] if said.startswith("`from") else name
-            found = _target(package[name.removeprefix("ds_parity.")])
+        for name in names.split():
+            path = f"{module}.{name}"
+            found = _target(package[path.removeprefix("ds_parity.")])
             if isinstance(found, griffe.Module):
-                raise ValueError(f"{name} is a module: name what is in it")
-            parts += _told(found, "###", shown)
+                raise ValueError(f"{path} is a module: name what is in it")
+            parts += _told(found, "###", path.rsplit(".", 1)[1] if said.startswith("`from") else path)
     return "\n\n".join(parts) + "\n"
 
 
@@ -147,24 +114,27 @@ def _constructor(found: griffe.Object) -> griffe.Function | None:
 
 
 def _signature(function: griffe.Function, name: str) -> str:
+    parameters = list(_parameters(function))
     returns = "" if function.name == "__init__" or function.returns is None else f" -> {function.returns}"
-    shown = re.sub(r"^\w+\(((self|cls)(, )?)?", f"{name}(", function.signature()).removesuffix(" -> None") + (
-        " -> None" if returns == " -> None" else ""
-    )
+    shown = f"{name}({', '.join(parameters)}){returns}"
     if len(shown) > _WIDTH:
-        parameters = [one for one in function.parameters if one.name not in ("self", "cls")]
-        stars = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
-        lines, keywords = [], False
-        for one in parameters:
-            if one.kind is griffe.ParameterKind.keyword_only and not keywords:
-                lines.append("*")
-            keywords = keywords or one.kind in (griffe.ParameterKind.keyword_only, griffe.ParameterKind.var_positional)
-            default = "" if one.default is None or one.kind in stars else f" = {one.default}"
-            annotation = "" if one.annotation is None else f": {one.annotation}"
-            lines.append(f"{stars.get(one.kind, '')}{one.name}{annotation}{default}")
-        inner = "".join(f"    {line},\n" for line in lines)
-        shown = f"{name}(\n{inner}){returns}"
+        shown = f"{name}(\n" + "".join(f"    {one},\n" for one in parameters) + f"){returns}"
     return f"```text\n{shown}\n```"
+
+
+def _parameters(function: griffe.Function) -> Iterator[str]:
+    kinds = griffe.ParameterKind
+    stars = {kinds.var_positional: "*", kinds.var_keyword: "**"}
+    keywords = False
+    for one in function.parameters:
+        if one.name in ("self", "cls"):
+            continue
+        if one.kind is kinds.keyword_only and not keywords:
+            yield "*"
+        keywords = keywords or one.kind in (kinds.keyword_only, kinds.var_positional)
+        annotation = "" if one.annotation is None else f": {one.annotation}"
+        default = "" if one.default is None or one.kind in stars else f"{' = ' if annotation else '='}{one.default}"
+        yield f"{stars.get(one.kind, '')}{one.name}{annotation}{default}"
 
 
 def _docstring(found: griffe.Object) -> Iterator[str]:

@@ -23,30 +23,18 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int])
     Raises:
         WindowError: the loss is weighed by tokens, or the window counts prompts, and these were left out.
     """
-    if not given:
-        return _usual(settings, usual_rollouts)
-    call = f"backward({', '.join(f'{name}={count}' for name, count in given.items())})"
+    call = f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
     if settings.loss_weight == "token" and "tokens" not in given:
         raise WindowError(
-            f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass how "
-            "many loss tokens the micro-batch holds"
+            f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass "
+            "tokens=, how many loss tokens the micro-batch holds"
         )
     if settings.count == "prompt" and "prompts" not in given:
         raise WindowError(
             f"{call} without prompts= although ds_parity.count is 'prompt': nothing would bring the window nearer to its "
-            "end; pass how many prompts the micro-batch finishes (0 where their other rollouts are still to come)"
+            "end; pass prompts=, how many the micro-batch finishes (0 where their other rollouts are still to come)"
         )
     return Counts(**{"rollouts": usual_rollouts, **given})
-
-
-def _usual(settings: Settings, rollouts: int) -> Counts:
-    if settings.loss_weight == "token" or settings.count == "prompt":
-        missing = "tokens" if settings.loss_weight == "token" else "prompts"
-        raise WindowError(
-            f"backward(loss) without {missing}= although ds_parity.loss_weight is {settings.loss_weight!r} and "
-            f"ds_parity.count is {settings.count!r}: only rollouts have a default; pass {missing}="
-        )
-    return Counts(rollouts=rollouts)
 
 
 def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -71,12 +70,11 @@ class Compilers:
     @property
     def blame(self) -> str:
         """What to say of it where ranks are ended; "" where there is nothing."""
-        self._since = dict.fromkeys(self._locks(), time.monotonic())
         return "".join(
             f"; {self._may_wait(lock)}"
             if lock in self._before
             else f"; torch was compiling {lock.extension}, which is ended too: delete {lock.path}, if no other run compiles it"
-            for lock in self._since
+            for lock in self._locks()
         )
 
     def _may_wait(self, lock: Lock) -> str:

@@ -137,9 +137,8 @@ def verify(
         HarnessError: a rank failed, or time ran out.
     """
     runs, left_out = scenarios(config, ranks, **options)
-    for scenario, _ in runs[:1]:
-        for name in filter(None, (scenario.model, scenario.train)):
-            refuse_unknown(name, import_from)
+    for name in filter(None, (options.get("model"), options.get("train"))):
+        refuse_unknown(name, import_from)
     folder = folder.resolve()
     ran = run(Job(calls(runs, folder), folder / "ranks", ranks, timeout, import_from=import_from), progress)
     return judge(runs, left_out, folder, ran[0]["accelerator"])
