@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import ds_parity
 from ds_parity.config import rewrite
-from ds_parity.parity import weights
-from ds_parity.parity.candidate import own_batches, stand_in
-from ds_parity.parity.memory import Held
-from ds_parity.parity.model import TinyDecoder
-from ds_parity.parity.oracle import weight
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.data.model import TinyDecoder
+from ds_parity.parity.running import weights
+from ds_parity.parity.running.memory import Held
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.candidate import own_batches, stand_in
+from ds_parity.parity.subjects.oracle import weight
 
 
 def build(seed, width):

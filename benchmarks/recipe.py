@@ -19,9 +19,9 @@ from quotas import deal, packed, padded
 import ds_parity
 from ds_parity.collation import micro_batches, to_device
 from ds_parity.config import rewrite
-from ds_parity.parity.losses import PolicyGradient
-from ds_parity.parity.model import build
-from ds_parity.parity.rollouts import load_rollouts
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.data.model import build
+from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.planning import plan
 
 

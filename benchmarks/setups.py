@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from ds_parity.parity.launch import Call, Job, run
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.scenario import Scenario
 
 HERE = Path(__file__).parent
 IMPORTS = (str(HERE), str(HERE.parent / "tools" / "from_pipelinerl"))
-SMALL = "ds_parity.parity.model:build"
+SMALL = "ds_parity.parity.data.model:build"
 STAGES = (0, 1, 2, 3)
 ZERO = tuple(f"ZeRO {stage}" for stage in STAGES)
 

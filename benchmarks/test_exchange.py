@@ -6,8 +6,8 @@ from queue import SimpleQueue
 
 from results import Section
 
-from ds_parity.engine.exchange import Exchange, Place, Slot
-from ds_parity.engine.hostsum import HostSum
+from ds_parity.engine.ranks.exchange import Exchange, Place, Slot
+from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.window import Counts
 
 PASSES = 16

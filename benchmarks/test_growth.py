@@ -6,7 +6,7 @@ import statistics
 from results import Section, divided, shown
 from setups import launched, scenario
 
-TINY = "ds_parity.parity.model:build_tiny"
+TINY = "ds_parity.parity.data.model:build_tiny"
 AHEAD = 8
 MODES = {"counts ahead (`lookahead: 8`)": AHEAD, "counts pass by pass": 0}
 ROUNDS = {1: 60, 2: 50, 8: 30, 64: 10, 512: 4}

@@ -5,7 +5,7 @@ import time
 import numpy as np
 from results import Section, shown
 
-from ds_parity.parity.rollouts import load_rollouts
+from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.planning import Rollout, plan
 
 LIMIT = 8192

@@ -3,7 +3,7 @@
 from results import Section, divided, shown
 from setups import STAGES, ZERO, launched
 
-from ds_parity.parity.rollouts import load_rollouts
+from ds_parity.parity.data.rollouts import load_rollouts
 
 SIZES = {16384: (128, 3), 4096: (64, 5)}  # windows of so many rollouts, so many rounds
 SAID = """Real steps, planning and collation included, beside PipelineRL's loop in our words: a quota a rank, micro-batches filled as

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_parity.errors import ConfigError
 from ds_parity.planning.checks import check_choices, check_prompt
 from ds_parity.planning.plans import Plan
-from ds_parity.planning.records import MicroBatch, PreferencePair, Rollout, Unit
+from ds_parity.planning.rollout import MicroBatch, PreferencePair, Rollout, Unit
 
 IGNORED = -100
 """Label of a token without loss, by the convention of torch's cross entropy and of Hugging Face's models."""

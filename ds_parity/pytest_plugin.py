@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from ds_parity.parity.verify import Outcome, Verification
+    from ds_parity.parity.verification.verify import Outcome, Verification
 
 _UPDATE = "--ds-parity-update"
 
@@ -44,7 +44,7 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
         config: str | Path | dict[str, Any], *, golden: str | Path | None = None, **options: Any
     ) -> Verification:
         from ds_parity.config import load_config
-        from ds_parity.parity import verify as harness
+        from ds_parity.parity.verification import verify as harness
 
         here = request.path.parent
         if options.get("rollouts"):
@@ -69,7 +69,7 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
 def _told(outcome: Outcome) -> str:
     from rich.console import Console
 
-    from ds_parity.parity.tables import causes, render, verdict
+    from ds_parity.parity.report.terminal import causes, render, verdict
 
     written = StringIO()
     Console(width=120, file=written).print(render(outcome.comparison))

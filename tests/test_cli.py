@@ -202,7 +202,7 @@ class TestCompareForeign:
 class TestVerify:
     def test_says_pass_exits_0_and_leaves_both_traces(self, tmp_path):
         """With the user's own model and rollouts."""
-        (tmp_path / "mine.py").write_text("from ds_parity.parity.model import build_tiny as build\n")
+        (tmp_path / "mine.py").write_text("from ds_parity.parity.data.model import build_tiny as build\n")
         lines = [
             {"prompt": f"{n} + {n} = ", "completion": f"{2 * n + k} " + "because " * 12, "reward": float(k == 0)}
             for n in range(20)
@@ -231,7 +231,7 @@ class TestVerify:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_probe_shows_a_faulty_loop_and_exits_1(tmp_path):
-    subject = "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run"
+    subject = "ds_parity.parity.subjects.controls.boundary.last_backward_only:LastBackwardOnly.run"
     ran = ds_parity("probe", ROOT / "ds_configs" / "zero2_fp32.json", "--subject", subject, "--out", tmp_path)
     assert ran.returncode == 1, ran.stderr
     assert "rank 1" in ran.stdout

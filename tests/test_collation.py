@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import ds_parity
 from ds_parity.collation import IGNORED, collate, labels, micro_batches, to_device
 from ds_parity.errors import ConfigError
-from ds_parity.parity.losses import DirectPreference, PolicyGradient
-from ds_parity.parity.model import build_tiny
-from ds_parity.parity.rollouts import line_turns, load_rollouts, shorten
+from ds_parity.losses import DirectPreference, PolicyGradient
+from ds_parity.parity.data.model import build_tiny
+from ds_parity.parity.data.rollouts import line_turns, load_rollouts, shorten
 from ds_parity.planning import PreferencePair, Rollout, plan
 
 SHORT = Rollout("a", (9, 1, 8), prompt_length=2, reward=1.0, advantage=0.5)

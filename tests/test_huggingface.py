@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from ds_parity.collation import collate
-from ds_parity.parity.losses import PolicyGradient
-from ds_parity.parity.rollouts import VOCAB, load_rollouts, shorten
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.data.rollouts import VOCAB, load_rollouts, shorten
 
 HELD = shorten(load_rollouts()[:5], 60)
 LLAMA = {

@@ -15,7 +15,7 @@ from ds_parity.cli import app
 from ds_parity.config import Settings, parse
 from ds_parity.config.settings import key_path
 from ds_parity.parity.diagnosis.causes import REMEDIES
-from ds_parity.parity.verify import verify
+from ds_parity.parity.verification.verify import verify
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -18,9 +18,9 @@ import torch
 from trainer import Run, configuration, drawn, launch
 
 import ds_parity
-from ds_parity.parity.functions import resolve
-from ds_parity.parity.losses import DirectPreference
-from ds_parity.parity.rollouts import load_rollouts
+from ds_parity.losses import DirectPreference
+from ds_parity.parity.data.rollouts import load_rollouts
+from ds_parity.parity.running.functions import resolve
 
 
 def pairs(rollouts: Iterable[ds_parity.Rollout]) -> Iterator[ds_parity.PreferencePair]:

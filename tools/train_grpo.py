@@ -14,9 +14,9 @@ import torch
 from trainer import Run, configuration, drawn, launch
 
 import ds_parity
-from ds_parity.parity.functions import resolve
-from ds_parity.parity.losses import PolicyGradient
-from ds_parity.parity.rollouts import load_rollouts
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.data.rollouts import load_rollouts
+from ds_parity.parity.running.functions import resolve
 
 STEPS_A_ROUND = 8
 

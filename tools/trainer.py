@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 import ds_parity
 from ds_parity.config import Settings, load_config, parse
-from ds_parity.planning.records import Unit
+from ds_parity.planning.rollout import Unit
 
 MONITORS = {"csv": "csv_monitor", "tensorboard": "tensorboard"}
 
@@ -29,7 +29,9 @@ MONITORS = {"csv": "csv_monitor", "tensorboard": "tensorboard"}
 def arguments(description: str) -> argparse.Namespace:
     """Read the command line; the launcher adds --local_rank, DeepSpeed --deepspeed and --deepspeed_config."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ds_parity.parity.model:build", help="package.module:function, of a seed")
+    parser.add_argument(
+        "--model", default="ds_parity.parity.data.model:build", help="package.module:function, of a seed"
+    )
     parser.add_argument(
         "--rollouts", type=Path, help="JSON lines: prompt, completion, reward (default: GSM8K, bundled)"
     )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ds_parity.errors import DsParityError
-from ds_parity.parity.controls.known import known
+from ds_parity.parity.subjects.controls.known import known
 from ds_parity.trace import StepRecord, read_trace
 
 README = Path(__file__).parent.parent / "README.md"

@@ -42,16 +42,17 @@ CHAPTERS = {
     ),
     "Losses and rollouts of the scripts": (
         "What tools/train_grpo.py and tools/train_dpo.py put on a model, and train it on.",
-        "ds_parity.parity",
-        "losses.PolicyGradient losses.DirectPreference rollouts.load_rollouts functions.resolve",
+        "ds_parity",
+        "losses.PolicyGradient losses.DirectPreference parity.data.rollouts.load_rollouts "
+        "parity.running.functions.resolve",
     ),
     "The harness": (
         "What `ds-parity` calls, and the fixture of the pytest plugin.",
         "ds_parity",
-        "pytest_plugin.ds_parity_verify parity.verify.verify parity.verify.Verification parity.verify.Outcome "
+        "pytest_plugin.ds_parity_verify parity.verification.verify.verify parity.verification.verify.Verification parity.verification.verify.Outcome "
         "parity.comparison.compare.compare parity.comparison.bounds.Tier parity.comparison.fields.Comparison "
-        "parity.diagnosis.diagnose.diagnose parity.comparison.fields.Difference parity.verify.LeftOut "
-        "parity.diagnosis.causes.Cause parity.probing.probe_config parity.decomposition.ProbeResult",
+        "parity.diagnosis.diagnose.diagnose parity.comparison.fields.Difference parity.verification.verify.LeftOut "
+        "parity.diagnosis.causes.Cause parity.probe.start.probe_config parity.probe.decomposition.ProbeResult",
     ),
     "Errors": (
         "`import ds_parity`. Whatever ds_parity raises on purpose is one of these.",

@@ -40,12 +40,12 @@ def progress(total: int) -> Iterator[Callable[[int, str], None]]:
 
 def show(comparison: Comparison, title: str, explained: Sequence[Cause] = ()) -> None:
     """Print a comparison's table, its verdict and what explains it."""
-    from ds_parity.parity import tables
+    from ds_parity.parity.report import terminal
 
     out.print(f"\n{title}", style="bold", markup=False, highlight=False, soft_wrap=True)
-    out.print(tables.render(comparison))
-    out.print(tables.verdict(comparison), markup=False, highlight=False, soft_wrap=True)
-    for line in tables.causes(explained):
+    out.print(terminal.render(comparison))
+    out.print(terminal.verdict(comparison), markup=False, highlight=False, soft_wrap=True)
+    for line in terminal.causes(explained):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from ds_parity._version import __version__
-from ds_parity.cli.calibrate import calibrate
-from ds_parity.cli.compare import compare
+from ds_parity.cli.calibrate_command import calibrate
+from ds_parity.cli.compare_command import compare
 from ds_parity.cli.console import err, out
-from ds_parity.cli.controls import controls
-from ds_parity.cli.plan import plan
-from ds_parity.cli.probe import probe
-from ds_parity.cli.rewrite import rewrite
-from ds_parity.cli.verify import verify
+from ds_parity.cli.controls_command import controls
+from ds_parity.cli.plan_command import plan
+from ds_parity.cli.probe_command import probe
+from ds_parity.cli.rewrite_command import rewrite
+from ds_parity.cli.verify_command import verify
 from ds_parity.errors import DsParityError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

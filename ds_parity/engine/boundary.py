@@ -6,18 +6,18 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ds_parity.engine.counters import Counters
-from ds_parity.engine.finished import Finished
-from ds_parity.engine.leftout import take_along
-from ds_parity.engine.metrics import Meter
-from ds_parity.engine.normalize import (
+from ds_parity.engine.internals.counters import Counters
+from ds_parity.engine.internals.leftout import take_along
+from ds_parity.engine.internals.normalize import (
     correction_for,
     corrects_every_step,
     discard_accumulated,
     let_parameters_go,
     loss_scale,
 )
-from ds_parity.engine.schedule import RolloutSchedule
+from ds_parity.engine.internals.schedule import RolloutSchedule
+from ds_parity.engine.record.finished import Finished
+from ds_parity.engine.record.metrics import Meter
 from ds_parity.window import Ledger
 
 _LOG = logging.getLogger("ds_parity")

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from ds_parity.config import Settings
-from ds_parity.engine.agreement import same
 from ds_parity.engine.boundary import Boundary
-from ds_parity.engine.exchange import Exchange, Known, Pending, Place, Slot, host_group
-from ds_parity.engine.leftout import forget_last_window
-from ds_parity.engine.metrics import Meter
-from ds_parity.engine.normalize import (
+from ds_parity.engine.internals.groups import members_of
+from ds_parity.engine.internals.leftout import forget_last_window
+from ds_parity.engine.internals.normalize import (
     averaged_over,
     discard_accumulated,
     divisor,
@@ -24,7 +22,9 @@ from ds_parity.engine.normalize import (
     silenced,
     unscaled_loss_scale,
 )
-from ds_parity.engine.sequence import members_of
+from ds_parity.engine.ranks.agreement import same
+from ds_parity.engine.ranks.exchange import Exchange, Known, Pending, Place, Slot, host_group
+from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 

@@ -10,11 +10,11 @@ import wrapt
 
 from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
-from ds_parity.engine.advantages import gathered_advantages
-from ds_parity.engine.agreement import naming_lost_ranks
 from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_scaling, refuse_what_is_no_loss
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.passes import PassQueue
+from ds_parity.engine.ranks.agreement import naming_lost_ranks
+from ds_parity.engine.ranks.gathered_advantages import gathered_advantages
 from ds_parity.errors import WindowError
 from ds_parity.trace import StepRecord
 from ds_parity.window import Counts, Window

@@ -12,11 +12,11 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_parity.config import Settings, load_config, parse, rewrite
 from ds_parity.config.settings import key_path
-from ds_parity.engine.agreement import agree, all_or_none, started_together, telling
 from ds_parity.engine.engine import ParityEngine
-from ds_parity.engine.monitoring import show
-from ds_parity.engine.sequence import sequence_parallel_size
-from ds_parity.engine.tracing import attach
+from ds_parity.engine.internals.groups import sequence_parallel_size
+from ds_parity.engine.listeners.monitoring import show
+from ds_parity.engine.listeners.tracing import attach
+from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
 from ds_parity.errors import ConfigError
 
 Initialize: TypeAlias = Callable[..., tuple[Any, Any, Any, Any]]

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.exchange import Known, Pending, Slot
+from ds_parity.engine.ranks.exchange import Known, Pending, Slot
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, PassTotals
 

@@ -3,7 +3,7 @@
 from ds_parity.planning.advantages import group_advantages
 from ds_parity.planning.planner import plan
 from ds_parity.planning.plans import Plan, WindowPlan, fewest_passes
-from ds_parity.planning.records import MicroBatch, PreferencePair, Rollout, Unit
+from ds_parity.planning.rollout import MicroBatch, PreferencePair, Rollout, Unit
 from ds_parity.planning.turns import by_turn
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.records import PreferencePair, Rollout, Unit
+from ds_parity.planning.rollout import PreferencePair, Rollout, Unit
 
 _MOST, _MOST_RANKS = 2**30, 2**20  # beyond these a number is a slip
 

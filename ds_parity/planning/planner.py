@@ -16,7 +16,7 @@ import numpy as np
 from ds_parity.planning.checks import check_choices, check_lengths, numbers, sizes_of
 from ds_parity.planning.packing import best_fit, exchange, fill, level, level_runs, sorted_runs
 from ds_parity.planning.plans import Layout, Plan, WindowPlan, fewest_passes, rollout_key
-from ds_parity.planning.records import Unit
+from ds_parity.planning.rollout import Unit
 
 Count = Literal["rollout", "prompt"]
 Oversize = Literal["refuse", "own"]

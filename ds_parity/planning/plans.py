@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from ds_parity.planning.records import Unit
+from ds_parity.planning.rollout import Unit
 
 Layout = Literal["packed", "padded"]
 

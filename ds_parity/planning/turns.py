@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.records import Rollout
+from ds_parity.planning.rollout import Rollout
 
 
 def by_turn(rollout: Rollout, turns: Sequence[tuple[int, int]], rollout_id: str) -> tuple[Rollout, ...]:

@@ -5,8 +5,8 @@ from itertools import product
 from pathlib import Path
 
 from ds_parity.config import load_config
-from ds_parity.parity.launch import Call
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.running.launch import Call
+from ds_parity.parity.running.scenario import Scenario
 
 STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16")
@@ -21,8 +21,8 @@ RAGGED_CELLS = [
     *product(STAGES, ("fp32",), WEIGHTS),
     *product(STAGES, ("bf16",), ("token",)),
 ]
-TINY = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 96}
-REAL_LENGTHS = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 300, "windows": 4, "seed": 5}
+TINY = {"model": "ds_parity.parity.data.model:build_tiny", "max_tokens": 96}
+REAL_LENGTHS = {"model": "ds_parity.parity.data.model:build_tiny", "max_tokens": 300, "windows": 4, "seed": 5}
 
 
 def config(stage, dtype="fp32", passes=12, optimizer="SGD", **section):
@@ -129,9 +129,9 @@ RUNS += [(scenario, ("deepspeed-loop", "torch", "ds_parity")) for scenario in PL
 DRY = [(stage, ("deepspeed-loop", "ds_parity")) for stage in STAGES]
 CONTROLS = [(ragged(stage, "fp32", weight), "mean-of-micro-batches") for stage, weight in product(STAGES, WEIGHTS[:2])]
 PROBES = [
-    *[(probed(*cell), "ds_parity.parity.candidate:run") for cell in RAGGED_CELLS],
+    *[(probed(*cell), "ds_parity.parity.subjects.candidate:run") for cell in RAGGED_CELLS],
     *[
-        (never_marked(stage), "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run")
+        (never_marked(stage), "ds_parity.parity.subjects.controls.boundary.last_backward_only:LastBackwardOnly.run")
         for stage in STAGES
     ],
 ]
@@ -178,4 +178,4 @@ def ready(path):
 
 def probe_call(scenario, subject):
     arguments = {"scenario": scenario.to_json(), "subject": subject}
-    return Call(f"{scenario.name}: {subject}", "ds_parity.parity.probe:probe", arguments)
+    return Call(f"{scenario.name}: {subject}", "ds_parity.parity.probe.measure:probe", arguments)

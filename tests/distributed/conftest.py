@@ -16,8 +16,8 @@ import ranked_readme
 import ranked_resuming
 import ranked_sequence
 
-from ds_parity.parity.launch import Call, Job, run
-from ds_parity.parity.verify import call
+from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.verification.verify import call
 from ds_parity.trace import read_trace
 
 HERE = str(Path(__file__).parent)

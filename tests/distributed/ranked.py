@@ -13,7 +13,7 @@ from cells import STAGES, config
 from deepspeed.accelerator import get_accelerator
 
 import ds_parity
-from ds_parity.parity import weights
+from ds_parity.parity.running import weights
 
 TASKS = [
     "late_close",

@@ -16,8 +16,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 
 import ds_parity
-from ds_parity.engine.normalize import correction_for
-from ds_parity.parity.halves import forget_autocast, fp16_allowed
+from ds_parity.engine.internals.normalize import correction_for
+from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 
 SCRIPTS = Path(__file__).parents[2] / "tools" / "deepspeed_faults"
 # Loss tokens by window, pass and rank. All but the second need a correction, up and down; at that one the fp16 scale grows.

@@ -10,7 +10,7 @@ from ranked import build, forward, refusal
 
 import ds_parity
 from ds_parity.config import rewrite
-from ds_parity.parity import weights
+from ds_parity.parity.running import weights
 
 TASKS = ["framework_windows", "framework_refusals", "framework_leaves_alone"]
 PASSES = 3  # passes a rank in a window

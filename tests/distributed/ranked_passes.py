@@ -11,10 +11,10 @@ from ranked import build, forward, one_pass, refusal
 
 import ds_parity
 from ds_parity.collation import collate, micro_batches, to_device
-from ds_parity.parity import weights
-from ds_parity.parity.losses import DirectPreference
-from ds_parity.parity.model import build_tiny
-from ds_parity.parity.rollouts import load_rollouts, shorten
+from ds_parity.losses import DirectPreference
+from ds_parity.parity.data.model import build_tiny
+from ds_parity.parity.data.rollouts import load_rollouts, shorten
+from ds_parity.parity.running import weights
 from ds_parity.planning import PreferencePair
 
 TASKS = [

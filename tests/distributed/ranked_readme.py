@@ -14,9 +14,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 import ds_parity
-from ds_parity.parity.losses import PolicyGradient
-from ds_parity.parity.model import build_tiny
-from ds_parity.parity.rollouts import load_rollouts, shorten
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.data.model import build_tiny
+from ds_parity.parity.data.rollouts import load_rollouts, shorten
 
 TASKS = ["readme"]
 HEADINGS = ("In your trainer", "Planning", "With your own model")

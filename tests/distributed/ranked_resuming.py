@@ -11,7 +11,7 @@ from cells import STAGES, config
 from ranked import _from_all, build, forward, one_pass
 from ranked_passes import Batch, run
 
-from ds_parity.parity import weights
+from ds_parity.parity.running import weights
 
 TASKS = ["stopped", "traces", "traces_that_end_early", "latest", "looked_ahead"]
 

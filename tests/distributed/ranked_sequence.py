@@ -12,10 +12,11 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
 from ranked import build, refusal
 
-from ds_parity.parity import candidate, ulysses, weights
-from ds_parity.parity.scenario import Scenario
-from ds_parity.parity.verify import call
-from ds_parity.planning.records import MicroBatch
+from ds_parity.parity.running import weights
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects import candidate, ulysses
+from ds_parity.parity.verification.verify import call
+from ds_parity.planning.rollout import MicroBatch
 
 TASKS = ["divisors", "wrong_sums", "different_counts", "shares", "same_weights", "resumed", "not_finite"]
 SHARED = {"sequence_parallel": 2, **TINY}
@@ -64,7 +65,7 @@ PROBES = [
     probed(2, "summed-gradients", gradient_allreduce_op="sum"),
     probed(1, "no-reduce-scatter", zero_optimization={"stage": 1, "reduce_scatter": False}),
 ]
-PROBED = "ds_parity.parity.candidate:run"
+PROBED = "ds_parity.parity.subjects.candidate:run"
 
 
 def calls(folder):

@@ -9,7 +9,7 @@ from ranked_checkpoints import name_of, scenario_of
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.tables import verdict
+from ds_parity.parity.report.terminal import verdict
 from ds_parity.trace import read_trace
 
 pytestmark = pytest.mark.ranks

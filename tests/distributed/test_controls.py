@@ -7,9 +7,9 @@ from pathlib import Path
 import cells
 import pytest
 
-from ds_parity.parity.controls.known import known
-from ds_parity.parity.controls.margins import margins, signal
-from ds_parity.parity.controls.run import CLEAN, run_controls
+from ds_parity.parity.subjects.controls.known import known
+from ds_parity.parity.verification.control_margins import margins, signal
+from ds_parity.parity.verification.control_runs import CLEAN, run_controls
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import update_readme

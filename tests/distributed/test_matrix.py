@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_parity.parity.launch import Call
-from ds_parity.parity.matrix import run as running
+from ds_parity.parity.matrix import cell_runs as running
 from ds_parity.parity.matrix.cells import Cell, cells
 from ds_parity.parity.matrix.variants import Variant
+from ds_parity.parity.running.launch import Call
 
 pytestmark = pytest.mark.ranks
 QUICK = cells(quick=True)

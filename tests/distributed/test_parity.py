@@ -7,7 +7,7 @@ import pytest
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.tables import verdict
+from ds_parity.parity.report.terminal import verdict
 
 pytestmark = pytest.mark.ranks
 

@@ -4,11 +4,11 @@ import cells
 import numpy as np
 import pytest
 
-from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
+from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
 
 pytestmark = pytest.mark.ranks
-OURS = "ds_parity.parity.candidate:run"
-NEVER_MARKED = "ds_parity.parity.controls.boundary.last_backward_only:LastBackwardOnly.run"
+OURS = "ds_parity.parity.subjects.candidate:run"
+NEVER_MARKED = "ds_parity.parity.subjects.controls.boundary.last_backward_only:LastBackwardOnly.run"
 
 
 @pytest.mark.parametrize(("stage", "dtype", "weight"), cells.RAGGED_CELLS)

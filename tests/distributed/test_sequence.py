@@ -8,7 +8,7 @@ import ranked_sequence
 from test_parity import assert_equal
 
 from ds_parity.parity.comparison.bounds import Tier
-from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
+from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
 
 pytestmark = pytest.mark.ranks
 TIERS = [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)]
@@ -65,7 +65,7 @@ def test_on_zero_2_bare_deepspeed_steps_by_twice_the_gradient_of_a_gathered_loss
 
 
 class TestWhatDeepSpeedDoes:
-    """engine/normalize.py and engine/sequence.py rely on it; each rank's gradient is 2^rank."""
+    """engine/internals/normalize.py and engine/internals/groups.py rely on it; each rank's gradient is 2^rank."""
 
     def test_zero_3_divides_by_all_ranks_and_the_others_by_the_data_parallel_ones(self, four_ranks):
         found = four_ranks.results["divisors"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ds_parity.engine import agreement
-from ds_parity.engine.agreement import Asked, agree, in_short, is_of_lost_rank, naming_lost_ranks
+from ds_parity.engine.ranks import agreement
+from ds_parity.engine.ranks.agreement import Asked, agree, in_short, is_of_lost_rank, naming_lost_ranks
 from ds_parity.errors import RankDesyncError, WindowError
 
 

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.utils import timer as timers
 from deepspeed.utils.timer import ThroughputTimer
 
-from ds_parity.engine.counters import Counters
+from ds_parity.engine.internals.counters import Counters
 
 
 @pytest.fixture

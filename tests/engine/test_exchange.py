@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_parity.engine import exchange as exchange_module
-from ds_parity.engine.exchange import Exchange, Known, Peers, Place, Slot
+from ds_parity.engine.ranks import exchange as exchange_module
+from ds_parity.engine.ranks.exchange import Exchange, Known, Peers, Place, Slot
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, PassTotals
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_parity.engine.hostsum import HostSum
+from ds_parity.engine.ranks.hostsum import HostSum
 
 
 class Lines(defaultdict):

@@ -1,4 +1,4 @@
-"""What engine/normalize.py, schedule.py, leftout.py, counters.py and monitoring.py rely on inside DeepSpeed, as read in 0.19.8.
+"""What engine/internals/normalize.py, schedule.py, leftout.py, counters.py and monitoring.py rely on inside DeepSpeed, as read in 0.19.8.
 
 Each failure here says what changed and what has to be read again before the version is supported.
 """
@@ -111,7 +111,7 @@ def test_backward_scales_the_loss_of_zero_optimizers_and_of_autocast_on_zero_0_a
 
 
 class TestLeftOut:
-    """engine/leftout.py finishes what DeepSpeed does for the parameters that a pass used."""
+    """engine/internals/leftout.py finishes what DeepSpeed does for the parameters that a pass used."""
 
     def test_zero_3_records_what_a_window_used_and_adds_to_its_partitions(self):
         optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
@@ -228,7 +228,7 @@ class TestCounters:
 
 
 class TestSequenceParallelism:
-    """normalize.averaged_over and engine/sequence.py; the figures are measured in tests/distributed/test_sequence.py."""
+    """normalize.averaged_over and engine/internals/groups.py; the figures are measured in tests/distributed/test_sequence.py."""
 
     def test_zero_0_to_2_divide_by_all_ranks_over_the_sequence_parallel_size(self):
         reduced = source(engine.DeepSpeedEngine, "_reduce_non_expert_gradients")

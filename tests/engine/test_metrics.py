@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_parity import WindowError
-from ds_parity.engine.metrics import Meter, Sums
+from ds_parity.engine.record.metrics import Meter, Sums
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_parity.engine.normalize import averaged_over, correction_for, divisor, silenced
+from ds_parity.engine.internals.normalize import averaged_over, correction_for, divisor, silenced
 from ds_parity.errors import ConfigError
 
 # The division.

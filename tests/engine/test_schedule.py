@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
-from ds_parity.engine.schedule import RolloutSchedule
+from ds_parity.engine.internals.schedule import RolloutSchedule
 from ds_parity.errors import ConfigError
 from ds_parity.window import Progress
 

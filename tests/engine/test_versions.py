@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_parity.engine import versions
+from ds_parity.engine.internals import versions
 from ds_parity.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

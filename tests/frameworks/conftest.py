@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from ds_parity.parity.launch import Job, run
+from ds_parity.parity.running.launch import Job, run
 
 HERE = str(Path(__file__).parent)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from ds_parity.parity.launch import Call
+from ds_parity.parity.running.launch import Call
 
 # What each trains with, and how else.
 RUNS = {

@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState, PartialState
 from deepspeed.accelerator import get_accelerator
 
 import ds_parity
-from ds_parity.parity import weights
+from ds_parity.parity.running import weights
 
 WINDOWS = 4
 STEPS = 3  # passes a rank in a window

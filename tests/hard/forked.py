@@ -88,7 +88,7 @@ def serve():
     import deepspeed  # noqa: F401  # so that forks have it, and what it says is no answer
     import torch
 
-    from ds_parity.parity.launch import _free_port, _free_shared_memory
+    from ds_parity.parity.running.launch import _free_port, _free_shared_memory
 
     torch.set_num_threads(1)
     for line in sys.stdin:

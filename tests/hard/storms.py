@@ -11,9 +11,9 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_parity
 from ds_parity.config import rewrite
-from ds_parity.engine.normalize import loss_scale
-from ds_parity.parity import weights
-from ds_parity.parity.halves import forget_autocast, fp16_allowed
+from ds_parity.engine.internals.normalize import loss_scale
+from ds_parity.parity.running import weights
+from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 
 PASSES = 3  # of each rank in a window
 

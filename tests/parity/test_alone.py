@@ -4,9 +4,9 @@ import cells
 import pytest
 import torch
 
-from ds_parity.parity.oracle import PlannedWindow, plan, weight
-from ds_parity.parity.references.alone import run, window_loss
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
+from ds_parity.parity.subjects.references.alone import run, window_loss
 
 REDUCTIONS = ("mean", "sum")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ds_parity.errors import HarnessError
-from ds_parity.parity import compiling, launch
-from ds_parity.parity.compiling import Compilers
-from ds_parity.parity.launch import Call, Job, run
+from ds_parity.parity.running import compiling, launch
+from ds_parity.parity.running.compiling import Compilers
+from ds_parity.parity.running.launch import Call, Job, run
 
 # A launcher whose one rank begins a call, holds a lock for a while or is silent, and ends it.
 _RANK = """

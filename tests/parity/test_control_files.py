@@ -5,11 +5,11 @@ import importlib
 import pytest
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.controls import tables
-from ds_parity.parity.controls.known import WITHOUT_TRACE, known
-from ds_parity.parity.controls.run import Finding, chosen, good, plan
-from ds_parity.parity.controls.scenarios import NAMES, scenario
 from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
+from ds_parity.parity.verification import control_tables
+from ds_parity.parity.verification.control_runs import Finding, chosen, good, plan
+from ds_parity.parity.verification.control_scenarios import NAMES, scenario
 
 BUGS = [
     "boundary-off-by-one",
@@ -122,10 +122,10 @@ class TestVerdict:
         assert not good([clean])
 
     def test_is_told_in_words(self, fault, clean, missed, alarm):
-        assert tables.summary([fault, clean, missed, alarm]).startswith(
+        assert control_tables.summary([fault, clean, missed, alarm]).startswith(
             "1 of 2 faults caught, 1 named first; 1 false alarms in 2 clean runs"
         )
-        shown = tables.plain([missed])
+        shown = control_tables.plain([missed])
         assert (shown[0]["caught"], shown[0]["clean"]) == (False, False)
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.controls.known import WITHOUT_TRACE, known
 from ds_parity.parity.diagnosis import diagnose
 from ds_parity.parity.diagnosis.causes import REMEDIES
+from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
 from ds_parity.trace import Header, StepRecord, Trace, Weights
 
 ROLLOUTS = (13, 14, 13, 8, 12, 7)

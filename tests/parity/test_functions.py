@@ -9,8 +9,9 @@ import pytest
 
 from ds_parity.config import load_config
 from ds_parity.errors import ConfigError
-from ds_parity.parity import probing, verify
-from ds_parity.parity.functions import refuse_unknown, resolve
+from ds_parity.parity.probe import start
+from ds_parity.parity.running.functions import refuse_unknown, resolve
+from ds_parity.parity.verification import verify
 
 READY = Path(__file__).parents[2] / "ds_configs" / "zero2_bf16.json"
 
@@ -19,10 +20,10 @@ READY = Path(__file__).parents[2] / "ds_configs" / "zero2_bf16.json"
     ("name", "says"),
     [
         ("no_such_package.module:build", r"'no_such_package\.module:build'.*No module named 'no_such_package'"),
-        ("ds_parity.parity.model:no_such", r"'ds_parity\.parity\.model:no_such'.*no attribute 'no_such'"),
-        ("ds_parity.parity.model", r"'ds_parity\.parity\.model'.*write package\.module:function"),
+        ("ds_parity.parity.data.model:no_such", r"'ds_parity\.parity\.data\.model:no_such'.*no attribute 'no_such'"),
+        ("ds_parity.parity.data.model", r"'ds_parity\.parity\.data\.model'.*write package\.module:function"),
         ("", r"'' does not name a function"),
-        ("ds_parity.parity.model:VOCAB", r"'ds_parity\.parity\.model:VOCAB' is a int: it must be a function"),
+        ("ds_parity.parity.data.model:VOCAB", r"'ds_parity\.parity\.data\.model:VOCAB' is a int: it must be a function"),
         (".model:build", r"'\.model:build'.*write package\.module:function"),
     ],
 )
@@ -89,7 +90,7 @@ class TestNoRankIsStarted:
         def run(job, progress=None):
             raise AssertionError("ranks were started")
 
-        for user in (verify, probing):
+        for user in (verify, start):
             monkeypatch.setattr(user, "run", run)
 
     @pytest.mark.parametrize("option", ["model", "train"])
@@ -99,9 +100,9 @@ class TestNoRankIsStarted:
 
     @pytest.mark.parametrize("options", [{"subject": "nowhere:build"}, {"model": "nowhere:build"}])
     def test_by_probe(self, options, tmp_path):
-        given = {"subject": "ds_parity.parity.candidate:run", "folder": tmp_path, **options}
+        given = {"subject": "ds_parity.parity.subjects.candidate:run", "folder": tmp_path, **options}
         with pytest.raises(ConfigError, match="nowhere:build"):
-            probing.probe_config(load_config(READY), **given)
+            start.probe_config(load_config(READY), **given)
 
     def test_but_where_the_caller_says_to_look(self, tmp_path):
         (tmp_path / "loops_given.py").touch()

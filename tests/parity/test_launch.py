@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from ds_parity.errors import HarnessError
-from ds_parity.parity import launch
-from ds_parity.parity.launch import Call, Job, run
+from ds_parity.parity.running import launch
+from ds_parity.parity.running.launch import Call, Job, run
 
 HERE = str(Path(__file__).parent)
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.layouts import collate_layout, finishing, ragged_layout, uniform_layout
-from ds_parity.parity.rollouts import BOS, EOS
-from ds_parity.planning.records import Rollout
+from ds_parity.parity.data.rollouts import BOS, EOS
+from ds_parity.parity.running.layouts import collate_layout, finishing, ragged_layout, uniform_layout
+from ds_parity.planning.rollout import Rollout
 
 
 def numbered(count):

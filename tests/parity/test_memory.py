@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from ds_parity.parity.memory import Held, Peaks
+from ds_parity.parity.running.memory import Held, Peaks
 
 KEPT = torch.nn.Linear(100, 100, bias=False)
 

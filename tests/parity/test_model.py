@@ -8,10 +8,10 @@ from torch import nn
 
 from ds_parity.collation import collate
 from ds_parity.errors import ConfigError
-from ds_parity.parity.losses import PolicyGradient
-from ds_parity.parity.model import TinyDecoder, build, build_tiny
-from ds_parity.parity.rollouts import BOS, EOS, VOCAB
-from ds_parity.planning.records import Rollout
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.data.model import TinyDecoder, build, build_tiny
+from ds_parity.parity.data.rollouts import BOS, EOS, VOCAB
+from ds_parity.planning.rollout import Rollout
 
 WEIGHTS = ["rollout", "token", "pass", "target"]
 SHORT = Rollout("a", (BOS, 5, 6, EOS), prompt_length=2, advantage=1.5)

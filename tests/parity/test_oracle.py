@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_parity.config import parse
-from ds_parity.parity.oracle import plan, weight
-from ds_parity.planning.records import MicroBatch
+from ds_parity.parity.subjects.oracle import plan, weight
+from ds_parity.planning.rollout import MicroBatch
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
 WEIGHTS = ("rollout", "token", "pass", "target")

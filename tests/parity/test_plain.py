@@ -8,12 +8,12 @@ import torch
 from torch.optim import lr_scheduler
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.matrix import subjects
-from ds_parity.parity.model import build_tiny
-from ds_parity.parity.references.plain import ByHand, CPULion, Lion, optimizer_and_scheduler
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.data.model import build_tiny
+from ds_parity.parity.matrix import setups
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.references.plain import ByHand, CPULion, Lion, optimizer_and_scheduler
 
-SETUPS = "ds_parity.parity.matrix.subjects"
+SETUPS = "ds_parity.parity.matrix.setups"
 
 
 def of(config, setup=None, model=None):
@@ -112,7 +112,7 @@ def test_by_hand_a_function_of_the_step_stands_at_a_fraction_and_others_take_who
     assert rate_of(lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5), ["3/4", "skipped 3/4", "1/2"]) == 0.5
 
 
-@pytest.mark.parametrize("build", [subjects.checkpointed, subjects.with_unused])
+@pytest.mark.parametrize("build", [setups.checkpointed, setups.with_unused])
 def test_the_matrix_models_compute_what_the_tiny_decoder_does(build):
     tokens = torch.arange(12).view(1, -1)
     torch.testing.assert_close(build(3)(tokens), build_tiny(3)(tokens))

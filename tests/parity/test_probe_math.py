@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ds_parity.parity.decomposition import TOLERANCE, decompose
+from ds_parity.parity.probe.decomposition import TOLERANCE, decompose
 
 EXPECTED = [[0.1, 0.2], [0.3, 0.1], [0.1, 0.2]]  # three passes, two ranks
 

@@ -19,7 +19,7 @@ CONFIG = """{
   "optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "zero_allow_untested_optimizer": true,
   "zero_optimization": {"stage": 1}, "ds_parity": {"loss_weight": "token"}
 }"""
-OPTIONS = 'model="ds_parity.parity.model:build_tiny", windows=3, max_tokens=64'
+OPTIONS = 'model="ds_parity.parity.data.model:build_tiny", windows=3, max_tokens=64'
 
 
 def git(folder, *arguments):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.rollouts import BOS, EOS, PAD, VOCAB, informative, line_turns, load_rollouts, shorten
-from ds_parity.planning.records import Rollout
+from ds_parity.parity.data.rollouts import BOS, EOS, PAD, VOCAB, informative, line_turns, load_rollouts, shorten
+from ds_parity.planning.rollout import Rollout
 
 GOOD = {"prompt": "2+2=", "completion": "4", "reward": 1.0}
 
@@ -156,7 +156,7 @@ def test_shorten_refuses_a_length_without_room_for_a_loss_token():
 
 
 def test_rollouts_are_read_without_torch():
-    code = "import sys, ds_parity.parity.rollouts; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, ds_parity.parity.data.rollouts; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
-from ds_parity.parity.losses import PolicyGradient
-from ds_parity.parity.oracle import plan
-from ds_parity.parity.scenario import Scenario
-from ds_parity.parity.shapes import leveled, streamed
-from ds_parity.planning.records import Rollout
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.running.shapes import leveled, streamed
+from ds_parity.parity.subjects.oracle import plan
+from ds_parity.planning.rollout import Rollout
 
 
 def scenario(shape="ragged", config=None, **values):

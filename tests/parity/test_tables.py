@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.tables import render, verdict
+from ds_parity.parity.report.terminal import render, verdict
 from ds_parity.trace import Header, StepRecord, Trace, Weights
 
 HEADER = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="ab", engine="ds_parity")

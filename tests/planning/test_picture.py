@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from ds_parity.cli.picture import drawn, figures, table
 from ds_parity.planning import Rollout, plan
-from ds_parity.planning.picture import drawn, figures, table
 
 
 def planned(lengths, **options):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_packing import fewest
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.rollouts import load_rollouts
+from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.planning import Rollout, plan, planner
 from ds_parity.planning.packing import exchange
 

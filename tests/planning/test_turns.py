@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.rollouts import line_turns, load_rollouts
+from ds_parity.parity.data.rollouts import line_turns, load_rollouts
 from ds_parity.planning import Rollout, by_turn, plan
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_parity import ParityEngine
-from ds_parity.parity.model import build_tiny
+from ds_parity.parity.data.model import build_tiny
 
 passes = ParityEngine.passes
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from ds_parity.parity.launch import _free_port, _free_shared_memory
+from ds_parity.parity.running.launch import _free_port, _free_shared_memory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -16,7 +16,7 @@ from task import Task, arguments, rewards, say
 
 import ds_parity
 from ds_parity.errors import DsParityError
-from ds_parity.planning.records import MicroBatch
+from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import read_trace
 
 

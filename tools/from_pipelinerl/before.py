@@ -22,7 +22,7 @@ from quotas import Row, deal, packed
 from task import Task, arguments, rewards, say
 
 from ds_parity.collation import collate, to_device
-from ds_parity.engine.tracing import header
+from ds_parity.engine.listeners.tracing import header
 from ds_parity.errors import ConfigError, DsParityError
 from ds_parity.planning import Rollout
 from ds_parity.trace import Header, StepRecord, TraceWriter

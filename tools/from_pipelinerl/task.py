@@ -16,10 +16,10 @@ from torch.optim.optimizer import Optimizer
 
 from ds_parity.config import Settings, load_config, parse
 from ds_parity.errors import ConfigError
-from ds_parity.parity.losses import PolicyGradient
-from ds_parity.parity.model import build
-from ds_parity.parity.rollouts import load_rollouts
-from ds_parity.parity.weights import vector
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.data.model import build
+from ds_parity.parity.data.rollouts import load_rollouts
+from ds_parity.parity.running.weights import vector
 from ds_parity.planning import Rollout
 
 HERE = Path(__file__).parent

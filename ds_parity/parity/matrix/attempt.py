@@ -5,11 +5,11 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from ds_parity.parity import tasks
-from ds_parity.parity.halves import experiment
-from ds_parity.parity.memory import Peaks
-from ds_parity.parity.probe import probe as decompose
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.probe.measure import probe as decompose
+from ds_parity.parity.running import tasks
+from ds_parity.parity.running.half_precision import experiment
+from ds_parity.parity.running.memory import Peaks
+from ds_parity.parity.running.scenario import Scenario
 
 
 def run(scenario: dict[str, Any], engine: str, folder: str, measured: bool = False) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from typing import Any
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
 from ds_parity.parity.matrix.variants import VARIANTS, Variant
-from ds_parity.parity.scenario import Scenario
+from ds_parity.parity.running.scenario import Scenario
 
 CHECKS = ("probe", "deepspeed-loop", "torch", "deepspeed", "memory")
 NOT_PROBED = "it takes SGD and no schedule in every row, and would measure the rows on precision once more"
-_TINY = {"model": "ds_parity.parity.model:build_tiny", "max_tokens": 64}
+_TINY = {"model": "ds_parity.parity.data.model:build_tiny", "max_tokens": 64}
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import DsParityError
-from ds_parity.parity.decomposition import TOLERANCE, ProbeResult
+from ds_parity.parity.matrix.cell_runs import Answers, calls_of
 from ds_parity.parity.matrix.cells import CHECKS, Cell
-from ds_parity.parity.matrix.faults import FAULTS
-from ds_parity.parity.matrix.run import Answers, calls_of
-from ds_parity.parity.scenario import Scenario
-from ds_parity.parity.tables import sentence
-from ds_parity.parity.verify import outcome, title
+from ds_parity.parity.matrix.known_faults import FAULTS
+from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
+from ds_parity.parity.report.terminal import sentence
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.verification.verify import outcome, title
 
 # A second copy of the gradients would be 1; a window's other allocations differed by less than 0.001.
 _MEMORY = 0.1

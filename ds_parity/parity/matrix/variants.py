@@ -15,7 +15,7 @@ ADAMW = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
     "scheduler": None,
 }
-_HERE = "ds_parity.parity.matrix.subjects"
+_HERE = "ds_parity.parity.matrix.setups"
 
 NOT_FORESEEN = "which steps overflow depends on fp16 itself, which plain torch in fp64 does not have"
 NOT_BARE = "bare DeepSpeed steps by the sum over ranks here, ds_parity by the mean over the window"

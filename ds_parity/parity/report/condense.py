@@ -6,7 +6,7 @@ from itertools import islice, pairwise
 
 from ds_parity.parity.comparison.fields import Comparison, HiddenRows, Row
 from ds_parity.parity.comparison.ledger import DIFFERING, ENDS
-from ds_parity.parity.tables import cells, hidden_rows, in_order
+from ds_parity.parity.report.terminal import cells, hidden_rows, in_order
 
 WHOLE = 60
 """A table of this many steps is shown as it is."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ds_parity.config import Change
 from ds_parity.parity.comparison.compare import Comparison, Setting, setting
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.tables import number
+from ds_parity.parity.report.terminal import number
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 
 if TYPE_CHECKING:
-    from ds_parity.parity.verify import LeftOut
+    from ds_parity.parity.verification.verify import LeftOut
 
 
 UNKNOWN = "not recorded"

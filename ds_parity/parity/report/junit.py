@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from ds_parity._version import __version__
 from ds_parity.parity.report.contents import Compared, Contents
-from ds_parity.parity.tables import sentence, verdict
+from ds_parity.parity.report.terminal import sentence, verdict
 
 _MOST = 20
 # What XML 1.0 has no way to write, not even escaped.

@@ -16,7 +16,7 @@ from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.report.condense import Line, lines
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Contents, Side
 from ds_parity.parity.report.plots import Picture
-from ds_parity.parity.tables import COLUMNS, verdict
+from ds_parity.parity.report.terminal import COLUMNS, verdict
 
 _DIGITS = 12
 

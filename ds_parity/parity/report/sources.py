@@ -13,7 +13,7 @@ from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Configurations, Contents, Side
 
 if TYPE_CHECKING:
-    from ds_parity.parity.verify import Outcome, Verification
+    from ds_parity.parity.verification.verify import Outcome, Verification
 
 
 def of_traces(

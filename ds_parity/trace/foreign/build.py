@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ds_parity.errors import TraceError
 from ds_parity.trace.digits import Digits, Precision
-from ds_parity.trace.foreign.columns import COUNTS, Columns, Maps, choose
+from ds_parity.trace.foreign.field_names import COUNTS, Columns, Maps, choose
 from ds_parity.trace.foreign.source import Row, Source
 from ds_parity.trace.records import Header, StepRecord, Trace
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from ds_parity.errors import ConfigError, TraceError
 from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.foreign.build import build
-from ds_parity.trace.foreign.columns import Maps, parse_maps
 from ds_parity.trace.foreign.detect import detect
+from ds_parity.trace.foreign.field_names import Maps, parse_maps
 from ds_parity.trace.reader import read_trace
 from ds_parity.trace.records import Trace
 

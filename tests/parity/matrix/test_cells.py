@@ -2,11 +2,11 @@
 
 import pytest
 
-from ds_parity.parity.functions import resolve
 from ds_parity.parity.matrix.cells import CHECKS, Cell, cells, merged
-from ds_parity.parity.matrix.faults import FAULTS
+from ds_parity.parity.matrix.known_faults import FAULTS
 from ds_parity.parity.matrix.variants import STAGES, VARIANTS
-from ds_parity.parity.oracle import plan
+from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.subjects.oracle import plan
 
 ALL = cells()
 # What engine/ refuses can only be seen with an engine.

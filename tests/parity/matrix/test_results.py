@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_parity.parity.matrix import report, tables
+from ds_parity.parity.matrix import pages, summary
 from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.matrix.results import Status, equal, judge
 from ds_parity.parity.matrix.variants import Variant
@@ -151,13 +151,13 @@ def test_a_refusal_that_the_matrix_does_not_expect_is_a_difference(ran):
 def test_tables_and_the_report_show_every_cell_and_every_reason(ran):
     refused = judge(Cell(SUMMED, 3), {}, ran[1])
     results = [judge(PLAIN, *ran), refused, judge(Cell(Variant("window", "lost <1>"), 3), {}, ran[1])]
-    text = tables.markdown(results, "deepspeed 1.2.3")
+    text = summary.markdown(results, "deepspeed 1.2.3")
     assert "| plain | - | - | right | - |" in text
     assert "| summed | - | - | - | refused [1] |" in text
     assert "3 cells: 1 right, 1 refused, 1 failed (deepspeed 1.2.3)." in text
     assert f"1. {refused.why}" in text
     page = ran[1] / "matrix.html"
-    report.write(results, {"deepspeed": "1.2.3"}, page)
+    pages.write(results, {"deepspeed": "1.2.3"}, page)
     html = page.read_text()
     assert "FAIL" in html
     assert "lost &lt;1&gt;" in html

@@ -3,9 +3,9 @@
 import pytest
 
 from ds_parity.errors import HarnessError
-from ds_parity.parity import launch
+from ds_parity.parity.matrix.cell_runs import run_cells
 from ds_parity.parity.matrix.cells import cells
-from ds_parity.parity.matrix.run import run_cells
+from ds_parity.parity.running import launch
 
 
 def test_ranks_that_cannot_be_started_are_a_harness_error_that_says_why(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from reported import Page, contents, record, trace, weights
 
 from ds_parity import cli
 from ds_parity.errors import ConfigError
-from ds_parity.parity import verify as harness
 from ds_parity.parity.report import check, write
+from ds_parity.parity.verification import verify as harness
 from ds_parity.trace import Trace, TraceWriter
 
 CONFIG = Path(__file__).parents[3] / "ds_configs" / "zero2_bf16.json"

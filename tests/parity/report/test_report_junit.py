@@ -8,7 +8,7 @@ from reported import REASSOCIATED, compared, contents, trace
 
 from ds_parity._version import __version__
 from ds_parity.parity.report.junit import render
-from ds_parity.parity.verify import LeftOut
+from ds_parity.parity.verification.verify import LeftOut
 
 GOOD = compared(trace(), trace(), against="deepspeed")
 BAD = compared(trace(4), trace(4, {3: {"loss": 0.75}}))

@@ -14,7 +14,7 @@ from ds_parity.parity.report import Configurations, Side
 from ds_parity.parity.report.condense import WHOLE
 from ds_parity.parity.report.page import render
 from ds_parity.parity.report.plots import Picture
-from ds_parity.parity.verify import LeftOut
+from ds_parity.parity.verification.verify import LeftOut
 from ds_parity.trace import Trace
 
 PICTURES = (Picture("curves", "what it shows", b"\x89PNG not really"),)

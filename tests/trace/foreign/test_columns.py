@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ds_parity.errors import ConfigError, TraceError
-from ds_parity.trace.foreign.columns import NAMES, choose, parse_maps
+from ds_parity.trace.foreign.field_names import NAMES, choose, parse_maps
 from ds_parity.trace.foreign.source import Source
 
 SOURCE = Source(Path("run.csv"), "csv", lambda: iter(()))

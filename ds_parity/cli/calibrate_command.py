@@ -1,0 +1,40 @@
+"""`ds-parity calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ds_parity.cli.console import out, print_json, progress, verdict
+from ds_parity.cli.options import Folder, Json, Ranks, Timeout
+
+
+def calibrate(
+    scenarios: Annotated[int, typer.Option(min=1, help="random clean scenarios")] = 200,
+    ranks: Ranks = 2,
+    seed: Annotated[int, typer.Option(min=0, help="of the draw")] = 0,
+    timeout: Timeout = 3600,
+    folder: Folder = Path("ds_parity_out"),
+    as_json: Json = False,
+) -> None:
+    """Measure how far sound runs lie apart: the constants of the bound, and that it raises no false alarm."""
+    from ds_parity.parity.verification import calibrate as harness
+
+    drawn = harness.drawn(scenarios, seed, ranks)
+    with progress(2 * len(drawn)) as report:
+        found = harness.calibrate(drawn, folder / "calibrate", timeout=timeout, progress=report)
+    if as_json:
+        keys = ("type", "quantity", "measured", "in_force", "scenarios")
+        rows = [dict(zip(keys, row, strict=True)) for row in found.table()]
+        print_json({"alarms": found.alarms, "constants": rows, "accelerator": found.accelerator})
+    else:
+        for dtype, quantity, measured, in_force, count in found.table():
+            line = f"{dtype:5} {quantity:10} measured {measured:8.4f}, in force {in_force:6.3f}, {count} scenarios"
+            out.print(line, markup=False, highlight=False)
+        for name in found.alarms:
+            out.print(f"false alarm: {name}", markup=False, highlight=False)
+        out.print(f"ran on: {found.accelerator}", markup=False, highlight=False, soft_wrap=True)
+        verdict(not found.alarms, f"{len(found.alarms)} false alarms in {len(drawn)} clean scenarios")
+    raise typer.Exit(1 if found.alarms else 0)

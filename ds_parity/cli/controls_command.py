@@ -1,0 +1,42 @@
+"""`ds-parity controls`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ds_parity.cli.console import out, print_json, progress, verdict
+from ds_parity.cli.options import Config, Folder, Json, Timeout
+
+
+def controls(
+    config: Config,
+    only: Annotated[list[str] | None, typer.Option("--only", help="a control's name; may be repeated")] = None,
+    timeout: Timeout = 900,
+    folder: Folder = Path("ds_parity_out"),
+    as_json: Json = False,
+) -> None:
+    """Put known bugs into the engine, one at a time: each must be caught, and named."""
+    from ds_parity.config import load_config
+    from ds_parity.parity.verification import control_runs as harness
+    from ds_parity.parity.verification import control_tables
+
+    extended = load_config(config)
+    with progress(len(harness.plan(extended, only))) as report:
+        found = harness.run_controls(extended, folder / "controls", names=only, timeout=timeout, progress=report)
+    if as_json:
+        print_json(
+            {
+                "good": harness.good(found),
+                "summary": control_tables.summary(found),
+                "findings": control_tables.plain(found),
+            }
+        )
+    else:
+        out.print(control_tables.render(found))
+        for note in control_tables.notes():
+            out.print(f"not run: {note}", markup=False, highlight=False, soft_wrap=True)
+        verdict(harness.good(found), control_tables.summary(found))
+    raise typer.Exit(0 if harness.good(found) else 1)

@@ -1,0 +1,48 @@
+"""`ds-parity plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ds_parity.cli.console import out, print_json
+from ds_parity.cli.options import Json, Ranks
+
+
+def plan(
+    rollouts: Annotated[
+        Path | None,
+        typer.Argument(help="JSON Lines: prompt, completion, reward; the bundled ones by default", show_default=False),
+    ] = None,
+    ranks: Ranks = 2,
+    max_tokens: Annotated[int, typer.Option(min=1, help="the most tokens in a micro-batch")] = 4096,
+    target: Annotated[int, typer.Option(min=1, help="rollouts, or prompts, that close a window")] = 64,
+    count: Annotated[str, typer.Option(help="what the target counts: rollout or prompt")] = "rollout",
+    layout: Annotated[str, typer.Option(help="packed (end to end) or padded (to the longest)")] = "packed",
+    oversize: Annotated[str, typer.Option(help="longer rollouts: refuse, or own (micro-batch)")] = "refuse",
+    report: Annotated[
+        Path | None, typer.Option(help="folder for a picture of every window, up to 20", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the windows, passes and idle passes that rollouts come to."""
+    from ds_parity.cli import picture
+    from ds_parity.parity.data.rollouts import load_rollouts
+    from ds_parity.planning import plan as planned_for
+
+    options: dict[str, Any] = {"count": count, "layout": layout, "oversize": oversize}
+    planned = planned_for(load_rollouts(rollouts), dp_world_size=ranks, target=target, max_tokens=max_tokens, **options)
+    found = picture.figures(planned)
+    if report is not None:
+        picture.write_pngs(planned, report)
+    if as_json:
+        print_json(found)
+        return
+    out.print(picture.table(planned))
+    if planned.windows:
+        out.print("window 0:\n" + picture.drawn(planned.windows[0], max_tokens), markup=False, highlight=False)
+    for name, value in found.items():
+        shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if value is not None else "-"
+        out.print(f"{name.replace('_', ' ')}: {shown}", markup=False, highlight=False)

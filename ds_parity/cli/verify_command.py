@@ -1,0 +1,108 @@
+"""`ds-parity verify`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_parity.cli.console import leave, out, plain, plain_causes, print_json, progress, show, verdict
+from ds_parity.cli.options import Folder, Json, Junit, MaxTokens, Model, Ranks, Report, Rollouts, Seed, Timeout, Train
+from ds_parity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_parity.parity.verification.verify import Verification
+
+
+def verify(
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            help="extended DeepSpeed JSON: a path, or base64; with --matrix: quick, or a part of a row's name",
+            show_default=False,
+        ),
+    ] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="every configuration that people run")] = False,
+    ranks: Ranks = 2,
+    windows: Annotated[int, typer.Option(min=1, help="windows' worth of rollouts")] = 5,
+    seed: Seed = 0,
+    model: Model = "ds_parity.parity.data.model:build",
+    rollouts: Rollouts = None,
+    max_tokens: MaxTokens = None,
+    train: Train = None,
+    timeout: Timeout = 600,
+    folder: Folder = Path("ds_parity_out"),
+    report: Report = None,
+    junit: Junit = None,
+    as_json: Json = False,
+) -> None:
+    """Train with the reference engines and with ours on real ranks, and compare the traces."""
+    from ds_parity.config import load_config
+    from ds_parity.parity import report as reports
+
+    if matrix and (report or junit):
+        raise ConfigError("--report and --junit are of one configuration: --matrix leaves its matrix.html in --out")
+    if matrix:
+        raise typer.Exit(_verify_matrix(config, folder, as_json))
+    if config is None:
+        raise ConfigError("verify: no configuration: give the path of an extended DeepSpeed JSON, or --matrix")
+    extended = load_config(config)
+    reports.check(report, junit)
+    from ds_parity.parity.verification import verify as harness
+
+    options: dict[str, Any] = {"windows": windows, "seed": seed, "model": model}
+    options |= {"rollouts": rollouts, "max_tokens": max_tokens, "train": train}
+    total = sum(len(references) + 1 for _, references in harness.scenarios(extended, ranks, **options)[0])
+    with progress(total) as bar:
+        verified = harness.verify(extended, folder, ranks=ranks, timeout=timeout, progress=bar, **options)
+    _print(verified, folder, as_json)
+    if report or junit:
+        leave(reports.of_verification(verified, extended, ranks, folder), report, junit)
+    raise typer.Exit(0 if verified.equal else 1)
+
+
+def _print(verified: Verification, folder: Path, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "equal": verified.equal,
+                "outcomes": {
+                    outcome.title: {**plain(outcome.comparison), "causes": plain_causes(outcome.causes)}
+                    for outcome in verified.outcomes
+                },
+                "left_out": [str(reason) for reason in verified.left_out],
+                "accelerator": verified.accelerator,
+            }
+        )
+        return
+    for outcome in verified.outcomes:
+        show(outcome.comparison, outcome.title, outcome.causes)
+    for reason in verified.left_out:
+        out.print(f"left out: {reason}", markup=False, soft_wrap=True)
+    out.print(f"ran on: {verified.accelerator}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"traces: {folder}", markup=False, highlight=False)
+    verdict(verified.equal, "every step is equal" if verified.equal else "the runs differ")
+
+
+def _verify_matrix(subset: str | None, folder: Path, as_json: bool) -> int:
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, from its import on; a machine reads ours
+        from ds_parity.parity.matrix import summary
+        from ds_parity.parity.matrix import whole_matrix as harness
+
+    wanted = harness.chosen(subset)
+    folder = folder / "matrix"
+    with progress(harness.calls(wanted, folder)) as report:
+        matrix = harness.verify(wanted, folder, report)
+    if as_json:
+        print_json(harness.plain(matrix))
+    else:
+        out.print(summary.render(matrix.results))
+        for number, note in enumerate(summary.notes(matrix.results), start=1):
+            out.print(f"[{number}] {note}", markup=False, highlight=False, soft_wrap=True)
+        out.print(", ".join(f"{name} {value}" for name, value in matrix.facts.items()), markup=False, highlight=False)
+        out.print(f"report: {folder / 'matrix.html'}", markup=False, highlight=False, soft_wrap=True)
+        verdict(matrix.equal, summary.summary(matrix.results))
+    return 0 if matrix.equal else 1

@@ -1,0 +1,127 @@
+"""Sequence parallelism: ranks that hold slices of the same micro-batch, and count it once.
+
+What is said of DeepSpeed here was read and measured in 0.19.8, on 4 ranks in groups of 2; tests/distributed/
+test_sequence.py measures it again. `ds_process_group` is what zero.Init leaves on a ZeRO 3 parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+from ds_parity.engine.ranks.exchange import Peers
+from ds_parity.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks that step together.
+
+    Attributes:
+        group: process group of all of them, data- x sequence-parallel.
+        ranks: data-parallel ranks (>= 1): as many micro-batches as a pass has.
+        peers: this rank among those that share its micro-batch.
+    """
+
+    group: Any
+    ranks: int
+    peers: Peers
+
+
+def sequence_parallel_size(mpu: Any, mesh_param: Any, config: Mapping[str, Any]) -> int:
+    """Return the size of the sequence-parallel groups that DeepSpeed would take from these.
+
+    Raises:
+        ConfigError: DeepSpeed would not sum gradients over such a group, or the configuration names another size.
+    """
+    size, where = _size_and_source(mpu, mesh_param, config)
+    named = config.get("sequence_parallel_size", size)
+    if size > 1 and not hasattr(mpu, "get_sequence_data_parallel_group"):
+        raise ConfigError(
+            f"a sequence-parallel size of {size} from {where}, without an mpu that has get_sequence_data_parallel_group: "
+            "DeepSpeed sums gradients over the data-parallel ranks of one slice then, so the slices of a micro-batch are "
+            "never added and ranks' weights part; pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp after "
+            f"its initialize_sequence_parallel({size})"
+        )
+    if named not in (size, "auto"):
+        raise ConfigError(
+            f"sequence_parallel_size = {named!r}, but the sequence-parallel size from {where} is {size}: DeepSpeed takes its "
+            "groups from the mpu, and the key alone changes only how it checks the batch size; pass an mpu with groups "
+            "of that size (deepspeed.runtime.sequence_parallel.parallel_state_sp), or make the two agree"
+        )
+    return size
+
+
+def members_of(engine: Any, size: int) -> Members:
+    """Return the ranks that step together under a DeepSpeed engine.
+
+    Args:
+        engine: the bare engine.
+        size: sequence-parallel size that it was asked for (>= 1).
+
+    Raises:
+        ConfigError: the engine has groups of another size, or sums gradients wrongly over them.
+    """
+    if engine.sequence_parallel_size != size:
+        raise ConfigError(
+            f"DeepSpeed took a sequence-parallel size of {engine.sequence_parallel_size}, but {size} was asked for: it "
+            "remembers the mpu or mesh of an earlier initialize() in this process; pass that mpu again, or set "
+            "deepspeed.utils.groups.mpu and .mesh_device to None before"
+        )
+    if size == 1:
+        group = engine.data_parallel_group
+        return Members(group, dist.get_world_size(group), Peers())
+    group, peers = engine.seq_data_parallel_group, dist.get_process_group_ranks(engine.seq_parallel_group)
+    _refuse_wrong_sums(engine, set(peers))
+    here = Peers(size, dist.get_rank(engine.seq_parallel_group), peers[0])
+    return Members(group, dist.get_world_size(group) // size, here)
+
+
+def _size_and_source(mpu: Any, mesh_param: Any, config: Mapping[str, Any]) -> tuple[int, str]:
+    # The order of deepspeed/__init__.py and utils/groups.py.
+    if mesh_param:
+        return int(mesh_param[1]), "mesh_param"
+    if {"data_parallel_size", "sequence_parallel_size"} <= config.keys():
+        return int(config["sequence_parallel_size"]), "data_parallel_size and sequence_parallel_size"
+    if hasattr(mpu, "get_sequence_parallel_world_size"):
+        return int(mpu.get_sequence_parallel_world_size()), "the mpu"
+    return 1, "no mpu and no mesh_param"
+
+
+def _refuse_wrong_sums(engine: Any, peers: set[int]) -> None:
+    groups = {
+        engine.seq_data_parallel_group,
+        *(getattr(p, "ds_process_group", None) for p in engine.module.parameters()),
+    }
+    for group in groups - {None}:
+        if not peers <= set(ranks := dist.get_process_group_ranks(group)):
+            raise ConfigError(
+                f"gradients are summed over ranks {ranks}, which leaves out sequence-parallel peers {sorted(peers)}: the "
+                "slices of a micro-batch are never added and ranks' weights part. ZeRO 3 takes the group from the mpu's "
+                "get_data_parallel_group where there is one; use deepspeed.runtime.sequence_parallel.parallel_state_sp "
+                "as mpu, build the model under zero.Init(sequence_data_parallel_group=...), or use ZeRO 2"
+            )
+    stage, scatters = engine.zero_optimization_stage(), engine.zero_reduce_scatter()
+    if stage == 3 and not scatters:
+        raise ConfigError(
+            "zero_optimization.reduce_scatter = false with sequence parallelism on ZeRO stage 3: gradients that fit "
+            "reduce_bucket_size are averaged over data-parallel ranks, larger ones over all ranks, so parameters of one "
+            "model get different factors; leave reduce_scatter out"
+        )
+    model_parallel = getattr(engine.mpu, "get_model_parallel_group", lambda: None)()
+    if isinstance(engine.optimizer, BF16_Optimizer) and model_parallel is engine.seq_parallel_group:
+        raise ConfigError(
+            "bf16 with fp32 accumulation on ZeRO stage 1, and an mpu whose get_model_parallel_group is the sequence-parallel "
+            "one: BF16_Optimizer takes its ranks for tensor-parallel ones, has no gradient left to take the norm of on all "
+            "but the first, and raises in step(); use ZeRO stage 2 or 3, or leave data_types.grad_accum_dtype out"
+        )
+    factor = engine.gradient_predivide_factor()
+    if stage in (1, 2) and not scatters and factor == dist.get_world_size(engine.seq_data_parallel_group):
+        raise ConfigError(
+            f"gradient_predivide_factor = {factor:g} with sequence parallelism, equal to the number of ranks: ZeRO stage "
+            f"{stage} without reduce_scatter then leaves the sequence-parallel size out of the mean; remove it"
+        )

@@ -1,0 +1,1 @@
+"""What is called with every finished step: the trace's writer and DeepSpeed's monitors."""

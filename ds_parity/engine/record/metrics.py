@@ -1,0 +1,134 @@
+"""The step's loss and metrics, weighted over ranks and passes: summed where they are computed, read when somebody asks.
+
+All of them travel in one sum a step. It has a place for every metric name that the ranks have agreed on; a rank that
+holds a new name raises a flag, and only then all ranks agree on it, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ds_parity.engine.ranks.hostsum import HostSum
+from ds_parity.engine.record.samples import Number, weighed
+
+_Held: TypeAlias = "dict[str, tuple[Number, Number]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The sums of one window over all ranks, left where they were computed.
+
+    Attributes:
+        names: of the metrics.
+        vector: float64, (1 + 2 * metrics,): the loss, then the weighted sum and the weight of every name.
+    """
+
+    names: tuple[str, ...]
+    vector: torch.Tensor
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Return the sum of weight * loss, and the weighted mean of every metric whose weights don't add up to 0.
+
+        Waits for the device, once.
+        """
+        loss, *sums = self.vector.tolist()
+        means = {name: sums[2 * at] / sums[2 * at + 1] for at, name in enumerate(self.names) if sums[2 * at + 1]}
+        return loss, dict(sorted(means.items()))
+
+
+class Meter:
+    """Sums weight * loss and weight * metric without waiting for the device; one small sum over ranks a step.
+
+    Args:
+        device: where losses are.
+        group: the ranks that step together, sequence-parallel peers included.
+        host_group: the same ranks over gloo; None with one rank.
+        peers: ranks that share a micro-batch and each add its whole loss, 1 without sequence parallelism.
+        on_device: sum over ranks on the device, without reading it; else on the host. Default: as the device is.
+    """
+
+    def __init__(
+        self, device: torch.device, group: Any, host_group: Any, peers: int = 1, *, on_device: bool | None = None
+    ) -> None:
+        self._device = device
+        self._group = group
+        self._host_group = host_group
+        self._peers = peers
+        self._over_host = HostSum(host_group) if host_group is not None else None
+        self._on_device = device.type != "cpu" if on_device is None else on_device
+        self._agreed: tuple[str, ...] = ()
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._held: _Held = {}
+
+    def add(self, loss: torch.Tensor, units: int) -> None:
+        """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
+        self._loss = self._loss + loss.detach().to(torch.float64) * units
+
+    def record(self, name: Any, value: Any, weight: Any = None, *, idle: bool = False) -> None:
+        """Add to a metric; in an idle pass, whose values are a stand-in's, only look whether the call is right.
+
+        Raises:
+            WindowError: as `samples.weighed` says.
+        """
+        summed, units = weighed(name, value, weight, self._device, self._on_device)
+        if not idle:
+            before = self._held.get(name, (0.0, 0.0))
+            self._held[name] = before[0] + summed, before[1] + units
+
+    def reset(self) -> None:
+        """Forget the window's losses and metrics, but not the names that were agreed on."""
+        self._loss = torch.zeros_like(self._loss)
+        self._held = {}
+
+    def settle(self) -> Sums:
+        """Return the window's sums over all micro-batches, still on the device, and start the next window at 0."""
+        loss, held = self._loss if self._peers == 1 else self._loss / self._peers, self._held
+        self.reset()
+        if self._over_host is None:
+            names = tuple(held)
+            return Sums(names, self._vector([loss], names, held))
+        over = self._settled_on_device if self._on_device else self._settled_on_host
+        return over(self._over_host, loss, held)
+
+    def _settled_on_host(self, over: HostSum, loss: torch.Tensor, held: _Held) -> Sums:
+        agreed, new = self._agreed, self._new(held)
+        summed = over.start(self._vector([loss, float(len(new))], agreed, held)).wait()
+        sums = [summed[:1], summed[2:]]
+        if summed.tolist()[1]:
+            added = self._agree(new)
+            sums.append(over.start(self._vector([], added, held)).wait())
+        return Sums(self._agreed, torch.cat(sums))
+
+    def _settled_on_device(self, over: HostSum, loss: torch.Tensor, held: _Held) -> Sums:
+        # The flag goes over the host: read from the device it would make the host wait for the whole step.
+        new = self._new(held)
+        if over.start(torch.tensor([len(new)])).wait().tolist()[0]:
+            self._agree(new)
+        vector = self._vector([loss], self._agreed, held)
+        dist.all_reduce(vector, group=self._group)
+        return Sums(self._agreed, vector)
+
+    def _new(self, held: _Held) -> list[str]:
+        return [name for name in held if name not in self._agreed]
+
+    def _agree(self, new: list[str]) -> tuple[str, ...]:
+        told: list[Any] = [None] * dist.get_world_size(self._host_group)
+        dist.all_gather_object(told, new, group=self._host_group)
+        added = tuple(sorted({name for names in told for name in names}))
+        self._agreed += added
+        return added
+
+    def _vector(self, heads: list[Number], names: tuple[str, ...], held: _Held) -> torch.Tensor:
+        numbers = [*heads, *(number for name in names for number in held.get(name, (0.0, 0.0)))]
+        # full() hands its number to the device with the call; a copy from host memory would wait for the device.
+        tensors = [
+            number
+            if isinstance(number, torch.Tensor)
+            else torch.full((), number, dtype=torch.float64, device=self._device)
+            for number in numbers
+        ]
+        return torch.stack(tensors)

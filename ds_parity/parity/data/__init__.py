@@ -1,0 +1,1 @@
+"""The rollouts and the models that scenarios are made of."""

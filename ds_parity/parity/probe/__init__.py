@@ -1,0 +1,1 @@
+"""With what coefficient did each micro-batch enter a step?"""

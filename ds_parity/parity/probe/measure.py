@@ -1,0 +1,101 @@
+"""The probe, the X-ray of one step: with what coefficient did each micro-batch really enter it?
+
+Every micro-batch's own gradient is computed apart in plain torch. One window is run through the engine with SGD; its
+update is then written as a sum of those gradients (least squares), and the coefficients are compared with
+w[r,i] / total. It works on any engine and loop, and needs no tolerance to speak of.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ds_parity.parity.probe.decomposition import decompose
+from ds_parity.parity.running import half_precision, weights
+from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.candidate import own_batches
+from ds_parity.parity.subjects.oracle import plan, weight
+
+# A step long enough that the update, not the weights, fills the digits of a bf16 weight.
+_RATE = {"fp32": 1.0, "bf16": 1024.0, "fp16": 1024.0}
+
+
+def probe(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
+    """Run one window of a scenario and decompose its update; called on every rank.
+
+    Args:
+        scenario: its first window is probed; its optimizer is replaced by SGD, clipping and scheduler are left out.
+        subject: `package.module:function(scenario, record)` that runs it, as the engines of a comparison do.
+
+    Returns:
+        A `ProbeResult` as plain values, the same on every rank.
+    """
+    wanted = prepared(Scenario.from_json(scenario))
+    passes = wanted.batches()
+    window = plan(passes, wanted.settings)[0]
+    start, gradients = _gradients(wanted, window.last + 1)
+    update = _update(wanted, start, resolve(subject))
+    expected = [
+        [weight(b, wanted.settings.loss_weight) / window.total for b in row] for row in passes[: window.last + 1]
+    ]
+    return asdict(decompose(update, gradients, expected))
+
+
+def prepared(scenario: Scenario) -> Scenario:
+    """Return the scenario with plain SGD and nothing else that shapes the update."""
+    config = copy.deepcopy(scenario.config)
+    config.pop("scheduler", None)
+    config["optimizer"] = {"type": "SGD", "params": {"lr": _RATE[scenario.storage]}}
+    config["gradient_clipping"] = 0.0
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    # A second window leaves room for the first to overshoot.
+    return Scenario.from_json({**scenario.to_json(), "config": config, "windows": 2})
+
+
+def _gradients(scenario: Scenario, passes: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the initial weights, and every micro-batch's gradient as it would be alone, rank by rank within a pass."""
+    model = scenario.build()
+    scenario.keywords(model)  # it may freeze parameters
+    model = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().float()
+    start = weights.vector(model)
+    settings = scenario.settings
+    own = []
+    for batch in own_batches(scenario)[:passes]:
+        gradient = np.zeros(len(start))
+        if batch.rollouts:
+            model.zero_grad()
+            loss = model(**{name: value.cpu() for name, value in batch.inputs.items()})
+            loss.backward()
+            gradient = torch.cat([_of(p) for p in model.parameters()]).double().numpy()
+            if settings.loss_reduction == "sum":
+                gradient = gradient / weight(batch, settings.loss_weight)
+        own.append(gradient)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, np.stack(own))
+    return start, np.stack(everyone[:: scenario.sequence_parallel], axis=1).reshape(-1, len(start))
+
+
+def _of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).flatten()
+
+
+def _update(scenario: Scenario, start: torch.Tensor, run: Callable[..., Any]) -> np.ndarray:
+    after: list[torch.Tensor] = []
+
+    def record(_: Any, module: torch.nn.Module) -> None:
+        after.append(weights.vector(module))
+
+    with half_precision.experiment():
+        engine = run(scenario, record)
+        engine.destroy()
+    rate = scenario.config["optimizer"]["params"]["lr"]
+    update: np.ndarray = ((start.double() - after[0].double()) / rate).numpy()
+    return update

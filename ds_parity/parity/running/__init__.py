@@ -1,0 +1,1 @@
+"""Starting ranks, and having them run a scenario."""

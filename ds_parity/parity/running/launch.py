@@ -1,0 +1,190 @@
+"""Starting ranks with the `deepspeed` launcher, watching them, and leaving none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_parity.errors import HarnessError
+from ds_parity.parity.running.compiling import Compilers
+
+
+@dataclass(frozen=True)
+class Call:
+    """One thing that every rank does: `package.module:function` with plain keyword arguments."""
+
+    title: str
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Calls for one launched set of ranks.
+
+    Attributes:
+        calls: run in order on every rank.
+        folder: where what ranks say, their results and the log lie; made anew.
+        ranks: processes to start.
+        timeout: seconds for the whole job.
+        import_from: folders in which functions are looked up beside the installed packages.
+        environment: variables set for the ranks.
+        patience: seconds for a single call, compiling DeepSpeed's operators aside; None: as long as the job.
+    """
+
+    calls: tuple[Call, ...]
+    folder: Path
+    ranks: int = 2
+    timeout: float = 600.0
+    import_from: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    patience: float | None = None
+
+
+def run(job: Job, progress: Callable[[int, str], None] = lambda done, title: None) -> list[Any]:
+    """Start the ranks, run the job, return the first rank's results in the order of the calls.
+
+    Args:
+        job: what to run.
+        progress: told how many calls have finished, and the title of the one that runs.
+
+    Raises:
+        HarnessError: there is no launcher, a rank failed or died, or time ran out. No process is left behind.
+    """
+    port = _free_port()
+    command, environment = _command(job, port), _environment(job)
+    compilers = Compilers(environment)
+    with (job.folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            code = _watch(process, job, compilers, progress)
+        finally:
+            _end(process)
+            _free_shared_memory(port)
+    if code != 0:
+        raise HarnessError(_why(job, code))
+    return [line["result"] for line in said(job.folder, 0) if "finished" in line]
+
+
+def said(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
+    """Yield what a rank has said so far: lines with `started`, `finished` or `failed`."""
+    path = folder / f"rank{rank}.jsonl"
+    if path.exists():
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # the line that is being written
+                yield json.loads(line)
+
+
+def _command(job: Job, port: int) -> list[str]:
+    launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or shutil.which("deepspeed")
+    if launcher is None:
+        raise HarnessError(
+            f"no `deepspeed` launcher beside {sys.executable} or on PATH: ranks are started with it; install deepspeed "
+            "into this environment"
+        )
+    shutil.rmtree(job.folder, ignore_errors=True)
+    job.folder.mkdir(parents=True)
+    path = job.folder / "job.json"
+    path.write_text(
+        json.dumps({"import_from": [*job.import_from, str(Path.cwd())], "calls": [vars(call) for call in job.calls]})
+    )
+    accelerators = ["--num_accelerators", str(job.ranks), "--master_port", str(port)]
+    return [sys.executable, launcher, *accelerators, "--module", "ds_parity.parity.running.worker", str(path)]
+
+
+def _environment(job: Job) -> dict[str, str]:
+    environment = {**os.environ, **job.environment}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products on CUDA ask for
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*job.import_from, environment.get("PYTHONPATH", "")]))
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _watch(
+    process: subprocess.Popen[bytes], job: Job, compilers: Compilers, progress: Callable[[int, str], None]
+) -> int:
+    begun = heard = time.monotonic()
+    spoken = 0
+    while process.poll() is None:
+        lines = list(said(job.folder, 0))
+        now = time.monotonic()
+        compilers.look(now)
+        if len(lines) != spoken or compilers.running:
+            heard, spoken = now, len(lines)
+        if now - begun > job.timeout:
+            raise HarnessError(
+                f"the ranks did not finish within {job.timeout:g} s ({_where(job)}): they were ended; look at "
+                f"{job.folder / 'log.txt'}, or allow more time{compilers.blame}"
+            )
+        # Before the first call come imports, which say nothing.
+        if job.patience is not None and spoken and now - heard > job.patience:
+            raise HarnessError(
+                f"the ranks said nothing for {job.patience:g} s ({_where(job)}): they hang, and were ended; look at "
+                f"{job.folder / 'log.txt'}{compilers.blame}"
+            )
+        titles = [line["title"] for line in lines if "started" in line]
+        doing = titles[-1] if titles else "starting ranks"
+        progress(sum("finished" in line for line in lines), doing + compilers.aside)
+        time.sleep(0.1)
+    return process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # The launcher and its ranks are a process group of their own; whatever is left of it goes.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_shared_memory(port: int) -> None:
+    # DeepSpeed's CPU collectives leave 66 MB a rank behind, in memory (ops/csrc/cpu/comm/shm.cpp, 0.19.8).
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        buffer.unlink(missing_ok=True)
+
+
+def _where(job: Job) -> str:
+    titles = [line["title"] for line in said(job.folder, 0) if "started" in line]
+    return f"in {titles[-1]!r}" if titles else "before the first call"
+
+
+def _fell_silent(folder: Path, rank: int) -> bool:
+    lines = list(said(folder, rank))
+    return not lines or "started" in lines[-1]
+
+
+def _why(job: Job, code: int) -> str:
+    log = job.folder / "log.txt"
+    failures = [
+        (line["at"], rank, line) for rank in range(job.ranks) for line in said(job.folder, rank) if "failed" in line
+    ]
+    if failures:
+        # The first to fail is the cause; what the others say is that it is gone.
+        _, rank, line = min(failures, key=lambda failure: failure[:2])
+        title = job.calls[line["failed"]].title
+        silent = [str(other) for other in range(job.ranks) if _fell_silent(job.folder, other)]
+        others = f"; rank {', '.join(silent)} ended without saying why: killed, or by the launcher" if silent else ""
+        return f"rank {rank} failed in {title!r}: {line['error']}: {line['message']}{others} (log: {log})"
+    tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
+    return (
+        f"a rank ended with code {code} {_where(job)} without saying why: it was killed, or could not start; the log "
+        f"{log} ends with: {' | '.join(tail)}"
+    )

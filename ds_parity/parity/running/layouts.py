@@ -1,0 +1,160 @@
+"""Layouts of rollouts over passes and ranks: even ones, ragged ones as real streams are, planned ones."""
+
+import math
+import random
+from collections.abc import Hashable, Sequence
+from itertools import islice
+from typing import Literal, TypeAlias
+
+from ds_parity.collation import collate
+from ds_parity.errors import ConfigError
+from ds_parity.planning.plans import Plan, rollout_key
+from ds_parity.planning.rollout import MicroBatch, Rollout
+
+Layout: TypeAlias = tuple[tuple[tuple[Rollout, ...], ...], ...]
+"""layout[pass][rank] is the rollouts of one micro-batch; none on an idle rank."""
+
+_MOST_PASSES = 9
+
+
+def finishing(keys: Sequence[Hashable]) -> list[int]:
+    """Return, for prompts or rollouts in the order in which they are run, 1 where one is the last of its key and 0 elsewhere."""
+    last = {key: index for index, key in enumerate(keys)}
+    return [int(last[key] == index) for index, key in enumerate(keys)]
+
+
+def collate_layout(
+    layout: Layout, collation: Literal["padded", "packed"] = "padded"
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Collate every micro-batch of a layout.
+
+    A prompt, or a rollout of several turns, is finished by its last sequence: passes first, then ranks.
+    """
+    run = [rollout for row in layout for held in row for rollout in held]
+    prompts = iter(finishing([rollout.prompt_id for rollout in run]))
+    rollouts = iter(finishing([rollout_key(rollout, index) for index, rollout in enumerate(run)]))
+
+    def collated(held: Sequence[Rollout]) -> MicroBatch:
+        finished = [sum(islice(flags, len(held))) for flags in (rollouts, prompts)]
+        return collate(held, layout=collation, rollouts=finished[0], prompts=finished[1])
+
+    return tuple(tuple(collated(held) for held in row) for row in layout)
+
+
+def planned_layout(plan: Plan) -> Layout:
+    """Return the layout of a plan, idle passes included."""
+    return tuple(
+        tuple(tuple(plan.rollouts[at] for at in window.micro_batch(index, rank)) for rank in range(plan.dp_world_size))
+        for window in plan.windows
+        for index in range(window.passes)
+    )
+
+
+def uniform_layout(n_ranks: int, passes: int, rollouts: Sequence[Rollout]) -> Layout:
+    """Lay the first `passes` x `n_ranks` rollouts out, one on every rank in every pass.
+
+    Raises:
+        ConfigError: there are fewer rollouts than that, or a number is below 1.
+    """
+    _check_positive(n_ranks=n_ranks, passes=passes)
+    _check_enough(rollouts, passes * n_ranks, f"{passes} passes on {n_ranks} ranks")
+    return tuple(tuple((rollouts[row * n_ranks + rank],) for rank in range(n_ranks)) for row in range(passes))
+
+
+def ragged_layout(
+    rollouts: Sequence[Rollout],
+    n_ranks: int,
+    target: int,
+    windows: int,
+    seed: int,
+    *,
+    max_rollouts: int = 5,
+    same_windows: bool = True,
+) -> Layout:
+    """Lay rollouts out in the given order as unevenly as real streams do; the same for the same arguments.
+
+    A window has 1 to 9 passes (more only where its rollouts would not fit), a micro-batch 0 to `max_rollouts`.
+    The first window starts and ends with a rank idle, as later ones do now and then; with one rank it only starts so.
+    A pass may be empty on every rank, but the last one of a window always holds a rollout.
+
+    Args:
+        rollouts: in the order of arrival; what is left over is not laid out.
+        n_ranks: data-parallel ranks.
+        target: rollouts that close a window.
+        windows: how many windows to lay out.
+        seed: of the raggedness.
+        max_rollouts: the largest micro-batch, in rollouts.
+        same_windows: True: each window holds the same `target` rollouts whatever `n_ranks`. False: the last pass of
+            a window may go beyond the target, which shortens the next (`overshoot: carry`); where the rollouts run
+            out, the last window is short and later ones are missing.
+
+    Raises:
+        ConfigError: with `same_windows`, fewer than `target` x `windows` rollouts; or a number is below 1.
+    """
+    _check_positive(n_ranks=n_ranks, target=target, windows=windows, max_rollouts=max_rollouts)
+    if same_windows:
+        _check_enough(rollouts, target * windows, f"{windows} windows of {target} rollouts")
+    rng = random.Random(seed)
+    counts: list[list[int]] = []
+    held = 0
+    for window in range(windows):
+        size = min(target - held % target, len(rollouts) - held)
+        if size == 0:
+            break
+        cut = _cut_window(size, n_ranks, max_rollouts, window, rng)
+        if not same_windows:
+            _overshoot(cut[-1], max_rollouts, len(rollouts) - held - size, rng)
+        held += sum(map(sum, cut))
+        counts += cut
+    source = iter(rollouts)
+    return tuple(tuple(tuple(islice(source, count)) for count in row) for row in counts)
+
+
+def _cut_window(size: int, n_ranks: int, most: int, window: int, rng: random.Random) -> list[list[int]]:
+    """Return [pass][rank] counts that sum to `size`, none above `most`, the last pass not empty."""
+    idle_start = window % 2 == 0
+    idle_end = window % 3 == 0 and n_ranks > 1  # a single rank can't both be idle and close the window
+    fewest = math.ceil((math.ceil(size / most) + idle_start + idle_end) / n_ranks)
+    usual = min(_MOST_PASSES, math.ceil(2 * size / n_ranks))  # more would leave most places empty
+    passes = rng.randint(fewest, max(fewest, usual))
+    idle = set()
+    if idle_start:
+        idle.add((0, rng.randrange(n_ranks)))
+    if idle_end:
+        idle.add((passes - 1, rng.randrange(n_ranks)))
+    free = [(row, rank) for row in range(passes) for rank in range(n_ranks) if (row, rank) not in idle]
+    counts = _spread(size, free, most, rng)
+    return [[counts.get((row, rank), 0) for rank in range(n_ranks)] for row in range(passes)]
+
+
+def _spread(size: int, free: list[tuple[int, int]], most: int, rng: random.Random) -> dict[tuple[int, int], int]:
+    """Draw uneven counts for the free (pass, rank) places, then move single rollouts until they sum to `size`."""
+    closing = rng.choice([place for place in free if place[0] == free[-1][0]])
+    least = {place: int(place == closing) for place in free}
+    counts = {place: rng.randint(least[place], most) for place in free}
+    surplus = sum(counts.values()) - size
+    while surplus:
+        place, change = rng.choice(free), -1 if surplus > 0 else 1
+        if least[place] <= counts[place] + change <= most:
+            counts[place] += change
+            surplus += change
+    return counts
+
+
+def _overshoot(closing: list[int], most: int, left: int, rng: random.Random) -> None:
+    """Add to the ranks that are not idle in a window's last pass, in place, at most `left` rollouts in all."""
+    for rank in (rank for rank, count in enumerate(closing) if count):
+        extra = rng.randint(0, min(most - closing[rank], left))
+        closing[rank] += extra
+        left -= extra
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{name} = {value}: must be at least 1")
+
+
+def _check_enough(rollouts: Sequence[Rollout], needed: int, what: str) -> None:
+    if len(rollouts) < needed:
+        raise ConfigError(f"{len(rollouts)} rollouts: {what} need {needed}; give more rollouts or ask for less")

@@ -1,0 +1,243 @@
+"""A scenario: configuration, model, rollouts, ranks and steps, from which every rank builds the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from ds_parity.config import Settings, parse
+from ds_parity.errors import ConfigError
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.data.rollouts import informative, line_turns, load_rollouts, shorten
+from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.layouts import Layout, collate_layout, planned_layout, ragged_layout, uniform_layout
+from ds_parity.parity.running.shapes import hollow, leveled, sloped, streamed
+from ds_parity.planning import Plan, plan
+from ds_parity.planning.rollout import MicroBatch, Rollout
+
+# Loss tokens of every rollout in uniform windows that are weighed by tokens.
+_LEVEL = 64
+
+_CHOICES = {
+    "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned", "hollow"),
+    "drive": ("loop", "passes"),
+    "collation": ("padded", "packed"),
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is run, in plain values that travel to the ranks as JSON.
+
+    Attributes:
+        name: also the folder of its traces.
+        config: the extended DeepSpeed configuration.
+        ranks: data-parallel ranks.
+        shape: how rollouts are cut into micro-batches: `uniform` (one a micro-batch), `ragged` (0 to 5, windows that
+            hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
+            `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others), or
+            `planned` (`plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`), or `hollow`
+            (ragged, and the second window has no loss tokens).
+        windows: how many windows' worth of rollouts there are (>= 1).
+        seed: of the model's weights, of the choice of rollouts and of the raggedness.
+        drive: `loop` (counts given to every backward) or `passes` (the engine reads the stream).
+        max_tokens: rollouts are shortened to this length (>= 2), None: as they are.
+        model: `package.module:function`, called with a seed, returns an `nn.Module` from token ids to logits.
+        rollouts: a JSON Lines file of the user's own, None: the bundled ones.
+        short: rollouts that the last window of `ragged` and `overshoot` lacks (0 to target - 1); it stays open.
+        objective: `policy_gradient` or `nll`.
+        setup: `package.module:function`, called with the model, returns keywords of `initialize` (parameters, a client's
+            optimizer, a client's scheduler), None: all parameters of the model.
+        sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
+            processes run.
+        collation: `padded` or `packed`.
+        micro_batch_tokens: the most tokens in a planned micro-batch (>= 1).
+        turns: planned rollouts are cut into a sequence a turn (a line of the completion).
+        train: `package.module:function` that is called with the engine and its micro-batches and trains; the model is then
+            called by it alone. None: the bundled loss and loop.
+    """
+
+    name: str
+    config: dict[str, Any]
+    ranks: int = 2
+    shape: str = "ragged"
+    windows: int = 4
+    seed: int = 0
+    drive: str = "loop"
+    max_tokens: int | None = None
+    model: str = "ds_parity.parity.data.model:build"
+    rollouts: str | None = None
+    short: int = 0
+    objective: str = "policy_gradient"
+    setup: str | None = None
+    sequence_parallel: int = 1
+    collation: Literal["padded", "packed"] = "padded"
+    micro_batch_tokens: int = 1024
+    turns: bool = False
+    train: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"scenario {self.name!r}: {name} is {getattr(self, name)!r}, it must be in {known}")
+        if self.turns and self.shape != "planned":
+            raise ConfigError(f"scenario {self.name!r}: turns in {self.shape!r} windows, must be in 'planned' ones")
+        if self.collation == "packed" and self.sequence_parallel > 1:
+            raise ConfigError(
+                f"scenario {self.name!r}: packed rollouts over {self.sequence_parallel} sequence-parallel ranks: the bundled "
+                "attention takes whole rows there; choose collation 'padded'"
+            )
+
+    @property
+    def settings(self) -> Settings:
+        """The extra keys.
+
+        Raises:
+            ConfigError: they are absent or can't be right.
+        """
+        settings = parse(self.config)
+        if settings is None:
+            raise ConfigError(
+                f"scenario {self.name!r}: the configuration has no gradient_accumulation_passes, so there is nothing to "
+                "compare with bare DeepSpeed; add the key"
+            )
+        return settings
+
+    @property
+    def dtype(self) -> str:
+        """The type that the model computes in: fp32, bf16 or fp16."""
+        autocast = self.config.get("torch_autocast", {})
+        if autocast.get("enabled"):
+            return {"bfloat16": "bf16", "float16": "fp16"}[str(autocast.get("dtype", "bfloat16"))]
+        return self.storage
+
+    @property
+    def storage(self) -> str:
+        """The type that the model's weights are kept in: fp32, bf16 or fp16."""
+        for name in ("bf16", "fp16"):
+            section = self.config.get(name)
+            if isinstance(section, dict) and section.get("enabled"):
+                return name
+        return "fp32"
+
+    def layout(self) -> Layout:
+        """Return layout[pass][rank], a tuple of rollouts.
+
+        Raises:
+            ConfigError: there are too few rollouts, or uniform windows can't be formed.
+        """
+        settings = self.settings
+        if self.shape == "uniform":
+            return self._uniform(settings)
+        if self.shape == "planned":
+            return planned_layout(self._plan(settings))
+        if not 0 <= self.short < settings.target:
+            raise ConfigError(f"short is {self.short}: it must be from 0 to the target less 1, {settings.target - 1}")
+        pool = self._pool(settings.target * (self.windows + 1))
+        layout = self._ragged(settings.target, self.windows - bool(self.short), pool, self.seed)
+        if self.short:
+            left = pool[settings.target * (self.windows - 1) : settings.target * self.windows - self.short]
+            layout += self._ragged(settings.target, 1, left, self.seed + 1, same_windows=False)
+        if self.shape in ("rising", "falling"):
+            layout = sloped(layout, settings.target, rising=self.shape == "rising")
+        if self.shape == "hollow":
+            layout = hollow(layout, settings.target)
+        return streamed(layout, self.ranks) if self.drive == "passes" else layout
+
+    def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
+        """Return the collated layout, on the host."""
+        return collate_layout(self.layout(), self.collation)
+
+    def build(self) -> nn.Module:
+        """Return the model with its loss on top, weights drawn from the seed."""
+        policy = resolve(self.model)(self.seed)
+        if not isinstance(policy, nn.Module):
+            raise ConfigError(
+                f"model {self.model!r} returned {type(policy).__name__}: it must return a torch nn.Module"
+            )
+        if self.train is not None:
+            return policy
+        settings = self.settings
+        return PolicyGradient(policy, settings.loss_weight, settings.loss_reduction, self.objective)
+
+    def keywords(self, module: nn.Module) -> dict[str, Any]:
+        """Return what `initialize` is given beside the model and the configuration."""
+        if self.setup is None:
+            return {"model_parameters": module.parameters()}
+        return dict(resolve(self.setup)(module))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; the inverse of `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Scenario:
+        """Build a scenario from what `to_json` returned."""
+        return cls(**{f.name: values[f.name] for f in fields(cls)})
+
+    def _ragged(
+        self, target: int, windows: int, pool: tuple[Rollout, ...], seed: int, same_windows: bool | None = None
+    ) -> Layout:
+        same = self.shape != "overshoot" if same_windows is None else same_windows
+        # The last window of `overshoot` may have gone to the one before it.
+        held = pool[: target * windows]
+        return ragged_layout(held, self.ranks, target, windows, seed, same_windows=same) if windows else ()
+
+    def _plan(self, settings: Settings) -> Plan:
+        if self.turns and settings.loss_weight != "token":
+            raise ConfigError(
+                f"scenario {self.name!r}: turns with loss_weight {settings.loss_weight!r}: the bundled loss is a mean over "
+                "whole rollouts there; choose 'token'"
+            )
+        a_prompt = 4 if settings.count == "prompt" else 1  # the bundled rollouts have four solutions a prompt
+        pool: Iterable[Rollout] = self._pool(settings.target * self.windows * a_prompt)
+        planned = plan(
+            line_turns(pool) if self.turns else pool,
+            dp_world_size=self.ranks,
+            target=settings.target,
+            max_tokens=self.micro_batch_tokens,
+            count=settings.count,
+            layout=self.collation,
+            oversize="own",
+        )
+        if len(planned.windows) < self.windows:
+            raise ConfigError(
+                f"scenario {self.name!r}: the rollouts fill {len(planned.windows)} planned windows, {self.windows} were asked "
+                "for; give more rollouts, or ask for fewer windows"
+            )
+        return planned
+
+    def _uniform(self, settings: Settings) -> Layout:
+        passes, left = divmod(settings.gradient_accumulation_passes, self.ranks)
+        if left:
+            raise ConfigError(
+                f"uniform windows need passes that the ranks divide: {settings.gradient_accumulation_passes} passes on "
+                f"{self.ranks} ranks leave a remainder of {left}; choose another number of ranks"
+            )
+        tokens = _LEVEL if settings.loss_weight == "token" else None
+        held = settings.target // settings.gradient_accumulation_passes
+        pool = self._pool(settings.target * self.windows, tokens)
+        rows = uniform_layout(self.ranks * held, passes * self.windows, pool)
+        return tuple(
+            tuple(tuple(one for cell in row[at : at + held] for one in cell) for at in range(0, len(row), held))
+            for row in rows
+        )
+
+    def _pool(self, wanted: int, tokens: int | None = None) -> tuple[Rollout, ...]:
+        every = _rollouts(self.rollouts)
+        if tokens is not None:
+            every = leveled(every, tokens)
+        start = (self.seed * 97) % max(1, len(every) - wanted + 1)
+        chosen = every[start : start + wanted]
+        return chosen if self.max_tokens is None else shorten(chosen, self.max_tokens)
+
+
+@lru_cache(maxsize=4)
+def _rollouts(path: str | None) -> tuple[Rollout, ...]:
+    # Groups whose solutions all earned alike have no gradient, and only dilute a comparison.
+    return informative(load_rollouts(None if path is None else Path(path)))

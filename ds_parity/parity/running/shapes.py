@@ -1,0 +1,51 @@
+"""Layouts and rollouts bent into a shape: streams, totals that the first pass foretells wrongly, nothing to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ds_parity.parity.running.layouts import Layout
+from ds_parity.planning.rollout import Rollout
+
+
+def streamed(layout: Layout, ranks: int) -> Layout:
+    """Return the layout as streams give it: each rank's micro-batches without gaps, idle only when it has run dry."""
+    streams = [[held[rank] for held in layout if held[rank]] for rank in range(ranks)]
+    passes = max(len(stream) for stream in streams)
+    return tuple(tuple(stream[i] if i < len(stream) else () for stream in streams) for i in range(passes))
+
+
+def sloped(layout: Layout, target: int, *, rising: bool) -> Layout:
+    """Return the layout with rollouts cut short, so that the first pass of a window foretells its total wrongly.
+
+    Those of each window's first pass that holds any are cut to 4 loss tokens and the others to 48, or the other way
+    round: where tokens weigh, the correction is by a factor of up to 12.
+    """
+    first, other = (4, 48) if rising else (48, 4)
+    rows, held, opened = [], 0, True
+    for row in layout:
+        tokens = first if opened else other
+        rows.append(tuple(tuple(_cut(one, tokens) for one in cell) for cell in row))
+        count = sum(map(len, row))
+        opened = (opened and count == 0) or (held + count) // target > held // target
+        held += count
+    return tuple(rows)
+
+
+def hollow(layout: Layout, target: int) -> Layout:
+    """Return the layout with the completions of its second window's rollouts cut away: nothing there has a loss."""
+    rows, held = [], 0
+    for row in layout:
+        rows.append(tuple(tuple(_cut(one, 0) for one in cell) for cell in row) if held // target == 1 else row)
+        held += sum(map(len, row))
+    return tuple(rows)
+
+
+def _cut(rollout: Rollout, tokens: int) -> Rollout:
+    return replace(rollout, tokens=rollout.tokens[: rollout.prompt_length + tokens])
+
+
+def leveled(rollouts: Sequence[Rollout], tokens: int) -> tuple[Rollout, ...]:
+    """Return the rollouts with at least `tokens` loss tokens, cut to that many: where tokens weigh, these are uniform."""
+    return tuple(_cut(rollout, tokens) for rollout in rollouts if rollout.loss_tokens >= tokens)

@@ -1,0 +1,17 @@
+"""half-broadcast: rollouts are corrected to the step's total over ranks, tokens are not."""
+
+from __future__ import annotations
+
+from ds_parity.parity.subjects.controls.loop import Loop
+
+
+class HalfBroadcast(Loop):
+    """The engine with this fault."""
+
+    name = "half-broadcast"
+    seen = "a branch of Fast-LLM"
+    like = ("mean-of-micro-batches",)
+
+    def total(self, index: int) -> float:
+        """Return what the first rank would hold if all held as much."""
+        return float(sum(self.units(row[self.rank]) for row in self.rows) or 1) * self.wanted.ranks

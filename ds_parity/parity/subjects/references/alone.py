@@ -1,0 +1,101 @@
+"""Reference `torch`: one process, no DeepSpeed engine, the whole window as one batch, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ds_parity.collation import collate
+from ds_parity.config import Settings
+from ds_parity.parity.running.layouts import Layout
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.candidate import Record
+from ds_parity.parity.subjects.oracle import PlannedWindow, plan
+from ds_parity.parity.subjects.references.bare import metrics_of
+from ds_parity.parity.subjects.references.plain import ByHand, optimizer_and_scheduler
+from ds_parity.planning.rollout import Rollout
+from ds_parity.trace import StepRecord
+
+
+def run(scenario: Scenario, record: Record) -> nn.Module:
+    """Run every window as one batch; the weights start as the engine's do, rounded to its type."""
+    settings, layout, passes = scenario.settings, scenario.layout(), scenario.batches()
+    model = _as_dtype(scenario.build(), scenario.storage).double()
+    optimizer, scheduler = optimizer_and_scheduler(scenario, model)
+    by_hand = ByHand(scheduler) if scheduler is not None and settings.lr_progress == "rollout" else None
+    for number, window in enumerate(plan(passes, settings), start=1):
+        loss = window_loss(model, layout, window, settings)
+        if loss is not None:
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+        lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        norm = None if loss is None else _step(model, optimizer, scenario)
+        if by_hand is not None:
+            by_hand.advance(window.progress, loss is not None)
+        elif scheduler is not None and loss is not None:
+            scheduler.step()
+        batches = [batch for row in passes[window.first : window.last + 1] for batch in row]
+        line = StepRecord(
+            step=number,
+            passes=1,
+            idle_passes=0,
+            rollouts=sum(batch.rollouts for batch in batches),
+            prompts=sum(batch.prompts for batch in batches),
+            tokens=sum(batch.tokens for batch in batches),
+            total=window.total,
+            loss=None if loss is None else float(loss.detach()),
+            lr=lr,
+            grad_norm=norm,
+            skipped=loss is None,
+            metrics=metrics_of(batches),
+        )
+        record(line, model)
+    return model
+
+
+def window_loss(model: nn.Module, layout: Layout, window: PlannedWindow, settings: Settings) -> torch.Tensor | None:
+    """Return sum(weight * loss) / total of a window from one forward over all its rollouts; None where total is 0."""
+    rows = [held for row in layout[window.first : window.last + 1] for held in row if held]
+    if not rows or window.total == 0:
+        return None
+    rollouts = [rollout for held in rows for rollout in held]
+    shares = _shares(rows, window.total, settings.loss_weight)
+    inputs = collate(rollouts).inputs
+    logits = model.policy(inputs["input_ids"])  # type: ignore[operator]
+    logp = getattr(logits, "logits", logits)[:, :-1].double().log_softmax(-1)
+    chosen = logp.gather(-1, inputs["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+    factor = (
+        inputs["advantages"].double() if model.objective == "policy_gradient" else torch.ones(len(rollouts)).double()
+    )
+    sums = -(chosen * inputs["loss_mask"].double()).sum(-1) * factor
+    loss: torch.Tensor = (sums * torch.tensor(shares, dtype=torch.float64)).sum()
+    return loss
+
+
+def _shares(rows: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[float]:
+    """Return what each rollout's summed token loss is worth in the step."""
+    shares = []
+    for held in rows:
+        for rollout in held:
+            if unit == "token":
+                shares.append(1 / total)
+            elif unit == "pass":
+                shares.append(1 / max(rollout.loss_tokens, 1) / len(held) / total)
+            else:
+                shares.append(1 / max(rollout.loss_tokens, 1) / total)
+    return shares
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario) -> float | None:
+    limit = scenario.config.get("gradient_clipping", 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
+    optimizer.step()
+    # Without clipping, DeepSpeed takes no norm on ZeRO 0 in fp32.
+    stage = scenario.config.get("zero_optimization", {}).get("stage", 0)
+    return float(norm) if limit or stage or scenario.storage != "fp32" else None
+
+
+def _as_dtype(model: nn.Module, dtype: str) -> nn.Module:
+    return {"bf16": model.bfloat16, "fp16": model.half}.get(dtype, model.float)()

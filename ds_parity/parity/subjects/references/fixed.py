@@ -1,0 +1,34 @@
+"""Reference `deepspeed`: the bare engine with its own fixed gradient_accumulation_steps, on uniform windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.candidate import Record, own_batches
+from ds_parity.parity.subjects.oracle import plan
+from ds_parity.parity.subjects.references.bare import StepNotes, initialize
+
+
+def run(scenario: Scenario, record: Record) -> Any:
+    """Run an unchanged DeepSpeed loop: DeepSpeed decides the boundary, divides the loss and moves the scheduler.
+
+    With `managed_gradient_accumulation: false` the loop calls step() at the boundary only, as it must there.
+    """
+    managed = scenario.config.get("managed_gradient_accumulation", True)
+    engine = initialize(scenario, managed=managed)
+    passes = scenario.batches()
+    windows = iter(plan(passes, scenario.settings))
+    notes = StepNotes(engine, scenario, passes)
+    for number, batch in enumerate(own_batches(scenario), start=1):
+        loss = engine(**batch.inputs)
+        engine.backward(loss)
+        notes.add(loss, batch.rollouts if scenario.settings.loss_weight != "token" else batch.tokens)
+        if not managed and number % engine.gradient_accumulation_steps():
+            continue
+        lr, steps = engine.get_lr(), engine.global_steps
+        engine.step()
+        if engine.global_steps != steps:
+            norm, applied = engine.get_global_grad_norm(), engine.was_step_applied()
+            record(notes.record(engine.global_steps, next(windows), lr, norm, applied), engine.module)
+    return engine

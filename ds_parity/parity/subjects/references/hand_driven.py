@@ -1,0 +1,213 @@
+"""Reference `deepspeed-loop`: the bare engine with a moving boundary, driven by hand as RL trainers write it.
+
+It knows all counts beforehand. It shares no code with the engine under test; the division, the boundary, the correction
+and the scheduler's position are written out here once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import wrapt
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.candidate import Record, own_batches, stand_in
+from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
+from ds_parity.parity.subjects.references.bare import StepNotes, initialize
+from ds_parity.parity.subjects.references.plain import ByHand
+from ds_parity.planning.rollout import MicroBatch
+
+
+def run(scenario: Scenario, record: Record) -> Any:
+    """Run the scenario with `set_gradient_accumulation_boundary` before every backward."""
+    loop = Loop(scenario, record)
+    if scenario.train is not None:
+        driven = Driven(loop)
+        resolve(scenario.train)(driven, driven.passes())
+        return loop.engine
+    for index in range(loop.passes):
+        loop.backward(index, loop.engine(**loop.runs(index).inputs))
+        loop.step(index)
+    return loop.engine
+
+
+class Loop:
+    """The passes of one rank, one after the other.
+
+    Attributes:
+        engine: the bare engine.
+        passes: how many there are.
+    """
+
+    def __init__(self, scenario: Scenario, record: Record) -> None:
+        self._scenario, self._settings, self._record = scenario, scenario.settings, record
+        self.engine = initialize(scenario)
+        batches = scenario.batches()
+        self._own = own_batches(scenario, batches)
+        self.passes = len(batches)
+        self._idle, self._notes = stand_in(scenario), StepNotes(self.engine, scenario, batches)
+        self._by_hand = _take_scheduler(self.engine) if self._settings.lr_progress == "rollout" else None
+        ahead = _looks_ahead(scenario)
+        windows = plan(batches, self._settings, lookahead=ahead)
+        if ahead and max(w.last - w.first for w in windows) >= self._settings.lookahead:
+            raise ConfigError(
+                "deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest"
+            )
+        self._windows = {i: (n, w) for n, w in enumerate(windows, start=1) for i in range(w.first, w.last + 1)}
+
+    def runs(self, index: int) -> MicroBatch:
+        """Return what this rank runs in a pass: its micro-batch, or a stand-in."""
+        return self._idle if self._own[index].idle else self._own[index]
+
+    def backward(self, index: int, loss: Any) -> None:
+        """Mark the boundary and run the backward of a pass."""
+        _, window = self._windows[index]
+        self.engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
+        _backward(self.engine, loss, self._own[index], window, self._scenario, self._notes)
+
+    def step(self, index: int) -> None:
+        """End a pass; at the boundary update, move the scheduler and write down."""
+        number, window = self._windows[index]
+        if index < window.last:
+            self.engine.step()
+            return
+        lr = self.engine.get_lr()
+        norm, applied = _step(self.engine, window)
+        if self._by_hand is not None:
+            self._by_hand.advance(window.progress, applied)
+        line = self._notes.record(number, window, lr, norm, applied)
+        if self._scenario.train is not None:
+            line = line.model_copy(update={"metrics": {}})
+        self._record(line, self.engine.module)
+
+
+class Driven(wrapt.ObjectProxy[Any]):
+    """The bare engine with the calls of a training function: what `ds_parity.initialize` returns takes the same."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop.engine)
+        self._self_loop = loop
+        self._self_index = -1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def passes(self, *_: Any, **__: Any) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches, and a stand-in where it is idle."""
+        for index in range(self._self_loop.passes):
+            self._self_index = index
+            yield self._self_loop.runs(index)
+
+    def backward(self, loss: Any, **counts: Any) -> Any:
+        """Run the backward of the pass that was handed out last; its counts are known."""
+        self._self_loop.backward(self._self_index, loss)
+        return loss
+
+    def idle(self, loss: Any) -> Any:
+        """Run an idle pass."""
+        return self.backward(loss)
+
+    def step(self, *_: Any) -> None:
+        """End the pass."""
+        self._self_loop.step(self._self_index)
+
+    def record(self, *_: Any) -> None:
+        """Metrics of a training function are its own."""
+
+    def finish(self) -> None:
+        """The last window was settled with its last pass."""
+
+
+def _looks_ahead(scenario: Scenario) -> bool:
+    return scenario.settings.lookahead > 0 and scenario.drive == "passes"
+
+
+def _backward(
+    engine: Any, loss: Any, batch: MicroBatch, window: PlannedWindow, scenario: Scenario, notes: StepNotes
+) -> None:
+    settings = scenario.settings
+    units = weight(batch, settings.loss_weight)
+    if units == 0:
+        engine.backward(loss * 0.0, scale_wrt_gas=False)
+        return
+    notes.add(loss, units)
+    averaged: float = scenario.ranks if engine.gradient_average else 1
+    if engine.zero_optimization_stage() < 3:
+        # Gathered losses sum to so many times their gradient, and only ZeRO 3 averages over all who hold them.
+        averaged /= scenario.sequence_parallel
+    share = averaged if settings.loss_reduction == "sum" else averaged * units
+    divided = loss / (window.expected / share)
+    if engine.fp16_enabled() and not engine.zero_optimization():
+        # DeepSpeed leaves the scaling out there (tools/deepspeed_faults/fp16_zero0_unscaled_loss.py).
+        divided = divided.float() * engine.optimizer.loss_scale_config.cur_scale
+    engine.backward(divided, scale_wrt_gas=False)
+
+
+def _take_scheduler(engine: Any) -> ByHand | None:
+    """Take the scheduler from the engine, which would move it a step at a time."""
+    scheduler, engine.lr_scheduler = engine.lr_scheduler, None
+    return None if scheduler is None else ByHand(scheduler)
+
+
+def _step(engine: Any, window: PlannedWindow) -> tuple[Any, bool]:
+    if window.total == 0:
+        engine.step()
+        return None, False
+    # fp16: a scale that grows in this step must not reach the gradients, which were scaled by the old one, and clipping
+    # must not act on scaled ones.
+    scaled = engine.fp16_enabled() or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
+    if window.expected == window.total and not scaled:
+        engine.step()
+        return engine.get_global_grad_norm(), engine.was_step_applied()
+    return _corrected(engine, window), engine.was_step_applied()
+
+
+def _corrected(engine: Any, window: PlannedWindow) -> Any:
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        for flat in optimizer.fp32_groups_gradients_flat:
+            flat.mul_(window.expected / window.total)
+        engine.step()
+        return engine.get_global_grad_norm()
+    if engine.zero_optimization():
+        return _corrected_by_scale(engine, window)
+    if engine.bfloat16_enabled() or engine.fp16_enabled():
+        return _corrected_without_zero(engine, window)
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(window.expected / window.total)
+    engine.step()
+    return engine.get_global_grad_norm()
+
+
+def _corrected_by_scale(engine: Any, window: PlannedWindow) -> Any:
+    optimizer = engine.optimizer
+    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
+    optimizer.override_loss_scale(scale * window.total / window.expected)
+    optimizer.torch_autocast_gradscaler = None
+    engine.step()
+    optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
+    optimizer.torch_autocast_gradscaler = scaler
+    return engine.get_global_grad_norm()
+
+
+def _corrected_without_zero(engine: Any, window: PlannedWindow) -> Any:
+    optimizer, config = engine.optimizer, engine.optimizer.loss_scale_config
+    scale, dynamic, iterations = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
+    config.cur_scale, config.dynamic_loss_scale = scale * window.total / window.expected, False
+    engine.step()
+    config.cur_scale, config.dynamic_loss_scale = scale, dynamic
+    if dynamic:
+        config.cur_iter = iterations
+        optimizer._update_scale(optimizer.overflow)
+    # The unfused wrapper keeps the norm as the gradients came in.
+    raw = isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.overflow
+    norm = engine.get_global_grad_norm()
+    return norm * (window.expected / window.total / scale) if raw else norm

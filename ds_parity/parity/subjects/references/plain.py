@@ -1,0 +1,134 @@
+"""Torch's own optimizer and scheduler for what a scenario gives DeepSpeed, and where a scheduler stands by hand."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from torch import nn
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.running.scenario import Scenario
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): torch has none, and DeepSpeed builds one.
+
+    Defaults are DeepSpeed's (ops/lion, 0.19.8), not the paper's.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient; `closure` is not used."""
+        for group in self.param_groups:
+            ours, kept = group["betas"]
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                direction = self.sign(momentum * ours + parameter.grad * (1 - ours))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+                momentum.mul_(kept).add_(parameter.grad, alpha=1 - kept)
+
+    @staticmethod
+    def sign(momentum: torch.Tensor) -> torch.Tensor:
+        """Return which way each weight goes: -1, 0 or 1."""
+        return momentum.sign()
+
+
+class CPULion(Lion):
+    """Lion as DeepSpeed's CPU kernel has it: 0 has a sign (tools/deepspeed_faults/lion_moves_unused_weights.py).
+
+    What an optimizer makes of a gradient is DeepSpeed's, as its schedules are; the comparison is about the gradient.
+    """
+
+    @staticmethod
+    def sign(momentum: torch.Tensor) -> torch.Tensor:
+        """Return which way each weight goes: -1 or 1."""
+        return torch.copysign(torch.ones_like(momentum), momentum)
+
+
+# DeepSpeed's "Adam" decouples its weight decay unless adam_w_mode says otherwise (engine.py, 0.19.8).
+_OPTIMIZERS: dict[str, Any] = {"adam": torch.optim.AdamW, "adamw": torch.optim.AdamW, "lion": Lion}
+_DEEPSPEEDS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+
+
+def optimizer_and_scheduler(scenario: Scenario, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    """Return the optimizer over `model`, and the scheduler or None: the client's own, or torch's for DeepSpeed's.
+
+    A scheduler of DeepSpeed's stays DeepSpeed's: a schedule is a formula, and this one is the user's.
+
+    Raises:
+        ConfigError: the optimizer has no counterpart in torch.
+    """
+    keywords = scenario.keywords(model)
+    parameters = list(keywords.get("model_parameters") or model.parameters())
+    optimizer = keywords.get("optimizer")
+    if optimizer is None:
+        optimizer = _by_name(scenario.config, parameters)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
+    scheduler, section = keywords.get("lr_scheduler"), scenario.config.get("scheduler")
+    if scheduler is None and section:
+        scheduler = getattr(lr_schedules, section["type"])(optimizer, **section.get("params", {}))
+    elif callable(scheduler):
+        scheduler = scheduler(optimizer)
+    return optimizer, scheduler
+
+
+def _by_name(config: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
+    section = config.get("optimizer", {})
+    kind = str(section.get("type", ""))
+    found = _OPTIMIZERS.get(kind.lower()) or _torch(kind) or _torch(kind.capitalize())
+    if found is None:
+        raise ConfigError(
+            f"optimizer.type is {section.get('type')!r}: the torch reference knows {', '.join(_OPTIMIZERS)} and what "
+            "torch.optim has; choose one of these for the comparison"
+        )
+    options = {name: value for name, value in section.get("params", {}).items() if name not in _DEEPSPEEDS}
+    if kind.lower() in ("adam", "adamw") and not section.get("params", {}).get("torch_adam"):
+        options.setdefault("weight_decay", 0.0)  # DeepSpeed's own kernels don't decay by default, torch's AdamW does
+    if (
+        kind.lower() == "lion"
+        and config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "cpu"
+    ):
+        found = CPULion
+    if kind.lower() == "adam" and not section.get("params", {}).get("adam_w_mode", True):
+        found = torch.optim.Adam
+    return found(parameters, **options)  # type: ignore[no-any-return]
+
+
+def _torch(kind: str) -> Any:
+    found = getattr(torch.optim, kind, None)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
+
+
+class ByHand:
+    """Puts a scheduler at nominal progress, as `lr_progress: rollout` says.
+
+    Fractional where the scheduler is a function of its step, else in whole steps with the remainder carried.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._reached = self._progress = Fraction(0)
+
+    def advance(self, reached: Fraction, applied: bool) -> None:
+        """Go on by what a window held, in targets, where its step was applied; `reached` is what all windows held so far."""
+        share, self._reached = reached - self._reached, reached
+        if not applied:
+            return
+        before, self._progress = self._progress, self._progress + share
+        if type(self._scheduler).__module__ == lr_schedules.__name__:
+            self._scheduler.step(float(self._progress) - 1)
+        elif isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):
+            self._scheduler.last_epoch = float(self._progress) - 1  # type: ignore[assignment]  # fractional, on purpose
+            self._scheduler.step()
+        else:
+            for _ in range(int(self._progress) - int(before)):
+                self._scheduler.step()

@@ -1,0 +1,52 @@
+"""How far the faults stand out: what they are off, beside what a clean engine is off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ds_parity.parity.verification.control_runs import Finding
+
+
+@dataclass(frozen=True, order=True)
+class Signal:
+    """What a fault shows by.
+
+    Attributes:
+        bounds: how many bounds it is off (> 1).
+        quantity: in which it is so.
+    """
+
+    bounds: float
+    quantity: str
+
+
+def signal(found: Finding) -> Signal | None:
+    """Return the strongest signal of the first step that differs.
+
+    None where something differs there that must be equal bit for bit (rollouts, LR), or nothing does: no noise could hide that,
+    or no signal is there.
+    """
+    differences = found.comparison.differences if found.comparison else ()
+    steps = [it.step for it in differences if it.step is not None]
+    here = [it for it in differences if steps and it.step == min(steps)]
+    if not all(it.bound and it.difference is not None for it in here):
+        return None
+    return max((Signal(it.difference / it.bound, it.field) for it in here if it.difference and it.bound), default=None)
+
+
+def noise(findings: Iterable[Finding]) -> dict[str, float]:
+    """Return by quantity the greatest part of a bound that a clean engine has used up (in [0, 1] where none was caught)."""
+    found: dict[str, float] = {}
+    for it in (it for one in findings if one.clean and one.comparison for it in one.comparison.measured):
+        found[it.field] = max(found.get(it.field, 0.0), it.difference / it.bound)
+    return found
+
+
+def margins(findings: Sequence[Finding]) -> dict[str, float]:
+    """Return by quantity how many times the greatest noise the weakest signal is; of quantities that have both."""
+    heard = noise(findings)
+    weakest: dict[str, float] = {}
+    for one in filter(None, (signal(found) for found in findings if not found.clean)):
+        weakest[one.quantity] = min(one.bounds, weakest.get(one.quantity, one.bounds))
+    return {name: bounds / heard[name] for name, bounds in weakest.items() if heard.get(name)}

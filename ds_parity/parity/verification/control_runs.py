@@ -1,0 +1,130 @@
+"""Run the controls over one configuration: each must be caught, and the clean engines must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.comparison.fields import Comparison
+from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.running.launch import Job, run
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.controls.known import known
+from ds_parity.parity.subjects.controls.loop import Loop
+from ds_parity.parity.verification.control_scenarios import scenario
+from ds_parity.parity.verification.verify import Progress, call, outcome, title
+
+RANKS = 2
+CLEAN = ("ds_parity", "clean")
+_TRY = "ds_parity.parity.matrix.attempt:run"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one engine in one scenario.
+
+    Attributes:
+        name: of the control, or of a clean engine.
+        scenario: what it ran.
+        comparison: with the torch reference; None where it raised.
+        causes: what the traces are explained by, the likeliest first.
+        raised: what it raised in place of a trace.
+    """
+
+    name: str
+    scenario: str
+    comparison: Comparison | None
+    causes: tuple[Cause, ...] = ()
+    raised: str | None = None
+
+    @property
+    def clean(self) -> bool:
+        """Whether the engine has no fault."""
+        return self.name in CLEAN
+
+    @property
+    def caught(self) -> bool:
+        """Whether a difference was found."""
+        return self.raised is not None or (self.comparison is not None and not self.comparison.equal)
+
+    @property
+    def good(self) -> bool:
+        """Whether the harness did its duty: a fault is caught, a clean engine is not."""
+        return self.caught != self.clean and not (self.clean and self.raised)
+
+    @property
+    def named(self) -> bool:
+        """Whether the first cause is the fault, or one whose traces look the same."""
+        return bool(self.causes) and self.causes[0].name in (self.name, *known()[self.name].like)
+
+
+def chosen(names: Iterable[str] | None, stage: int) -> tuple[type[Loop], ...]:
+    """Return the controls of these names that are faults on a ZeRO stage; None for all.
+
+    Raises:
+        ConfigError: there is no such control.
+    """
+    every = known()
+    for name in names or ():
+        if name not in every:
+            raise ConfigError(f"control {name!r}: it must be one of {', '.join(every)}")
+    return tuple(c for name, c in every.items() if stage in c.stages and (names is None or name in names))
+
+
+def plan(config: dict[str, Any], names: Iterable[str] | None = None) -> list[tuple[Scenario, str]]:
+    """Return what to run: every scenario with the reference and the clean engines, and each control in its own.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    wanted = chosen(names, stage)
+    shapes = {name: scenario(name, config) for name in dict.fromkeys(control.scenario for control in wanted)}
+    engines = [(shape, engine) for shape in shapes.values() for engine in ("torch", *CLEAN)]
+    return [*engines, *((shapes[control.scenario], control.name) for control in wanted)]
+
+
+def run_controls(
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    names: Iterable[str] | None = None,
+    timeout: float = 900.0,
+    progress: Progress = lambda done, title: None,
+) -> tuple[Finding, ...]:
+    """Run controls and clean engines on two ranks, and compare all with the torch reference.
+
+    Args:
+        config: extended configuration, of which ZeRO, offload and precision are taken.
+        folder: for traces and the ranks' log.
+        names: of controls, None: all that are faults on its ZeRO stage.
+        timeout: seconds for all of it.
+        progress: told how many runs have finished, and which one is under way.
+
+    Raises:
+        ConfigError: a name is unknown, or the configuration can't be run.
+        HarnessError: ranks died, hung, or time ran out.
+    """
+    folder = folder.resolve()
+    wanted = plan(config, names)
+    calls = tuple(replace(call(shape, engine, folder), function=_TRY) for shape, engine in wanted)
+    answers = run(Job(calls, folder / "ranks", RANKS, timeout), progress)
+    raised = {one.title: answer.get("raised") for one, answer in zip(calls, answers, strict=True)}
+    return tuple(
+        _finding(shape, engine, folder, raised[title(shape, engine)]) for shape, engine in wanted if engine != "torch"
+    )
+
+
+def good(findings: Sequence[Finding]) -> bool:
+    """Whether there are controls, all were caught, and no clean engine was."""
+    return any(not found.clean for found in findings) and all(found.good for found in findings)
+
+
+def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> Finding:
+    if raised is not None:
+        return Finding(engine, shape.name, None, raised=raised)
+    found = outcome(shape, "torch", folder, engine)
+    return Finding(engine, shape.name, found.comparison, found.causes)

@@ -1,0 +1,76 @@
+"""What controls run: a few scenarios that together reveal every fault, made from one configuration of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.running.scenario import Scenario
+
+NAMES = ("tokens", "rollouts", "uniform", "clipped", "unclipped", "prompts", "progress", "hollow", "sharded")
+
+_LR = 0.05
+# What differs in the update alone shows in the weights alone, so it must move them far.
+_FAR = {"clipped": 5.0, "unclipped": 1.0}
+# So high that nothing is clipped: without the key ZeRO 0 takes no norm in fp32, and many a fault shows there first.
+_NEVER = 1e9
+_KEPT = ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast", "zero_allow_untested_optimizer")
+_SIZE: dict[str, Any] = {"model": "ds_parity.parity.data.model:build_tiny", "max_tokens": 160}
+
+
+def scenario(name: str, config: dict[str, Any], seed: int = 3) -> Scenario:
+    """Return a scenario over what a configuration says of ZeRO and precision.
+
+    SGD, because Adam hides a factor; a rate that moves in every step; overshooting windows, idle ranks, unequal
+    micro-batches and an open end, because a fault that only these show must show.
+
+    Args:
+        name: one of `NAMES`.
+        config: the user's extended configuration.
+        seed: of weights, rollouts and raggedness.
+
+    Raises:
+        ConfigError: there is no such scenario.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"control scenario {name!r}: it must be one of {', '.join(NAMES)}")
+    section: dict[str, Any] = {"loss_weight": "token"}
+    shape: dict[str, Any] = {"shape": "overshoot", "windows": 5, "short": 5}
+    clipping = _NEVER
+    if name == "rollouts":
+        section = {"loss_weight": "rollout"}
+    elif name == "uniform":
+        shape = {"shape": "uniform", "windows": 4}
+    elif name == "clipped":
+        clipping, shape = 0.5, {**shape, "objective": "nll"}
+    elif name == "unclipped":
+        shape = {**shape, "objective": "nll", "max_tokens": 40}
+    elif name == "prompts":
+        section |= {"count": "prompt"}
+        shape = {"shape": "planned", "windows": 3, "micro_batch_tokens": 500}
+    elif name == "progress":
+        section |= {"lr_progress": "rollout"}
+    elif name == "hollow":
+        shape = {"shape": "hollow", "windows": 5}
+    elif name == "sharded":
+        shape |= {"ranks": 1, "sequence_parallel": 2}
+    kept = {key: config[key] for key in _KEPT if key in config}
+    extended = {
+        **kept,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_passes": 4 if name == "prompts" else 12,
+        "gradient_clipping": clipping,
+        **_update(_FAR.get(name, _LR)),
+        "zero_allow_untested_optimizer": True,
+        "ds_parity": section,
+    }
+    return Scenario(name, extended, seed=seed, **{**_SIZE, **shape})
+
+
+def _update(lr: float) -> dict[str, Any]:
+    """SGD with momentum, and a rate that moves up to `lr` in ten steps."""
+    warmup = {"warmup_num_steps": 10, "warmup_min_lr": lr / 2, "warmup_max_lr": lr, "warmup_type": "linear"}
+    return {
+        "optimizer": {"type": "SGD", "params": {"lr": lr, "momentum": 0.9}},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+    }
