@@ -9,7 +9,7 @@ import torch
 
 from ds_parity.config import Settings
 from ds_parity.errors import WindowError
-from ds_parity.window import Counts
+from ds_parity.window import Counts, Weighting
 
 
 def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int]) -> Counts:
@@ -47,6 +47,25 @@ def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:
         raise WindowError(
             f"backward() got {wrong} but passes() has announced {announced}: inside passes() the counts are the "
             "micro-batch's own; call backward(loss) alone"
+        )
+
+
+def refuse_mean_of_parts(weighting: Weighting, counts: Counts, sequences: int = 0) -> None:
+    """Raise WindowError where a loss is a mean over rollouts, of some of which the micro-batch contains parts alone.
+
+    Args:
+        weighting: of the window.
+        counts: what the micro-batch contains.
+        sequences: of how many sequences it consists, 0 where nobody knows.
+    """
+    parts = sequences > counts.rollouts or (counts.active and not counts.rollouts)
+    if parts and weighting.over_rollouts:
+        raise WindowError(
+            f"a micro-batch of {counts.tokens} loss tokens{f' in {sequences} sequences' if sequences else ''} finishes "
+            f"{counts.rollouts} rollouts, and ds_parity.loss_weight {weighting.name!r} with loss_reduction 'mean' "
+            "says that its loss is a mean over the rollouts that it finishes: turns that are not their rollout's last "
+            "would weigh nothing. Choose loss_weight 'token', or loss_reduction 'sum' with a loss that adds up each "
+            "turn's share of its rollout; an idle pass has no tokens"
         )
 
 

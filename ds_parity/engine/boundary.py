@@ -6,15 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
-from ds_parity.engine.internals.leftout import take_along
-from ds_parity.engine.internals.normalize import (
-    correction_for,
-    corrects_every_step,
-    discard_accumulated,
-    let_parameters_go,
-    loss_scale,
-)
 from ds_parity.engine.internals.schedule import RolloutSchedule
 from ds_parity.engine.record.finished import Finished
 from ds_parity.engine.record.metrics import Meter
@@ -27,8 +20,8 @@ class Boundary:
     """Closes the windows of a ledger on a DeepSpeed engine.
 
     Args:
-        engine: the bare DeepSpeed engine.
-        ledger: its windows; one that is closed is settled here.
+        adapter: of the engine's optimizer wrapper.
+        ledger: the engine's windows; one that is closed is settled here.
         meter: the window's loss and metrics.
         by_rollout: the scheduler moves by rollouts.
 
@@ -39,7 +32,8 @@ class Boundary:
         on_step: called with every finished step (a trace's writer).
     """
 
-    def __init__(self, engine: Any, ledger: Ledger, meter: Meter, *, by_rollout: bool) -> None:
+    def __init__(self, adapter: Adapter, ledger: Ledger, meter: Meter, *, by_rollout: bool) -> None:
+        engine = adapter.engine
         self.counters = Counters(engine)
         self.schedule: RolloutSchedule | None = None
         self.finished: Finished | None = None
@@ -47,8 +41,8 @@ class Boundary:
         self._engine = engine
         self._ledger = ledger
         self._meter = meter
-        self._correction = correction_for(engine.optimizer)
-        self._corrects_every_step = corrects_every_step(engine)
+        self._adapter = adapter
+        self._corrects_every_step = adapter.corrects_every_step
         if by_rollout and engine.lr_scheduler is not None:
             engine.lr_scheduler = self.schedule = RolloutSchedule(engine.lr_scheduler)
 
@@ -67,11 +61,12 @@ class Boundary:
         if self.schedule is not None:
             self.schedule.advance_to(self._ledger.progress.advanced(self._ledger.units()))
         self.counters.before_step(self._ledger.rollouts, window.rollouts)
-        take_along(engine)
+        # The correction and the norm must see the gradients of every parameter, so they are completed first.
+        self._adapter.complete()
         if window.expected == total and not self._corrects_every_step:
             engine.step(**kwargs)
         else:
-            with self._correction(engine, window.expected, total):
+            with self._adapter.corrected(window.expected, total):
                 engine.step(**kwargs)
         self.mark(False)
         self._settle(lr, applied=engine.was_step_applied())
@@ -82,12 +77,12 @@ class Boundary:
         _LOG.warning(
             "window %d (%d passes, %d rollouts) has a total of 0 %s weight: no optimizer step is taken for it, and it is "
             "recorded as skipped; look for empty rollouts or masks",
-            *(window.index, window.passes, window.rollouts, self._ledger.rules.loss_weight),
+            *(window.index, window.passes, window.rollouts, self._ledger.weighting.name),
         )
         self.counters.consumed(window.rollouts)
         if window.expected:  # turns that finish no rollout have gradients, and weigh nothing
-            discard_accumulated(self._engine)
-        let_parameters_go(self._engine)
+            self._adapter.discard()
+        self._adapter.release_parameters()
         self._settle(self._lr(), applied=False)
 
     def drop(self) -> None:
@@ -97,7 +92,7 @@ class Boundary:
             "the data ended inside window %d: its %d rollouts are dropped (ds_parity.last_window: drop)",
             *(window.index, window.rollouts),
         )
-        discard_accumulated(self._engine)
+        self._adapter.discard()
         self.counters.consumed(window.rollouts)
         self._settle(self._lr(), applied=False)
 
@@ -111,7 +106,7 @@ class Boundary:
             sums=self._meter.settle(),
             lr=lr,
             grad_norm=self._engine.get_global_grad_norm() if applied else None,
-            loss_scale=loss_scale(self._engine),
+            loss_scale=self._adapter.loss_scale(),
             skipped=not applied,
         )
         for listener in self.on_step:

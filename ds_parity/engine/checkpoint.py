@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.internals.checkpoints import REFUSALS
 from ds_parity.errors import CheckpointError
 
 _LOG = logging.getLogger("ds_parity")
@@ -60,7 +59,7 @@ def explained(driver: Driver, load_dir: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ZeRORuntimeException, AssertionError) as error:
+    except REFUSALS as error:
         said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
         raise CheckpointError(
             f"load_checkpoint({load_dir!r}) on {driver.ranks} data-parallel ranks: DeepSpeed refused it ({said}). If "
@@ -71,7 +70,7 @@ def explained(driver: Driver, load_dir: str) -> Iterator[None]:
 
 
 def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, optimizer: bool) -> None:
-    """Put the window's state back, or what can be told of it from a checkpoint of bare DeepSpeed.
+    """Put the window's state back, or what follows of it from a checkpoint of bare DeepSpeed.
 
     Args:
         driver: whose window it is.
@@ -95,7 +94,7 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     driver.ledger.restore(state)
     driver.boundary.counters.settle(driver.ledger)
     if optimizer and driver.engine.load_universal_checkpoint():
-        _put_universal_right(driver, state)
+        driver.adapter.repair_universal_checkpoint(state.get("groups", []))
     if driver.boundary.schedule is not None and scheduler:
         driver.boundary.schedule.resume_at(driver.ledger.progress)
     for listener in driver.on_resume:
@@ -128,20 +127,6 @@ def _groups(driver: Driver) -> list[dict[str, Any]]:
     plain = (bool, int, float, str, tuple, list, type(None))
     groups = driver.engine.optimizer.param_groups
     return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]
-
-
-def _put_universal_right(driver: Driver, state: dict[str, Any]) -> None:
-    # From a universal checkpoint ZeRO 3 gives every parameter group the learning rate and weight decay of the first, and
-    # all of them one tensor as Adam's `step`, which then runs as many times too fast (stage3.py, 0.19.8,
-    # load_hp_checkpoint_state_from_checkpoint_dir_stage3).
-    optimizer = driver.engine.optimizer
-    for kept in optimizer.state.values():
-        if isinstance(kept.get("step"), torch.Tensor):
-            kept["step"] = kept["step"].clone()
-    groups = state.get("groups", [])
-    if len(groups) == len(optimizer.param_groups):
-        for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
-            group.update(hyperparameters)
 
 
 def _of_bare(driver: Driver) -> dict[str, Any]:

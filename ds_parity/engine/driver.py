@@ -1,32 +1,46 @@
-"""One pass after another: count, divide, run, and close the window at its boundary. The only place that orders them."""
+"""One pass after another. `run_pass` is the only place that knows the order of a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 
 from ds_parity.config import Settings
+from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_mean_of_parts
 from ds_parity.engine.boundary import Boundary
+from ds_parity.engine.division import Division
+from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.groups import members_of
-from ds_parity.engine.internals.leftout import forget_last_window
-from ds_parity.engine.internals.normalize import (
-    averaged_over,
-    discard_accumulated,
-    divisor,
-    has_every_gradient,
-    keep_clip_norm,
-    reduce_accumulated,
-    silenced,
-    unscaled_loss_scale,
-)
+from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.agreement import same
-from ds_parity.engine.ranks.exchange import Exchange, Known, Pending, Place, Slot, host_group
+from ds_parity.engine.ranks.exchange import Exchange, Pending, host_group
+from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
+from ds_parity.engine.ranks.wire import Announcement, Place
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import WindowError
-from ds_parity.window import Counts, Ledger, PassTotals, Rules
+from ds_parity.window import Counts, Ledger, PassTotals, Rules, Weighting, Window
+
+RUNS = "runs a pass"
+
+
+@dataclass(frozen=True, slots=True)
+class CallersBoundary:
+    """What a caller with a boundary of its own says of a pass.
+
+    Attributes:
+        ends: the pass ends its window, also short of the target.
+        doing: the same in words, for the other ranks: all must say the same.
+        check: called with what the pass contains over all ranks, before it is counted; raises where the counts say
+            otherwise.
+    """
+
+    ends: bool
+    doing: str
+    check: Callable[[PassTotals], None]
 
 
 class Driver:
@@ -35,13 +49,14 @@ class Driver:
     Args:
         engine: the bare DeepSpeed engine.
         settings: the extra keys.
-        slots: passes that one exchange holds.
-        sequence: sequence-parallel size that the engine was asked for.
+        slots: passes that one exchange holds (>= 1).
+        sequence: sequence-parallel size that the engine was asked for (>= 1).
 
     Attributes:
         engine: the bare DeepSpeed engine.
         settings: the extra keys.
-        usual_rollouts: what a micro-batch holds where nobody says.
+        adapter: of the engine's optimizer wrapper.
+        usual_rollouts: what a micro-batch contains where the caller gives no count.
         ledger: windows, totals and clocks.
         ranks: data-parallel ranks.
         host_group: a gloo group of them and those that share their micro-batches; None for one rank.
@@ -49,159 +64,131 @@ class Driver:
         meter: the window's loss and metrics.
         boundary: what closing a window does: DeepSpeed's counters, the scheduler and the last step are there.
         exchange: counts over the data-parallel ranks.
+        queue: the passes that `passes()` hands out; None outside of it.
         on_resume: called with the windows closed so far, once a checkpoint has put them back.
     """
 
-    def __init__(self, engine: Any, settings: Settings, slots: int, sequence: int = 1) -> None:
+    def __init__(self, engine: Engine, settings: Settings, slots: int, sequence: int = 1) -> None:
         members = members_of(engine, sequence)
-        group, peers = members.group, members.peers
+        group, peers, self.ranks = members.group, members.peers, members.ranks
         self.engine = engine
         self.settings = settings
         self.usual_rollouts = settings.target // settings.gradient_accumulation_passes
-        self.ranks = members.ranks
-        self.ledger = Ledger(
-            Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
-        )
+        rules = Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
+        weighting = Weighting.configured(settings.loss_weight, settings.loss_reduction, settings.target)
+        self.ledger = Ledger(rules, weighting)
         together = self.ranks * peers.size
         self.host_group = host_group(group, settings.exchange_timeout) if together > 1 else None
         self.exchange = Exchange(self.host_group, together, slots, settings.exchange_timeout, peers)
+        self.queue: Upcoming | None = None
         self.on_resume: list[Callable[[int], None]] = []
-        self._configuration = settings.fingerprint
-        self._averaged_over = averaged_over(engine, self.ranks, peers.size)
-        self._peers = peers.size
         self.speaks = peers.own == 0
+        self.adapter = choose(engine)
         self.meter = Meter(torch.device(engine.device), group, self.host_group, peers.size)
-        self.boundary = Boundary(engine, self.ledger, self.meter, by_rollout=settings.lr_progress == "rollout")
+        by_rollout = settings.lr_progress == "rollout"
+        self.boundary = Boundary(self.adapter, self.ledger, self.meter, by_rollout=by_rollout)
+        self._division = Division(self.adapter, self.meter, self.ranks, peers.size)
+        self._configuration = settings.fingerprint
         self._stepped = True
-        self._silent_inside = engine.zero_optimization_stage() < 2 and not engine.has_moe_layers
         self._ran_in: int | None = None
-        keep_clip_norm(engine)
+        self.adapter.prepare()
         self.boundary.mark(False)
 
     # One pass.
 
-    def refuse_owed_step(self) -> None:
-        """Raise WindowError where the pass before waits for its step(): asked before anything is announced or taken."""
-        if not self._stepped:
-            raise WindowError(
-                f"backward() in window {self.ledger.window.index} while the pass before it waits for its step(): one "
-                "step() ends one pass; call it after every backward()"
-            )
-
-    def announce(self, slots: Sequence[Slot], doing: str = "runs a pass") -> Pending:
-        """Start the exchange of this rank's next passes; all ranks must be `doing` the same."""
-        return self.exchange.start(self._place(doing), slots)
-
-    def take_shares(self) -> None:
-        """Take losses from here on as their caller has divided them: summed over passes, averaged over ranks.
-
-        Between windows only: a window has one denominator.
-        """
-        self.settings = self.settings.model_copy(update={"loss_weight": "share", "loss_reduction": "mean"})
-        self.ledger.rules = replace(self.ledger.rules, loss_weight="share")
-
-    def refuse(self, error: Exception, *, ahead: bool) -> None:
-        """Tell the other ranks that this one has raised in place of announcing its next passes.
-
-        Without look-ahead they are in a forward, where ZeRO 3 waits for this rank: they hear of it when it ends.
-        """
-        if ahead or self.engine.zero_optimization_stage() < 3:
-            self.exchange.refuse(self._place("reads its passes"), error)
-
-    def look_ahead(self, passes: int) -> None:
-        """Exchange so many passes together from here on.
-
-        Raises:
-            RankDesyncError: ranks were given different numbers.
-        """
-        if passes != self.exchange.slots:
-            if self.host_group is not None:  # exchanges of different sizes end a gloo process at once
-                same(self.host_group, "look-ahead", passes)
-            self.exchange.slots = passes
-
-    def slot(self, counts: Counts) -> Slot:
-        """Return the announcement of one pass of this rank.
-
-        Raises:
-            WindowError: its loss is a mean over rollouts, of which it holds parts alone.
-        """
-        self.refuse_mean_of_parts(counts)
-        return Slot(counts, active=counts.active)
-
-    def refuse_mean_of_parts(self, counts: Counts, sequences: int = 0) -> None:
-        """Raise WindowError where a loss is a mean over rollouts, of some of which the micro-batch holds parts alone.
+    def counts_given(self, rollouts: int | None, prompts: int | None, tokens: int | None) -> Counts:
+        """Return the counts of the coming pass: what the caller gives, completed; inside `passes`, the micro-batch's own.
 
         Args:
-            counts: what it holds.
-            sequences: of how many sequences it consists, 0 where nobody knows.
-        """
-        settings = self.settings
-        parts = sequences > counts.rollouts or (counts.active and not counts.rollouts)
-        if parts and settings.loss_reduction == "mean" and settings.loss_weight in ("rollout", "target"):
-            raise WindowError(
-                f"a micro-batch of {counts.tokens} loss tokens{f' in {sequences} sequences' if sequences else ''} finishes "
-                f"{counts.rollouts} rollouts, and ds_parity.loss_weight {settings.loss_weight!r} with loss_reduction 'mean' "
-                "says that its loss is a mean over the rollouts that it finishes: turns that are not their rollout's last "
-                "would weigh nothing. Choose loss_weight 'token', or loss_reduction 'sum' with a loss that adds up each "
-                "turn's share of its rollout; an idle pass has no tokens"
-            )
+            rollouts: what the caller gives for the micro-batch (>= 0); None where it gives nothing.
+            prompts: likewise.
+            tokens: likewise.
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        own: Counts,
-        known: Known,
-        ahead: Sequence[PassTotals],
-        *,
-        ends: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Run one backward, divided by the expected total; return the loss as it was accumulated.
+        Raises:
+            WindowError: the pass before waits for its `step()`, or a count is missing, wrong or contradicts `passes`.
+        """
+        self.refuse_owed_step()
+        numbers = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
+        given = {name: number for name, number in numbers.items() if number is not None}
+        if self.queue is not None:
+            counts = self.queue.next_counts()
+            refuse_contradiction(counts, given)
+            return counts
+        counts = counts_of(self.settings, self.usual_rollouts, given)
+        refuse_mean_of_parts(self.ledger.weighting, counts)
+        return counts
+
+    @overload
+    def run_pass(
+        self, loss: torch.Tensor, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
+    ) -> torch.Tensor: ...
+
+    @overload
+    def run_pass(self, loss: None, counts: Counts) -> None: ...
+
+    def run_pass(
+        self, loss: torch.Tensor | None, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
+    ) -> torch.Tensor | None:
+        """Run one pass: exchange its counts, count it in its window, divide its loss, run DeepSpeed's backward.
 
         Args:
-            loss: scalar.
-            own: what the micro-batch of this rank holds.
-            known: what the pass holds over all ranks.
-            ahead: what is known of the passes after it.
-            ends: the pass ends its window, also short of the target.
+            loss: scalar; None for an idle pass that needs neither forward nor backward on this rank (`may_skip`).
+            counts: what this rank's micro-batch contains.
+            caller: what a caller with a boundary of its own says of the pass.
             **kwargs: for DeepSpeed's `backward`.
 
+        Returns:
+            The loss as it was accumulated; None for None.
+
         Raises:
-            WindowError: it would close a window inside no_sync().
+            WindowError: the pass before waits for its `step()`; the pass overshoots under `overshoot: error`; the caller's
+                boundary contradicts the counts; or the window would close inside no_sync().
+            RankDesyncError: ranks are out of sync.
         """
-        window = self.ledger.count(known.totals, ahead)
-        if ends:
-            window = self.ledger.end()
+        self.refuse_owed_step()
+        totals, ahead = self._exchanged(counts, caller)
+        window = self._counted(totals, ahead, caller)
+        if loss is None:
+            self.engine.step()  # moves DeepSpeed's clocks; inside a window it does nothing else
+            return None
         self._stepped = False
-        boundary = window.closed and self.ledger.total() > 0
-        if boundary and self.engine.inside_no_sync_ctxt:
+        # A window without weight takes no optimizer step, so DeepSpeed sees no boundary either.
+        steps = window.closed and self.ledger.total() > 0
+        if steps and self.adapter.inside_no_sync:
             raise WindowError(
                 f"backward() inside no_sync() in the pass that closes window {window.index}: its gradients would not be "
-                "reduced, and ranks would part; leave no_sync() out, DeepSpeed communicates only where it must"
+                "reduced, and ranks' weights would differ; leave no_sync() out, DeepSpeed communicates only where it must"
             )
-        self.boundary.mark(boundary)
-        accumulated = self._accumulate(loss, own, window.expected, **kwargs)
+        # ZeRO 0 and 1 reduce in the boundary's backward, so DeepSpeed must know of it before.
+        self.boundary.mark(steps)
+        accumulated = self._division.backward(loss, counts, self.ledger.weighting, window.expected, **kwargs)
         self._ran_in = window.index
         if window.passes == 1:
-            forget_last_window(self.engine, boundary)
+            self.adapter.forget_last_window(steps)
         return accumulated
 
-    def _accumulate(self, loss: torch.Tensor, own: Counts, expected: float, **kwargs: Any) -> Any:
-        weight, by_sum = own.weight(self.settings.loss_weight), self.settings.loss_reduction == "sum"
-        if weight == 0 and not (by_sum and own.tokens):
-            with silenced(self.engine.module):
-                self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-            return torch.zeros_like(loss)
-        self.meter.add(loss, 1 if by_sum else weight)
-        scaled = loss / divisor(expected, weight, self._averaged_over, self.settings.loss_reduction, self._peers)
-        scale = unscaled_loss_scale(self.engine)
-        if scale == 1:
-            return self.engine.backward(scaled, scale_wrt_gas=False, **kwargs)
-        self.engine.backward(scaled.float() * scale, scale_wrt_gas=False, **kwargs)
-        return scaled
+    def _exchanged(self, counts: Counts, caller: CallersBoundary | None) -> tuple[PassTotals, list[PassTotals]]:
+        """Return what the pass contains over all ranks, and what is known of the passes after it."""
+        if self.queue is not None:
+            # How far a chunk that was begun in the window before reaches into this one is chance: a run that is resumed
+            # here begins a chunk. What every window knows of itself is its first chunk.
+            within = max(0, self.exchange.slots - 1 - self.ledger.window.passes)
+            return self.queue.take(within)
+        upcoming = self.upcoming(caller.doing if caller else RUNS)
+        upcoming.announce([UpcomingPass(Announcement(counts))])
+        return upcoming.take(0)
+
+    def _counted(self, totals: PassTotals, ahead: Sequence[PassTotals], caller: CallersBoundary | None) -> Window:
+        if caller is not None:
+            caller.check(totals)
+        window = self.ledger.count(totals, ahead)
+        return self.ledger.end() if caller is not None and caller.ends else window
 
     def step(self, **kwargs: Any) -> None:
         """End the pass; at the boundary correct, update, move the scheduler, record.
+
+        Args:
+            **kwargs: for DeepSpeed's `step`.
 
         Raises:
             WindowError: there was no backward since the last step.
@@ -224,30 +211,63 @@ class Driver:
         """End a pass inside a window without DeepSpeed's `step()`, which there only moves a counter put right later."""
         self._stepped = True
 
-    def may_skip(self, held: PassTotals) -> bool:
+    def refuse_owed_step(self) -> None:
+        """Raise WindowError where the pass before waits for its step(): asked before anything is announced or taken."""
+        if not self._stepped:
+            raise WindowError(
+                f"backward() in window {self.ledger.window.index} while the pass before it waits for its step(): one "
+                "step() ends one pass; call it after every backward()"
+            )
+
+    # Passes that are announced ahead.
+
+    def upcoming(self, doing: str = RUNS) -> Upcoming:
+        """Return an empty line of passes, whose exchanges say where this rank is and what it does."""
+
+        def start(passes: Sequence[Announcement]) -> Pending:
+            return self.exchange.start(self._place(doing), passes)
+
+        return Upcoming(start, self.ranks)
+
+    @contextmanager
+    def taking_from(self, queue: Upcoming) -> Iterator[None]:
+        """Take the passes inside from `queue`, which has announced them."""
+        self.queue = queue
+        try:
+            yield
+        finally:
+            # An older generator that is closed late must not end a newer one.
+            if self.queue is queue:
+                self.queue = None
+
+    def look_ahead(self, passes: int) -> None:
+        """Exchange so many passes together from here on.
+
+        Raises:
+            RankDesyncError: ranks were given different numbers.
+        """
+        if passes != self.exchange.slots:
+            if self.host_group is not None:  # exchanges of different sizes end a gloo process at once
+                same(self.host_group, "look-ahead", passes)
+            self.exchange.slots = passes
+
+    def may_skip(self, totals: PassTotals) -> bool:
         """Whether the coming pass, idle on this rank, needs neither forward nor backward here.
 
         ZeRO 0 and 1 talk to other ranks in the boundary's backward alone, so a rank runs that one. It runs the first pass
         too, and those after it until every parameter has a gradient: without any, stage 0 hangs and stage 1 raises a
         KeyError, and stage 1 reduces only parameters that have one.
         """
-        if not self._silent_inside or self._ran_in != self.ledger.window.index or self.ledger.closes_with(held):
-            return False
-        return has_every_gradient(self.engine)
+        inside = self._ran_in == self.ledger.window.index and not self.ledger.closes_with(totals)
+        return inside and self.adapter.silent_inside_windows and self.adapter.has_every_gradient()
 
-    def skip(self, known: Known, ahead: Sequence[PassTotals]) -> None:
-        """Count an idle pass that other ranks run.
+    def refuse(self, error: Exception, *, ahead: bool) -> None:
+        """Tell the other ranks that this one has raised in place of announcing its next passes.
 
-        Raises:
-            WindowError: the pass before waits for its step().
+        Without look-ahead they are in a forward, where ZeRO 3 waits for this rank: they hear of it when it ends.
         """
-        self.refuse_owed_step()
-        self.ledger.count(known.totals, ahead)
-        self.engine.step()  # DeepSpeed's clocks; at no boundary it does nothing else
-
-    def on_every_rank(self, held: Counts) -> PassTotals:
-        """Return what a pass would hold if every rank held this."""
-        return PassTotals.of([held] * self.ranks)
+        if ahead or self.engine.zero_optimization_stage() < 3:
+            self.exchange.refuse(self._place("reads its passes"), error)
 
     # The end of the data.
 
@@ -277,13 +297,13 @@ class Driver:
             self.boundary.drop()
         else:
             self.boundary.mark(True)
-            reduce_accumulated(self.engine)
+            self.adapter.reduce()
             self.boundary.update()
 
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
         if self.ledger.window.passes:
-            discard_accumulated(self.engine)
+            self.adapter.discard()
             self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
@@ -300,6 +320,10 @@ class Driver:
     def awaits_step(self) -> bool:
         """Whether a backward() has run whose step() has not."""
         return not self._stepped
+
+    def on_every_rank(self, counts: Counts) -> PassTotals:
+        """Return what a pass would contain if every rank's micro-batch contained `counts`."""
+        return PassTotals.of([counts] * self.ranks)
 
     def _place(self, kind: str) -> Place:
         return Place(kind, self.ledger.window.index, self.ledger.passes, self._configuration)

@@ -10,14 +10,16 @@ import wrapt
 
 from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
-from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_scaling, refuse_what_is_no_loss
+from ds_parity.engine.arguments import counts_of, refuse_scaling, refuse_what_is_no_loss
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.passes import PassQueue
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.gathered_advantages import gathered_advantages
+from ds_parity.engine.ranks.upcoming import Upcoming
 from ds_parity.errors import WindowError
 from ds_parity.trace import StepRecord
-from ds_parity.window import Counts, Window
+from ds_parity.window import Window
 
 
 class ParityEngine(wrapt.ObjectProxy[Any]):
@@ -32,12 +34,11 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
     """
 
-    def __init__(self, engine: Any, settings: Settings, sequence: int = 1) -> None:
+    def __init__(self, engine: Engine, settings: Settings, sequence: int = 1) -> None:
         super().__init__(engine)
         self._self_settings = settings
         self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead), sequence=sequence)
-        self._self_queue: PassQueue | None = None
-        self._self_told = False
+        self._self_counts_given = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
@@ -85,18 +86,11 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """
         refuse_scaling(scale_wrt_gas)
         refuse_what_is_no_loss(loss)
-        counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
-        given = {name: count for name, count in counts.items() if count is not None}
         driver: Driver = self._self_driver
-        driver.refuse_owed_step()
-        if self._self_queue is not None:
-            own, known, ahead = self._self_queue.take()
-            refuse_contradiction(own, given)
-        else:
-            own, ahead = self._counts(given), []
-            known = driver.announce([driver.slot(own)]).wait()[0]
+        counts = driver.counts_given(rollouts, prompts, tokens)
+        self._note_counts(rollouts, prompts, tokens)
         with naming_lost_ranks("backward()"):
-            scaled: torch.Tensor = driver.backward(loss, own, known, ahead, retain_graph=retain_graph)
+            scaled: torch.Tensor = driver.run_pass(loss, counts, retain_graph=retain_graph)
         return scaled
 
     def idle(self, loss: torch.Tensor) -> torch.Tensor:
@@ -148,14 +142,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             RankDesyncError: ranks were given different look-aheads.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
-        queue = PassQueue(self._self_driver, stream, max(1, ahead), idle, skip_idle=skip_idle)
-        self._self_queue = queue
-        try:
+        driver: Driver = self._self_driver
+        queue = PassQueue(driver, stream, max(1, ahead), idle, skip_idle=skip_idle)
+        with driver.taking_from(queue.upcoming):
             yield from queue
-        finally:
-            # An older generator that is closed late must not end a newer one.
-            if self._self_queue is queue:
-                self._self_queue = None
         if finish and not self.stopping:
             self.finish()
 
@@ -173,8 +163,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     def stop(self) -> None:
         """Ask all ranks to stop at the next boundary; from any rank, and from a signal handler.
 
-        It is told with the counts of the next pass. `passes` ends at the boundary after it on every rank alike, between
-        windows, and hands nothing more out. Other loops look at `stopping`.
+        The request travels with the counts of the next pass. `passes` ends at the boundary after it on every rank alike,
+        between windows, and hands nothing more out. Other loops look at `stopping`.
         """
         self._self_driver.exchange.stop = True
 
@@ -203,7 +193,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: name, value or weight is none of these.
         """
-        queue: PassQueue | None = self._self_queue
+        queue: Upcoming | None = self._self_driver.queue
         self._self_driver.meter.record(name, value, weight, idle=queue is not None and queue.idle)
 
     def group_advantages(
@@ -226,9 +216,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         with naming_lost_ranks("group_advantages()"):
             return gathered_advantages(prompt_ids, rewards, driver.host_group, driver.speaks, by_std=by_std)
 
-    def _counts(self, given: dict[str, int]) -> Counts:
-        self._self_told = self._self_told or bool(given)
-        return counts_of(self._self_settings, self._self_driver.usual_rollouts, given)
+    def _note_counts(self, *given: int | None) -> None:
+        # Where a loop passes counts, the coming pass can't be foretold.
+        outside = self._self_driver.queue is None
+        self._self_counts_given |= outside and any(count is not None for count in given)
 
     # What there is to know.
 
@@ -244,14 +235,15 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         driver: Driver = self._self_driver
         if driver.awaits_step():
             return driver.ledger.window.closed
-        if self._self_queue is not None:
-            return driver.ledger.closes_with(self._self_queue.next_known())
-        if self._self_told:
+        if driver.queue is not None:
+            return driver.ledger.closes_with(driver.queue.next_totals())
+        if self._self_counts_given:
             raise WindowError(
                 "is_gradient_accumulation_boundary() before backward(): the counts of this pass are not known yet; ask "
                 "between backward() and step(), or take micro-batches from passes(stream, lookahead=...)"
             )
-        return driver.ledger.closes_with(driver.on_every_rank(self._counts({})))
+        usual = counts_of(driver.settings, driver.usual_rollouts, {})
+        return driver.ledger.closes_with(driver.on_every_rank(usual))
 
     @property
     def window(self) -> Window:
@@ -287,12 +279,12 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         driver: Driver = self._self_driver
         state = checkpoint.with_window(driver, client_state or {})
         tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
-        ours = save_latest and not driver.engine.checkpoint_engine.is_decoupled()
+        names_latest = save_latest and not driver.adapter.writes_latest_itself
         with naming_lost_ranks("save_checkpoint()"):
             saved = driver.engine.save_checkpoint(
-                save_dir, tag, state, save_latest and not ours, exclude_frozen_parameters
+                save_dir, tag, state, save_latest and not names_latest, exclude_frozen_parameters
             )
-            if ours:
+            if names_latest:
                 checkpoint.name_latest(save_dir, str(tag))
         return saved
 

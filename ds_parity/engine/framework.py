@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 
 from ds_parity.config import Settings
 from ds_parity.engine.arguments import refuse_what_is_no_loss
-from ds_parity.engine.driver import Driver
+from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.engine import ParityEngine
+from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.errors import ConfigError, WindowError
-from ds_parity.window import PassTotals
+from ds_parity.window import PassTotals, Weighting
 
 _LOG = logging.getLogger("ds_parity")
 # Ranks that say different things end in a RankDesyncError, which shows these.
@@ -23,11 +26,11 @@ class FrameworkEngine(ParityEngine):
     """What `deepspeed.initialize` returns under `install()`: a `ParityEngine` that a framework may drive in its own way.
 
     The framework says before every backward, by `set_gradient_accumulation_boundary`, whether a window ends there, and
-    calls `step()` at that end alone (accelerate 1.15, DeepSpeedEngineWrapper.backward). What it says is held
-    against the counts in every pass. A caller that never says so finds a `ParityEngine`.
+    calls `step()` at that end alone (accelerate 1.15, DeepSpeedEngineWrapper.backward). What it says is
+    checked against the counts in every pass. A caller that never says so finds a `ParityEngine`.
     """
 
-    def __init__(self, engine: Any, settings: Settings, sequence: int = 1) -> None:
+    def __init__(self, engine: Engine, settings: Settings, sequence: int = 1) -> None:
         super().__init__(engine, settings, sequence)
         self._self_said: bool | None = None
         self._self_divided: bool | None = None
@@ -74,19 +77,22 @@ class FrameworkEngine(ParityEngine):
                 be weighed by `loss_weight`; or as in `ParityEngine.backward`.
             RankDesyncError: ranks say different things of the boundary, or are not in the same pass.
         """
-        counts = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
-        said, driver = self._self_said, self._self_driver
+        driver: Driver = self._self_driver
+        said: bool | None = self._self_said
         self._self_ended = False
-        if said is None or self._self_queue is not None:
+        if said is None or driver.queue is not None:
             self._settle_division(divided=False)
-            return super().backward(loss, retain_graph, scale_wrt_gas, **counts)
+            return super().backward(
+                loss, retain_graph, scale_wrt_gas, rollouts=rollouts, prompts=prompts, tokens=tokens
+            )
         refuse_what_is_no_loss(loss)
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas)
-        own = self._counts({name: count for name, count in counts.items() if count is not None})
-        known = driver.announce([driver.slot(own)], _DOING[said]).wait()[0]
-        self._check_boundary(said, known.totals)
-        scaled: torch.Tensor = driver.backward(loss, own, known, [], ends=said, retain_graph=retain_graph)
+        counts = driver.counts_given(rollouts, prompts, tokens)
+        self._note_counts(rollouts, prompts, tokens)
+        caller = CallersBoundary(said, _DOING[said], functools.partial(self._check_boundary, said))
+        with naming_lost_ranks("backward()"):
+            scaled: torch.Tensor = driver.run_pass(loss, counts, caller, retain_graph=retain_graph)
         if not said:
             driver.end_pass()
         self._self_ended = not said
@@ -99,32 +105,32 @@ class FrameworkEngine(ParityEngine):
         else:
             super().step(lr_kwargs)
 
-    def _check_boundary(self, said: bool, held: PassTotals) -> None:
+    def _check_boundary(self, said: bool, totals: PassTotals) -> None:
         driver: Driver = self._self_driver
-        window, closes = driver.ledger.window, driver.ledger.closes_with(held)
+        window, closes = driver.ledger.window, driver.ledger.closes_with(totals)
         if said == closes:
             return
         # What ends a window of fewer passes than it was configured with, after a whole one, is the end of its data.
         whole_before = window.index > 0 and window.index - 1 != self._self_short
         if said and whole_before and window.passes + 1 < self.gradient_accumulation_steps():
-            self._end_short(held)
+            self._end_short(totals)
             return
         raise WindowError(
             f"set_gradient_accumulation_boundary({said}) before pass {window.passes} of window {window.index}: the caller "
-            f"{'ends the window here' if said else 'goes on'}, but after this pass it holds {self._holds(held)}, so that it "
+            f"{'ends the window here' if said else 'goes on'}, but after this pass it holds {self._units_so_far(totals)}, so that it "
             f"{'goes on' if said else 'ends here'}. A backward() counts "
             f"{driver.usual_rollouts} rollouts on each of {driver.ranks} ranks (train_micro_batch_size_per_gpu) unless it is "
-            f"told otherwise. Let the framework accumulate {self.gradient_accumulation_steps()} passes "
+            f"given counts. Let the framework accumulate {self.gradient_accumulation_steps()} passes "
             "(gradient_accumulation_steps), over data that holds whole windows; or, where the counts vary, call "
             "engine.backward(loss, rollouts=...) and engine.step() yourself and not the framework's backward"
         )
 
-    def _end_short(self, held: PassTotals) -> None:
+    def _end_short(self, totals: PassTotals) -> None:
         driver: Driver = self._self_driver
         window, rule = driver.ledger.window, driver.settings.last_window
         what = (
             f"window {window.index} is ended by its caller after {window.passes + 1} of {self.gradient_accumulation_steps()} "
-            f"passes a rank, at {self._holds(held)}: its data has ended"
+            f"passes a rank, at {self._units_so_far(totals)}: its data has ended"
         )
         if rule != "step":
             raise WindowError(
@@ -134,10 +140,10 @@ class FrameworkEngine(ParityEngine):
         _LOG.warning("%s; the step is normalised by what it holds (ds_parity.last_window: step)", what)
         self._self_short = window.index
 
-    def _holds(self, held: PassTotals) -> str:
+    def _units_so_far(self, totals: PassTotals) -> str:
         driver: Driver = self._self_driver
         window, unit = driver.ledger.window, driver.settings.count
-        units = driver.ledger.units() + held.counted(unit)
+        units = driver.ledger.units() + totals.counted(unit)
         return f"{units} of the {window.closes_at - window.opened_at} {unit}s that close it"
 
     def _settle_division(self, *, divided: bool) -> None:
@@ -145,7 +151,8 @@ class FrameworkEngine(ParityEngine):
             self._self_divided = divided
             if divided:
                 self._refuse_weights()
-                self._self_driver.take_shares()
+                driver: Driver = self._self_driver
+                driver.ledger.weigh_by(Weighting.divided(driver.ranks))
         elif divided != self._self_divided:
             raise WindowError(
                 f"backward(scale_wrt_gas={not divided}) after backward(scale_wrt_gas={divided}): either every loss has been "
@@ -164,7 +171,7 @@ class FrameworkEngine(ParityEngine):
                 )
 
     def _refuse_inside_passes(self) -> None:
-        if self._self_queue is not None:
+        if self._self_driver.queue is not None:
             raise self._owned(
                 "set_gradient_accumulation_boundary",
                 "inside passes() call engine.backward(loss) and engine.step(), not the framework's backward",

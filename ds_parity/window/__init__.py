@@ -2,6 +2,7 @@
 
 from ds_parity.window.counts import Counts, PassTotals
 from ds_parity.window.progress import Progress
+from ds_parity.window.weighting import Weighting
 from ds_parity.window.window import Ledger, Rules, Window
 
-__all__ = ["Counts", "Ledger", "PassTotals", "Progress", "Rules", "Window"]
+__all__ = ["Counts", "Ledger", "PassTotals", "Progress", "Rules", "Weighting", "Window"]

@@ -1,4 +1,4 @@
-"""What a pass held: on one rank, and over all data-parallel ranks."""
+"""What a pass contained: on one rank, and over all data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _whole(name: str, value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one rank's micro-batch held, each >= 0.
+    """What one rank's micro-batch contains, each number >= 0.
 
     Raises:
         WindowError: a count is negative, fractional, NaN or a bool.
@@ -44,7 +44,7 @@ class Counts:
         """How many units the micro-batch's mean loss stands for: its rollouts, its tokens, or 1."""
         if unit == "token":
             return self.tokens
-        if unit in ("pass", "share"):
+        if unit == "pass":
             return int(self.active)
         return self.rollouts
 
@@ -56,7 +56,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class PassTotals:
-    """What one pass held over all data-parallel ranks; `active` is the number of ranks that were not idle."""
+    """What one pass contained over all data-parallel ranks; `active` is the number of ranks that were not idle."""
 
     rollouts: int = 0
     prompts: int = 0
@@ -64,18 +64,18 @@ class PassTotals:
     active: int = 0
 
     @classmethod
-    def of(cls, held: list[Counts]) -> PassTotals:
+    def of(cls, ranks: list[Counts]) -> PassTotals:
         """Sum the counts of every rank."""
         return cls(
-            rollouts=sum(counts.rollouts for counts in held),
-            prompts=sum(counts.prompts for counts in held),
-            tokens=sum(counts.tokens for counts in held),
-            active=sum(counts.active for counts in held),
+            rollouts=sum(counts.rollouts for counts in ranks),
+            prompts=sum(counts.prompts for counts in ranks),
+            tokens=sum(counts.tokens for counts in ranks),
+            active=sum(counts.active for counts in ranks),
         )
 
     def weight(self, unit: str) -> int:
         """The sum of the ranks' weights; a rank's `pass` weight is 1, so there it is the number of active ranks."""
-        if unit in ("pass", "share"):
+        if unit == "pass":
             return self.active
         return self.tokens if unit == "token" else self.rollouts
 

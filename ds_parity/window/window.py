@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ds_parity.errors import WindowError
 from ds_parity.window.counts import PassTotals
 from ds_parity.window.progress import Progress
+from ds_parity.window.weighting import Weighting
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,7 @@ class Rules:
         ranks: data-parallel ranks (>= 1).
         count: `rollout` or `prompt`, the unit of the target.
         overshoot: `carry`, `reset` or `error`, what a surplus does.
-        loss_weight: `rollout`, `token`, `pass` or `target`; or `share`, no word of the configuration: losses are divided
-            already, so that the step's is their sum over passes, averaged over ranks.
+        loss_weight: `rollout`, `token`, `pass` or `target`, what a loss is weighed by.
     """
 
     target: int
@@ -28,11 +28,6 @@ class Rules:
     count: str = "rollout"
     overshoot: str = "carry"
     loss_weight: str = "rollout"
-
-    @property
-    def constant(self) -> float | None:
-        """The total of every window that has a weight, where it doesn't follow from what the window holds."""
-        return {"target": float(self.target), "share": float(self.ranks)}.get(self.loss_weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +67,25 @@ class Ledger:
     """Counts passes, closes windows and keeps two clocks: `passes` and `windows` (closed, applied or not).
 
     Fed with sums over all ranks it decides alike on each of them, without talking to any.
+
+    Args:
+        rules: what closes a window.
+        weighting: how losses are weighed; the rules' `loss_weight` where it is not given.
+
+    Attributes:
+        rules: what closes a window.
+        weighting: how losses are weighed.
+        passes: passes counted since the start.
+        consumed: units (rollouts or prompts) of the windows that were closed.
+        origin: units consumed where counting last started anew.
+        rollouts: rollouts of the windows that were closed.
+        progress: units that entered applied steps.
+        window: the open window.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, weighting: Weighting | None = None) -> None:
         self.rules = rules
+        self.weighting = weighting or Weighting.configured(rules.loss_weight, "mean", rules.target)
         self.passes = 0
         self.consumed = 0
         self.origin = 0
@@ -83,11 +93,24 @@ class Ledger:
         self.progress = Progress(rules.target)
         self.window = self._opened(0)
 
-    def count(self, held: PassTotals, ahead: Sequence[PassTotals] = ()) -> Window:
+    def weigh_by(self, weighting: Weighting) -> None:
+        """Weigh losses otherwise from here on: only between windows, because a window has one denominator.
+
+        Raises:
+            WindowError: passes of the open window have been weighed already.
+        """
+        if self.window.passes:
+            raise WindowError(
+                f"window {self.window.index} has {self.window.passes} passes that were weighed by {self.weighting.name!r}: "
+                f"a window has one denominator; choose {weighting.name!r} before its first pass"
+            )
+        self.weighting = weighting
+
+    def count(self, totals: PassTotals, ahead: Sequence[PassTotals] = ()) -> Window:
         """Count one pass; returns the window, `closed` where this pass is the boundary.
 
         Args:
-            held: what the pass held over all ranks.
+            totals: what the pass contained over all ranks.
             ahead: the passes after it, as far as they are known; where they reach the boundary, the total is known
                 and the expected total is the actual one.
 
@@ -99,21 +122,21 @@ class Ledger:
                 f"window {self.window.index} is closed and waits for its step(), but another pass was counted; call step() "
                 "after every backward()"
             )
-        window = self._added(self.window, held)
-        if not window.expected and held.contributes(self.rules.loss_weight):
-            window = replace(window, expected=self._expected(window, held, ahead))
+        window = self._added(self.window, totals)
+        if not window.expected and totals.contributes(self.weighting.unit):
+            window = replace(window, expected=self._expected(window, totals, ahead))
         self._refuse_surplus(window)
         self.window = window
         self.passes += 1
         return window
 
-    def closes_with(self, held: PassTotals) -> bool:
-        """Whether one more pass that holds `held` would close the window."""
-        return self._added(self.window, held).closed
+    def closes_with(self, totals: PassTotals) -> bool:
+        """Whether one more pass of these `totals` would close the window."""
+        return self._added(self.window, totals).closed
 
     def total(self) -> float:
-        """The one denominator of the step: the sum of weights so far, or a constant (the target: Dr. GRPO)."""
-        constant = self.rules.constant
+        """The one denominator of the step: the sum of weights so far, or a constant (the target: Dr. GRPO, arXiv 2503.20783)."""
+        constant = self.weighting.constant
         return float(self.window.weight) if constant is None or not self.window.weight else constant
 
     def end(self) -> Window:
@@ -174,21 +197,21 @@ class Ledger:
         closes_at = self.consumed + target - surplus
         return Window(index=index, target=target, closes_at=closes_at, opened_at=self.consumed)
 
-    def _added(self, window: Window, held: PassTotals) -> Window:
+    def _added(self, window: Window, totals: PassTotals) -> Window:
         window = replace(
             window,
             passes=window.passes + 1,
-            idle_passes=window.idle_passes + self.rules.ranks - held.active,
-            rollouts=window.rollouts + held.rollouts,
-            prompts=window.prompts + held.prompts,
-            tokens=window.tokens + held.tokens,
-            weight=window.weight + held.weight(self.rules.loss_weight),
+            idle_passes=window.idle_passes + self.rules.ranks - totals.active,
+            rollouts=window.rollouts + totals.rollouts,
+            prompts=window.prompts + totals.prompts,
+            tokens=window.tokens + totals.tokens,
+            weight=window.weight + self.weighting.of(totals),
         )
         return replace(window, closed=window.opened_at + self._units(window) >= window.closes_at)
 
-    def _expected(self, window: Window, held: PassTotals, ahead: Sequence[PassTotals]) -> float:
-        if self.rules.constant is not None:
-            return self.rules.constant
+    def _expected(self, window: Window, totals: PassTotals, ahead: Sequence[PassTotals]) -> float:
+        if self.weighting.constant is not None:
+            return self.weighting.constant
         known = window
         for later in ahead:
             if known.closed:
@@ -199,8 +222,8 @@ class Ledger:
         # The first contributing pass stands for the window: exact where passes are alike, and any other value > 0
         # is put right at the boundary.
         needed = window.closes_at - window.opened_at
-        counted = held.counted(self.rules.count)
-        estimate = needed * max(1, held.weight(self.rules.loss_weight))
+        counted = totals.counted(self.rules.count)
+        estimate = needed * max(1, self.weighting.of(totals))
         return estimate / counted if counted else float(estimate)
 
     def _refuse_surplus(self, window: Window) -> None:

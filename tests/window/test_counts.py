@@ -13,7 +13,7 @@ from ds_parity.window import Counts, PassTotals
 NAMES = ("rollouts", "prompts", "tokens")
 WHOLE = st.integers(0, 10**6)
 HELD = st.lists(st.builds(Counts, WHOLE, WHOLE, WHOLE), max_size=6)
-UNITS = ("rollout", "token", "pass", "target", "share")
+UNITS = ("rollout", "token", "pass", "target")
 
 each_count = pytest.mark.parametrize("name", NAMES)
 
@@ -86,7 +86,7 @@ def test_a_turn_that_finishes_no_rollout_is_no_idle_pass(unit):
     turn = PassTotals.of([Counts(tokens=7), Counts()])
     assert turn.active == 1
     assert turn.contributes(unit)
-    assert turn.weight(unit) == {"token": 7, "pass": 1, "share": 1}.get(unit, 0)
+    assert turn.weight(unit) == {"token": 7, "pass": 1}.get(unit, 0)
 
 
 @pytest.mark.parametrize("unit", UNITS)

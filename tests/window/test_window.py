@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_parity.errors import WindowError
-from ds_parity.window import Counts, Ledger, PassTotals, Progress, Rules
+from ds_parity.window import Counts, Ledger, PassTotals, Progress, Rules, Weighting
 
 OVERSHOOTS = ("carry", "reset", "error")
 WEIGHTS = ("rollout", "token", "pass", "target")
@@ -397,7 +397,7 @@ def test_a_restored_ledger_goes_on_exactly_like_the_original(stream, data):
 
 def test_shares_of_a_loss_are_divided_by_the_ranks_alone_in_every_window():
     """A caller has divided them already: passes add up, ranks are averaged, and nothing is left to correct."""
-    ledger = Ledger(Rules(target=4, ranks=2, loss_weight="share"))
+    ledger = Ledger(Rules(target=4, ranks=2), Weighting.divided(ranks=2))
     for held in (PassTotals(1, 0, 10, 1), PassTotals(5, 0, 70, 2)):
         window = ledger.count(held)
         assert (window.expected, ledger.total()) == (2.0, 2.0)

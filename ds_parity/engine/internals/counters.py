@@ -12,8 +12,7 @@ tests/engine/test_internals.py. What they mean:
 
 from __future__ import annotations
 
-from typing import Any
-
+from ds_parity.engine.internals.surface import Engine
 from ds_parity.window import Ledger
 
 
@@ -25,7 +24,7 @@ class Counters:
     its step, which it doesn't in a window without a step.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._timed = 0
         self._current = 0

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from ds_parity.engine.ranks.exchange import Peers
+from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.ranks.wire import Peers
 from ds_parity.errors import ConfigError
 
 
@@ -56,7 +57,7 @@ def sequence_parallel_size(mpu: Any, mesh_param: Any, config: Mapping[str, Any])
     return size
 
 
-def members_of(engine: Any, size: int) -> Members:
+def members_of(engine: Engine, size: int) -> Members:
     """Return the ranks that step together under a DeepSpeed engine.
 
     Args:
@@ -92,7 +93,7 @@ def _size_and_source(mpu: Any, mesh_param: Any, config: Mapping[str, Any]) -> tu
     return 1, "no mpu and no mesh_param"
 
 
-def _refuse_wrong_sums(engine: Any, peers: set[int]) -> None:
+def _refuse_wrong_sums(engine: Engine, peers: set[int]) -> None:
     groups = {
         engine.seq_data_parallel_group,
         *(getattr(p, "ds_process_group", None) for p in engine.module.parameters()),

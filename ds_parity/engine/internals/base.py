@@ -1,0 +1,152 @@
+"""What every adapter of an optimizer wrapper can do; where DeepSpeed needs nothing more, the plain answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+
+import torch
+
+from ds_parity.engine.internals.surface import Engine, GradScaler
+
+
+class Adapter(ABC):
+    """What ds_parity does with the gradients that a DeepSpeed engine accumulates, under one optimizer wrapper.
+
+    With losses divided by the expected total E, the window's gradient stands at sum(w * grad l) / E; the step needs it
+    times E / T, where T is the actual total.
+
+    Args:
+        engine: the bare DeepSpeed engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    # The division.
+
+    def averaged_over(self, ranks: int, peers: int) -> int:
+        """Return what DeepSpeed divides the sum of all ranks' gradients by.
+
+        With sequence parallelism the sum runs over data- x sequence-parallel ranks. ZeRO 0 to 2 and BF16_Optimizer divide
+        it by the data-parallel ranks (engine.py, _reduce_non_expert_gradients; stage_1_and_2.py, average_tensor), ZeRO 3
+        by all of them (coalesced_collectives.py, reduce_scatter_coalesced).
+
+        Args:
+            ranks: data-parallel ranks (>= 1).
+            peers: ranks that share a micro-batch, 1 without sequence parallelism.
+        """
+        return ranks if self.engine.gradient_average else 1
+
+    def unscaled_loss_scale(self) -> float:
+        """Return what the loss must be multiplied by before `engine.backward`: the loss scale that DeepSpeed leaves out."""
+        return 1.0
+
+    # The window.
+
+    def prepare(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Put right, once and before training, what the wrapper would leave out."""
+
+    def forget_last_window(self, boundary: bool) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Clear what the last window left of parameters that this one's first pass did not use; call it after that pass.
+
+        Args:
+            boundary: that pass is the window's last too.
+        """
+
+    def has_every_gradient(self) -> bool:
+        """Whether every parameter has a gradient accumulated on this rank, so that an idle pass need not be run.
+
+        Ranks that have others would reduce buckets of different sizes. ZeRO 0 fills zeros in; ZeRO 3 knows no idle pass
+        that need not be run.
+        """
+        return self.engine.zero_optimization_stage() == 0
+
+    @property
+    def silent_inside_windows(self) -> bool:
+        """Whether DeepSpeed talks to other ranks in the boundary's backward alone: ZeRO 0 and 1 without experts."""
+        return self.engine.zero_optimization_stage() < 2 and not self.engine.has_moe_layers
+
+    @property
+    def inside_no_sync(self) -> bool:
+        """Whether the loop is inside `engine.no_sync()`, where a boundary's gradients are not reduced."""
+        return self.engine.inside_no_sync_ctxt
+
+    # The boundary.
+
+    @property
+    def corrects_every_step(self) -> bool:
+        """Whether each step needs `corrected`, by a factor of 1 too: DeepSpeed unscales those by the wrong scale.
+
+        A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size (step()
+        in stage_1_and_2.py, stage3.py, fused_optimizer.py and unfused_optimizer.py); a GradScaler's scale is left out of
+        clipping and norm on ZeRO 1 to 3, and a step that it skips on ZeRO 0 is counted as taken.
+        """
+        return self.engine.fp16_enabled() or self.grad_scaler() is not None
+
+    @abstractmethod
+    def corrected(self, expected: float, total: float) -> AbstractContextManager[None]:
+        """Return a context around DeepSpeed's `step()` in which the gradient is expected / total times what it was.
+
+        Args:
+            expected: what losses were divided by (> 0).
+            total: what they should have been divided by (> 0).
+        """
+
+    def complete(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Give the optimizer the gradients of what the boundary's pass did not use; call it before `step()`."""
+
+    def reduce(self) -> None:
+        """Reduce what is accumulated, as the boundary's backward would have: for a window that ends without one.
+
+        This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step).
+        """
+        self.engine.allreduce_gradients()
+
+    def discard(self) -> None:
+        """Throw the accumulated gradients away, as DeepSpeed does on an overflow; the engine can go on after it."""
+        self.engine.zero_grad()
+
+    def release_parameters(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Partition what passes left gathered: for a boundary that takes no step, in which DeepSpeed would."""
+
+    def loss_scale(self) -> float | None:
+        """Return the fp16 loss scale as DeepSpeed logs it (engine.py, _get_optimizer_loss_scale), None in other precisions."""
+        if not self.engine.fp16_enabled():
+            return None
+        scale = self._fp16_scale()
+        return None if scale is None else float(scale)
+
+    def grad_scaler(self) -> GradScaler | None:
+        """Return the GradScaler of `torch_autocast` in fp16: ZeRO 1 to 3 keep it in the wrapper, ZeRO 0 in the engine."""
+        kept = getattr(self.engine.optimizer, "torch_autocast_gradscaler", None)
+        return kept or self.engine.torch_autocast_z0_gradscaler
+
+    def _fp16_scale(self) -> float | None:
+        scale: float | None = getattr(self.engine.optimizer, "cur_scale", None)
+        return scale
+
+    # Checkpoints.
+
+    @property
+    def writes_latest_itself(self) -> bool:
+        """Whether DeepSpeed's checkpoint engine writes files, and `latest`, behind the caller's back."""
+        return self.engine.checkpoint_engine.is_decoupled()
+
+    def repair_universal_checkpoint(self, groups: list[dict[str, object]]) -> None:
+        """Put right what loading a universal checkpoint leaves wrong.
+
+        ZeRO 3 gives every parameter group the learning rate and weight decay of the first, and all of them one tensor as
+        Adam's `step`, which then runs as many times too fast (stage3.py, 0.19.8,
+        load_hp_checkpoint_state_from_checkpoint_dir_stage3).
+
+        Args:
+            groups: hyperparameters of the parameter groups, as they were saved; another number of groups is left alone.
+        """
+        optimizer = self.engine.optimizer
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+        if len(groups) == len(optimizer.param_groups):
+            for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
+                group.update(hyperparameters)

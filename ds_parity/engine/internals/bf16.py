@@ -1,0 +1,34 @@
+"""BF16_Optimizer: ZeRO 1 in bf16 with gradients accumulated in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.surface import Bf16Optimizer
+
+
+class Bf16(Adapter):
+    """Gradients lie in flat fp32 buffers, from which the norm is taken."""
+
+    @property
+    def _optimizer(self) -> Bf16Optimizer:
+        optimizer: Bf16Optimizer = self.engine.optimizer
+        return optimizer
+
+    def has_every_gradient(self) -> bool:
+        """Whether every parameter has a gradient accumulated: the wrapper reduces only those that do."""
+        return all(has for group in self._optimizer.fp32_groups_has_gradients for has in group)
+
+    @contextmanager
+    def corrected(self, expected: float, total: float) -> Iterator[None]:
+        """Multiply the flat buffers in place."""
+        for flat in self._optimizer.fp32_groups_gradients_flat:
+            flat.mul_(expected / total)
+        yield
+
+    def discard(self) -> None:
+        """Clear both copies of the gradients."""
+        self._optimizer.clear_hp_grads()
+        self._optimizer.clear_lp_grads()

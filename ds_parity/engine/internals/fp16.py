@@ -1,0 +1,51 @@
+"""FP16_Optimizer and FP16_UnfusedOptimizer: ZeRO 0 in fp16, and in bf16, for which DeepSpeed takes the same wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.surface import LowPrecisionOptimizer
+
+
+class LowPrecision(Adapter):
+    """The step divides gradients by `loss_scale_config.cur_scale`, so that the correction can ride on that division."""
+
+    @property
+    def _optimizer(self) -> LowPrecisionOptimizer:
+        optimizer: LowPrecisionOptimizer = self.engine.optimizer
+        return optimizer
+
+    def unscaled_loss_scale(self) -> float:
+        """Return the scale in fp16: `engine.backward` does not multiply by it, and the step divides by it all the same.
+
+        tools/deepspeed_faults/fp16_zero0_unscaled_loss.py shows it.
+        """
+        config = self._optimizer.loss_scale_config
+        return float(config.cur_scale) if config.use_grad_scaling else 1.0
+
+    @contextmanager
+    def corrected(self, expected: float, total: float) -> Iterator[None]:
+        """Divide by another scale in this step alone."""
+        optimizer, config = self._optimizer, self._optimizer.loss_scale_config
+        scale, dynamic, iteration = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
+        # A dynamic scale is held still during the step, and moves after it by what the step came to: DeepSpeed would
+        # divide by the scale of the next step (tools/deepspeed_faults/fp16_growing_scale.py).
+        config.cur_scale, config.dynamic_loss_scale = scale * total / expected, False
+        try:
+            yield
+        finally:
+            config.cur_scale, config.dynamic_loss_scale = scale, dynamic
+        if dynamic:
+            config.cur_iter = iteration
+            optimizer._update_scale(optimizer.overflow)
+        if isinstance(optimizer, FP16_UnfusedOptimizer) and self.engine.was_step_applied():
+            # The unfused wrapper keeps the norm of the gradients as they came in, before they are unscaled.
+            norm = self.engine._global_grad_norm * (expected / total / scale)
+            optimizer._global_grad_norm = self.engine._global_grad_norm = norm
+
+    def _fp16_scale(self) -> float | None:
+        return self._optimizer.loss_scale_config.cur_scale

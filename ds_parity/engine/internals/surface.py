@@ -1,0 +1,275 @@
+"""All that ds_parity uses of DeepSpeed's engine and of its optimizer wrappers, public and private, as protocols.
+
+mypy refuses any other attribute in this room, so these protocols are the complete list; guards.py holds what each name must
+mean, and tests/engine/test_internals.py fails by name where a DeepSpeed release changes it. They were read in DeepSpeed
+0.19.8: runtime/engine.py, runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py, runtime/bf16_optimizer.py,
+runtime/fp16/fused_optimizer.py, runtime/fp16/unfused_optimizer.py and utils/timer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Protocol
+
+import torch
+
+Parameter = torch.nn.Parameter
+
+
+class ThroughputTimer(Protocol):
+    """What DeepSpeed measures samples a second with."""
+
+    batch_size: int
+    start_time: float
+    step_elapsed_time: float
+    total_elapsed_time: float
+    avg_samples_per_sec: Callable[[], float]
+
+
+class Monitor(Protocol):
+    """DeepSpeed's MonitorMaster: tensorboard, csv, wandb and comet together."""
+
+    enabled: bool
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
+        """Write numbers by name and sample."""
+
+
+class CheckpointEngine(Protocol):
+    """What writes DeepSpeed's files."""
+
+    def is_decoupled(self) -> bool:
+        """Whether files are written behind the caller's back, `latest` among them."""
+
+
+class GradScaler(Protocol):
+    """torch.amp.GradScaler, as `torch_autocast` in fp16 uses it."""
+
+    def get_scale(self) -> float:
+        """The scale of losses."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale gradients, and look for an overflow in them."""
+
+    def update(self) -> None:
+        """Move the scale by what was found."""
+
+
+class Engine(Protocol):
+    """A DeepSpeed engine."""
+
+    # Public, or used as such everywhere.
+    module: torch.nn.Module
+    optimizer: Any  # an adapter gives it its own type
+    lr_scheduler: Any
+    device: torch.device | str
+    mpu: Any
+    monitor: Monitor
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    skipped_steps: int
+    data_parallel_group: Any
+    seq_data_parallel_group: Any
+    seq_parallel_group: Any
+    sequence_parallel_size: int
+
+    # DeepSpeed's own.
+    checkpoint_engine: CheckpointEngine
+    gradient_average: bool
+    has_moe_layers: bool
+    inside_no_sync_ctxt: bool
+    torch_autocast_z0_gradscaler: GradScaler | None
+    tput_timer: ThroughputTimer
+    clip_fp32_gradients: Callable[[], None]
+    _global_grad_norm: Any
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = ..., scale_wrt_gas: bool = ...) -> Any:
+        """Run a backward; ZeRO 2 and 3 reduce in each, ZeRO 0 and 1 in the boundary's."""
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Update at a boundary, count in any case."""
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward and step end a window."""
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are partitioned: ZeRO 2 and 3."""
+
+    def zero_reduce_scatter(self) -> bool:
+        """The configuration's reduce_scatter."""
+
+    def gradient_predivide_factor(self) -> float:
+        """The configuration's factor."""
+
+    def gradient_clipping(self) -> float:
+        """The configuration's limit, 0 for none."""
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+
+    def train_batch_size(self) -> int:
+        """What each step adds to `global_samples`."""
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+
+    def get_global_grad_norm(self) -> Any:
+        """The norm before clipping; None where none was taken."""
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step moved the weights."""
+
+    def allreduce_gradients(self) -> None:
+        """Reduce what is accumulated."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of parameters."""
+
+    def load_universal_checkpoint(self) -> bool:
+        """Whether the configuration loads universal checkpoints."""
+
+    def save_checkpoint(self, save_dir: str, tag: Any, client_state: Any, save_latest: bool, exclude: bool) -> Any:
+        """Save."""
+
+    def load_checkpoint(self, *args: Any) -> tuple[Any, Any]:
+        """Load; return the path and the client state."""
+
+
+class ZeroOptimizer(Protocol):
+    """What ZeRO 1 to 3 have in common."""
+
+    custom_loss_scaler: bool
+    external_loss_scale: float | None
+    loss_scale: float
+    overflow: bool
+    torch_autocast_gradscaler: GradScaler | None
+    norm_for_param_grads: Mapping[int, Any]
+
+    def get_param_id(self, param: Parameter) -> int:
+        """The number of a parameter."""
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """End a window whose gradients are partitioned, without a backward."""
+
+
+class Zero12Optimizer(ZeroOptimizer, Protocol):
+    """DeepSpeedZeroOptimizer: ZeRO 1 and 2."""
+
+    cpu_offload: bool
+    overlap_comm: bool
+    micro_step_id: int
+    reduction_stream: Any
+    bit16_groups: Iterable[Iterable[Parameter]]
+    params_in_partition: Iterable[Iterable[Parameter]]
+    averaged_gradients: MutableMapping[int, Any]
+    all_grad_tensors: MutableMapping[int, Any]
+    accumulated_grads_in_cpu: Mapping[int, torch.Tensor]
+    single_partition_of_fp32_groups: Any
+    grad_position: Mapping[int, tuple[int, int, int, int]]
+    _offload_accumulated_param_ids: set[int]
+
+    def zero_grad(self, set_to_none: bool = ...) -> None:
+        """Clear the gradients of parameters."""
+
+    def reset_cpu_buffers(self) -> None:
+        """Forget the norms and overflows of offloaded gradients."""
+
+    def setup_buckets(self) -> None:
+        """Begin a pass."""
+
+    def get_gradient_for_reduction(self, param: Parameter) -> torch.Tensor | None:
+        """What a parameter has accumulated."""
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Parameter, i: int) -> None:
+        """Reduce a parameter's gradient, as its hook does."""
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """End a boundary's reductions."""
+
+    def _use_compact_grad_partition_buffer(self, i: int) -> bool:
+        """Whether a group's gradients lie in one buffer."""
+
+    def copy_grads_in_partition(self, param: Parameter, group_idx: int) -> None:
+        """Copy a gradient into that buffer."""
+
+    def _restore_cpu_offload_grad_to_gpu(self, param: Parameter) -> None:
+        """Bring an accumulated gradient back from the host."""
+
+    def set_norm_for_param_grad_in_gpu(self, param: Parameter) -> None:
+        """Take a gradient's norm."""
+
+    def update_offload_overflow_tracker_for_param_grad(self, param: Parameter) -> None:
+        """Look for an overflow in a gradient."""
+
+    def async_inplace_copy_grad_to_fp32_buffer_from_gpu(self, param: Parameter) -> None:
+        """Give a gradient to the optimizer."""
+
+
+class Zero3Optimizer(ZeroOptimizer, Protocol):
+    """DeepSpeedZeroOptimizer_Stage3."""
+
+    offload_optimizer: bool
+    fp16_groups: Iterable[Iterable[Any]]
+    _offload_boundary_param_ids: set[int]
+    _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: Mapping[int, torch.Tensor]
+
+    def _get_param_partition_rank(self, param: Any) -> int:
+        """This rank among those that share a parameter."""
+
+    def _offload_grad_partition_at_boundary(
+        self,
+        param: Any,
+        grad_buffer: torch.Tensor,
+        offload_fp32_gradients: dict[int, Any],
+        offload_fp32_offsets: dict[int, Any],
+    ) -> None:
+        """Give one gradient partition to the optimizer on the host."""
+
+    def _swap_out_offload_fp32_gradients(self, gradients: dict[int, Any], offsets: dict[int, Any]) -> None:
+        """Write those that are swapped."""
+
+    def _partition_all_parameters(self) -> None:
+        """Partition what forwards and backwards left gathered."""
+
+    def _pre_step(self) -> None:
+        """Forget what the window used."""
+
+    def _overflow_clean_up(self, prev_scale: float) -> None:
+        """Throw gradients away."""
+
+
+class Bf16Optimizer(Protocol):
+    """BF16_Optimizer: ZeRO 1 in bf16 with fp32 accumulation."""
+
+    fp32_groups_gradients_flat: Iterable[torch.Tensor]
+    fp32_groups_has_gradients: Iterable[Iterable[bool]]
+
+    def clear_hp_grads(self) -> None:
+        """Clear the fp32 gradients."""
+
+    def clear_lp_grads(self) -> None:
+        """Clear the bf16 gradients."""
+
+
+class LossScaleConfig(Protocol):
+    """Where FP16_Optimizer and FP16_UnfusedOptimizer keep their loss scale."""
+
+    cur_scale: float
+    cur_iter: int
+    dynamic_loss_scale: bool
+    use_grad_scaling: bool
+
+
+class LowPrecisionOptimizer(Protocol):
+    """FP16_Optimizer and FP16_UnfusedOptimizer: ZeRO 0 in fp16 and bf16."""
+
+    loss_scale_config: LossScaleConfig
+    overflow: bool
+    _global_grad_norm: Any
+
+    def _update_scale(self, skip: bool) -> None:
+        """Move a dynamic scale by what the step came to."""

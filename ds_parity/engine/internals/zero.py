@@ -1,0 +1,47 @@
+"""What the wrappers of ZeRO 1, 2 and 3 have in common: the correction rides on the unscale that `step()` does anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.surface import GradScaler, ZeroOptimizer
+
+
+class Zero(Adapter):
+    """`step()` divides gradients by the loss scale, before it takes their norm and clips them."""
+
+    @property
+    def _zero(self) -> ZeroOptimizer:
+        optimizer: ZeroOptimizer = self.engine.optimizer
+        return optimizer
+
+    @contextmanager
+    def corrected(self, expected: float, total: float) -> Iterator[None]:
+        """Divide by another loss scale in this step alone, given from outside: a dynamic scaler's own state never sees it."""
+        optimizer, scaler = self._zero, self.grad_scaler()
+        before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
+        scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
+        optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, scale * total / expected
+        # Without the GradScaler ZeRO unscales by its scale itself, before it clips, on all ranks and groups alike
+        # (tools/deepspeed_faults/autocast_fp16_clipping.py and autocast_fp16_groups.py).
+        optimizer.torch_autocast_gradscaler = None
+        try:
+            yield
+        finally:
+            optimizer.custom_loss_scaler, optimizer.external_loss_scale = before
+            optimizer.torch_autocast_gradscaler = scaler
+        if scaler is not None:
+            _report_overflow(scaler, optimizer.overflow, self.engine.device)
+
+
+def _report_overflow(scaler: GradScaler, overflow: bool, device: torch.device | str) -> None:
+    # A GradScaler learns of an overflow from gradients alone, so it is shown one; DeepSpeed never reports it, and the scale
+    # would never come down (tools/deepspeed_faults/autocast_fp16_overflow.py).
+    shown = torch.zeros(1, device=device, requires_grad=True)
+    shown.grad = torch.full_like(shown, float("inf") if overflow else 0.0)
+    scaler.unscale_(torch.optim.SGD([shown], lr=0.0))
+    scaler.update()

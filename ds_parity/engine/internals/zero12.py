@@ -1,0 +1,98 @@
+"""DeepSpeedZeroOptimizer: ZeRO 1 and 2, with CPU offload and without."""
+
+from __future__ import annotations
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
+from ds_parity.engine.internals.zero import Zero
+
+
+class Zero12(Zero):
+    """ZeRO 2 reduces in every backward, ZeRO 1 in the boundary's, for parameters that have a gradient there.
+
+    With CPU offload DeepSpeed keeps gradients of parameters that a pass leaves out too long, or never takes them along
+    (tools/deepspeed_faults/stale_gradient.py and used_in_some_passes.py): a window's first gradient is copied over the buffer
+    of the window before, and later ones are added to it; and the optimizer's own gradients are written in the boundary's
+    pass, for what that pass uses alone. `forget_last_window` and `complete` do nothing but look at sets where every pass uses
+    every parameter.
+    """
+
+    @property
+    def _optimizer(self) -> Zero12Optimizer:
+        optimizer: Zero12Optimizer = self.engine.optimizer
+        return optimizer
+
+    def forget_last_window(self, boundary: bool) -> None:
+        """With CPU offload, clear the buffers of what the window's first pass did not use."""
+        optimizer = self._optimizer
+        if not optimizer.cpu_offload or boundary:
+            return
+        buffers = optimizer.accumulated_grads_in_cpu
+        for left_out in buffers.keys() - optimizer._offload_accumulated_param_ids:
+            buffers[left_out].zero_()
+
+    def has_every_gradient(self) -> bool:
+        """Whether every parameter has a gradient accumulated: ZeRO 1 reduces only those that do."""
+        trained = (p for group in self._optimizer.bit16_groups for p in group if p.requires_grad)
+        return all(self._optimizer.get_gradient_for_reduction(p) is not None for p in trained)
+
+    def complete(self) -> None:
+        """With CPU offload, do what the boundary's pass does for the parameters that it used, for all others."""
+        if not self._optimizer.cpu_offload:
+            return
+        for index, group in enumerate(self._optimizer.params_in_partition):
+            for parameter in group:
+                number = self._optimizer.get_param_id(parameter)
+                if parameter.requires_grad and number not in self._optimizer.norm_for_param_grads:
+                    self._complete(index, parameter, number)
+
+    def _complete(self, index: int, parameter: Parameter, number: int) -> None:
+        optimizer = self._optimizer
+        if number not in optimizer._offload_accumulated_param_ids:
+            # No pass of the window used it, so its gradient is 0 and not what the last window left.
+            _, _, offset, length = optimizer.grad_position[number]
+            optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, length).zero_()
+        elif optimizer._use_compact_grad_partition_buffer(index):
+            optimizer.copy_grads_in_partition(parameter, index)
+        else:  # as _finalize_cpu_offload_gradient_accumulation does for every parameter
+            optimizer._restore_cpu_offload_grad_to_gpu(parameter)
+            optimizer.set_norm_for_param_grad_in_gpu(parameter)
+            optimizer.update_offload_overflow_tracker_for_param_grad(parameter)
+            optimizer.async_inplace_copy_grad_to_fp32_buffer_from_gpu(parameter)
+
+    def reduce(self) -> None:
+        """Reduce what is accumulated.
+
+        With `overlap_comm` ZeRO 1 leaves the reduction to hooks of the backward (tools/deepspeed_faults/
+        allreduce_zero1_overlap.py), so it takes what DeepSpeed does at the end of `coalesce_grad_reduction`.
+        """
+        if self.engine.zero_optimization_partition_gradients():
+            self._optimizer.finalize_gradient_accumulation_boundary()
+        elif self._optimizer.overlap_comm:
+            self._reduce_without_a_backward()
+        else:
+            super().reduce()
+
+    def _reduce_without_a_backward(self) -> None:
+        # engine.py, _flush_coalesced_reduction_zero12: a boundary's pass without its backward.
+        optimizer = self._optimizer
+        if not get_accelerator().resolves_data_dependency():
+            optimizer.reduction_stream.synchronize()  # the reduction of the last pass may still use the buckets
+        optimizer.setup_buckets()
+        for index, group in enumerate(optimizer.bit16_groups):
+            for param in group:
+                if param.requires_grad and optimizer.get_gradient_for_reduction(param) is not None:
+                    optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+        optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+    def discard(self) -> None:
+        """Clear gradients, and begin the window anew."""
+        optimizer = self._optimizer
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))

@@ -1,0 +1,69 @@
+"""DeepSpeedZeroOptimizer_Stage3: ZeRO 3, with offload and without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ds_parity.engine.internals.surface import Zero3Optimizer
+from ds_parity.engine.internals.zero import Zero
+
+
+class Zero3(Zero):
+    """Gradient partitions are copied by a window's first gradient, and added to by the later ones.
+
+    So what the first pass leaves out is added to the gradient of an old window, and what the whole window leaves out is stepped
+    by it again (tools/deepspeed_faults/stale_gradient.py); with offload, what the boundary's pass leaves out never reaches the
+    optimizer (used_in_some_passes.py). `forget_last_window` and `complete` put both right.
+    """
+
+    @property
+    def _optimizer(self) -> Zero3Optimizer:
+        optimizer: Zero3Optimizer = self.engine.optimizer
+        return optimizer
+
+    def averaged_over(self, ranks: int, peers: int) -> int:
+        """Return all ranks, sequence-parallel ones included."""
+        return super().averaged_over(ranks * peers, peers)
+
+    def forget_last_window(self, boundary: bool) -> None:
+        """Clear the partitions of what the window's first pass did not use."""
+        partitions = self._partitions()
+        for left_out in partitions.keys() - self._optimizer._offload_boundary_param_ids:
+            partitions[left_out].zero_()
+
+    def complete(self) -> None:
+        """With offload, give the optimizer the partitions of what the boundary's pass did not use."""
+        optimizer = self._optimizer
+        if not optimizer.offload_optimizer:
+            return
+        gradients: dict[int, Any] = {}
+        offsets: dict[int, Any] = {}
+        for group in optimizer.fp16_groups:
+            for parameter in group:
+                if not parameter.requires_grad or optimizer.get_param_id(parameter) in optimizer.norm_for_param_grads:
+                    continue
+                # The last ranks hold nothing of a parameter with fewer elements than there are ranks.
+                if parameter.partition_numel() * optimizer._get_param_partition_rank(parameter) < parameter.ds_numel:
+                    buffer = self._partitions()[parameter.ds_id]
+                    optimizer._offload_grad_partition_at_boundary(parameter, buffer, gradients, offsets)
+        optimizer._swap_out_offload_fp32_gradients(gradients, offsets)
+
+    def reduce(self) -> None:
+        """End the window: every backward has reduced already."""
+        self._optimizer.finalize_gradient_accumulation_boundary()
+
+    def discard(self) -> None:
+        """Do what DeepSpeed's step does where the gradient overflows."""
+        self._optimizer._pre_step()
+        self.release_parameters()
+        self._optimizer._overflow_clean_up(self._optimizer.loss_scale)
+
+    def release_parameters(self) -> None:
+        """Partition what passes left gathered, as every `step()` does first."""
+        self._optimizer._partition_all_parameters()
+
+    def _partitions(self) -> Mapping[int, torch.Tensor]:
+        return self._optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition

@@ -1,0 +1,147 @@
+"""The next passes of this rank: announced together, and taken one by one with what all ranks know of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ds_parity.engine.ranks.exchange import Pending
+from ds_parity.engine.ranks.wire import Announcement, GatheredPass
+from ds_parity.errors import WindowError
+from ds_parity.window import Counts, PassTotals
+
+
+@dataclass(slots=True, eq=False)
+class UpcomingPass:
+    """A pass of this rank that has not been run.
+
+    Attributes:
+        announcement: what the other ranks hear of it.
+        batch: the micro-batch that runs in it, where `passes()` hands one out.
+        gathered: what all ranks contain in it, once that was waited for.
+    """
+
+    announcement: Announcement
+    batch: Any = None
+    gathered: GatheredPass | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """What this rank's micro-batch contains."""
+        return self.announcement.counts
+
+
+class Upcoming:
+    """Passes in their order, with at most one exchange under way.
+
+    Args:
+        start: starts the exchange of some passes.
+        ranks: data-parallel ranks (>= 1).
+
+    Attributes:
+        all_out_of_data: every rank has announced a pass without a micro-batch: there are no more.
+    """
+
+    def __init__(self, start: Callable[[Sequence[Announcement]], Pending], ranks: int) -> None:
+        self.all_out_of_data = False
+        self._start = start
+        self._ranks = ranks
+        self._passes: deque[UpcomingPass] = deque()
+        self._pending: Pending | None = None
+        self._announced: Sequence[UpcomingPass] = ()
+        self._handed: Counts | None = None
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    @property
+    def first(self) -> UpcomingPass:
+        """The pass that runs next; there must be one."""
+        return self._passes[0]
+
+    def hand_out(self) -> UpcomingPass:
+        """Return the pass that runs next, whose micro-batch goes to the loop now."""
+        self._handed = self.first.counts
+        return self.first
+
+    @property
+    def idle(self) -> bool:
+        """Whether the pass that was handed out last is an idle one here: what runs is a stand-in."""
+        return self._handed == Counts()
+
+    def announce(self, passes: Sequence[UpcomingPass]) -> Pending:
+        """Start the exchange of these passes, which come after those that were announced before."""
+        self._announced = passes
+        self._passes.extend(passes)
+        self._pending = self._start([one.announcement for one in passes])
+        return self._pending
+
+    def learn(self) -> None:
+        """Wait for the exchange that is under way, if there is one.
+
+        Raises:
+            RankDesyncError: ranks are out of sync.
+            WindowError: a rank has nothing to run in an idle pass.
+        """
+        if self._pending is None:
+            return
+        answer, self._pending = self._pending.wait(), None
+        # An exchange has as many places as the look-ahead; a loop without passes() fills the first alone.
+        for one, gathered in zip(self._announced, answer, strict=False):
+            one.gathered = gathered
+            if gathered.ranks_out_of_data == self._ranks:
+                self.all_out_of_data = True
+                self._passes.remove(one)
+            elif gathered.stuck_ranks:
+                raise WindowError(
+                    f"{gathered.stuck_ranks} of {self._ranks} ranks have no micro-batch at all, so their idle passes have "
+                    "nothing to run; give passes() a small one to stand in: passes(stream, idle=micro_batch)"
+                )
+
+    def next_counts(self) -> Counts:
+        """Return what the micro-batch that was handed out last contains.
+
+        Raises:
+            WindowError: it had its backward() already.
+        """
+        if not self._passes:
+            raise WindowError(
+                "backward() inside passes(), but the micro-batch it handed out had its backward() already"
+            )
+        return self.first.counts
+
+    def next_totals(self) -> PassTotals:
+        """Return what the pass that was handed out last contains over all ranks, without taking it.
+
+        Raises:
+            WindowError: no pass is handed out.
+        """
+        if not self._passes:
+            raise WindowError(
+                "is_gradient_accumulation_boundary() between two micro-batches of passes(): the next one's counts are "
+                "not known yet; ask between backward() and step()"
+            )
+        self.learn()
+        return self._gathered(self.first).totals
+
+    def take(self, ahead: int) -> tuple[PassTotals, list[PassTotals]]:
+        """Take the next pass.
+
+        Args:
+            ahead: of how many passes after it the totals are wanted, at most (>= 0).
+
+        Returns:
+            what it contains over all ranks, and what the passes after it do, as far as they are known.
+        """
+        self.learn()
+        taken = self._gathered(self._passes.popleft())
+        later = [one.gathered.totals for one in islice(self._passes, ahead) if one.gathered is not None]
+        return taken.totals, later
+
+    @staticmethod
+    def _gathered(one: UpcomingPass) -> GatheredPass:
+        assert one.gathered is not None, "a pass is taken after its exchange"
+        return one.gathered

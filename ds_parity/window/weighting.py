@@ -1,0 +1,75 @@
+"""How the losses of a window are weighed: chosen once, as a value of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_parity.window.counts import Counts, PassTotals
+
+DIVIDED = "divided"
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """What a micro-batch's loss weighs in its step, and whether the step's denominator is a constant.
+
+    Attributes:
+        name: `rollout`, `token`, `pass` or `target` as in the configuration; or `divided`: the caller has divided every
+            loss for the step itself, so that passes add up and ranks are averaged.
+        reduction: `mean` (a loss is a mean over its weight units) or `sum` (it is their sum).
+        constant: total of every window that has a weight (> 0), where it does not follow from what the window holds.
+    """
+
+    name: str = "rollout"
+    reduction: str = "mean"
+    constant: float | None = None
+
+    @classmethod
+    def configured(cls, loss_weight: str, loss_reduction: str, target: int) -> Weighting:
+        """Return the weighting that a configuration names; `target` (>= 1) is the total of `loss_weight: target`."""
+        return cls(loss_weight, loss_reduction, float(target) if loss_weight == "target" else None)
+
+    @classmethod
+    def divided(cls, ranks: int) -> Weighting:
+        """Return the weighting of losses that their caller has divided.
+
+        The total is the number of data-parallel `ranks` (>= 1), so that a pass enters with weight 1 and the mean over
+        ranks is left as DeepSpeed takes it.
+        """
+        return cls(DIVIDED, "mean", float(ranks))
+
+    @property
+    def over_rollouts(self) -> bool:
+        """Whether a loss is a mean over the rollouts that its micro-batch finishes."""
+        return self.reduction == "mean" and self.name in ("rollout", "target")
+
+    def of(self, counts: Counts | PassTotals) -> int:
+        """Return the weight of a micro-batch, or the sum of the weights of a pass over all ranks (>= 0)."""
+        return counts.weight(self.unit)
+
+    def silences(self, counts: Counts) -> bool:
+        """Whether a micro-batch contributes nothing to its step: it weighs nothing, and holds no part of a summed loss."""
+        return self.of(counts) == 0 and not (self.reduction == "sum" and counts.tokens)
+
+    def divisor(self, expected: float, counts: Counts, averaged_over: int, peers: int = 1) -> float:
+        """Return what a loss is divided by, so that DeepSpeed's reduction leaves weight * grad loss / expected.
+
+        With sequence parallelism the gradients of a micro-batch's `peers`, added up, are `peers` times its own: each of
+        them gives the whole loss, which it gathered from all (DeepSpeed's ALST tutorial).
+
+        The result is one division of two exact numbers: with n equal micro-batches on each rank it is n to the last bit,
+        and `loss / divisor` is DeepSpeed's own `loss / gradient_accumulation_steps`.
+
+        Args:
+            expected: expected total of the window (> 0).
+            counts: what the micro-batch holds; its weight must be > 0 where the reduction is `mean`.
+            averaged_over: what DeepSpeed divides the sum over ranks by (>= 1).
+            peers: ranks that share a micro-batch, 1 without sequence parallelism.
+        """
+        weight = 1 if self.reduction == "sum" else self.of(counts)
+        return expected * peers / (averaged_over * weight)
+
+    @property
+    def unit(self) -> str:
+        """The unit of the weights: `rollout`, `token`, `pass` or `target`; a loss that is divided already counts as a pass."""
+        return "pass" if self.name == DIVIDED else self.name
