@@ -8,8 +8,8 @@ from accelerate.utils import DummyOptim
 from deepspeed.accelerator import get_accelerator
 
 from ds_parity.config import rewrite
+from ds_parity.parity.running.own_batches import own_batches
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.candidate import own_batches
 
 
 class Accelerated:

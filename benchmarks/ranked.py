@@ -14,8 +14,8 @@ from ds_parity.config import rewrite
 from ds_parity.parity.data.model import TinyDecoder
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.memory import Held
+from ds_parity.parity.running.own_batches import own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.candidate import own_batches, stand_in
 from ds_parity.parity.subjects.oracle import weight
 
 

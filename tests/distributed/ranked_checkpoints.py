@@ -23,9 +23,9 @@ from ds_parity.collation import to_device
 from ds_parity.config import rewrite
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.layouts import collate_layout
+from ds_parity.parity.running.own_batches import stand_in
 from ds_parity.parity.running.recording import Recorder
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.candidate import stand_in
 
 TASKS = ["continued", "by_command", "not_converted", "schedulers", "into_windows", "bare"]
 ELSEWHERE = ["universal", "other_size"]

@@ -22,10 +22,10 @@ from quotas import Row, deal, packed
 from task import Task, arguments, rewards, say
 
 from ds_parity.collation import collate, to_device
-from ds_parity.engine.listeners.tracing import header
 from ds_parity.errors import ConfigError, DsParityError
 from ds_parity.planning import Rollout
 from ds_parity.trace import Header, StepRecord, TraceWriter
+from ds_parity.trace.heading import header
 
 SENTINEL = Rollout("sentinel", tokens=(2,) * 8, prompt_length=8)
 
@@ -152,7 +152,9 @@ def _plain(task: Task, ranks: int) -> dict[str, Any]:
 
 def _header(task: Task, ranks: int) -> Header:
     known = ("rollouts", "tokens", "total", "loss", "lr", "grad_norm", "metrics")
-    line = header("training", None, ranks, task.config, "PipelineRL's loop")
+    accelerator = get_accelerator()
+    device = f"{accelerator.device_name()} {accelerator.communication_backend_name()}"
+    line = header("training", task.config, engine="PipelineRL's loop", ranks=ranks, device=device)
     return line.model_copy(update={"records": known})
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +13,9 @@ from ds_parity.engine.driver import Driver
 from ds_parity.engine.record.finished import Finished
 from ds_parity.errors import TraceError
 from ds_parity.trace import Header, TraceWriter, end_of_step, read_header
+from ds_parity.trace.heading import header
 
 _LOG = logging.getLogger("ds_parity")
-
-
-def header(scenario: str, seed: int | None, ranks: int, config: dict[str, Any], engine: str) -> Header:
-    """Return line 1 of a trace written on this machine."""
-    accelerator = get_accelerator()
-    canonical = json.dumps(config, sort_keys=True, default=str).encode()
-    return Header(
-        scenario=scenario,
-        seed=seed,
-        versions={name: version(name) for name in ("ds_parity", "deepspeed", "torch")},
-        device=f"{accelerator.device_name()} {accelerator.communication_backend_name()}",
-        ranks=ranks,
-        config_hash=hashlib.sha256(canonical).hexdigest(),
-        engine=engine,
-    )
 
 
 def attach(driver: Driver, path: str | None, config: dict[str, Any]) -> None:
@@ -45,7 +28,10 @@ def attach(driver: Driver, path: str | None, config: dict[str, Any]) -> None:
         TraceError: the file can't be made. Later trouble (a full disk) is logged once, and training goes on.
     """
     if path is not None and dist.get_rank() == 0:
-        listener = _Listener(Path(path), header("training", None, driver.ranks, config, "ds_parity"))
+        accelerator = get_accelerator()
+        device = f"{accelerator.device_name()} {accelerator.communication_backend_name()}"
+        line = header("training", config, engine="ds_parity", ranks=driver.ranks, device=device)
+        listener = _Listener(Path(path), line)
         driver.boundary.on_step.append(listener.write)
         driver.on_resume.append(listener.go_on_behind)
 

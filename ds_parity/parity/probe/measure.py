@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ds_parity.parity.probe.decomposition import decompose
 from ds_parity.parity.running import half_precision, weights
 from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.own_batches import own_batches
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.candidate import own_batches
 from ds_parity.parity.subjects.oracle import plan, weight
 
 # A step long enough that the update, not the weights, fills the digits of a bf16 weight.

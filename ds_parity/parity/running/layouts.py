@@ -14,6 +14,9 @@ from ds_parity.planning.rollout import MicroBatch, Rollout
 Layout: TypeAlias = tuple[tuple[tuple[Rollout, ...], ...], ...]
 """layout[pass][rank] is the rollouts of one micro-batch; none on an idle rank."""
 
+Passes: TypeAlias = Sequence[Sequence[MicroBatch]]
+"""passes[pass][rank] is a collated micro-batch; one without rollouts on an idle rank."""
+
 _MOST_PASSES = 9
 
 

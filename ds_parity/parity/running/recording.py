@@ -6,12 +6,13 @@ from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_parity.engine.listeners.tracing import header
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.trace import StepRecord, TraceWriter
+from ds_parity.trace.heading import header
 
 
 class Recorder:
@@ -26,7 +27,9 @@ class Recorder:
         writes = not dist.is_initialized() or dist.get_rank() == 0
         path = folder / scenario.name / f"{engine}.jsonl"
         ranks = 1 if engine == "torch" else scenario.ranks
-        line = header(scenario.name, scenario.seed, ranks, scenario.config, engine)
+        accelerator = get_accelerator()
+        device = f"{accelerator.device_name()} {accelerator.communication_backend_name()}"
+        line = header(scenario.name, scenario.config, engine=engine, ranks=ranks, device=device, seed=scenario.seed)
         self._writer = TraceWriter(path, line) if writes else None
 
     def __call__(self, record: StepRecord, module: nn.Module) -> None:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_parity.parity.running import half_precision
+from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.running.recording import Recorder
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import candidate
-from ds_parity.parity.subjects.candidate import Record
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.subjects.controls.loop import Loop
 from ds_parity.parity.subjects.references import alone, fixed, hand_driven

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import sys
 import time
@@ -17,7 +18,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 
 from ds_parity.parity.running.functions import resolve
 
@@ -26,7 +26,7 @@ def main(path: str) -> int:
     """Run the calls of a job; 0 where all ran, 1 at the first that raised."""
     job = json.loads(Path(path).read_text())
     sys.path[:0] = job["import_from"]
-    logger.setLevel("ERROR")
+    logging.getLogger("DeepSpeed").setLevel("ERROR")
     _make_repeatable()
     deepspeed.init_distributed()
     says = Path(path).parent / f"rank{dist.get_rank()}.jsonl"

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 import ds_parity
-from ds_parity.collation import collate, to_device
 from ds_parity.engine.record.finished import Finished
 from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import ulysses
-from ds_parity.parity.subjects.oracle import Passes
 from ds_parity.planning.rollout import MicroBatch
-from ds_parity.trace import StepRecord
-
-Record = Callable[[StepRecord, nn.Module], None]
 
 
 def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None) -> Any:
@@ -61,23 +54,6 @@ def _stream(scenario: Scenario) -> list[MicroBatch]:
     return [batch for batch in own_batches(scenario) if told or not batch.idle]
 
 
-def stand_in(scenario: Scenario) -> MicroBatch:
-    """Return a real micro-batch for idle passes: the scenario's shortest rollout, whose loss is not 0."""
-    rollouts = (rollout for held in scenario.layout() for batch in held for rollout in batch)
-    return to_device(collate((min(rollouts, key=lambda rollout: len(rollout.tokens)),)), _device())
-
-
-def own_rank(scenario: Scenario) -> int:
-    """Return this rank's number among those that hold different micro-batches."""
-    return dist.get_rank() // scenario.sequence_parallel
-
-
-def own_batches(scenario: Scenario, passes: Passes | None = None) -> list[MicroBatch]:
-    """Return this rank's micro-batches of the scenario's passes, or of others, on its device."""
-    rank = own_rank(scenario)
-    return [to_device(held[rank], _device()) for held in passes or scenario.batches()]
-
-
 def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:
     idle = stand_in(scenario)
     for batch in own_batches(scenario):
@@ -109,7 +85,3 @@ def _note(engine: Any, record: Record) -> None:
     if step is not None and step.step != getattr(record, "noted", 0):
         record.noted = step.step  # type: ignore[attr-defined]
         record(step, engine.module)
-
-
-def _device() -> str:
-    return str(get_accelerator().current_device_name())

@@ -5,14 +5,12 @@ The references step by this, and never by the window machine that they are there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ds_parity.config import Settings
+from ds_parity.parity.running.layouts import Passes
 from ds_parity.planning.rollout import MicroBatch
-
-Passes = Sequence[Sequence[MicroBatch]]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ds_parity.config import Settings
-from ds_parity.parity.subjects.oracle import Passes, PlannedWindow, plan
+from ds_parity.parity.running.layouts import Passes
+from ds_parity.parity.subjects.oracle import PlannedWindow, plan
 
 
 def cut(passes: Passes, settings: Settings, ends: Iterable[int]) -> list[PlannedWindow]:

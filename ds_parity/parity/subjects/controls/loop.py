@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from ds_parity.parity.running.layouts import Passes
+from ds_parity.parity.running.own_batches import Record, own_batches, own_rank, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.candidate import Record, own_batches, own_rank, stand_in
-from ds_parity.parity.subjects.oracle import Passes, PlannedWindow, plan, weight
+from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize, metrics_of
 from ds_parity.parity.subjects.references.plain import ByHand
 from ds_parity.planning.rollout import MicroBatch

@@ -10,8 +10,8 @@ from torch import nn
 from ds_parity.collation import collate
 from ds_parity.config import Settings
 from ds_parity.parity.running.layouts import Layout
+from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.candidate import Record
 from ds_parity.parity.subjects.oracle import PlannedWindow, plan
 from ds_parity.parity.subjects.references.bare import metrics_of
 from ds_parity.parity.subjects.references.plain import ByHand, optimizer_and_scheduler

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.config import rewrite
-from ds_parity.engine.internals.normalize import keep_clip_norm, loss_scale
+from ds_parity.parity.running.layouts import Passes
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import ulysses
-from ds_parity.parity.subjects.oracle import Passes, PlannedWindow
+from ds_parity.parity.subjects.oracle import PlannedWindow
+from ds_parity.parity.subjects.references.private_state import keep_clip_norm, loss_scale
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import StepRecord
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_parity.parity.running.own_batches import Record, own_batches
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.candidate import Record, own_batches
 from ds_parity.parity.subjects.oracle import plan
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 

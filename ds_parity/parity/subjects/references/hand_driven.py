@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import wrapt
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.candidate import Record, own_batches, stand_in
 from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 from ds_parity.parity.subjects.references.plain import ByHand
+from ds_parity.parity.subjects.references.private_state import corrected_step, missing_loss_scale, scales_losses
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -143,9 +142,9 @@ def _backward(
         averaged /= scenario.sequence_parallel
     share = averaged if settings.loss_reduction == "sum" else averaged * units
     divided = loss / (window.expected / share)
-    if engine.fp16_enabled() and not engine.zero_optimization():
-        # DeepSpeed leaves the scaling out there (tools/deepspeed_faults/fp16_zero0_unscaled_loss.py).
-        divided = divided.float() * engine.optimizer.loss_scale_config.cur_scale
+    scale = missing_loss_scale(engine)
+    if scale is not None:
+        divided = divided.float() * scale
     engine.backward(divided, scale_wrt_gas=False)
 
 
@@ -161,53 +160,7 @@ def _step(engine: Any, window: PlannedWindow) -> tuple[Any, bool]:
         return None, False
     # fp16: a scale that grows in this step must not reach the gradients, which were scaled by the old one, and clipping
     # must not act on scaled ones.
-    scaled = engine.fp16_enabled() or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
-    if window.expected == window.total and not scaled:
+    if window.expected == window.total and not scales_losses(engine):
         engine.step()
         return engine.get_global_grad_norm(), engine.was_step_applied()
-    return _corrected(engine, window), engine.was_step_applied()
-
-
-def _corrected(engine: Any, window: PlannedWindow) -> Any:
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        for flat in optimizer.fp32_groups_gradients_flat:
-            flat.mul_(window.expected / window.total)
-        engine.step()
-        return engine.get_global_grad_norm()
-    if engine.zero_optimization():
-        return _corrected_by_scale(engine, window)
-    if engine.bfloat16_enabled() or engine.fp16_enabled():
-        return _corrected_without_zero(engine, window)
-    for parameter in engine.module.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(window.expected / window.total)
-    engine.step()
-    return engine.get_global_grad_norm()
-
-
-def _corrected_by_scale(engine: Any, window: PlannedWindow) -> Any:
-    optimizer = engine.optimizer
-    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
-    scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
-    optimizer.override_loss_scale(scale * window.total / window.expected)
-    optimizer.torch_autocast_gradscaler = None
-    engine.step()
-    optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
-    optimizer.torch_autocast_gradscaler = scaler
-    return engine.get_global_grad_norm()
-
-
-def _corrected_without_zero(engine: Any, window: PlannedWindow) -> Any:
-    optimizer, config = engine.optimizer, engine.optimizer.loss_scale_config
-    scale, dynamic, iterations = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
-    config.cur_scale, config.dynamic_loss_scale = scale * window.total / window.expected, False
-    engine.step()
-    config.cur_scale, config.dynamic_loss_scale = scale, dynamic
-    if dynamic:
-        config.cur_iter = iterations
-        optimizer._update_scale(optimizer.overflow)
-    # The unfused wrapper keeps the norm as the gradients came in.
-    raw = isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.overflow
-    norm = engine.get_global_grad_norm()
-    return norm * (window.expected / window.total / scale) if raw else norm
+    return corrected_step(engine, window.expected, window.total), engine.was_step_applied()

@@ -6,11 +6,11 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from deepspeed.runtime import lr_schedules
 from torch import nn
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.references.private_state import is_deepspeeds_schedule, schedule_of
 
 
 class Lion(torch.optim.Optimizer):
@@ -75,7 +75,7 @@ def optimizer_and_scheduler(scenario: Scenario, model: nn.Module) -> tuple[torch
         optimizer = optimizer(parameters)
     scheduler, section = keywords.get("lr_scheduler"), scenario.config.get("scheduler")
     if scheduler is None and section:
-        scheduler = getattr(lr_schedules, section["type"])(optimizer, **section.get("params", {}))
+        scheduler = schedule_of(section["type"])(optimizer, **section.get("params", {}))
     elif callable(scheduler):
         scheduler = scheduler(optimizer)
     return optimizer, scheduler
@@ -124,7 +124,7 @@ class ByHand:
         if not applied:
             return
         before, self._progress = self._progress, self._progress + share
-        if type(self._scheduler).__module__ == lr_schedules.__name__:
+        if is_deepspeeds_schedule(self._scheduler):
             self._scheduler.step(float(self._progress) - 1)
         elif isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):
             self._scheduler.last_epoch = float(self._progress) - 1  # type: ignore[assignment]  # fractional, on purpose

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_parity.parity.subjects.candidate import Record
+from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.subjects.controls.loop import Loop
 
 

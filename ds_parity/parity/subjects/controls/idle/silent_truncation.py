@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ds_parity.parity.running.layouts import collate_layout
+from ds_parity.parity.running.layouts import Passes, collate_layout
 from ds_parity.parity.subjects.controls.loop import Loop
-from ds_parity.parity.subjects.oracle import Passes
 
 
 class SilentTruncation(Loop):

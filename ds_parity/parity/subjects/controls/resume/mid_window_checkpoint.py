@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_parity.engine.internals.normalize import discard_accumulated
 from ds_parity.parity.subjects.controls.loop import Loop
+from ds_parity.parity.subjects.references.private_state import lose_gradients
 
 
 class MidWindowCheckpoint(Loop):
@@ -17,4 +17,4 @@ class MidWindowCheckpoint(Loop):
         """Lose, as a resume does, what the second window has accumulated up to its middle."""
         super().between(index)
         if self.number == 2 and index == (self.window.first + self.window.last) // 2:
-            discard_accumulated(self.engine)
+            lose_gradients(self.engine)

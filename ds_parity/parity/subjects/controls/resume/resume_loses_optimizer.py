@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_parity.parity.subjects.controls.loop import Loop
+from ds_parity.parity.subjects.references.private_state import lose_optimizer_state
 
 
 class ResumeLosesOptimizer(Loop):
@@ -16,4 +17,4 @@ class ResumeLosesOptimizer(Loop):
         """Begin the third window with a fresh optimizer."""
         super().move(applied)
         if self.number == 2:
-            self.engine.basic_optimizer.state.clear()
+            lose_optimizer_state(self.engine)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ds_parity.parity.running.layouts import Passes
 from ds_parity.parity.subjects.controls.loop import Loop
-from ds_parity.parity.subjects.oracle import Passes
 
 
 class ResumeRepeatsData(Loop):
