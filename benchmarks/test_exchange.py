@@ -6,8 +6,9 @@ from queue import SimpleQueue
 
 from results import Section
 
-from ds_parity.engine.ranks.exchange import Exchange, Place, Slot
+from ds_parity.engine.ranks.exchange import Exchange
 from ds_parity.engine.ranks.hostsum import HostSum
+from ds_parity.engine.ranks.wire import Announcement, Place
 from ds_parity.window import Counts
 
 PASSES = 16
@@ -55,8 +56,8 @@ def exchanged(ranks, slots):
     def run(rank):
         exchange = Exchange(None, 1, slots, 600)
         exchange.ranks, exchange._sum = ranks, SimulatedSum(wire, rank, ranks)
-        held = [Slot(Counts(1 + rank % 3, 0, rank + at), active=True) for at in range(slots)]
-        learned[rank] = exchange.start(Place("runs a pass", 0, 0, 0), held).wait()
+        passes = [Announcement(Counts(1 + rank % 3, 0, rank + at)) for at in range(slots)]
+        learned[rank] = exchange.start(Place("runs a pass", 0, 0, 0), passes).wait()
 
     before = threading.stack_size(512 * 1024)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]

@@ -16,7 +16,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 
 import ds_parity
-from ds_parity.engine.internals.normalize import correction_for
+from ds_parity.engine.internals.adapter import choose
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 
 SCRIPTS = Path(__file__).parents[2] / "tools" / "deepspeed_faults"
@@ -78,7 +78,7 @@ def fused_wrapper(folder):
     for value in (1.0, 1.0, math.inf, 1.0, 1.0):
         # As a window of total 8 leaves it whose losses were divided by 4.
         weight.grad = torch.full_like(weight, value * 2.0 * optimizer.loss_scale_config.cur_scale)
-        with correction_for(optimizer)(engine, 4.0, 8.0):
+        with choose(engine).corrected(4.0, 8.0):
             optimizer.step()
         now = float(optimizer.fp32_groups_flat[0][0].detach())
         found.append([at - now, float(optimizer._global_grad_norm), optimizer.loss_scale_config.cur_scale])

@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_parity.engine.ranks import exchange as exchange_module
-from ds_parity.engine.ranks.exchange import Exchange, Known, Peers, Place, Slot
+from ds_parity.engine.ranks.exchange import Exchange
+from ds_parity.engine.ranks.wire import Announcement, GatheredPass, Message, Peers, Place
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, PassTotals
 
@@ -97,20 +98,19 @@ def test_finish_refuses_ranks_that_sent_different_fingerprints_and_no_others(eve
     class Checked(Exchange):
         def __init__(self, ranks):
             self.ranks = ranks
-            self._peers = Peers()
             self.stopping = False
 
-        def _parted(self, place):
-            return RankDesyncError("parted")
+        def _out_of_sync(self, place):
+            return RankDesyncError("out of sync")
 
     sums = torch.tensor([[one, one * one] for one in everyone], dtype=torch.int64).sum(0)
     vector = torch.cat([sums, torch.zeros(7, dtype=torch.int64)])
-    exchange = Checked(len(everyone))
+    exchange, message = Checked(len(everyone)), Message(PLACE, (Announcement(),))
     if len(set(everyone)) == 1:
-        assert exchange.finish(PLACE, vector, None) == [Known(PassTotals())]
+        assert exchange.finish(message, vector, None) == (GatheredPass(PassTotals()),)
     else:
-        with pytest.raises(RankDesyncError, match="parted"):
-            exchange.finish(PLACE, vector, None)
+        with pytest.raises(RankDesyncError, match="out of sync"):
+            exchange.finish(message, vector, None)
 
 
 # One rank.
@@ -120,17 +120,65 @@ def test_with_one_rank_no_collective_is_started_and_the_answer_is_the_own_counts
     """torch.distributed is not even initialised here."""
     monkeypatch.setattr(exchange_module, "HostSum", lambda group: pytest.fail("a group was asked for"))
     exchange = Exchange(None, ranks=1, slots=3, timeout=1.0)
-    slots = [Slot(Counts(2, 1, 30), active=True), Slot(Counts(), active=False)]
-    known = exchange.start(PLACE, slots).wait()
-    assert known == [Known(PassTotals(2, 1, 30, 1)), Known(PassTotals()), Known(PassTotals(), dry_ranks=1)]
+    known = exchange.start(PLACE, [Announcement(Counts(2, 1, 30)), Announcement()]).wait()
+    ended = GatheredPass(PassTotals(), ranks_out_of_data=1)
+    assert known == (GatheredPass(PassTotals(2, 1, 30, 1)), GatheredPass(PassTotals()), ended)
     assert exchange.collectives == 0
 
 
-@given(st.integers(0, 2**62), st.booleans(), st.booleans(), st.booleans())
-def test_counts_and_flags_of_any_size_come_back_as_they_went(number, active, dry, stuck):
-    slot = Slot(Counts(number, number // 2, number // 3), active, dry, stuck)
-    (known,) = Exchange(None, ranks=1, slots=1, timeout=1.0).start(PLACE, [slot]).wait()
-    assert known == Known(PassTotals(number, number // 2, number // 3, int(active)), int(dry), int(stuck))
+ANNOUNCEMENTS = st.builds(
+    Announcement,
+    st.builds(Counts, *[st.one_of(st.integers(0, 3), st.integers(0, 2**40))] * 3),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(ANNOUNCEMENTS)
+@example(Announcement(Counts(2**62, 2**61, 2**60), True, True))
+def test_counts_and_flags_of_any_size_come_back_as_they_went(one):
+    counts = one.counts
+    (known,) = Exchange(None, ranks=1, slots=1, timeout=1.0).start(PLACE, [one]).wait()
+    totals = PassTotals(counts.rollouts, counts.prompts, counts.tokens, int(counts.rollouts > 0 or counts.tokens > 0))
+    assert known == GatheredPass(totals, int(one.out_of_data), int(one.stuck))
+
+
+# The wire.
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+def test_the_sums_of_packed_messages_unpack_to_the_sums_of_what_was_announced(data, ranks, passes, peers):
+    """Each micro-batch is announced by all of its peers and counted once."""
+    announced = [data.draw(st.lists(ANNOUNCEMENTS, min_size=passes, max_size=passes).map(tuple)) for _ in range(ranks)]
+    stops = data.draw(st.lists(st.booleans(), min_size=ranks * peers, max_size=ranks * peers))
+    messages = [
+        Message(PLACE, announced[rank // peers], stops[rank], Peers(peers, rank % peers, rank // peers * peers))
+        for rank in range(ranks * peers)
+    ]
+    sums = [sum(column) for column in zip(*(message.pack() for message in messages), strict=True)]
+    for message in messages:
+        answer = message.unpack(sums, ranks * peers)
+        assert (answer.in_sync, answer.peers_agree, answer.stopping) == (True, True, any(stops))
+        for at, gathered in enumerate(answer.passes):
+            column = [one[at] for one in announced]
+            assert gathered.totals == PassTotals.of([one.counts for one in column])
+            assert gathered.ranks_out_of_data == sum(one.out_of_data for one in column)
+            assert gathered.stuck_ranks == sum(one.stuck for one in column)
+
+
+@given(st.data(), st.integers(2, 5))
+def test_one_rank_elsewhere_or_one_peer_with_other_counts_is_seen_by_all(data, ranks):
+    odd = data.draw(st.integers(0, ranks - 1))
+    places = [replace(PLACE, window=PLACE.window + (rank == odd)) for rank in range(ranks)]
+    messages = [Message(place, (Announcement(Counts(1)),)) for place in places]
+    sums = [sum(column) for column in zip(*(message.pack() for message in messages), strict=True)]
+    assert not any(message.unpack(sums, ranks).in_sync for message in messages)
+    peers = [
+        Message(PLACE, (Announcement(Counts(1, tokens=int(rank == odd))),), peers=Peers(ranks, rank, 0))
+        for rank in range(ranks)
+    ]
+    sums = [sum(column) for column in zip(*(message.pack() for message in peers), strict=True)]
+    assert not any(message.unpack(sums, ranks).peers_agree for message in peers)
 
 
 # Two ranks.
@@ -142,7 +190,7 @@ def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(two
         return numbers
 
     exchange = two_ranks(other)
-    assert exchange.start(PLACE, [Slot(Counts(2, 1, 30), active=True)]).wait() == [Known(PassTotals(7, 2, 70, 2))]
+    assert exchange.start(PLACE, [Announcement(Counts(2, 1, 30))]).wait() == (GatheredPass(PassTotals(7, 2, 70, 2)),)
     assert exchange.collectives == 1
 
 
@@ -162,14 +210,14 @@ def test_a_rank_in_another_place_is_named_with_window_pass_and_configuration(two
         numbers[:2] = torch.tensor([elsewhere.fingerprint(), elsewhere.fingerprint() ** 2])
         return numbers
 
-    def gather(told, mine, group):
-        told[:] = [mine, (1, elsewhere)]
+    def gather(gathered, own, group):
+        gathered[:] = [own, (1, elsewhere)]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     says = r"rank 0 runs a pass in window 3, pass 17.*rank 1 runs a pass in window 4, pass 20, configuration abcdef"
     with pytest.raises(RankDesyncError, match=says):
-        two_ranks(other).start(PLACE, [Slot(Counts(), active=False)]).wait()
+        two_ranks(other).start(PLACE, [Announcement()]).wait()
 
 
 def test_a_collective_that_fails_is_a_desync_with_the_place_and_the_time_limit(two_ranks, monkeypatch):
@@ -202,23 +250,25 @@ def test_a_rank_that_asks_to_stop_is_heard_by_all_and_stays_heard(two_ranks, own
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1), st.integers(2, 64), st.integers(0, MOST_RANKS))
-def test_peers_that_hold_the_same_numbers_vouch_to_0(numbers, size, first):
-    assert sum(Peers(size, own, first).vouch(numbers) for own in range(size)) == 0
+def test_peers_that_hold_the_same_numbers_have_checksums_that_add_up_to_0(numbers, size, first):
+    assert sum(Peers(size, own, first).checksum(numbers) for own in range(size)) == 0
 
 
 @given(st.integers(0, 10**6), st.integers(1, 1000), st.integers(2, 8), st.data())
 def test_a_peer_that_differs_in_one_number_is_seen(number, by, size, data):
     off = data.draw(st.integers(0, size - 1))
-    held = [[1, 0, number + by * (own == off), 1, 0, 0] for own in range(size)]
-    assert sum(Peers(size, own, 4).vouch(numbers) for own, numbers in enumerate(held)) != 0
+    sent = [[1, 0, number + by * (own == off), 1, 0, 0] for own in range(size)]
+    assert sum(Peers(size, own, 4).checksum(numbers) for own, numbers in enumerate(sent)) != 0
 
 
 def test_two_groups_that_differ_in_opposite_ways_do_not_cancel():
-    found = sum(Peers(2, 1, first).vouch([10 + by]) + Peers(2, 0, first).vouch([10]) for first, by in ((0, 1), (2, -1)))
-    assert found != 0
+    total = sum(
+        Peers(2, 1, first).checksum([10 + by]) + Peers(2, 0, first).checksum([10]) for first, by in ((0, 1), (2, -1))
+    )
+    assert total != 0
 
 
-def test_vouchers_of_many_ranks_fit_into_int64():
+def test_checksums_of_many_ranks_fit_into_int64():
     assert MOST_RANKS * MOST_RANKS * 2**32 <= INT64
 
 
@@ -227,6 +277,6 @@ def test_only_the_first_of_the_peers_sends_counts_and_all_send_one_number_more(m
     line = SimpleNamespace(start=lambda vector: sent.append(vector.tolist()))
     monkeypatch.setattr(exchange_module, "HostSum", lambda group: line)
     for own in (0, 1):
-        Exchange("a group", 4, 1, 1.0, Peers(2, own, 2)).start(PLACE, [Slot(Counts(2, 1, 30), active=True)])
+        Exchange("a group", 4, 1, 1.0, Peers(2, own, 2)).start(PLACE, [Announcement(Counts(2, 1, 30))])
     assert [numbers[3:9] for numbers in sent] == [[2, 1, 30, 1, 0, 0], [0] * 6]
     assert sent[0][9] == -sent[1][9] != 0

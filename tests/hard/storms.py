@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_parity
 from ds_parity.config import rewrite
-from ds_parity.engine.internals.normalize import loss_scale
+from ds_parity.engine.internals.adapter import choose
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 
@@ -121,7 +121,7 @@ def _bare(stage, pattern, fp16, lines=None):
             engine.backward(loss, scale_wrt_gas=False)
             engine.step()
         calm += letter == "."
-        lines.append(_line(engine, loss_scale(engine)))
+        lines.append(_line(engine, choose(engine).loss_scale()))
     return lines
 
 

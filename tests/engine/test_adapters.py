@@ -1,0 +1,46 @@
+"""What an adapter does with the gradients that an optimizer wrapper accumulates; on ranks: tests/distributed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_parity.engine.internals.adapter import choose
+from ds_parity.engine.internals.plain import Plain
+from ds_parity.engine.internals.zero3 import Zero3
+from ds_parity.engine.internals.zero12 import Zero12
+from ds_parity.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("kind", "average", "over"),
+    [(Plain, True, 3), (Zero12, True, 3), (Zero3, True, 6), (Zero12, False, 1), (Zero3, False, 1)],
+)
+def test_zero_3_averages_over_all_ranks_and_the_others_over_the_data_parallel_ones(kind, average, over):
+    adapter = kind(SimpleNamespace(gradient_average=average))
+    assert adapter.averaged_over(ranks=3, peers=2) == over
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def test_an_unknown_optimizer_wrapper_is_refused_by_name():
+    class Homemade:
+        pass
+
+    with pytest.raises(ConfigError, match=r"optimizer wrapper Homemade.*DeepSpeedZeroOptimizer.*only"):
+        choose(SimpleNamespace(optimizer=Homemade()))
+
+
+def test_under_a_plain_optimizer_gradients_are_multiplied_by_expected_over_total_before_the_step():
+    module = perceptron()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine = SimpleNamespace(module=module, optimizer=optimizer, torch_autocast_z0_gradscaler=None)
+    module[0].bias.requires_grad_(False)
+    module(torch.ones(2, 3)).sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    with choose(engine).corrected(4.0, 5.0):
+        for parameter, kept in zip(module.parameters(), before, strict=True):
+            assert parameter.grad is None if kept is None else torch.equal(parameter.grad, kept * 0.8)

@@ -1,0 +1,66 @@
+"""What makes a pass count for nothing, and how a loss goes into DeepSpeed's backward."""
+
+import math
+
+import pytest
+import torch
+
+from ds_parity.engine.division import silenced
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def hooks(module):
+    return [list((parameter._backward_hooks or {}).values()) for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("bad", [1.0, math.nan, math.inf, -math.inf])
+def test_a_silenced_backward_gives_gradients_that_are_exactly_zero_whatever_the_loss_is(bad):
+    module = perceptron()
+    loss = (module(torch.ones(2, 3)) * bad).sum()
+    with silenced(module):
+        loss.backward()
+    for parameter in module.parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_silenced_backward_leaves_what_is_accumulated_as_it_is(bad):
+    module = perceptron()
+    module(torch.ones(2, 3)).sum().backward()
+    before = [parameter.grad.clone() for parameter in module.parameters()]
+    with silenced(module):
+        module(torch.full((2, 3), bad)).sum().backward()
+    assert all(torch.equal(p.grad, kept) for p, kept in zip(module.parameters(), before, strict=True))
+    assert all(kept.abs().sum() > 0 for kept in before)
+
+
+def test_after_silence_hooks_are_gone_and_gradients_flow_again():
+    module = perceptron()
+    with silenced(module):
+        assert all(len(own) == 1 for own in hooks(module))
+    assert not any(hooks(module))
+    module(torch.ones(2, 3)).sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in module.parameters())
+
+
+def test_hooks_are_gone_after_an_exception_too_and_the_exception_comes_through():
+    module = perceptron()
+    with pytest.raises(KeyError, match="inside"), silenced(module):
+        raise KeyError("inside")
+    assert not any(hooks(module))
+
+
+def test_hooks_of_others_and_frozen_parameters_are_left_alone():
+    module = perceptron()
+    module[0].weight.requires_grad_(False)
+    seen = []
+    module[2].weight.register_hook(seen.append)
+    with silenced(module):
+        module(torch.ones(2, 3)).sum().backward()
+    assert module[0].weight.grad is None
+    assert [len(own) for own in hooks(module)] == [0, 0, 1, 0]
+    assert len(seen) == 1
