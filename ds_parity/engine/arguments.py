@@ -26,13 +26,13 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int])
     call = f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
     if settings.loss_weight == "token" and "tokens" not in given:
         raise WindowError(
-            f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; pass "
-            "tokens=, how many loss tokens the micro-batch holds"
+            f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; "
+            "pass tokens=, how many loss tokens the micro-batch holds"
         )
     if settings.count == "prompt" and "prompts" not in given:
         raise WindowError(
-            f"{call} without prompts= although ds_parity.count is 'prompt': nothing would bring the window nearer to its "
-            "end; pass prompts=, how many the micro-batch finishes (0 where their other rollouts are still to come)"
+            f"{call} without prompts= although ds_parity.count is 'prompt': nothing would bring the window nearer to "
+            "its end; pass prompts=, how many the micro-batch finishes (0 where their other rollouts are still to come)"
         )
     return Counts(**{"rollouts": usual_rollouts, **given})
 

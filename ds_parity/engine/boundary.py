@@ -75,8 +75,8 @@ class Boundary:
         """Close a window that has no weight: no step, and a warning."""
         window = self._ledger.window
         _LOG.warning(
-            "window %d (%d passes, %d rollouts) has a total of 0 %s weight: no optimizer step is taken for it, and it is "
-            "recorded as skipped; look for empty rollouts or masks",
+            "window %d (%d passes, %d rollouts) has a total of 0 %s weight: no optimizer step is taken for it, and it "
+            "is recorded as skipped; look for empty rollouts or masks",
             *(window.index, window.passes, window.rollouts, self._ledger.weighting.name),
         )
         self.counters.consumed(window.rollouts)

@@ -39,8 +39,9 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
 def name_latest(save_dir: str, tag: str) -> None:
     """Let `latest` name a checkpoint, on the first rank; every rank calls, behind DeepSpeed's save_checkpoint.
 
-    DeepSpeed 0.19.8 writes it when the first rank has its own files, others may still be at theirs, and empties it first
-    (tools/deepspeed_faults/latest_before_all_files.py). The barrier that all files wait for ends its save_checkpoint.
+    DeepSpeed 0.19.8 writes it when the first rank has its own files, others may still be at theirs, and empties it
+    first (tools/deepspeed_faults/latest_before_all_files.py). The barrier that all files wait for ends its
+    save_checkpoint.
     """
     if dist.get_rank() == 0:
         latest = Path(save_dir) / "latest"
@@ -116,9 +117,9 @@ def _refuse_other_progress(driver: Driver, state: dict[str, Any]) -> None:
     saved, wanted = state.get("lr_progress"), driver.settings.lr_progress
     if saved not in (None, wanted) and driver.engine.lr_scheduler is not None:
         raise CheckpointError(
-            f"the checkpoint's ds_parity.lr_progress was {saved!r}, this configuration says {wanted!r}: the LR would jump "
-            f"from one place of its schedule to another; write {saved!r}, or give load_lr_scheduler_states=False to "
-            "go on with the schedule of this engine"
+            f"the checkpoint's ds_parity.lr_progress was {saved!r}, this configuration says {wanted!r}: the LR would "
+            f"jump from one place of its schedule to another; write {saved!r}, or give load_lr_scheduler_states=False "
+            "to go on with the schedule of this engine"
         )
 
 

@@ -97,7 +97,7 @@ class Driver:
     # One pass.
 
     def counts_given(self, rollouts: int | None, prompts: int | None, tokens: int | None) -> Counts:
-        """Return the counts of the coming pass: what the caller gives, completed; inside `passes`, the micro-batch's own.
+        """Return the counts of the coming pass: the caller's, completed; inside `passes`, the micro-batch's own.
 
         Args:
             rollouts: what the caller gives for the micro-batch (>= 0); None where it gives nothing.
@@ -141,8 +141,8 @@ class Driver:
             The loss as it was accumulated; None for None.
 
         Raises:
-            WindowError: the pass before waits for its `step()`; the pass overshoots under `overshoot: error`; the caller's
-                boundary contradicts the counts; or the window would close inside no_sync().
+            WindowError: the pass before waits for its `step()`; the pass overshoots under `overshoot: error`; the
+                caller's boundary contradicts the counts; or the window would close inside no_sync().
             RankDesyncError: ranks are out of sync.
         """
         self.refuse_owed_step()
@@ -156,8 +156,9 @@ class Driver:
         steps = window.closed and self.ledger.total() > 0
         if steps and self.adapter.inside_no_sync:
             raise WindowError(
-                f"backward() inside no_sync() in the pass that closes window {window.index}: its gradients would not be "
-                "reduced, and ranks' weights would differ; leave no_sync() out, DeepSpeed communicates only where it must"
+                f"backward() inside no_sync() in the pass that closes window {window.index}: its gradients would not "
+                "be reduced, and ranks' weights would differ; leave no_sync() out, DeepSpeed communicates only where "
+                "it must"
             )
         # ZeRO 0 and 1 reduce in the boundary's backward, so DeepSpeed must know of it before.
         self.boundary.mark(steps)
@@ -195,8 +196,8 @@ class Driver:
         """
         if self._stepped:
             raise WindowError(
-                f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one pass; "
-                "call it once after every backward()"
+                f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one "
+                "pass; call it once after every backward()"
             )
         self._stepped = True
         if not self.ledger.window.closed:
@@ -254,8 +255,9 @@ class Driver:
     def may_skip(self, totals: PassTotals) -> bool:
         """Whether the coming pass, idle on this rank, needs neither forward nor backward here.
 
-        ZeRO 0 and 1 talk to other ranks in the boundary's backward alone, so a rank runs that one. It runs the first pass
-        too, and those after it until every parameter has a gradient: without any, stage 0 hangs and stage 1 raises a
+        ZeRO 0 and 1 talk to other ranks in the boundary's backward alone, so a rank runs that one. It runs the first
+        pass too, and those after it until every parameter has a gradient: without any, stage 0 hangs and stage 1 raises
+            a
         KeyError, and stage 1 reduces only parameters that have one.
         """
         inside = self._ran_in == self.ledger.window.index and not self.ledger.closes_with(totals)

@@ -57,31 +57,31 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         prompts: int | None = None,
         tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run backward on the loss of one micro-batch and count what it held.
+        """Run backward on the loss of one micro-batch and count what it contained.
 
         Waits for the counts of the other ranks (never for the accelerator), because whether this pass is the boundary
         decides what DeepSpeed's backward does.
 
         With sequence parallelism every rank of a group gives the counts and the loss of the whole micro-batch, gathered
-        from the group with `torch.distributed.nn.functional.all_gather` as in DeepSpeed's ALST tutorial: in value and in
-        gradient, the micro-batch's loss is the mean of what its ranks give. A rank that gives only its own share, so that
-        the shares add up to the loss, multiplies it by the group's size.
+        from the group with `torch.distributed.nn.functional.all_gather` as in DeepSpeed's ALST tutorial: in value and
+        in gradient, the micro-batch's loss is the mean of what its ranks give. A rank that gives only its own share, so
+        that the shares add up to the loss, multiplies it by the group's size.
 
         Args:
             loss: scalar; a mean over the micro-batch's weight units, or their sum (`loss_reduction`).
             retain_graph: as in DeepSpeed.
             scale_wrt_gas: accepted for unchanged loops; must be True.
-            rollouts: rollouts held (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an unchanged
-                DeepSpeed loop runs.
+            rollouts: rollouts contained (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an
+                unchanged DeepSpeed loop runs.
             prompts: prompts finished (>= 0); required for `count: prompt`, else 0 where it isn't given.
-            tokens: loss tokens held (>= 0); required for `loss_weight: token`.
+            tokens: loss tokens contained (>= 0); required for `loss_weight: token`.
 
         Returns:
             The loss as it was accumulated: divided, and 0 where its weight is 0.
 
         Raises:
-            WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced, or the window
-                waits for its `step()`.
+            WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced, or the
+                window waits for its `step()`.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)
@@ -119,23 +119,25 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         finish: bool = True,
         skip_idle: bool = True,
     ) -> Iterator[Any]:
-        """Yield this rank's micro-batches, and idle passes where it is dry and others are not.
+        """Yield this rank's micro-batches, and idle passes where it has run out of data and others have not.
 
-        Every rank is handed the pass that closes a window, and the first pass of each. On ZeRO 0 and 1, which are silent
-        between boundaries, other idle passes are counted and not handed out: neither forward nor backward runs. So keep
+        Every rank is handed the pass that closes a window, and the first pass of each. On ZeRO 0 and 1, which are
+        silent between boundaries, other idle passes are counted and not handed out: neither forward nor backward runs.
+            So keep
         what all ranks do together behind the boundary, or give `skip_idle=False`.
 
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
                 be endless or arrive as it is produced. One that holds nothing is an idle pass.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
-                rank. With 0 one exchange a pass, and nothing is read before it is run. A window starts with so many of its
+                rank. With 0 one exchange a pass, and nothing is read before it is run. A window starts with so many of
+                its
                 passes known, all where it has no more, so the stream is read at most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
             finish: settle the last window when all streams have ended.
             skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks
-                (synchronised batch norm) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3, with
-                a mixture of experts, or on ZeRO 1 while a parameter has no gradient yet.
+                (synchronised batch norm) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3,
+                with a mixture of experts, or on ZeRO 1 while a parameter has no gradient yet.
 
         Raises:
             WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward.
@@ -163,8 +165,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     def stop(self) -> None:
         """Ask all ranks to stop at the next boundary; from any rank, and from a signal handler.
 
-        The request travels with the counts of the next pass. `passes` ends at the boundary after it on every rank alike,
-        between windows, and hands nothing more out. Other loops look at `stopping`.
+        The request travels with the counts of the next pass. `passes` ends at the boundary after it on every rank
+        alike, between windows, and hands nothing more out. Other loops look at `stopping`.
         """
         self._self_driver.exchange.stop = True
 
@@ -175,7 +177,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         return stopping
 
     def record(self, name: str, value: Any, weight: Any = None) -> None:
-        """Add to a metric of the open window: sum(weight * value) / sum(weight) over all data-parallel ranks and passes.
+        """Add to a metric of the open window: sum(weight * value) / sum(weight) over all ranks and passes.
 
         It stands in `last_step.metrics`, the trace and the monitors once the window is closed: call it between a pass's
         start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record
@@ -201,8 +203,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     ) -> list[float]:
         """Return this rank's advantages, (r - mean) / std over the rewards of the same prompt on all ranks (GRPO).
 
-        What `ds_parity.group_advantages` gives for all rollouts in one list, where a prompt's lie on different ranks. One
-        gather on the host; every rank calls, between windows or before training, with as many rollouts as it has.
+        What `ds_parity.group_advantages` gives for all rollouts in one list, where a prompt's lie on different ranks.
+        One gather on the host; every rank calls, between windows or before training, with as many rollouts as it has.
 
         Args:
             prompt_ids: (n,) what was asked, by names that are the same on every rank.
@@ -227,7 +229,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Whether the current pass ends its window.
 
         After `backward` it is known. Before it, it is known inside `passes` with look-ahead, and otherwise foretold as
-        DeepSpeed does: as if every rank held `train_micro_batch_size_per_gpu` rollouts.
+        DeepSpeed does: as if every rank had `train_micro_batch_size_per_gpu` rollouts.
 
         Raises:
             WindowError: it is asked before `backward` in a loop that passes counts, which nothing can foretell.

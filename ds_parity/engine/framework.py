@@ -19,11 +19,11 @@ from ds_parity.window import PassTotals, Weighting
 
 _LOG = logging.getLogger("ds_parity")
 # Ranks that say different things end in a RankDesyncError, which shows these.
-_DOING = {True: "was told to end the window with its pass", False: "was told to go on after its pass"}
+_DOING = {True: "ends the window with its pass", False: "goes on after its pass"}
 
 
 class FrameworkEngine(ParityEngine):
-    """What `deepspeed.initialize` returns under `install()`: a `ParityEngine` that a framework may drive in its own way.
+    """What `deepspeed.initialize` returns under `install()`: a `ParityEngine` that a framework may drive its own way.
 
     The framework says before every backward, by `set_gradient_accumulation_boundary`, whether a window ends there, and
     calls `step()` at that end alone (accelerate 1.15, DeepSpeedEngineWrapper.backward). What it says is
@@ -42,8 +42,8 @@ class FrameworkEngine(ParityEngine):
 
         Raises:
             WindowError: it is called inside `passes`, where the counts are known and decide.
-            ConfigError: windows of this configuration can't end where a framework's do, or `lr_progress` is `rollout` and
-                the caller steps a scheduler that DeepSpeed does not have.
+            ConfigError: windows of this configuration can't end where a framework's do, or `lr_progress` is `rollout`
+                and the caller steps a scheduler that DeepSpeed does not have.
         """
         self._refuse_inside_passes()
         if self._self_said is None:
@@ -64,8 +64,8 @@ class FrameworkEngine(ParityEngine):
         """Run backward and count, as `ParityEngine.backward` does; a pass inside a window needs no `step()`.
 
         Args:
-            loss: scalar; where `scale_wrt_gas` is False, a share of the step's loss, which is then the sum of the shares
-                of all passes, averaged over ranks.
+            loss: scalar; where `scale_wrt_gas` is False, a share of the step's loss, which is then the sum of the
+                shares of all passes, averaged over ranks.
             retain_graph: as in DeepSpeed.
             scale_wrt_gas: False: the caller has divided the loss already (transformers' Trainer and TRL).
             rollouts: as in `ParityEngine.backward`.
@@ -73,8 +73,8 @@ class FrameworkEngine(ParityEngine):
             tokens: likewise.
 
         Raises:
-            WindowError: what the caller said of the boundary contradicts the counts; a loss that is divided already is to
-                be weighed by `loss_weight`; or as in `ParityEngine.backward`.
+            WindowError: what the caller said of the boundary contradicts the counts; a loss that is divided already is
+                to be weighed by `loss_weight`; or as in `ParityEngine.backward`.
             RankDesyncError: ranks say different things of the boundary, or are not in the same pass.
         """
         driver: Driver = self._self_driver
@@ -116,11 +116,11 @@ class FrameworkEngine(ParityEngine):
             self._end_short(totals)
             return
         raise WindowError(
-            f"set_gradient_accumulation_boundary({said}) before pass {window.passes} of window {window.index}: the caller "
-            f"{'ends the window here' if said else 'goes on'}, but after this pass it holds {self._units_so_far(totals)}, so that it "
-            f"{'goes on' if said else 'ends here'}. A backward() counts "
-            f"{driver.usual_rollouts} rollouts on each of {driver.ranks} ranks (train_micro_batch_size_per_gpu) unless it is "
-            f"given counts. Let the framework accumulate {self.gradient_accumulation_steps()} passes "
+            f"set_gradient_accumulation_boundary({said}) before pass {window.passes} of window {window.index}: the "
+            f"caller {'ends the window here' if said else 'goes on'}, but after this pass it holds "
+            f"{self._units_so_far(totals)}, so that it {'goes on' if said else 'ends here'}. A backward() counts "
+            f"{driver.usual_rollouts} rollouts on each of {driver.ranks} ranks (train_micro_batch_size_per_gpu) unless "
+            f"it is given counts. Let the framework accumulate {self.gradient_accumulation_steps()} passes "
             "(gradient_accumulation_steps), over data that holds whole windows; or, where the counts vary, call "
             "engine.backward(loss, rollouts=...) and engine.step() yourself and not the framework's backward"
         )
@@ -129,13 +129,13 @@ class FrameworkEngine(ParityEngine):
         driver: Driver = self._self_driver
         window, rule = driver.ledger.window, driver.settings.last_window
         what = (
-            f"window {window.index} is ended by its caller after {window.passes + 1} of {self.gradient_accumulation_steps()} "
-            f"passes a rank, at {self._units_so_far(totals)}: its data has ended"
+            f"window {window.index} is ended by its caller after {window.passes + 1} of "
+            f"{self.gradient_accumulation_steps()} passes a rank, at {self._units_so_far(totals)}: its data has ended"
         )
         if rule != "step":
             raise WindowError(
-                f"{what}, and the caller takes a step there, but ds_parity.last_window is {rule!r}; choose 'step', or give "
-                f"it data of a multiple of {self.gradient_accumulation_steps()} micro-batches a rank"
+                f"{what}, and the caller takes a step there, but ds_parity.last_window is {rule!r}; choose 'step', or "
+                f"give it data of a multiple of {self.gradient_accumulation_steps()} micro-batches a rank"
             )
         _LOG.warning("%s; the step is normalised by what it holds (ds_parity.last_window: step)", what)
         self._self_short = window.index
@@ -155,8 +155,8 @@ class FrameworkEngine(ParityEngine):
                 driver.ledger.weigh_by(Weighting.divided(driver.ranks))
         elif divided != self._self_divided:
             raise WindowError(
-                f"backward(scale_wrt_gas={not divided}) after backward(scale_wrt_gas={divided}): either every loss has been "
-                "divided by its caller, or none has; pass the same in every backward"
+                f"backward(scale_wrt_gas={not divided}) after backward(scale_wrt_gas={divided}): either every loss has "
+                "been divided by its caller, or none has; pass the same in every backward"
             )
 
     def _refuse_weights(self) -> None:
@@ -165,9 +165,9 @@ class FrameworkEngine(ParityEngine):
             if name in settings.model_fields_set:
                 raise WindowError(
                     f"backward(scale_wrt_gas=False): the caller has divided the loss for the step itself, and "
-                    f"ds_parity.{name} = {getattr(settings, name)!r} would weigh it again; remove ds_parity.{name}: the "
-                    "caller's own division stands (transformers' Trainer weighs all tokens of the step alike, TRL by its "
-                    "loss_type), and ds_parity keeps the count"
+                    f"ds_parity.{name} = {getattr(settings, name)!r} would weigh it again; remove ds_parity.{name}: "
+                    "the caller's own division stands (transformers' Trainer weighs all tokens of the step alike, TRL "
+                    "by its loss_type), and ds_parity keeps the count"
                 )
 
     def _refuse_inside_passes(self) -> None:
@@ -183,14 +183,14 @@ class FrameworkEngine(ParityEngine):
         if passes % ranks and settings.overshoot == "carry":
             raise ConfigError(
                 f"gradient_accumulation_passes = {passes} on {ranks} data-parallel ranks: a framework runs "
-                f"{self.gradient_accumulation_steps()} passes a rank in every window, and under ds_parity.overshoot 'carry' "
-                f"some windows take fewer; write a multiple of {ranks}, or choose 'reset'"
+                f"{self.gradient_accumulation_steps()} passes a rank in every window, and under ds_parity.overshoot "
+                f"'carry' some windows take fewer; write a multiple of {ranks}, or choose 'reset'"
             )
 
     def _refuse_scheduler_out_of_reach(self) -> None:
         if self._self_settings.lr_progress == "rollout" and self._self_driver.boundary.schedule is None:
             raise ConfigError(
-                "ds_parity.lr_progress is 'rollout', but DeepSpeed was given no scheduler: the framework steps its own, once "
-                "a step, and it can't be placed from here; write a `scheduler` section (a Trainer hands its own scheduler "
-                "over where there is an `optimizer` section), or choose 'optimizer_step'"
+                "ds_parity.lr_progress is 'rollout', but DeepSpeed was given no scheduler: the framework steps its "
+                "own, once a step, and it can't be placed from here; write a `scheduler` section (a Trainer hands its "
+                "own scheduler over where there is an `optimizer` section), or choose 'optimizer_step'"
             )

@@ -86,8 +86,8 @@ def source_of(keywords: Mapping[str, Any]) -> Any:
     """Return the configuration as it was given, by keyword or with the arguments; None where it was not."""
     args = keywords.get("args")
     given = (keywords.get("config"), keywords.get("config_params"))
-    told = (getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
-    return next((source for source in (*given, *told) if source is not None), None)
+    by_arguments = (getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
+    return next((source for source in (*given, *by_arguments) if source is not None), None)
 
 
 def honoured(
@@ -121,11 +121,11 @@ def honoured(
     agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)})
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     engine, optimizer, loader, _ = bare(**{**keywords, **plain})
-    ours = kind(engine, rewritten.settings, sequence)
-    show(ours._self_driver)
+    wrapped = kind(engine, rewritten.settings, sequence)
+    show(wrapped._self_driver)
     with all_or_none(everybody):
-        attach(ours._self_driver, rewritten.settings.trace, extended)
-    return ours, optimizer, loader, engine.lr_scheduler
+        attach(wrapped._self_driver, rewritten.settings.trace, extended)
+    return wrapped, optimizer, loader, engine.lr_scheduler
 
 
 def _by_path(settings: Settings) -> dict[str, Any]:

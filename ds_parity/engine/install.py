@@ -25,12 +25,13 @@ def install() -> Installation:
     """Make `deepspeed.initialize` honour the extra keys, for accelerate, transformers' Trainer, TRL and their like.
 
     Takes effect at once, before or after those are imported, also under names that modules hold
-    (`from deepspeed import initialize`), until `uninstall()` or the end of a `with` block. May be nested: DeepSpeed's own
-    comes back with the last one. Engines that were made meanwhile stay as they are. A configuration without the extra
-    keys, and an engine without an optimizer (a reference model), are DeepSpeed's own.
+    (`from deepspeed import initialize`), until `uninstall()` or the end of a `with` block. May be nested: DeepSpeed's
+    own comes back with the last one. Engines that were made meanwhile stay as they are. A configuration without the
+    extra keys, and an engine without an optimizer (a reference model), are DeepSpeed's own.
 
-    An engine that is made so takes what `ParityEngine` refuses: `set_gradient_accumulation_boundary`, by which such a framework
-    says where its windows end, and `scale_wrt_gas=False`. What is said is held against the counts in every pass.
+    An engine that is made so takes what `ParityEngine` refuses: `set_gradient_accumulation_boundary`, by which such a
+    framework says where its windows end, and `scale_wrt_gas=False`. What it says is checked against the counts in every
+    pass.
 
     Returns:
         what undoes it; a context manager, too.
@@ -72,20 +73,21 @@ class _Replacement:
     """The pair of functions that stand for each other; None while DeepSpeed's own is in its place."""
 
     bare: Initialize | None = None
-    ours: Initialize | None = None
+    honouring: Initialize | None = None
 
     @classmethod
     def put_in(cls) -> None:
         cls.bare = deepspeed.initialize
-        cls.ours = _honouring(cls.bare)
-        _rename(cls.bare, cls.ours)
+        cls.honouring = _honouring(cls.bare)
+        _rename(cls.bare, cls.honouring)
 
     @classmethod
     def take_back(cls) -> None:
-        # Names that modules took meanwhile go back, too. Where somebody has wrapped ours, theirs stays, and ours passes on.
-        if cls.bare is not None and cls.ours is not None:
-            _rename(cls.ours, cls.bare)
-        cls.bare = cls.ours = None
+        # Names that modules took meanwhile go back, too. Where somebody has wrapped it meanwhile, their function stays,
+        # and this one passes on.
+        if cls.bare is not None and cls.honouring is not None:
+            _rename(cls.honouring, cls.bare)
+        cls.bare = cls.honouring = None
 
 
 def _rename(old: Initialize, new: Initialize) -> None:

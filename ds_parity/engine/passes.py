@@ -56,8 +56,8 @@ class PassQueue:
             yield handed.batch
             if self.upcoming and self.upcoming.first is handed:
                 raise WindowError(
-                    "passes() was asked for the next micro-batch before the last had its backward(): all ranks count on "
-                    "every pass; what is to be left out must be left out of the stream"
+                    "passes() was asked for the next micro-batch before the last had its backward(): all ranks count "
+                    "on every pass; what is to be left out must be left out of the stream"
                 )
 
     def _skipped(self) -> bool:

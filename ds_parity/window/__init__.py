@@ -1,4 +1,4 @@
-"""The pure core: what passes held, when a window closes, where the schedule stands. No torch, no collectives."""
+"""The pure core: what passes contained, when a window closes, where the schedule stands. No torch, no collectives."""
 
 from ds_parity.window.counts import Counts, PassTotals
 from ds_parity.window.progress import Progress

@@ -50,7 +50,7 @@ class Counts:
 
     @property
     def active(self) -> bool:
-        """Whether the pass isn't idle: it finishes rollouts, or holds loss tokens of one (a turn that isn't its last)."""
+        """Whether the pass is not idle: it finishes rollouts, or has loss tokens of one (a turn before its last)."""
         return self.rollouts > 0 or self.tokens > 0
 
 

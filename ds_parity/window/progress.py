@@ -27,5 +27,5 @@ class Progress:
         return self.units // self.target
 
     def advanced(self, units: int) -> Progress:
-        """The progress after a step that was applied and held `units`."""
+        """The progress after a step that was applied and contained `units`."""
         return Progress(self.target, self.units + units)

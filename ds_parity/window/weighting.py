@@ -48,7 +48,7 @@ class Weighting:
         return counts.weight(self.unit)
 
     def silences(self, counts: Counts) -> bool:
-        """Whether a micro-batch contributes nothing to its step: it weighs nothing, and holds no part of a summed loss."""
+        """Whether a micro-batch contributes nothing to its step: no weight, and no part of a summed loss."""
         return self.of(counts) == 0 and not (self.reduction == "sum" and counts.tokens)
 
     def divisor(self, expected: float, counts: Counts, averaged_over: int, peers: int = 1) -> float:
@@ -57,7 +57,8 @@ class Weighting:
         With sequence parallelism the gradients of a micro-batch's `peers`, added up, are `peers` times its own: each of
         them gives the whole loss, which it gathered from all (DeepSpeed's ALST tutorial).
 
-        The result is one division of two exact numbers: with n equal micro-batches on each rank it is n to the last bit,
+        The result is one division of two exact numbers: with n equal micro-batches on each rank it is n to the last
+            bit,
         and `loss / divisor` is DeepSpeed's own `loss / gradient_accumulation_steps`.
 
         Args:
@@ -71,5 +72,5 @@ class Weighting:
 
     @property
     def unit(self) -> str:
-        """The unit of the weights: `rollout`, `token`, `pass` or `target`; a loss that is divided already counts as a pass."""
+        """The unit of the weights: `rollout`, `token`, `pass` or `target`; a divided loss counts as a pass."""
         return "pass" if self.name == DIVIDED else self.name

@@ -32,7 +32,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window as it stands: everything that the passes counted so far held, over all ranks.
+    """A window as it stands: everything that the passes counted so far contained, over all ranks.
 
     Attributes:
         index: windows closed before this one (>= 0).
@@ -43,7 +43,7 @@ class Window:
         idle_passes: idle (rank, pass) pairs among them.
         rollouts: finished in them.
         prompts: finished in them.
-        tokens: loss tokens that they held.
+        tokens: loss tokens that they contained.
         weight: sum of the weights.
         expected: the total that losses are divided by as they go in; 0.0 until a pass contributes.
         closed: whether the last pass counted is the boundary.
@@ -101,8 +101,9 @@ class Ledger:
         """
         if self.window.passes:
             raise WindowError(
-                f"window {self.window.index} has {self.window.passes} passes that were weighed by {self.weighting.name!r}: "
-                f"a window has one denominator; choose {weighting.name!r} before its first pass"
+                f"window {self.window.index} has {self.window.passes} passes that were weighed by "
+                f"{self.weighting.name!r}: a window has one denominator; choose {weighting.name!r} before its first "
+                "pass"
             )
         self.weighting = weighting
 
@@ -119,8 +120,8 @@ class Ledger:
         """
         if self.window.closed:
             raise WindowError(
-                f"window {self.window.index} is closed and waits for its step(), but another pass was counted; call step() "
-                "after every backward()"
+                f"window {self.window.index} is closed and waits for its step(), but another pass was counted; call "
+                "step() after every backward()"
             )
         window = self._added(self.window, totals)
         if not window.expected and totals.contributes(self.weighting.unit):
@@ -135,7 +136,10 @@ class Ledger:
         return self._added(self.window, totals).closed
 
     def total(self) -> float:
-        """The one denominator of the step: the sum of weights so far, or a constant (the target: Dr. GRPO, arXiv 2503.20783)."""
+        """The one denominator of the step: the sum of weights so far, or a constant (the target: Dr.
+
+        GRPO, arXiv 2503.20783).
+        """
         constant = self.weighting.constant
         return float(self.window.weight) if constant is None or not self.window.weight else constant
 
@@ -230,7 +234,7 @@ class Ledger:
         surplus = window.opened_at + self._units(window) - window.closes_at
         if self.rules.overshoot == "error" and surplus > 0:
             raise WindowError(
-                f"window {window.index} holds {self._units(window)} {self.rules.count}s, {surplus} more than its target of "
-                f"{window.target}: under ds_parity.overshoot 'error' passes must add up to the target exactly; pack "
-                "them so, or choose 'carry' or 'reset'"
+                f"window {window.index} holds {self._units(window)} {self.rules.count}s, {surplus} more than its "
+                f"target of {window.target}: under ds_parity.overshoot 'error' passes must add up to the target "
+                "exactly; pack them so, or choose 'carry' or 'reset'"
             )

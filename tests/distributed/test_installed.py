@@ -9,7 +9,7 @@ pytestmark = pytest.mark.ranks
 REFUSALS = {
     "ends too soon": ["WindowError", "(True) before pass 1 of window 0", "4 of the 6 rollouts"],
     "goes on": ["WindowError", "(False) before pass 2 of window 0", "6 of the 6 rollouts"],
-    "ranks differ": ["RankDesyncError", "was told to go on after its pass", "was told to end the window with its pass"],
+    "ranks differ": ["RankDesyncError", "goes on after its pass", "ends the window with its pass"],
     "short, twice": ["WindowError", "(True) before pass 0 of window 2", "2 of the 6 rollouts"],
     "short, dropped": ["WindowError", "window 1 is ended by its caller after 1 of 3", "last_window is 'drop'"],
     "short, stepped": ["nothing was raised"],

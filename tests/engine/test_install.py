@@ -1,4 +1,7 @@
-"""install(): what stands under the name `deepspeed.initialize`, and when. What it returns is in distributed/test_installed.py."""
+"""install(): what stands under the name `deepspeed.initialize`, and when.
+
+What it returns is in distributed/test_installed.py.
+"""
 
 import functools
 import inspect

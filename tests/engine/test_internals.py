@@ -1,4 +1,7 @@
-"""What ds_parity/engine/internals relies on inside DeepSpeed: each guard that fails says what changed, and which file relies on it."""
+"""What ds_parity/engine/internals relies on inside DeepSpeed.
+
+Each guard that fails says what changed, and which file relies on it.
+"""
 
 import inspect
 from dataclasses import replace
@@ -36,8 +39,8 @@ def test_a_name_that_is_gone_is_said_with_the_files_that_use_it(monkeypatch):
     monkeypatch.setattr(guards, "_has", lambda owner, name: name != "_overflow_clean_up")
     said = changed()
     assert said[0] == (
-        "DeepSpeedZeroOptimizer_Stage3._overflow_clean_up is gone. internals/zero3.py in ds_parity/engine uses it. Read it "
-        "again there"
+        "DeepSpeedZeroOptimizer_Stage3._overflow_clean_up is gone. internals/zero3.py in ds_parity/engine uses it. "
+        "Read it again there"
     )
     assert len(said) == 1
 

@@ -109,7 +109,7 @@ REFUSALS = {
         "12 of the 12 rollouts",
         "accumulate 3 passes",
     ],
-    "ranks differ": ["RankDesyncError", "rank 1 was told to end the window", "rank 0 was told to go on"],
+    "ranks differ": ["RankDesyncError", "rank 1 ends the window", "rank 0 goes on"],
     "ragged counts": [
         "WindowError",
         "(False) before pass 1 of window 0",

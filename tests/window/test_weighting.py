@@ -41,7 +41,7 @@ def test_the_weight_of_a_summed_loss_is_in_it_already(expected, weight, ranks):
 
 @given(st.integers(1, 2**20), st.integers(1, 2**20), st.integers(1, 512), st.integers(1, 8), st.booleans())
 def test_peers_that_each_give_the_whole_loss_leave_it_once(expected, weight, ranks, peers, all_ranks):
-    """Whether DeepSpeed averages over all ranks (ZeRO 3) or over the data-parallel ones: their sum is `peers` times it."""
+    """Whether DeepSpeed averages over all ranks (ZeRO 3) or over the data-parallel ones."""
     averaged = ranks * peers if all_ranks else ranks
     reduced = peers / divisor(float(expected), weight, averaged, "mean", peers) / averaged
     assert reduced == pytest.approx(weight / expected, rel=1e-14)

@@ -41,8 +41,8 @@ def choose(engine: Engine) -> Adapter:
     """
     optimizer = engine.optimizer
     for wrapper, adapter in _ADAPTERS:
-        # SuperOffload derives from ZeRO 3 and steps before a correction, so a wrapper must be exactly one of these; torch's
-        # optimizers may derive as they like.
+        # SuperOffload derives from ZeRO 3 and steps before a correction, so a wrapper must be exactly one of these;
+        # torch's optimizers may derive as they like.
         if type(optimizer) is wrapper or (wrapper is torch.optim.Optimizer and isinstance(optimizer, wrapper)):
             return adapter(engine)
     known = ", ".join(wrapper.__name__ for wrapper, _ in _ADAPTERS)

@@ -28,9 +28,9 @@ class Adapter(ABC):
     def averaged_over(self, ranks: int, peers: int) -> int:
         """Return what DeepSpeed divides the sum of all ranks' gradients by.
 
-        With sequence parallelism the sum runs over data- x sequence-parallel ranks. ZeRO 0 to 2 and BF16_Optimizer divide
-        it by the data-parallel ranks (engine.py, _reduce_non_expert_gradients; stage_1_and_2.py, average_tensor), ZeRO 3
-        by all of them (coalesced_collectives.py, reduce_scatter_coalesced).
+        With sequence parallelism the sum runs over data- x sequence-parallel ranks. ZeRO 0 to 2 and BF16_Optimizer
+        divide it by the data-parallel ranks (engine.py, _reduce_non_expert_gradients; stage_1_and_2.py,
+        average_tensor), ZeRO 3 by all of them (coalesced_collectives.py, reduce_scatter_coalesced).
 
         Args:
             ranks: data-parallel ranks (>= 1).
@@ -39,7 +39,7 @@ class Adapter(ABC):
         return ranks if self.engine.gradient_average else 1
 
     def unscaled_loss_scale(self) -> float:
-        """Return what the loss must be multiplied by before `engine.backward`: the loss scale that DeepSpeed leaves out."""
+        """Return the loss scale that `engine.backward` leaves out, by which the loss must be multiplied before it."""
         return 1.0
 
     # The window.
@@ -48,7 +48,9 @@ class Adapter(ABC):
         """Put right, once and before training, what the wrapper would leave out."""
 
     def forget_last_window(self, boundary: bool) -> None:  # noqa: B027  # most wrappers need nothing here
-        """Clear what the last window left of parameters that this one's first pass did not use; call it after that pass.
+        """Clear what the last window left of parameters that this one's first pass did not use.
+
+        It is called after that pass.
 
         Args:
             boundary: that pass is the window's last too.
@@ -79,8 +81,8 @@ class Adapter(ABC):
         """Whether each step needs `corrected`, by a factor of 1 too: DeepSpeed unscales those by the wrong scale.
 
         A step at which a dynamic loss scale grows is unscaled by the new scale, and so applied at half its size (step()
-        in stage_1_and_2.py, stage3.py, fused_optimizer.py and unfused_optimizer.py); a GradScaler's scale is left out of
-        clipping and norm on ZeRO 1 to 3, and a step that it skips on ZeRO 0 is counted as taken.
+        in stage_1_and_2.py, stage3.py, fused_optimizer.py and unfused_optimizer.py); a GradScaler's scale is left out
+        of clipping and norm on ZeRO 1 to 3, and a step that it skips on ZeRO 0 is counted as taken.
         """
         return self.engine.fp16_enabled() or self.grad_scaler() is not None
 
@@ -111,14 +113,17 @@ class Adapter(ABC):
         """Partition what passes left gathered: for a boundary that takes no step, in which DeepSpeed would."""
 
     def loss_scale(self) -> float | None:
-        """Return the fp16 loss scale as DeepSpeed logs it (engine.py, _get_optimizer_loss_scale), None in other precisions."""
+        """Return the fp16 loss scale as DeepSpeed logs it, None in other precisions.
+
+        Source: engine.py, _get_optimizer_loss_scale.
+        """
         if not self.engine.fp16_enabled():
             return None
         scale = self._fp16_scale()
         return None if scale is None else float(scale)
 
     def grad_scaler(self) -> GradScaler | None:
-        """Return the GradScaler of `torch_autocast` in fp16: ZeRO 1 to 3 keep it in the wrapper, ZeRO 0 in the engine."""
+        """Return the GradScaler of `torch_autocast` in fp16: the wrapper keeps it on ZeRO 1 to 3, the engine on 0."""
         kept = getattr(self.engine.optimizer, "torch_autocast_gradscaler", None)
         return kept or self.engine.torch_autocast_z0_gradscaler
 
@@ -136,8 +141,8 @@ class Adapter(ABC):
     def repair_universal_checkpoint(self, groups: list[dict[str, object]]) -> None:
         """Put right what loading a universal checkpoint leaves wrong.
 
-        ZeRO 3 gives every parameter group the learning rate and weight decay of the first, and all of them one tensor as
-        Adam's `step`, which then runs as many times too fast (stage3.py, 0.19.8,
+        ZeRO 3 gives every parameter group the learning rate and weight decay of the first, and all of them one tensor
+        as Adam's `step`, which then runs as many times too fast (stage3.py, 0.19.8,
         load_hp_checkpoint_state_from_checkpoint_dir_stage3).
 
         Args:

@@ -19,9 +19,9 @@ from ds_parity.window import Ledger
 class Counters:
     """Puts the counters of a DeepSpeed engine right, without a clock or a wait of its own.
 
-    The timer starts to measure after two steps, at a forward, and ends at a `step()`. So the rollouts that belong to its
-    seconds are those of the windows that end while it has a start time; they wait in `_current` until the timer closes
-    its step, which it doesn't in a window without a step.
+    The timer starts to measure after two steps, at a forward, and ends at a `step()`. So the rollouts that belong to
+    its seconds are those of the windows that end while it has a start time; they wait in `_current` until the timer
+    closes its step, which it doesn't in a window without a step.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""FP16_Optimizer and FP16_UnfusedOptimizer: ZeRO 0 in fp16, and in bf16, for which DeepSpeed takes the same wrappers."""
+"""FP16_Optimizer and FP16_UnfusedOptimizer: ZeRO 0 in fp16, and in bf16, for which DeepSpeed takes them too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LowPrecision(Adapter):
         """Divide by another scale in this step alone."""
         optimizer, config = self._optimizer, self._optimizer.loss_scale_config
         scale, dynamic, iteration = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
-        # A dynamic scale is held still during the step, and moves after it by what the step came to: DeepSpeed would
+        # A dynamic scale stands still during the step, and moves after it by what the step came to: DeepSpeed would
         # divide by the scale of the next step (tools/deepspeed_faults/fp16_growing_scale.py).
         config.cur_scale, config.dynamic_loss_scale = scale * total / expected, False
         try:

@@ -43,16 +43,16 @@ def sequence_parallel_size(mpu: Any, mesh_param: Any, config: Mapping[str, Any])
     named = config.get("sequence_parallel_size", size)
     if size > 1 and not hasattr(mpu, "get_sequence_data_parallel_group"):
         raise ConfigError(
-            f"a sequence-parallel size of {size} from {where}, without an mpu that has get_sequence_data_parallel_group: "
-            "DeepSpeed sums gradients over the data-parallel ranks of one slice then, so the slices of a micro-batch are "
-            "never added and ranks' weights part; pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp after "
-            f"its initialize_sequence_parallel({size})"
+            f"a sequence-parallel size of {size} from {where}, without an mpu that has "
+            "get_sequence_data_parallel_group: DeepSpeed sums gradients over the data-parallel ranks of one slice "
+            "then, so the slices of a micro-batch are never added and ranks' weights part; pass "
+            f"mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp after its initialize_sequence_parallel({size})"
         )
     if named not in (size, "auto"):
         raise ConfigError(
-            f"sequence_parallel_size = {named!r}, but the sequence-parallel size from {where} is {size}: DeepSpeed takes its "
-            "groups from the mpu, and the key alone changes only how it checks the batch size; pass an mpu with groups "
-            "of that size (deepspeed.runtime.sequence_parallel.parallel_state_sp), or make the two agree"
+            f"sequence_parallel_size = {named!r}, but the sequence-parallel size from {where} is {size}: DeepSpeed "
+            "takes its groups from the mpu, and the key alone changes only how it checks the batch size; pass an mpu "
+            "with groups of that size (deepspeed.runtime.sequence_parallel.parallel_state_sp), or make the two agree"
         )
     return size
 
@@ -101,28 +101,30 @@ def _refuse_wrong_sums(engine: Engine, peers: set[int]) -> None:
     for group in groups - {None}:
         if not peers <= set(ranks := dist.get_process_group_ranks(group)):
             raise ConfigError(
-                f"gradients are summed over ranks {ranks}, which leaves out sequence-parallel peers {sorted(peers)}: the "
-                "slices of a micro-batch are never added and ranks' weights part. ZeRO 3 takes the group from the mpu's "
-                "get_data_parallel_group where there is one; use deepspeed.runtime.sequence_parallel.parallel_state_sp "
-                "as mpu, build the model under zero.Init(sequence_data_parallel_group=...), or use ZeRO 2"
+                f"gradients are summed over ranks {ranks}, which leaves out sequence-parallel peers {sorted(peers)}: "
+                "the slices of a micro-batch are never added and ranks' weights part. ZeRO 3 takes the group from the "
+                "mpu's get_data_parallel_group where there is one; use "
+                "deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu, build the model under "
+                "zero.Init(sequence_data_parallel_group=...), or use ZeRO 2"
             )
     stage, scatters = engine.zero_optimization_stage(), engine.zero_reduce_scatter()
     if stage == 3 and not scatters:
         raise ConfigError(
             "zero_optimization.reduce_scatter = false with sequence parallelism on ZeRO stage 3: gradients that fit "
-            "reduce_bucket_size are averaged over data-parallel ranks, larger ones over all ranks, so parameters of one "
-            "model get different factors; leave reduce_scatter out"
+            "reduce_bucket_size are averaged over data-parallel ranks, larger ones over all ranks, so parameters of "
+            "one model get different factors; leave reduce_scatter out"
         )
     model_parallel = getattr(engine.mpu, "get_model_parallel_group", lambda: None)()
     if isinstance(engine.optimizer, BF16_Optimizer) and model_parallel is engine.seq_parallel_group:
         raise ConfigError(
-            "bf16 with fp32 accumulation on ZeRO stage 1, and an mpu whose get_model_parallel_group is the sequence-parallel "
-            "one: BF16_Optimizer takes its ranks for tensor-parallel ones, has no gradient left to take the norm of on all "
-            "but the first, and raises in step(); use ZeRO stage 2 or 3, or leave data_types.grad_accum_dtype out"
+            "bf16 with fp32 accumulation on ZeRO stage 1, and an mpu whose get_model_parallel_group is the "
+            "sequence-parallel one: BF16_Optimizer takes its ranks for tensor-parallel ones, has no gradient left to "
+            "take the norm of on all but the first, and raises in step(); use ZeRO stage 2 or 3, or leave "
+            "data_types.grad_accum_dtype out"
         )
     factor = engine.gradient_predivide_factor()
     if stage in (1, 2) and not scatters and factor == dist.get_world_size(engine.seq_data_parallel_group):
         raise ConfigError(
-            f"gradient_predivide_factor = {factor:g} with sequence parallelism, equal to the number of ranks: ZeRO stage "
-            f"{stage} without reduce_scatter then leaves the sequence-parallel size out of the mean; remove it"
+            f"gradient_predivide_factor = {factor:g} with sequence parallelism, equal to the number of ranks: ZeRO "
+            f"stage {stage} without reduce_scatter then leaves the sequence-parallel size out of the mean; remove it"
         )

@@ -1,8 +1,9 @@
 """What DeepSpeed must still be for this room to be right: checked by name, each with a sentence.
 
-`surface.py` lists every name that is used. Here stands, first, that each of them is still there, and second, what the code
-around the most private of them must still do. Texts were read in DeepSpeed 0.19.8. A guard that fails says what DeepSpeed
-changed and which file relies on it; that file has to be read against the new DeepSpeed before the version is supported.
+`surface.py` lists every name that is used. Here stands, first, that each of them is still there, and second, what the
+code around the most private of them must still do. Texts were read in DeepSpeed 0.19.8. A guard that fails says what
+DeepSpeed changed and which file relies on it; that file has to be read against the new DeepSpeed before the version is
+supported.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ def _tree(path: Path) -> ast.Module:
 
 def _owner(owner: str) -> Any:
     module, _, kind = owner.partition(":")
-    found = import_module(module)
-    return getattr(found, kind) if kind else found
+    imported = import_module(module)
+    return getattr(imported, kind) if kind else imported
 
 
 def _parameters(text: str) -> tuple[str, ...]:
@@ -232,7 +233,8 @@ GUARDS: tuple[Guard, ...] = (
                 wrapper,
                 "reset_cpu_buffers",
                 "internals/zero12.py and zero3.py",
-                "norms of offloaded gradients are forgotten after every step, so that those which are there are the pass's",
+                "norms of offloaded gradients are forgotten after every step, so that those which are there are the "
+                "pass's",
                 ("self.norm_for_param_grads = {}",),
             ),
         )
@@ -260,7 +262,7 @@ GUARDS: tuple[Guard, ...] = (
                 wrapper,
                 "_update_scale",
                 "internals/fp16.py",
-                "a dynamic scale moves by this method alone, which is called after the step that held it still",
+                "a dynamic scale moves by this method alone, which is called after the step in which it stood still",
                 ("if self.loss_scale_config.dynamic_loss_scale:", "self.loss_scale_config.cur_iter += 1"),
             ),
             Guard(
@@ -328,7 +330,8 @@ GUARDS: tuple[Guard, ...] = (
         ENGINE,
         "_take_model_step",
         "internals/plain.py",
-        "a step of autocast on ZeRO 0 goes through the engine's GradScaler, and counts as skipped by optimizer.overflow",
+        "a step of autocast on ZeRO 0 goes through the engine's GradScaler, and counts as skipped by "
+        "optimizer.overflow",
         (
             "self.torch_autocast_z0_gradscaler.step(self.optimizer)",
             'if hasattr(self.optimizer, "overflow"):\n            overflow = self.optimizer.overflow',
@@ -366,8 +369,8 @@ GUARDS: tuple[Guard, ...] = (
         ENGINE,
         "_configure_distributed_model",
         "internals/base.py",
-        "the engine knows of experts, whose idle passes can't be left out, and remembers an mpu for later engines, which "
-        "groups.py refuses",
+        "the engine knows of experts, whose idle passes can't be left out, and remembers an mpu for later engines, "
+        "which groups.py refuses",
         ("has_moe_layers", "groups.mpu = self.mpu"),
     ),
     Guard(

@@ -17,8 +17,8 @@ class Plain(Adapter):
     def prepare(self) -> None:
         """Let the engine keep the norm that it computes to clip fp32 gradients, and throws away.
 
-        Without it `get_global_grad_norm()` is None here (tools/deepspeed_faults/clip_norm_lost.py). It costs nothing: the
-        same call, its result kept.
+        Without it `get_global_grad_norm()` is None here (tools/deepspeed_faults/clip_norm_lost.py). It costs nothing:
+        the same call, its result kept.
         """
         engine = self.engine
 

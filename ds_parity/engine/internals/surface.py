@@ -1,8 +1,8 @@
 """All that ds_parity uses of DeepSpeed's engine and of its optimizer wrappers, public and private, as protocols.
 
-mypy refuses any other attribute in this room, so these protocols are the complete list; guards.py holds what each name must
-mean, and tests/engine/test_internals.py fails by name where a DeepSpeed release changes it. They were read in DeepSpeed
-0.19.8: runtime/engine.py, runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py, runtime/bf16_optimizer.py,
+mypy refuses any other attribute in this room, so these protocols are the complete list; guards.py holds what each name
+must mean, and tests/engine/test_internals.py fails by name where a DeepSpeed release changes it. They were read in
+DeepSpeed 0.19.8: runtime/engine.py, runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py, runtime/bf16_optimizer.py,
 runtime/fp16/fused_optimizer.py, runtime/fp16/unfused_optimizer.py and utils/timer.py.
 """
 
@@ -52,7 +52,7 @@ class GradScaler(Protocol):
         """Unscale gradients, and look for an overflow in them."""
 
     def update(self) -> None:
-        """Move the scale by what was found."""
+        """Move the scale: down after an overflow, up after many steps without one."""
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""What the wrappers of ZeRO 1, 2 and 3 have in common: the correction rides on the unscale that `step()` does anyway."""
+"""What the wrappers of ZeRO 1 to 3 have in common: the correction rides on the unscale that `step()` does anyway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Zero(Adapter):
 
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:
-        """Divide by another loss scale in this step alone, given from outside: a dynamic scaler's own state never sees it."""
+        """Divide by another loss scale in this step; it is given from outside, so a dynamic scaler never sees it."""
         optimizer, scaler = self._zero, self.grad_scaler()
         before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
         scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
@@ -39,8 +39,8 @@ class Zero(Adapter):
 
 
 def _report_overflow(scaler: GradScaler, overflow: bool, device: torch.device | str) -> None:
-    # A GradScaler learns of an overflow from gradients alone, so it is shown one; DeepSpeed never reports it, and the scale
-    # would never come down (tools/deepspeed_faults/autocast_fp16_overflow.py).
+    # A GradScaler learns of an overflow from gradients alone, so it is shown one; DeepSpeed never reports it, and the
+    # scale would never come down (tools/deepspeed_faults/autocast_fp16_overflow.py).
     shown = torch.zeros(1, device=device, requires_grad=True)
     shown.grad = torch.full_like(shown, float("inf") if overflow else 0.0)
     scaler.unscale_(torch.optim.SGD([shown], lr=0.0))

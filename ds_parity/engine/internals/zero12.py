@@ -13,10 +13,10 @@ class Zero12(Zero):
     """ZeRO 2 reduces in every backward, ZeRO 1 in the boundary's, for parameters that have a gradient there.
 
     With CPU offload DeepSpeed keeps gradients of parameters that a pass leaves out too long, or never takes them along
-    (tools/deepspeed_faults/stale_gradient.py and used_in_some_passes.py): a window's first gradient is copied over the buffer
-    of the window before, and later ones are added to it; and the optimizer's own gradients are written in the boundary's
-    pass, for what that pass uses alone. `forget_last_window` and `complete` do nothing but look at sets where every pass uses
-    every parameter.
+    (tools/deepspeed_faults/stale_gradient.py and used_in_some_passes.py): a window's first gradient is copied over the
+    buffer of the window before, and later ones are added to it; and the optimizer's own gradients are written in the
+    boundary's pass, for what that pass uses alone. `forget_last_window` and `complete` do nothing but look at sets
+    where every pass uses every parameter.
     """
 
     @property

@@ -14,9 +14,9 @@ from ds_parity.engine.internals.zero import Zero
 class Zero3(Zero):
     """Gradient partitions are copied by a window's first gradient, and added to by the later ones.
 
-    So what the first pass leaves out is added to the gradient of an old window, and what the whole window leaves out is stepped
-    by it again (tools/deepspeed_faults/stale_gradient.py); with offload, what the boundary's pass leaves out never reaches the
-    optimizer (used_in_some_passes.py). `forget_last_window` and `complete` put both right.
+    So what the first pass leaves out is added to the gradient of an old window, and what the whole window leaves out is
+    stepped by it again (tools/deepspeed_faults/stale_gradient.py); with offload, what the boundary's pass leaves out
+    never reaches the optimizer (used_in_some_passes.py). `forget_last_window` and `complete` put both right.
     """
 
     @property

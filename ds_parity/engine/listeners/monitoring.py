@@ -1,8 +1,8 @@
 """DeepSpeed's monitors (tensorboard, csv, wandb, comet), given what DeepSpeed does not know, over rollouts.
 
 After each optimizer step DeepSpeed 0.19.8 writes `Train/Samples/lr` and, in fp16, `Train/Samples/loss_scale`, at
-`global_samples`. The LR is left to it: it is the one that holds once so many rollouts were consumed. The scale is written
-here. DeepSpeed writes no loss, and could only know a rank's micro-batches.
+`global_samples`. The LR is left to it: it is the one that holds once so many rollouts were consumed. The scale is
+written here. DeepSpeed writes no loss, and could only know a rank's micro-batches.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ _LOG = logging.getLogger("ds_parity")
 def attach(driver: Driver, path: str | None, config: dict[str, Any]) -> None:
     """Write every step of `driver` to `path`, if any, on the first rank. Reading its figures waits for the accelerator.
 
-    A trace that stands there is left alone until the first step ends, and then overwritten; where a checkpoint is loaded
-    before, it is cut back to the checkpoint's step, and gone on with.
+    A trace that stands there is left alone until the first step ends, and then overwritten; where a checkpoint is
+    loaded before, it is cut back to the checkpoint's step, and gone on with.
 
     Raises:
         TraceError: the file can't be made. Later trouble (a full disk) is logged once, and training goes on.

@@ -39,17 +39,18 @@ class Asked:
     members: frozenset[int]
 
     def gather(self, value: Any) -> dict[int, Any]:
-        """Return what every member has told."""
-        told: list[Any] = [None] * dist.get_world_size(self.group)
+        """Return what every member has sent."""
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
         with naming_lost_ranks("initialize() or passes(), where all say what they were given"):
-            dist.all_gather_object(told, value, group=self.group)
-        return {rank: theirs for rank, theirs in enumerate(told) if rank in self.members}
+            dist.all_gather_object(gathered, value, group=self.group)
+        return {rank: theirs for rank, theirs in enumerate(gathered) if rank in self.members}
 
 
 def started_together(mpu: Any) -> Asked:
     """Return all ranks, of whom those must agree that step together, as far as an mpu tells.
 
-    They talk over gloo: before DeepSpeed builds its engine a process may not have chosen its accelerator yet. All ranks of
+    They talk over gloo: before DeepSpeed builds its engine a process may not have chosen its accelerator yet. All ranks
+        of
     the job call, alike.
     """
     world = dist.group.WORLD
@@ -73,10 +74,10 @@ def all_or_none(asked: Asked) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    told = asked.gather(None if error is None else in_short(error))
+    gathered = asked.gather(None if error is None else in_short(error))
     if error is not None:
         raise error
-    raised_on = [f"rank {rank} raised {theirs}" for rank, theirs in told.items() if theirs is not None]
+    raised_on = [f"rank {rank} raised {theirs}" for rank, theirs in gathered.items() if theirs is not None]
     if raised_on:
         raise RankDesyncError(f"this rank stops because others did: {_some(raised_on)}. Mend what they say")
 
@@ -102,11 +103,11 @@ def agree(asked: Asked, config: Mapping[str, Any]) -> None:
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     if len(set(asked.gather(digest).values())) == 1:
         return
-    told = asked.gather(own)
-    keys = sorted({path for theirs in told.values() for path in theirs if len(set(_of(path, told))) > 1})
+    gathered = asked.gather(own)
+    keys = sorted({path for theirs in gathered.values() for path in theirs if len(set(_of(path, gathered))) > 1})
     raise RankDesyncError(
-        f"ranks differ in {_some([_differing(key, told) for key in keys])}. All ranks need the same configuration; look at "
-        "what this rank was started with"
+        f"ranks differ in {_some([_differing(key, gathered) for key in keys])}. All ranks need the same configuration; "
+        "look at what this rank was started with"
     )
 
 
@@ -116,11 +117,11 @@ def same(group: Any, what: str, value: int) -> None:
     Raises:
         RankDesyncError: on every rank, with the values.
     """
-    told = Asked(group, frozenset(range(dist.get_world_size(group)))).gather({what: value})
-    if len(set(_of(what, told))) > 1:
+    gathered = Asked(group, frozenset(range(dist.get_world_size(group)))).gather({what: value})
+    if len(set(_of(what, gathered))) > 1:
         raise RankDesyncError(
-            f"ranks differ in {_differing(what, told)}. All ranks need the same configuration and the same arguments of "
-            "passes(); look at what this rank was started with"
+            f"ranks differ in {_differing(what, gathered)}. All ranks need the same configuration and the same "
+            "arguments of passes(); look at what this rank was started with"
         )
 
 
@@ -137,8 +138,8 @@ def naming_lost_ranks(where: str) -> Iterator[None]:
         if not is_of_lost_rank(error):
             raise
         raise RankDesyncError(
-            f"rank {dist.get_rank()} waited for another rank in {where}: one of them ended, hangs, or runs a different number "
-            f"of passes; its own log says why. ({str(error).splitlines()[0]})"
+            f"rank {dist.get_rank()} waited for another rank in {where}: one of them ended, hangs, or runs a different "
+            f"number of passes; its own log says why. ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -152,12 +153,12 @@ def in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:400]
 
 
-def _of(key: str, told: dict[int, dict[str, Any]]) -> list[Any]:
-    return [theirs.get(key, "nothing") for theirs in told.values()]
+def _of(key: str, gathered: dict[int, dict[str, Any]]) -> list[Any]:
+    return [theirs.get(key, "nothing") for theirs in gathered.values()]
 
 
-def _differing(key: str, told: dict[int, dict[str, Any]]) -> str:
-    ranks = [f"rank {rank} has {value}" for rank, value in zip(told, _of(key, told), strict=True)]
+def _differing(key: str, gathered: dict[int, dict[str, Any]]) -> str:
+    ranks = [f"rank {rank} has {value}" for rank, value in zip(gathered, _of(key, gathered), strict=True)]
     return f"{key} ({_some(ranks)})"
 
 
@@ -173,8 +174,8 @@ def _is_own(path: str) -> bool:
 
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(node, Mapping) and node:
-        for key, held in node.items():
-            yield from _flat(held, f"{path}.{key}" if path else str(key))
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
     else:
         # An object has no text that is the same in two processes.
-        yield path, json.dumps(node, default=lambda held: type(held).__name__, skipkeys=True)
+        yield path, json.dumps(node, default=lambda value: type(value).__name__, skipkeys=True)

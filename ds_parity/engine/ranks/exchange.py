@@ -100,7 +100,7 @@ class Exchange:
         return answer.passes
 
     def refuse(self, place: Place, error: Exception) -> None:
-        """Come to the exchange that the others wait in, or will, to say that this rank has raised and trains no further."""
+        """Come to the exchange that the others wait in, to say that this rank has raised and trains no further."""
         with suppress(RankDesyncError):
             self.start(replace(place, error=in_short(error)), []).wait()
 
@@ -135,9 +135,9 @@ class Exchange:
     def _gone(self, place: Place, error: RuntimeError) -> RankDesyncError:
         return RankDesyncError(
             f"rank {dist.get_rank()} waited in {place.kind}, window {place.window}, pass {place.pass_index}, for the "
-            f"counts of the other {self.ranks - 1} ranks, up to {self._timeout:g} s (ds_parity.exchange_timeout): one of "
-            "them ended, or runs a different number of passes. Call idle() on ranks without data, or take micro-batches "
-            f"from passes(), which does. ({str(error).splitlines()[0]})"
+            f"counts of the other {self.ranks - 1} ranks, up to {self._timeout:g} s (ds_parity.exchange_timeout): one "
+            "of them ended, or runs a different number of passes. Call idle() on ranks without data, or take "
+            f"micro-batches from passes(), which does. ({str(error).splitlines()[0]})"
         )
 
 

@@ -27,17 +27,17 @@ def gathered_advantages(
         ConfigError: on a rank there are not as many rewards as prompts; raised on all of them.
     """
     own = [float(reward) for reward in rewards]
-    told: list[Any] = [(list(prompt_ids), own, first)]
+    gathered: list[Any] = [(list(prompt_ids), own, first)]
     if group is not None:
-        mine, told = told[0], [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, mine, group=group)
-    for rank, (theirs, earned, _) in enumerate(told):
+        sent, gathered = gathered[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, sent, group=group)
+    for rank, (theirs, earned, _) in enumerate(gathered):
         if len(theirs) != len(earned):
             raise ConfigError(
                 f"rank {rank} of those that step together gave {len(earned)} rewards for {len(theirs)} prompts"
             )
-    counted = [one for ids, earned, counts in told if counts for one in zip(ids, earned, strict=True)]
+    counted = [one for ids, earned, counts in gathered if counts for one in zip(ids, earned, strict=True)]
     advantages = group_advantages([prompt for prompt, _ in counted], [r for _, r in counted], by_std=by_std)
-    # Rewards that are equal in one group have one advantage, so this rank's are found by what they are.
+    # Rewards that are equal in one group have one advantage, so this rank's are looked up by what they are.
     of = dict(zip(counted, advantages, strict=True))
     return [of[prompt, reward] for prompt, reward in zip(prompt_ids, own, strict=True)]

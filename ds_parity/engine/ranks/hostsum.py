@@ -2,7 +2,7 @@
 
 Recursive doubling (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
 section 4): in round k every rank swaps its partial sum with the rank whose number differs in bit k. Ranks beyond the
-largest power of two hand their vector to one below it first, and are told the sum last. gloo's own all_reduce goes round
+largest power of two hand their vector to one below it first, and receive the sum last. gloo's own all_reduce goes round
 a ring, in a number of steps that grows with the ranks; for two it took 1.5 ms here, where this takes 0.1 ms.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The sum under way in each group. One that nobody waited for (a loop that was left) is waited for before the next starts:
-# its messages would be taken for the next one's.
+# The sum under way in each group. One that nobody waited for (a loop that was left) is waited for before the next
+# starts: its messages would be taken for the next one's.
 _RUNNING: dict[Any, Sum] = {}
 
 

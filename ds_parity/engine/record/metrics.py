@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.record.samples import Number, weighed
 
-_Held: TypeAlias = "dict[str, tuple[Number, Number]]"
+_Samples: TypeAlias = "dict[str, tuple[Number, Number]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Meter:
         self._on_device = device.type != "cpu" if on_device is None else on_device
         self._agreed: tuple[str, ...] = ()
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._held: _Held = {}
+        self._samples: _Samples = {}
 
     def add(self, loss: torch.Tensor, units: int) -> None:
         """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
@@ -76,54 +76,54 @@ class Meter:
         """
         summed, units = weighed(name, value, weight, self._device, self._on_device)
         if not idle:
-            before = self._held.get(name, (0.0, 0.0))
-            self._held[name] = before[0] + summed, before[1] + units
+            before = self._samples.get(name, (0.0, 0.0))
+            self._samples[name] = before[0] + summed, before[1] + units
 
     def reset(self) -> None:
         """Forget the window's losses and metrics, but not the names that were agreed on."""
         self._loss = torch.zeros_like(self._loss)
-        self._held = {}
+        self._samples = {}
 
     def settle(self) -> Sums:
         """Return the window's sums over all micro-batches, still on the device, and start the next window at 0."""
-        loss, held = self._loss if self._peers == 1 else self._loss / self._peers, self._held
+        loss, samples = self._loss if self._peers == 1 else self._loss / self._peers, self._samples
         self.reset()
         if self._over_host is None:
-            names = tuple(held)
-            return Sums(names, self._vector([loss], names, held))
+            names = tuple(samples)
+            return Sums(names, self._vector([loss], names, samples))
         over = self._settled_on_device if self._on_device else self._settled_on_host
-        return over(self._over_host, loss, held)
+        return over(self._over_host, loss, samples)
 
-    def _settled_on_host(self, over: HostSum, loss: torch.Tensor, held: _Held) -> Sums:
-        agreed, new = self._agreed, self._new(held)
-        summed = over.start(self._vector([loss, float(len(new))], agreed, held)).wait()
+    def _settled_on_host(self, over: HostSum, loss: torch.Tensor, samples: _Samples) -> Sums:
+        agreed, new = self._agreed, self._new(samples)
+        summed = over.start(self._vector([loss, float(len(new))], agreed, samples)).wait()
         sums = [summed[:1], summed[2:]]
         if summed.tolist()[1]:
             added = self._agree(new)
-            sums.append(over.start(self._vector([], added, held)).wait())
+            sums.append(over.start(self._vector([], added, samples)).wait())
         return Sums(self._agreed, torch.cat(sums))
 
-    def _settled_on_device(self, over: HostSum, loss: torch.Tensor, held: _Held) -> Sums:
+    def _settled_on_device(self, over: HostSum, loss: torch.Tensor, samples: _Samples) -> Sums:
         # The flag goes over the host: read from the device it would make the host wait for the whole step.
-        new = self._new(held)
+        new = self._new(samples)
         if over.start(torch.tensor([len(new)])).wait().tolist()[0]:
             self._agree(new)
-        vector = self._vector([loss], self._agreed, held)
+        vector = self._vector([loss], self._agreed, samples)
         dist.all_reduce(vector, group=self._group)
         return Sums(self._agreed, vector)
 
-    def _new(self, held: _Held) -> list[str]:
-        return [name for name in held if name not in self._agreed]
+    def _new(self, samples: _Samples) -> list[str]:
+        return [name for name in samples if name not in self._agreed]
 
     def _agree(self, new: list[str]) -> tuple[str, ...]:
-        told: list[Any] = [None] * dist.get_world_size(self._host_group)
-        dist.all_gather_object(told, new, group=self._host_group)
-        added = tuple(sorted({name for names in told for name in names}))
+        gathered: list[Any] = [None] * dist.get_world_size(self._host_group)
+        dist.all_gather_object(gathered, new, group=self._host_group)
+        added = tuple(sorted({name for names in gathered for name in names}))
         self._agreed += added
         return added
 
-    def _vector(self, heads: list[Number], names: tuple[str, ...], held: _Held) -> torch.Tensor:
-        numbers = [*heads, *(number for name in names for number in held.get(name, (0.0, 0.0)))]
+    def _vector(self, heads: list[Number], names: tuple[str, ...], samples: _Samples) -> torch.Tensor:
+        numbers = [*heads, *(number for name in names for number in samples.get(name, (0.0, 0.0)))]
         # full() hands its number to the device with the call; a copy from host memory would wait for the device.
         tensors = [
             number

@@ -38,8 +38,8 @@ def weighed(name: Any, value: Any, weight: Any, device: torch.device, on_device:
     weights = 1.0 if weight is None and _shape(value) == () else _taken(name, "weight", weight, values)
     if _shape(values) != _shape(weights):
         raise WindowError(
-            f"record({name!r}): value has shape {_shape(values)} and weight {_shape(weights)}: they must be alike, a weight "
-            f"for every sample; for a mean that stands for n samples pass record({name!r}, mean, n)"
+            f"record({name!r}): value has shape {_shape(values)} and weight {_shape(weights)}: they must be alike, a "
+            f"weight for every sample; for a mean that stands for n samples pass record({name!r}, mean, n)"
         )
     if isinstance(values, float) and isinstance(weights, float):
         return _of_numbers(name, values, weights)
@@ -63,8 +63,8 @@ def _taken(name: str, what: str, given: Any, samples: Any = None) -> Number:
         return given.detach()
     said = f"a tensor of shape {_shape(given)}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
     raise WindowError(
-        f"record({name!r}): {what} is {said}: it must be a real number, or a real tensor of no dimension or one (a number "
-        "a sample); flatten() what has more, and select the samples that count"
+        f"record({name!r}): {what} is {said}: it must be a real number, or a real tensor of no dimension or one (a "
+        "number a sample); flatten() what has more, and select the samples that count"
     )
 
 
@@ -97,6 +97,6 @@ def _of_numbers(name: str, value: float, weight: float) -> tuple[float, float]:
 
 def _refused(name: str, weight: float) -> WindowError:
     return WindowError(
-        f"record({name!r}): a weight is {weight}: it says for how much a sample counts, and must be >= 0 and finite; pass "
-        "0 for a sample that is to be left out"
+        f"record({name!r}): a weight is {weight}: it says for how much a sample counts, and must be >= 0 and finite; "
+        "pass 0 for a sample that is to be left out"
     )
