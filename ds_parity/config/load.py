@@ -110,7 +110,10 @@ def _read_text(text: str, name: str) -> dict[str, Any]:
         return {key: _settled(value, strict=key in (PASSES, SECTION)) for key, value in tree.items()}
     except hjson.HjsonDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"{name}, {where}: not valid JSON: {error.msg}; correct the file there") from None
+        what = error.msg.removesuffix(" %r at").removesuffix(" %r")  # hjson fills in the character after the wrong one
+        raise ConfigError(f"{name}, {where}: not valid JSON: {what}; correct the file there") from None
+    except IndexError:  # hjson looks for the end of a comment or of a ''' string past the end of the text
+        raise ConfigError(_never_ends(text, name)) from None
     except RecursionError:
         raise ConfigError(
             f"{name}: nested too deep to be read; a DeepSpeed configuration is a few levels deep"
@@ -119,6 +122,20 @@ def _read_text(text: str, name: str) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise ConfigError(f"{name}: not valid JSON: {error}; correct the file") from None
+
+
+def _never_ends(text: str, name: str) -> str:
+    """Return the message for a text with a comment or a ''' string whose end hjson did not find."""
+    comment = text.find("/*", max(0, text.rfind("*/") - 1))  # one back, since the two marks share the star in /*/
+    if comment >= 0:
+        at, rule, way_out = comment, "a comment begins there and never ends", "close it with */"
+    elif "\n" in text:
+        at, rule, way_out = text.rfind("'''"), "a ''' string begins there and never ends", "close it with '''"
+    else:
+        at, rule = text.find("'''"), "a ''' string begins there, which can't be read in a file of one line"
+        way_out = "write it in double quotes"
+    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+    return f"{name}, line {line}, column {column}: not valid JSON: {rule}; {way_out}"
 
 
 def _refuse_top_level(tree: Any, name: str) -> NoReturn:
