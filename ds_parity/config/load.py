@@ -1,4 +1,4 @@
-"""Reading a configuration as DeepSpeed does, with every fault a ConfigError that says where it is."""
+"""Reading a configuration as DeepSpeed does. Every fault is a ConfigError that says where it is."""
 
 import base64
 import math
@@ -17,7 +17,14 @@ _ACCEPTED = "give the path of a JSON file, a mapping, or urlsafe base64 of JSON"
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Read a configuration: the path of a JSON or HJSON file, a mapping (copied), or urlsafe base64 of JSON.
+    """Read a configuration as DeepSpeed reads it.
+
+    Args:
+        source: the path of a JSON or HJSON file, a mapping, or urlsafe base64 of a JSON object.
+
+    Returns:
+        A copy in plain dicts and lists. Whole reals in a text (5e8) are ints, as DeepSpeed reads them, but for those in
+        the extra keys, which stay reals and are refused later.
 
     Raises:
         ConfigError: a missing file, invalid JSON (with line and column), a duplicate key, or no object at the top.
@@ -37,7 +44,7 @@ def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     Not `copy.deepcopy`: DeepSpeed's dicts may hold process groups, which can't be copied.
 
     Raises:
-        ConfigError: the configuration holds itself, or is nested too deep.
+        ConfigError: the configuration contains itself, or is nested too deep.
     """
     try:
         return {key: _copied(value) for key, value in config.items()}
@@ -54,7 +61,7 @@ def _copied(value: Any) -> Any:
 
 
 def _base64_text(source: str) -> str | None:
-    """The JSON object in a base64 string; None where `source` must be a path."""
+    """Return the JSON object in a base64 string; None where `source` must be a path."""
     try:
         text = base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
@@ -76,7 +83,7 @@ def _read_file(path: str) -> str:
 
 
 class _Real:
-    """The text of a real number: hjson would turn 8.0 into 8 at once, and the extra keys refuse 8.0."""
+    """The text of a real number. hjson would turn 8.0 into 8 at once, but the extra keys refuse 8.0."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -144,7 +151,7 @@ def _refuse_top_level(tree: Any, name: str) -> NoReturn:
 
 
 def _number_faults(node: Any, path: str, name: str) -> Iterator[Fault]:
-    """Duplicate keys and numbers that are not finite, with their paths."""
+    """Yield a fault for each duplicate key and each number that is not finite."""
     if isinstance(node, _Pairs):
         for key in node.twice:
             rule = f"given more than once in {name}"
@@ -159,6 +166,7 @@ def _number_faults(node: Any, path: str, name: str) -> Iterator[Fault]:
 
 
 def _settled(node: Any, strict: bool) -> Any:
+    """Return the tree in plain dicts and numbers; where `strict`, whole reals stay reals."""
     if isinstance(node, _Pairs):
         return {key: _settled(value, strict) for key, value in node.items()}
     if isinstance(node, list):
