@@ -62,9 +62,9 @@ def test_reading_agrees_with_deepspeeds_own_reader(tmp_path):
 
     text = '{"a": 1.0, "b": -2.5e3, "c": [1e10, 0.1], "d": {"e": null, f: unquoted\n}, "g": true,}'
     path = str(write(tmp_path, text))
-    ours, theirs = load_config(path), load_ds_config(path)
-    assert ours == theirs
-    assert repr(ours) == repr(theirs)
+    own, deepspeeds = load_config(path), load_ds_config(path)
+    assert own == deepspeeds
+    assert repr(own) == repr(deepspeeds)
 
 
 @pytest.mark.parametrize(
