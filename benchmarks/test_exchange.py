@@ -1,4 +1,4 @@
-"""What the exchange of counts costs on thousands of ranks: the real algorithm over a wire that counts, beside the recipe's."""
+"""What the exchange of counts costs on thousands of ranks: the real algorithm over a wire that counts messages."""
 
 import threading
 from collections import Counter
@@ -55,8 +55,8 @@ def exchanged(ranks, slots):
     def run(rank):
         exchange = Exchange(None, 1, slots, 600)
         exchange.ranks, exchange._sum = ranks, SimulatedSum(wire, rank, ranks)
-        held = [Slot(Counts(1 + rank % 3, 0, rank + at), active=True) for at in range(slots)]
-        learned[rank] = exchange.start(Place("runs a pass", 0, 0, 0), held).wait()
+        own = [Slot(Counts(1 + rank % 3, 0, rank + at), active=True) for at in range(slots)]
+        learned[rank] = exchange.start(Place("runs a pass", 0, 0, 0), own).wait()
 
     before = threading.stack_size(512 * 1024)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
@@ -68,7 +68,8 @@ def exchanged(ranks, slots):
     return wire, learned
 
 
-SAID = f"""The real algorithm over a wire that counts, a window of {PASSES} passes, what the busiest rank sends; beside an
+SAID = f"""\
+The real algorithm over a wire that counts, a window of {PASSES} passes, what the busiest rank sends; beside an
 `all_gather` of a count a pass in a ring, as gloo and NCCL run one of so little. Counted, not timed."""
 
 
@@ -78,7 +79,7 @@ def test_what_travels_for_a_window_of_16_passes(benchmark, results):
 
     def measure():
         for ranks in (64, 1000, 4096):
-            # In the ring every rank passes on what all others hold.
+            # In the ring every rank passes on the counts of all others.
             rows.append(
                 (f"{ranks:,}", "the ring", *_cells(PASSES, PASSES * (ranks - 1), PASSES * (ranks - 1) * 8), "1")
             )
