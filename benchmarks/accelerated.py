@@ -35,7 +35,7 @@ def _accelerator(plain):
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     backend = get_accelerator().communication_backend_name()
     AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(backend=backend)  # accelerate 1.15 knows no backend for DeepSpeed on CPUs unless it is told
+    PartialState(backend=backend)  # accelerate 1.15 finds none by itself for DeepSpeed on CPUs
     return Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=plain),
         gradient_accumulation_steps=plain["gradient_accumulation_steps"],

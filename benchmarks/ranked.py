@@ -1,4 +1,4 @@
-"""What ranks measure: the rivals in one process, window by window in turn, so that the machine's moods cancel."""
+"""What ranks measure: the rivals in one process, window by window in turn, so that changes of load cancel."""
 
 import gc
 import itertools
@@ -29,17 +29,17 @@ build_64, build_128, build_256, build_512 = (partial(build, width=width) for wid
 
 
 class Rivals:
-    """Ours and the bare engine over the same model, and one window of micro-batches for both."""
+    """ds_parity's engine and the bare one over the same model, and one window of micro-batches for both."""
 
     def __init__(self, scenario):
         wanted = Scenario.from_json(scenario)
         plain = rewrite(wanted.config, wanted.ranks).config
-        self.ours = self._engine(wanted, ds_parity.initialize, wanted.config)
+        self.wrapped = self._engine(wanted, ds_parity.initialize, wanted.config)
         self.bare = self._engine(wanted, deepspeed.initialize, plain)
         self.batches, self.idle = own_batches(wanted), stand_in(wanted)
         self.unit, self.ahead = wanted.settings.loss_weight, wanted.settings.lookahead > 0
-        self.stream = self.ours.passes(itertools.cycle(self.batches), finish=False)  # endless, as a trainer's is
-        self.total = float(sum(weight(batch, self.unit) for held in wanted.batches() for batch in held))
+        self.stream = self.wrapped.passes(itertools.cycle(self.batches), finish=False)  # endless, as a trainer's is
+        self.total = float(sum(weight(batch, self.unit) for row in wanted.batches() for batch in row))
 
     def _engine(self, wanted, initialize, config):
         model = wanted.build()
@@ -47,25 +47,25 @@ class Rivals:
 
     @property
     def exchanges(self):
-        """Collectives that ours has started for counts."""
-        return self.ours._self_driver.exchange.collectives
+        """The collectives that ds_parity has started for counts."""
+        return self.wrapped._self_driver.exchange.collectives
 
-    def window_of_ours(self):
+    def window_of_ds_parity(self):
         if self.ahead:
             for batch in itertools.islice(self.stream, len(self.batches)):
-                self.ours.backward(self.ours(**batch.inputs))
-                self.ours.step()
+                self.wrapped.backward(self.wrapped(**batch.inputs))
+                self.wrapped.step()
             return
         for batch in self.batches:
             if batch.rollouts:
-                loss = self.ours(**batch.inputs)
-                self.ours.backward(loss, rollouts=batch.rollouts, tokens=batch.tokens)
+                loss = self.wrapped(**batch.inputs)
+                self.wrapped.backward(loss, rollouts=batch.rollouts, tokens=batch.tokens)
             else:
-                self.ours.idle(self.ours(**self.idle.inputs))
-            self.ours.step()
+                self.wrapped.idle(self.wrapped(**self.idle.inputs))
+            self.wrapped.step()
 
     def window_by_hand(self):
-        """The same window as an RL trainer writes it, its total known as if it fell from the sky."""
+        """The same window as an RL trainer writes it, its total known beforehand, at no cost."""
         share = self.total / dist.get_world_size()
         for index, batch in enumerate(self.batches):
             self.bare.set_gradient_accumulation_boundary(index == len(self.batches) - 1)
@@ -91,10 +91,10 @@ def in_turn(windows, rounds):
 
 
 def step_time(scenario, rounds):
-    """Seconds by rival; passes and exchanges of ours; and whether both hold the same weights at the end."""
+    """Seconds by rival; passes and exchanges of ds_parity; and whether both end with the same weights."""
     rivals = Rivals(scenario)
-    seconds = in_turn({"ours": rivals.window_of_ours, "by hand": rivals.window_by_hand}, rounds)
-    return {"seconds": seconds, **_counted(rivals), "same weights": same_weights(rivals.ours, rivals.bare)}
+    seconds = in_turn({"ds_parity": rivals.window_of_ds_parity, "by hand": rivals.window_by_hand}, rounds)
+    return {"seconds": seconds, **_counted(rivals), "same weights": same_weights(rivals.wrapped, rivals.bare)}
 
 
 def accelerate_time(scenario, rounds):
@@ -102,15 +102,15 @@ def accelerate_time(scenario, rounds):
     from accelerated import Accelerated
 
     rivals, theirs = Rivals(scenario), Accelerated(scenario)
-    windows = {"ours": rivals.window_of_ours, "by hand": rivals.window_by_hand, "accelerate": theirs.window}
+    windows = {"ds_parity": rivals.window_of_ds_parity, "by hand": rivals.window_by_hand, "accelerate": theirs.window}
     seconds = in_turn(windows, rounds)
-    steps = [rivals.ours.global_steps, rivals.bare.global_steps, theirs.net.global_steps]
-    same = same_weights(rivals.ours, rivals.bare, theirs.net)
+    steps = [rivals.wrapped.global_steps, rivals.bare.global_steps, theirs.net.global_steps]
+    same = same_weights(rivals.wrapped, rivals.bare, theirs.net)
     return {"seconds": seconds, "steps": steps, "same weights": same}
 
 
 def _counted(rivals):
-    return {"passes": rivals.ours._self_driver.ledger.passes, "exchanges": rivals.exchanges}
+    return {"passes": rivals.wrapped._self_driver.ledger.passes, "exchanges": rivals.exchanges}
 
 
 def same_weights(*engines):
@@ -123,19 +123,19 @@ def memory(scenario):
     """Peak bytes allocated above the start in one corrected window of each rival."""
     rivals = Rivals(scenario)
     for _ in range(2):
-        rivals.window_of_ours()
+        rivals.window_of_ds_parity()
         rivals.window_by_hand()
-    parameters = rivals.ours.module.parameters()
+    parameters = rivals.wrapped.module.parameters()
     return {
-        "ours": _peak(rivals.window_of_ours),
+        "ds_parity": _peak(rivals.window_of_ds_parity),
         "by hand": _peak(rivals.window_by_hand),
         "gradients": 4 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
-        "corrected": rivals.ours._self_driver.boundary.finished.window.expected != rivals.total,
+        "corrected": rivals.wrapped._self_driver.boundary.finished.window.expected != rivals.total,
     }
 
 
 def _peak(run):
     gc.collect()
-    with Held() as held:
+    with Held() as allocated:
         run()
-    return held.peak
+    return allocated.peak

@@ -1,9 +1,9 @@
 """A planned stream beside the recipe that RL trainers write by hand, on ranks, window by window in turn.
 
-The recipe is that of PipelineRL's fine-tuning loop and preprocessor, in our words (tools/from_pipelinerl/): every rank has
-a fixed quota of a window's rollouts; micro-batches are filled in the order of arrival for one rank after the other, packed
-until the next rollout would not fit, or padded in a fixed number; a rank that has its quota gets a dummy; the counts of all
-ranks are gathered in every pass, one tensor each, and read with `.item()`.
+The recipe is that of PipelineRL's fine-tuning loop and preprocessor, in our words (tools/from_pipelinerl/): every rank
+has a fixed quota of a window's rollouts; micro-batches are filled in the order of arrival for one rank after the other,
+packed until the next rollout would not fit, or padded in a fixed number; a rank that has its quota gets a dummy; the
+counts of all ranks are gathered in every pass, one tensor each, and read with `.item()`.
 """
 
 import gc
@@ -63,12 +63,12 @@ class Planned:
         return planned.passes, planned.idle_passes
 
 
-def measure(config, rounds, max_tokens, held):
+def measure(config, rounds, max_tokens, rows):
     """Seconds of every window, and passes and idle passes of all of them, by rival; one window is to warm up."""
     rivals = {
         "planned": Planned(config, max_tokens),
         "packed quota": ByQuota(config, "packed", packed(max_tokens)),
-        "padded quota": ByQuota(config, "padded", padded(held)),
+        "padded quota": ByQuota(config, "padded", padded(rows)),
     }
     source, target = iter(load_rollouts()), config["gradient_accumulation_passes"]
     taken = {name: [] for name in rivals}

@@ -1,4 +1,4 @@
-"""RESULTS.md: a section a benchmark, between marks, so that each can be measured again alone."""
+"""RESULTS.md: one section per benchmark, between marks, so that each can be measured again alone."""
 
 import os
 import platform
@@ -13,10 +13,10 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "RESULTS.md"
 HEAD = """# What `make bench` measured
 
-Each number is a ratio to a named rival that ran in the same processes, window by window in turn: the median over rounds, and in
-brackets the first and third quartile. Times in seconds would be the machine's; it stands below each table, with its load (the
-ranks' own and whatever else ran). `make bench` writes all sections, `python -m pytest benchmarks/test_step.py --benchmark-only -s`
-those of one file.
+Each number is a ratio to a named rival that ran in the same processes, window by window in turn: the median over
+rounds, and in brackets the first and third quartile. Times in seconds would be the machine's; it stands below each
+table, with its load (the ranks' own and whatever else ran). `make bench` writes all sections, and `python -m pytest
+benchmarks/test_step.py --benchmark-only -s` those of one file.
 """
 # As they are read; the order in which they are measured is the files'.
 ORDER = (
@@ -33,10 +33,10 @@ class Section:
 
     Attributes:
         name: in ORDER.
-        title: a line.
+        title: one line.
         said: what was measured beside what, in plain Markdown.
-        header: a name a column.
-        rows: what stands in the columns.
+        header: one name per column.
+        rows: the cells of each row.
     """
 
     name: str
@@ -48,15 +48,16 @@ class Section:
     def text(self) -> str:
         table = [self.header, ["---"] * len(self.header), *self.rows]
         lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-        return f"## {self.title}\n\n{self.said}\n\n{lines}\n\n*{date.today()}: {machine()}; load average at the end {os.getloadavg()[0]:.1f}*\n"
+        measured = f"*{date.today()}: {machine()}; load average at the end {os.getloadavg()[0]:.1f}*"
+        return f"## {self.title}\n\n{self.said}\n\n{lines}\n\n{measured}\n"
 
 
 def put(path: Path, section: Section) -> None:
     """Write a section; the others stay as they are."""
     assert section.name in ORDER
-    held = dict(_SECTION.findall(path.read_text())) if path.exists() else {}
-    held[section.name] = section.text()
-    parts = [f"<!-- {name} -->\n{held[name]}<!-- end -->\n" for name in ORDER if name in held]
+    sections = dict(_SECTION.findall(path.read_text())) if path.exists() else {}
+    sections[section.name] = section.text()
+    parts = [f"<!-- {name} -->\n{sections[name]}<!-- end -->\n" for name in ORDER if name in sections]
     path.write_text("\n".join([HEAD, *parts]))
 
 

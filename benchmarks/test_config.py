@@ -11,7 +11,7 @@ from results import Section, divided, shown
 from ds_parity.config import load_config, rewrite
 
 PATH = Path(__file__).parent.parent / "ds_configs" / "zero2_bf16.json"
-OURS = "import ds_parity.config"
+OWN = "import ds_parity.config"
 RIVALS = ("from pydantic import BaseModel", "import torch", "import deepspeed")
 CHILD = """import sys, time
 begun = time.perf_counter()
@@ -20,15 +20,15 @@ print(time.perf_counter() - begun, "torch" in sys.modules)"""
 
 
 def test_import_time(benchmark, results):
-    """Each import in a process of its own, in turn; ours does not import torch."""
+    """Each import in a process of its own, in turn; ds_parity's does not import torch."""
     taken = benchmark.pedantic(_imported, (8,), rounds=1)
-    rows = [(f"`{rival}`", shown(divided(taken[OURS], taken[rival]), 3)) for rival in RIVALS]
-    said = f"`{OURS}`, each in a fresh process, in turn. Ours imports pydantic, and neither torch nor deepspeed."
-    results(Section("import", "Time to import the configuration layer", said, ("rival", "ours / rival"), rows))
+    rows = [(f"`{rival}`", shown(divided(taken[OWN], taken[rival]), 3)) for rival in RIVALS]
+    said = f"`{OWN}`, each in a fresh process, in turn. It imports pydantic, and neither torch nor deepspeed."
+    results(Section("import", "Time to import the configuration layer", said, ("rival", "ds_parity / rival"), rows))
 
 
 def _imported(rounds):
-    taken = {statement: [] for statement in (OURS, *RIVALS)}
+    taken = {statement: [] for statement in (OWN, *RIVALS)}
     for number in range(rounds + 1):
         for statement, seconds in taken.items():
             command = [sys.executable, "-c", CHILD.format(statement)]
@@ -49,12 +49,12 @@ def test_rewrite(benchmark, results):
         rounds = [
             (_median(lambda: rewrite(load_config(PATH), 1)), _median(lambda: DeepSpeedConfig(plain))) for _ in range(9)
         ]
-        return [ours / theirs for ours, theirs in rounds]
+        return [own / deepspeeds for own, deepspeeds in rounds]
 
     ratios = benchmark.pedantic(measure, rounds=1)
     said = f"`ds_configs/{PATH.name}`, read, checked and rewritten; it happens once a run."
     rows = [("`DeepSpeedConfig` of the rewritten dictionary", shown(ratios))]
-    results(Section("configuration", "Time to rewrite a configuration", said, ("rival", "ours / rival"), rows))
+    results(Section("configuration", "Time to rewrite a configuration", said, ("rival", "ds_parity / rival"), rows))
 
 
 def _median(action):

@@ -1,4 +1,4 @@
-"""What the exchange of counts costs on thousands of ranks: the real algorithm over a wire that counts, beside the recipe's."""
+"""What the exchange of counts costs on thousands of ranks: the real algorithm over a wire that counts messages."""
 
 import threading
 from collections import Counter
@@ -69,7 +69,8 @@ def exchanged(ranks, slots):
     return wire, learned
 
 
-SAID = f"""The real algorithm over a wire that counts, a window of {PASSES} passes, what the busiest rank sends; beside an
+SAID = f"""\
+The real algorithm over a wire that counts, a window of {PASSES} passes, what the busiest rank sends; beside an
 `all_gather` of a count a pass in a ring, as gloo and NCCL run one of so little. Counted, not timed."""
 
 
@@ -79,7 +80,7 @@ def test_what_travels_for_a_window_of_16_passes(benchmark, results):
 
     def measure():
         for ranks in (64, 1000, 4096):
-            # In the ring every rank passes on what all others hold.
+            # In the ring every rank passes on the counts of all others.
             rows.append(
                 (f"{ranks:,}", "the ring", *_cells(PASSES, PASSES * (ranks - 1), PASSES * (ranks - 1) * 8), "1")
             )

@@ -1,4 +1,4 @@
-"""What the wrapper adds, as windows get longer, ranks more and the model larger: ZeRO 2, ours beside by hand."""
+"""What the wrapper adds, as windows get longer, ranks more and the model larger: ZeRO 2, beside by hand."""
 
 import math
 import statistics
@@ -23,26 +23,27 @@ def test_passes(benchmark, tmp_path, results):
         for ahead in MODES.values()
         for passes, rounds in ROUNDS.items()
     }
-    found = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
-    said = f"""2 ranks, rollouts of 64 tokens, 29,000 parameters: passes as short as they get. *Added a pass* is the difference
-between ours and by hand, divided by the passes, in units of a pass by hand in windows of {max(ROUNDS)}. In windows of 1 and
-2 it holds what a window costs once: the step's loss is summed over ranks, and its record made."""
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
+    said = f"""2 ranks, rollouts of 64 tokens, 29,000 parameters: passes as short as they get. *Added a pass*
+is the difference between ds_parity and by hand, divided by the passes, in units of a pass by hand in windows of
+{max(ROUNDS)}. In windows of 1 and 2 it includes what a window costs once: the step's loss is summed over ranks, and its
+record made."""
     header = (
         "passes in a window, on each rank",
         *(f"{name}, {what}" for name in MODES for what in ("ratio", "added a pass")),
     )
-    rows = [(str(passes), *_grown(found, passes)) for passes in ROUNDS]
+    rows = [(str(passes), *_grown(measured, passes)) for passes in ROUNDS]
     results(Section("passes", "Time of a window, by its passes", said, header, rows))
-    _exchanged_and_equal(found)
+    _exchanged_and_equal(measured)
 
 
-def _grown(found, passes):
+def _grown(measured, passes):
     for ahead in MODES.values():
-        seconds = found[passes, ahead]["seconds"]
-        a_pass = statistics.median(found[max(ROUNDS), ahead]["seconds"]["by hand"]) / max(ROUNDS)
-        pairs = zip(seconds["ours"], seconds["by hand"], strict=True)
-        yield shown(divided(seconds["ours"], seconds["by hand"]))
-        yield shown([(ours - theirs) / passes / a_pass for ours, theirs in pairs])
+        seconds = measured[passes, ahead]["seconds"]
+        a_pass = statistics.median(measured[max(ROUNDS), ahead]["seconds"]["by hand"]) / max(ROUNDS)
+        pairs = zip(seconds["ds_parity"], seconds["by hand"], strict=True)
+        yield shown(divided(seconds["ds_parity"], seconds["by hand"]))
+        yield shown([(own - by_hand) / passes / a_pass for own, by_hand in pairs])
 
 
 def test_ranks(benchmark, tmp_path, results):
@@ -58,9 +59,9 @@ machine has no more: there the ranks' turns decide, by hand too.""",
             calls = {
                 ahead: {"scenario": scenario(ranks=ranks, lookahead=ahead), "rounds": 16} for ahead in MODES.values()
             }
-            found = launched(tmp_path / f"{ranks} ranks", "ranked:step_time", calls, ranks)
-            rows.append((str(ranks), *(_ratio(one) for one in found.values())))
-            _exchanged_and_equal({(8, ahead): one for ahead, one in found.items()}, exchanging=ranks > 1)
+            measured = launched(tmp_path / f"{ranks} ranks", "ranked:step_time", calls, ranks)
+            rows.append((str(ranks), *(_ratio(one) for one in measured.values())))
+            _exchanged_and_equal({(8, ahead): one for ahead, one in measured.items()}, exchanging=ranks > 1)
 
     benchmark.pedantic(measure, rounds=1)
     results(Section("ranks", "Time of a window, by ranks", said, ("ranks", *MODES), rows))
@@ -76,22 +77,22 @@ def test_model_sizes(benchmark, tmp_path, results):
         for width in PARAMETERS
         for ahead in MODES.values()
     }
-    found = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
     rows = [
-        (f"{parameters:,} ({width} wide)", *(_ratio(found[width, ahead]) for ahead in MODES.values()))
+        (f"{parameters:,} ({width} wide)", *(_ratio(measured[width, ahead]) for ahead in MODES.values()))
         for width, parameters in PARAMETERS.items()
     ]
     said = "2 ranks, 4 passes on each, rollouts of 192 tokens, four layers."
     results(Section("sizes", "Time of a window, by the model's size", said, ("parameters", *MODES), rows))
-    assert all(one["same weights"] for one in found.values())
+    assert all(one["same weights"] for one in measured.values())
 
 
-def _ratio(found):
-    return shown(divided(found["seconds"]["ours"], found["seconds"]["by hand"]))
+def _ratio(measured):
+    return shown(divided(measured["seconds"]["ds_parity"], measured["seconds"]["by hand"]))
 
 
-def _exchanged_and_equal(found, *, exchanging=True):
-    for (_, ahead), one in found.items():
+def _exchanged_and_equal(measured, *, exchanging=True):
+    for (_, ahead), one in measured.items():
         chunks = math.ceil(one["passes"] / max(1, ahead))
         # A window starts with as many passes known as one exchange holds, which are read before the last ones are run.
         assert chunks * exchanging <= one["exchanges"] <= (chunks + bool(ahead)) * exchanging

@@ -1,4 +1,4 @@
-"""Planning beside sorting, whose growth it should have, and its passes beside those of the quota that trainers give a rank."""
+"""Planning beside sorting, whose growth it should have, and its passes beside those of a fixed quota per rank."""
 
 import time
 
@@ -33,8 +33,8 @@ def test_plan_on_1024_ranks(benchmark, results):
             rows.extend(_planned(rollouts, windows) for windows in (1, 100))
 
     benchmark.pedantic(measure, rounds=1)
-    said = f"""1,024 ranks, micro-batches of at most {LIMIT:,} tokens; beside `sorted` of the same rollouts by length, in turn. Passes
-beside the fewest that any packing can have."""
+    said = f"""1,024 ranks, micro-batches of at most {LIMIT:,} tokens; beside `sorted` of the same rollouts by length,
+in turn. Passes beside the fewest that any packing can have."""
     header = ("rollouts", "windows", "time, plan / sorting", "passes / lower bound")
     results(Section("planning", "Planning", said, header, rows))
 
@@ -51,7 +51,7 @@ def _planned(rollouts, windows):
 
 
 def quota(rollouts, ranks, target, max_tokens):
-    """Passes and idle passes where each rank has its fixed share of a window, packed as it came, and dummies fill up."""
+    """Passes and idle passes where each rank has a fixed share of a window, packed as it came, and dummies fill up."""
     passes = idle = 0
     for start in range(0, len(rollouts) // target * target, target):
         mine = [own_passes(rollouts[start + rank : start + target : ranks], max_tokens) for rank in range(ranks)]
@@ -61,11 +61,11 @@ def quota(rollouts, ranks, target, max_tokens):
 
 
 def own_passes(rollouts, max_tokens):
-    count = held = 0
+    count = tokens = 0
     for rollout in rollouts:
-        if not count or held + len(rollout.tokens) > max_tokens:
-            count, held = count + 1, 0
-        held += len(rollout.tokens)
+        if not count or tokens + len(rollout.tokens) > max_tokens:
+            count, tokens = count + 1, 0
+        tokens += len(rollout.tokens)
     return count
 
 
@@ -82,7 +82,7 @@ def test_fewer_passes_and_fewer_idle_ones_than_a_quota_a_rank(benchmark, results
             assert planned.idle_passes < idle
 
     benchmark.pedantic(measure, rounds=1)
-    said = """The bundled GSM8K rollouts in windows of 256 and micro-batches of 2,048 tokens, beside a fixed quota for each rank, packed
-as it comes. Counted, not timed."""
+    said = """The bundled GSM8K rollouts in windows of 256 and micro-batches of 2,048 tokens, beside a fixed quota
+for each rank, packed as it comes. Counted, not timed."""
     header = ("ranks", "passes, planned", "by quota", "idle passes, planned", "by quota", "passes, planned / quota")
     results(Section("quota", "Passes of a plan", said, header, rows))

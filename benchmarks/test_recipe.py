@@ -1,4 +1,4 @@
-"""Rollouts a second of planned streams beside the recipe that RL trainers write by hand: two ranks, real GSM8K rollouts."""
+"""Rollouts a second of planned streams beside the recipe that RL trainers write by hand: 2 ranks, GSM8K rollouts."""
 
 from results import Section, divided, shown
 from setups import STAGES, ZERO, launched
@@ -6,9 +6,9 @@ from setups import STAGES, ZERO, launched
 from ds_parity.parity.data.rollouts import load_rollouts
 
 SIZES = {16384: (128, 3), 4096: (64, 5)}  # windows of so many rollouts, so many rounds
-SAID = """Real steps, planning and collation included, beside PipelineRL's loop in our words: a quota a rank, micro-batches filled as
-rollouts come, dummies, one `all_gather` and `.item()` a pass. 2 ranks, full GSM8K rollouts, windows of 128 (16,384 tokens) and
-64 rollouts; passes of both in all rounds."""
+SAID = """Real steps, planning and collation included, beside PipelineRL's loop written anew: one quota per rank,
+micro-batches filled as rollouts come, dummies, one `all_gather` and `.item()` a pass. 2 ranks, full GSM8K rollouts,
+windows of 128 (16,384 tokens) and 64 rollouts; passes of both in all rounds."""
 
 
 def config(stage, target):
@@ -28,25 +28,25 @@ def test_rollouts_a_second_beside_the_recipe(benchmark, tmp_path, results):
     calls = {
         (tokens, stage): {
             **{"config": config(stage, target), "rounds": rounds},
-            **{"max_tokens": tokens, "held": tokens // longest},
+            **{"max_tokens": tokens, "rows": tokens // longest},
         }
         for tokens, (target, rounds) in SIZES.items()
         for stage in STAGES
     }
-    found = benchmark.pedantic(launched, (tmp_path / "ranks", "recipe:measure", calls), rounds=1)
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "recipe:measure", calls), rounds=1)
     rows = [
-        (f"{tokens:,} tokens a micro-batch, {rival}", *(_shown(found[tokens, stage], rival) for stage in STAGES))
+        (f"{tokens:,} tokens a micro-batch, {rival}", *(_shown(measured[tokens, stage], rival) for stage in STAGES))
         for tokens in SIZES
         for rival in ("padded quota", "packed quota")
     ]
     results(Section("recipe", "Rollouts a second, planned / PipelineRL's recipe", SAID, ("", *ZERO), rows))
-    for one in found.values():
+    for one in measured.values():
         for rival in ("padded quota", "packed quota"):
             assert one["passes"]["planned"][1] <= one["passes"][rival][1]
 
 
-def _shown(found, rival):
-    seconds, passes = found["seconds"], found["passes"]
+def _shown(measured, rival):
+    seconds, passes = measured["seconds"], measured["passes"]
     return (
         f"{shown(divided(seconds[rival], seconds['planned']))}, {passes['planned'][0]} beside {passes[rival][0]} passes"
     )

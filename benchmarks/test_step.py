@@ -1,4 +1,4 @@
-"""The wrapper against the bare engine driven by hand: the same passes, two ranks."""
+"""The wrapper beside the bare engine driven by hand: the same passes, two ranks."""
 
 from results import Section, divided, shown
 from setups import SMALL, STAGES, ZERO, launched, scenario
@@ -22,21 +22,28 @@ def test_step_time(benchmark, tmp_path, results):
         for setting, (model, tokens, ahead, rounds) in SETTINGS.items()
         for stage in STAGES
     }
-    found = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
     results(
-        Section("by-hand", "Time of a window, ours / the engine driven by hand", SAID, ("", *ZERO), tuple(_rows(found)))
+        Section(
+            "by-hand",
+            "Time of a window, ds_parity / the engine driven by hand",
+            SAID,
+            ("", *ZERO),
+            tuple(_rows(measured)),
+        )
     )
-    assert all(one["same weights"] for one in found.values())
+    assert all(one["same weights"] for one in measured.values())
 
 
-SAID = """Bare DeepSpeed with a moving boundary, its total known beforehand. 2 ranks, 8 passes on each, one rollout (of 192
+SAID = """\
+Bare DeepSpeed with a moving boundary, its total known beforehand. 2 ranks, 8 passes on each, one rollout (of 192
 tokens, where it isn't said otherwise) a micro-batch, 132,000 parameters."""
 
 
-def _rows(found):
+def _rows(measured):
     for setting in SETTINGS:
-        seconds = [found[setting, stage]["seconds"] for stage in STAGES]
-        yield setting, *(shown(divided(taken["ours"], taken["by hand"])) for taken in seconds)
+        seconds = [measured[setting, stage]["seconds"] for stage in STAGES]
+        yield setting, *(shown(divided(taken["ds_parity"], taken["by hand"])) for taken in seconds)
 
 
 def test_peak_memory(benchmark, tmp_path, results):
@@ -46,13 +53,19 @@ def test_peak_memory(benchmark, tmp_path, results):
         for stage in STAGES
     }
     peaks = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:memory", calls), rounds=1)
-    more = {stage: (found["ours"] - found["by hand"]) / found["gradients"] for stage, found in peaks.items()}
+    more = {
+        stage: (measured["ds_parity"] - measured["by hand"]) / measured["gradients"]
+        for stage, measured in peaks.items()
+    }
     rows = [
-        ("peak, ours / by hand", *(f"{found['ours'] / found['by hand']:.5f}" for found in peaks.values())),
+        (
+            "peak, ds_parity / by hand",
+            *(f"{measured['ds_parity'] / measured['by hand']:.5f}" for measured in peaks.values()),
+        ),
         ("difference / gradients", *(f"{ratio:+.5f}" for ratio in more.values())),
     ]
-    said = """The most that is held in a window whose gradients are corrected, above its start, beside the engine driven by hand.
-A copy of the gradients would be 1 (0.5 where two ranks share them). Counted once: it doesn't scatter."""
+    said = """The most memory that a window with corrected gradients takes, above its start, beside the engine driven by
+hand. A copy of the gradients would be 1 (0.5 where two ranks share them). Counted once: it doesn't scatter."""
     results(Section("memory", "Peak memory of a corrected window", said, ("", *ZERO), rows))
-    assert all(found["corrected"] for found in peaks.values())
+    assert all(measured["corrected"] for measured in peaks.values())
     assert max(more.values()) < 0.05

@@ -1,4 +1,4 @@
-"""Comparing two traces of 100,000 steps, beside Python's json reading their lines, which is the least that one must do."""
+"""Comparing two traces of 100,000 steps, beside Python's json reading their lines, the least that one must do."""
 
 import json
 import random
@@ -53,9 +53,9 @@ def test_compare_100_000_steps(benchmark, tmp_path, results):
 
 
 def _compared(files):
-    found = compare(*files, Tier.REASSOCIATED)
-    assert found.equal
-    assert found.steps == STEPS
+    measured = compare(*files, Tier.REASSOCIATED)
+    assert measured.equal
+    assert measured.steps == STEPS
 
 
 def _seconds(action):

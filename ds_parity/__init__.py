@@ -1,6 +1,7 @@
 """Step DeepSpeed's optimizer by rollouts consumed on the whole cluster, and prove that the step is right.
 
-The names that need torch are imported when they are first used, so that configuration, planning and traces stay light.
+The names that need torch, and the module `ds_parity.losses`, are imported when they are first used, so that
+configuration, planning and traces stay light.
 """
 
 from importlib import import_module
@@ -19,6 +20,7 @@ from ds_parity.errors import (
 from ds_parity.planning import MicroBatch, Plan, PreferencePair, Rollout, by_turn, group_advantages, plan
 
 if TYPE_CHECKING:
+    from ds_parity import losses
     from ds_parity.collation import collate, labels, micro_batches, to_device
     from ds_parity.engine.engine import ParityEngine
     from ds_parity.engine.initialize import initialize
@@ -44,6 +46,7 @@ __all__ = [
     "initialize",
     "install",
     "labels",
+    "losses",
     "micro_batches",
     "plan",
     "to_device",
@@ -61,6 +64,8 @@ _WITH_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "losses":
+        return import_module("ds_parity.losses")
     if name in _WITH_TORCH:
         return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module 'ds_parity' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Rollouts to tensors: padded to the longest, or packed end to end, with what the loss needs to keep them apart.
+"""From rollouts to tensors: padded to the longest, or packed end to end with what the loss needs to keep them apart.
 
-What a micro-batch is told of its rollouts (advantages, ids, rewards) is taken from those that it holds, never from the
+What a micro-batch carries beside its tokens (advantages, ids, rewards) is taken from its own rollouts, never from the
 whole batch.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -34,25 +34,28 @@ def collate(
 ) -> MicroBatch:
     """Make one micro-batch of rollouts, or of preference pairs, on the CPU.
 
-    Rows are the sequences held, one a rollout; of a pair the chosen one and then the rejected. Nothing held gives the
-    micro-batch of an idle pass: two tokens `pad` a row, without loss, all counts 0.
+    A rollout is one sequence; a pair is two, the chosen and then the rejected one. An empty `held` gives the
+    micro-batch of an idle pass: rows of two tokens `pad`, without loss, and all counts 0.
 
     Args:
-        held: B rollouts or B pairs; each sequence has a prompt token (what comes first has no prediction to score).
-        layout: `padded`, a row a sequence, as long as the longest; or `packed`, one row of all of them.
-        rollouts: how many these finish; all, where it isn't given (turns that are not their rollout's last finish none).
+        held: B rollouts or B pairs. Each sequence has a prompt token, since nothing predicts the first token of a row.
+        layout: `padded`, one row per sequence, as long as the longest; or `packed`, all of them in one row.
+        rollouts: how many rollouts these finish (>= 0); all, where it isn't given. Turns that are not their rollout's
+            last finish none.
         prompts: how many prompts these finish (>= 0).
-        pad: token id that padding consists of.
-        pairs: an idle pass among pairs has the inputs of a pair.
+        pad: the token id of padding.
+        pairs: whether an idle pass has the inputs of a pair.
 
     Returns:
-        inputs `input_ids` (R, T) int64 and `loss_mask` (R, T - 1) fp32, 1 where input_ids[:, 1:] is a completion's token.
-        Padded, R is the number of sequences and T the longest; packed, R is 1 and T their sum, and there are `position_ids`
-        (1, T), 0 where a sequence starts, and `segment_ids` (1, T), the number of the sequence, from 0. Rollouts have
-        `advantages` (B,) fp32; pairs have `reference_logps` (B, 2) fp32, chosen and rejected.
+        A micro-batch with the inputs `input_ids` (R, T) int64 and `loss_mask` (R, T - 1) fp32, which is 1 where
+        input_ids[:, 1:] is a token of a completion. Padded, R is the number of sequences and T the longest. Packed, R
+        is 1 and T their sum, and there are `position_ids` (1, T), 0 where a sequence starts, and `segment_ids` (1, T),
+        the number of the sequence, from 0. Rollouts have `advantages` (B,) fp32; pairs have `reference_logps` (B, 2)
+        fp32, chosen and rejected.
 
     Raises:
-        ConfigError: a prompt is empty or longer than its sequence, rollouts and pairs are mixed, or the layout is unknown.
+        ConfigError: a prompt is empty or longer than its sequence, rollouts and pairs are mixed, or the layout is
+            unknown.
     """
     check_choices(layout=layout)
     idle = Rollout(prompt_id="idle", tokens=(pad, pad), prompt_length=2)
@@ -71,15 +74,15 @@ def collate(
 
 
 def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0) -> Iterator[MicroBatch]:
-    """Yield what one rank runs, pass by pass, idle passes included: a stream for `engine.passes`.
+    """Yield the micro-batches of one rank, pass by pass, idle passes included: a stream for `engine.passes`.
 
-    What fills no window (`plan.left`) is in none: plan it again in front of what comes next.
+    Rollouts that fill no window (`plan.left`) are in none of them: plan them again in front of what comes next.
 
     Args:
-        plan: of all ranks: for as many as take their micro-batches from it, or some are in none.
-        rank: data-parallel rank (>= 0).
-        first_window: windows before it are left out: where a resumed run goes on (0 to as many as the plan has).
-        pad: token id that padding consists of.
+        plan: the plan of all ranks. It must be for as many ranks as train, or some of its micro-batches run nowhere.
+        rank: the data-parallel rank (>= 0).
+        first_window: the window to begin with, where a resumed run goes on (0 to the number of windows).
+        pad: the token id of padding.
 
     Raises:
         ConfigError: the plan is for fewer ranks, or has fewer windows.
@@ -93,19 +96,26 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
     pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
     for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
-        held = [plan.rollouts[index] for index in chosen.tolist()]
-        yield collate(held, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs)
+        units = [plan.rollouts[index] for index in chosen.tolist()]
+        yield collate(units, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs)
 
 
 def labels(micro_batch: MicroBatch) -> Tensor:
-    """Return (R, T) int64: the tokens that carry the loss, `IGNORED` elsewhere, for models that shift labels themselves."""
+    """Return the labels of a micro-batch for models that shift labels themselves.
+
+    Args:
+        micro_batch: one that `collate` made.
+
+    Returns:
+        (R, T) int64: the tokens that carry the loss, `IGNORED` elsewhere.
+    """
     ids: Tensor = micro_batch.inputs["input_ids"]
     scored = torch.nn.functional.pad(micro_batch.inputs["loss_mask"], (1, 0)) > 0
     return ids.where(scored, torch.full_like(ids, IGNORED))
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
-    """Return the micro-batch with every input on `device`; the counts stay on the host."""
+    """Return the micro-batch with every input on `device`; its counts stay on the host."""
     return replace(micro_batch, inputs={name: value.to(device) for name, value in micro_batch.inputs.items()})
 
 
@@ -132,14 +142,16 @@ def _packed(rows: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def _of_units(held: Sequence[Unit]) -> dict[str, Tensor]:
-    pairs = [unit for unit in held if isinstance(unit, PreferencePair)]
-    if pairs and len(pairs) < len(held):
-        raise ConfigError(f"{len(pairs)} of {len(held)} are preference pairs: a micro-batch holds one kind")
+def _of_units(units: Sequence[Unit]) -> dict[str, Tensor]:
+    """Return the inputs that are one number per unit: advantages, or the reference's log probabilities."""
+    pairs = [unit for unit in units if isinstance(unit, PreferencePair)]
+    if pairs and len(pairs) < len(units):
+        raise ConfigError(f"{len(pairs)} of {len(units)} are preference pairs: a micro-batch holds one kind")
     if pairs:
         return {
             "reference_logps": torch.tensor(
                 [(pair.chosen_logp, pair.rejected_logp) for pair in pairs], dtype=torch.float32
             )
         }
-    return {"advantages": torch.tensor([unit.advantage for unit in held], dtype=torch.float32)}  # type: ignore[union-attr]
+    rollouts = cast("Sequence[Rollout]", units)
+    return {"advantages": torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)}

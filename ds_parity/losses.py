@@ -1,4 +1,9 @@
-"""Losses that are put on any decoder: policy gradient, likelihood, and preferences. Micro-batches padded or packed."""
+"""Losses for any decoder: policy gradient, negative log likelihood, and direct preference optimization.
+
+Each is a module around a policy. It is called with the inputs of a micro-batch as `ds_parity.collate` makes them,
+padded or packed, and returns the micro-batch's own loss: reduced as `loss_reduction` and `loss_weight` of the
+configuration say, and not divided by anything that belongs to the window, which the engine does.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +23,28 @@ _CHOICES = {
 
 
 class PolicyGradient(nn.Module):
-    """The loss of one micro-batch: token-level policy gradient, GRPO at ratio 1 (Shao et al. 2024, arXiv 2402.03300).
+    """The token-level policy gradient of one micro-batch.
 
-    Per loss token -advantage * logp. Its gradient is that of -advantage * ratio at ratio 1, whose value would be
-    -advantage whatever the weights are: a trace of it could not show that two runs part. The units that these are
-    summed over:
+    This is the objective of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.1) at ratio 1, without clipping and
+    without a KL term. The loss of a token is -advantage * logp, in nats. Its gradient is that of -advantage * ratio at
+    ratio 1; the value of the latter is -advantage whatever the weights are, so a trace of it could not show that two
+    runs differ. The loss of the micro-batch is the sum over its units:
 
-    - loss_weight "token": the loss tokens, all alike;
+    - loss_weight "token": the loss tokens, which all count the same;
     - any other ("rollout", "pass", "target"): the rollouts, each with the mean over its own loss tokens.
 
-    loss_reduction "mean" divides by the micro-batch's number of units, "sum" does not. To "pass" the micro-batch is one
-    unit, so there the two are the same.
+    loss_reduction "mean" divides by the number of units in the micro-batch, "sum" does not. With loss_weight "pass" the
+    micro-batch is one unit, so the two are the same. Dr. GRPO's sum over tokens with a
+    constant denominator (Liu et al. 2025, arXiv 2503.20783) is "token" with "sum" here, under a configuration whose
+    loss_weight is "target" and whose loss_reduction is "sum".
 
     Args:
-        policy: called as policy(input_ids), packed as policy(input_ids, position_ids=...); returns logits (R, T, V) or an
-            object that has them as `.logits`. Packed, what comes before a position 0 must not be seen after it.
+        policy: called as policy(input_ids), or policy(input_ids, position_ids=...) where sequences are packed. It
+            returns logits (R, T, V), or an object that has them as `.logits`. With packed sequences, no token may
+            attend to what lies before the position 0 of its own sequence.
         loss_weight: rollout | token | pass | target.
         loss_reduction: mean | sum.
-        objective: policy_gradient, or nll: the negative log likelihood, for which advantages are passed over.
+        objective: policy_gradient, or nll: the negative log likelihood, which ignores the advantages.
 
     Raises:
         ConfigError: one of the three choices is unknown.
@@ -63,7 +72,7 @@ class PolicyGradient(nn.Module):
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the micro-batch's loss, a scalar in fp32 (in fp64 where the logits are).
+        """Compute the loss of a micro-batch of B rollouts.
 
         Token counts are clamped at 1: a micro-batch without loss tokens gives 0 * the logits, a loss of 0 whose
         gradient is 0 and reaches every parameter. A rollout without loss tokens has mean 0 and still counts as one.
@@ -72,12 +81,15 @@ class PolicyGradient(nn.Module):
             input_ids: (B, T) int64, padded on the right, B >= 1; packed (1, T).
             loss_mask: (B, T - 1) float, 1 where input_ids[:, 1:] carries the loss, 0 elsewhere; packed (1, T - 1).
             advantages: (B,) float.
-            position_ids: packed (1, T), 0 where a rollout starts.
-            segment_ids: packed (1, T), the number of the rollout, from 0 to B - 1.
+            position_ids: packed (1, T) int64, 0 where a rollout starts; None where rollouts are padded.
+            segment_ids: packed (1, T) int64, the number of the rollout, from 0 to B - 1; None where they are padded.
+
+        Returns:
+            A scalar in fp32 (in fp64 where the logits are fp64).
         """
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
-        worth = advantages[:, None] if segment_ids is None else advantages[segment_ids[:, 1:]]
-        losses = self.token_losses(logits, input_ids[:, 1:], worth)
+        by_token = advantages[:, None] if segment_ids is None else advantages[segment_ids[:, 1:]]
+        losses = self.token_losses(logits, input_ids[:, 1:], by_token)
         mask = loss_mask.to(losses.dtype)
         losses = losses * mask
         if segment_ids is not None:
@@ -85,12 +97,29 @@ class PolicyGradient(nn.Module):
         return self.reduce(losses, mask)
 
     def token_losses(self, logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
-        """Return the loss of every token (R, T) from logits (R, T, V), targets (R, T) and advantages (R, 1 or T)."""
+        """Compute the loss of every token, before the mask.
+
+        Args:
+            logits: (R, L, V), of the tokens that come before the targets.
+            targets: (R, L) int64 token ids, each in [0, V).
+            advantages: (R, 1) or (R, L) float; "nll" ignores them.
+
+        Returns:
+            (R, L) in fp32 (in fp64 where the logits are fp64).
+        """
         logp = token_logps(logits, targets)
         return -logp if self.objective == "nll" else -advantages.to(logp.dtype) * logp
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Return the micro-batch's loss from masked losses (B, any), which may be partial sums, and mask (B, T - 1)."""
+        """Reduce the token losses of a micro-batch of B rollouts to its loss.
+
+        Args:
+            losses: (B, any) float, masked already; they may be partial sums over a rollout's tokens.
+            mask: (B, T - 1) float, 1 for each loss token of a rollout and 0 elsewhere.
+
+        Returns:
+            A scalar in the dtype of the losses.
+        """
         if self.loss_weight == "token":
             total = losses.sum()
             return total / mask.sum().clamp(min=1) if self.loss_reduction == "mean" else total
@@ -99,17 +128,19 @@ class PolicyGradient(nn.Module):
 
 
 class DirectPreference(nn.Module):
-    """DPO (Rafailov et al. 2023, arXiv 2305.18290, eq. 7): -log sigmoid(beta * (margin - the reference's margin)).
+    """Direct preference optimization of one micro-batch (DPO, Rafailov et al. 2023, arXiv 2305.18290, equation 7).
 
-    A micro-batch's loss is the mean over its pairs; with loss_weight "token" each pair weighs its loss tokens.
+    The loss of a pair is -log sigmoid(beta * (margin - the reference's margin)), where a margin is the log probability
+    of the chosen answer minus that of the rejected one, in nats. The loss of the micro-batch is the mean over its
+    pairs; with loss_weight "token" each pair weighs as many as it has loss tokens.
 
     Args:
         policy: as in `PolicyGradient`.
-        beta: how dear it is to leave the reference (> 0).
-        loss_weight: rollout (a pair is one) | token.
+        beta: the strength of the pull towards the reference policy (> 0, dimensionless).
+        loss_weight: rollout (a pair counts as one) | token.
 
     Raises:
-        ConfigError: the weight is another one.
+        ConfigError: the loss weight is another one.
     """
 
     def __init__(self, policy: nn.Module, beta: float = 0.1, loss_weight: str = "rollout") -> None:
@@ -128,21 +159,24 @@ class DirectPreference(nn.Module):
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the micro-batch's loss (scalar) and, pair by pair, margins (B,) and loss tokens (B,), without gradient.
-
-        A margin is beta * (margin - the reference's): above 0, the policy prefers the chosen answer more than its reference
-        does, and the pair counts as right.
+        """Compute the loss of a micro-batch of B pairs.
 
         Args:
-            input_ids: (2B, T) int64, chosen and rejected in turn; packed (1, T).
-            loss_mask: (2B, T - 1) float; packed (1, T - 1).
-            reference_logps: (B, 2), the sums of the reference's log probabilities.
-            position_ids: packed (1, T), 0 where a sequence starts.
-            segment_ids: packed (1, T), the number of the sequence, from 0 to 2B - 1.
+            input_ids: (2B, T) int64, chosen and rejected in turn, padded on the right; packed (1, T).
+            loss_mask: (2B, T - 1) float, 1 where input_ids[:, 1:] carries the loss, 0 elsewhere; packed (1, T - 1).
+            reference_logps: (B, 2) float, the log probability that the reference policy gives the chosen and the
+                rejected answer: sums over loss tokens, in nats.
+            position_ids: packed (1, T) int64, 0 where a sequence starts; None where sequences are padded.
+            segment_ids: packed (1, T) int64, the number of the sequence, from 0 to 2B - 1; None where they are padded.
+
+        Returns:
+            The loss (scalar), the margins (B,) and the loss tokens (B,) of the pairs, the last two without gradient. A
+            margin here is beta * (margin - the reference's margin): above 0 the policy prefers the chosen answer by
+            more than its reference does, and the pair counts as right.
         """
         logps, tokens = self.answers(input_ids, loss_mask, len(reference_logps), position_ids, segment_ids)
-        apart = logps - reference_logps.to(logps.dtype)
-        margins = self.beta * (apart[:, 0] - apart[:, 1])
+        log_ratios = logps - reference_logps.to(logps.dtype)
+        margins = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])
         weights = tokens if self.loss_weight == "token" else torch.ones_like(tokens)
         loss = (-F.logsigmoid(margins) * weights).sum() / weights.sum().clamp(min=1)
         return loss, margins.detach(), tokens
@@ -155,9 +189,20 @@ class DirectPreference(nn.Module):
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return what the policy gives the answers of B pairs, log probabilities (B, 2), and loss tokens (B,).
+        """Compute the log probabilities of the answers of B pairs under the policy.
 
-        Around a reference policy it makes the `reference_logps` of a micro-batch; other arguments as those of `forward`.
+        Called on a `DirectPreference` around the reference policy, it gives the `reference_logps` of a micro-batch.
+
+        Args:
+            input_ids: as in `forward`.
+            loss_mask: as in `forward`.
+            pairs: B, how many pairs the micro-batch has.
+            position_ids: as in `forward`.
+            segment_ids: as in `forward`.
+
+        Returns:
+            Log probabilities (B, 2) of the chosen and the rejected answer, summed over loss tokens, in nats, and the
+            loss tokens (B,) of both together.
         """
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
         logps = token_logps(logits, input_ids[:, 1:])
@@ -169,36 +214,39 @@ class DirectPreference(nn.Module):
 
 
 def logits_of(policy: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Return the logits (R, T, V) of a policy, told of positions only where sequences are packed."""
+    """Return the logits (R, T, V) of a policy, which is given positions only where sequences are packed."""
     packed: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
     if packed and _caches(policy):
-        packed["use_cache"] = False  # with a cache, Hugging Face's models don't look for packed sequences
+        # With a cache, Hugging Face's models do not look for packed sequences, and rollouts attend to each other.
+        packed["use_cache"] = False
     output: Any = policy(input_ids, **packed)
     logits: Tensor = getattr(output, "logits", output)
     return logits
 
 
 def _caches(policy: nn.Module) -> bool:
+    """Whether a policy knows the argument use_cache; models of text and images keep it in their text configuration."""
     config: Any = getattr(policy, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return hasattr(text, "use_cache") or hasattr(config, "use_cache")
 
 
 def token_logps(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return (R, T), each target's log probability, in fp32 (in fp64 where the logits are)."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    """Return (R, T), the log probability of each target in nats, in fp32 (in fp64 where the logits are fp64)."""
+    # In bf16 a log probability has 8 bits, too few for a sum over a thousand tokens.
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    return precise.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def by_segment(values: Tensor, segment_ids: Tensor, segments: int) -> Tensor:
     """Return (segments, T - 1): a row for each packed sequence, 0 outside it.
 
-    Sums over rows so stay sums in one order on every device, where scattered ones would not.
+    A sum over a row adds in one order on every device; a scattered sum (index_add_) would not.
 
     Args:
         values: (1, T - 1), of the tokens from the second on.
-        segment_ids: (1, T).
-        segments: how many there are.
+        segment_ids: (1, T) int64, the number of each token's sequence.
+        segments: how many sequences there are.
     """
     own = segment_ids[:, 1:] == torch.arange(segments, device=segment_ids.device)[:, None]
     return values.where(own, torch.zeros_like(values))

@@ -80,8 +80,8 @@ class TestPacked:
     @pytest.mark.parametrize("weight", WEIGHTS)
     def test_loss_and_gradient_are_those_of_padded_rollouts(self, weight, reduction, objective):
         module = PolicyGradient(build_tiny().double(), weight, reduction, objective)
-        held = GSM8K[:7]
-        padded, packed = (gradients(module, (collate(held, layout=how), 1)) for how in ("padded", "packed"))
+        units = GSM8K[:7]
+        padded, packed = (gradients(module, (collate(units, layout=how), 1)) for how in ("padded", "packed"))
         assert torch.allclose(padded[0], packed[0], rtol=1e-12)
         assert (padded[1] - packed[1]).norm() < 1e-12 * padded[1].norm()
 
@@ -97,8 +97,8 @@ class TestPacked:
 
     def test_only_sequences_are_bound_to_the_models_length(self):
         model = build_tiny()
-        held = [Rollout(str(n), (1,) * 1500, 1) for n in range(2)]
-        inputs = collate(held, layout="packed").inputs
+        units = [Rollout(str(n), (1,) * 1500, 1) for n in range(2)]
+        inputs = collate(units, layout="packed").inputs
         assert model(inputs["input_ids"], position_ids=inputs["position_ids"]).shape[1] == 3000
         long = collate([SHORT, Rollout("x", (1,) * 2100, 1)], layout="packed").inputs
         with pytest.raises(ConfigError, match="sequence of 2100 tokens: max_length is 2048"):
@@ -137,7 +137,7 @@ class TestEither:
 
     @pytest.mark.parametrize("length", [0, 3])
     def test_a_prompt_that_is_none_is_refused_by_name_here_and_in_a_plan(self, layout, length):
-        """Longer than its sequence is what cutting the prompt alone leaves behind: its token count would be negative."""
+        """A prompt longer than its sequence is left behind by cutting the sequence alone: a negative token count."""
         wrong = Rollout("p", (1, 2), prompt_length=length)
         said = f"prompt 'p': prompt_length is {length}, must be from 1 to its 2 tokens"
         with pytest.raises(ConfigError, match=said):
@@ -226,26 +226,28 @@ class TestPairs:
                 else:
                     assert batch.inputs["segment_ids"].max() == 2 * len(batch.held) - 1
                 assert batch.rollouts == len(batch.held)
-                told = [[pair.chosen_logp, pair.rejected_logp] for pair in batch.held]
-                assert batch.inputs["reference_logps"].tolist() == told
+                given = [[pair.chosen_logp, pair.rejected_logp] for pair in batch.held]
+                assert batch.inputs["reference_logps"].tolist() == given
 
     @pytest.mark.parametrize("layout", ["padded", "packed"])
     @pytest.mark.parametrize("weight", ["token", "rollout"])
     def test_dpo_over_micro_batches_equals_the_whole_batch(self, layout, weight):
         """Token-weighted loss and margin, accuracy a mean over pairs: means of means would differ."""
-        held = pairs(20)
+        units = pairs(20)
         module = DirectPreference(build_tiny().double(), loss_weight=weight)
-        planned = plan(held, dp_world_size=1, target=20, max_tokens=420, layout=layout)
+        planned = plan(units, dp_world_size=1, target=20, max_tokens=420, layout=layout)
         batches = [(b, b.tokens if weight == "token" else b.rollouts) for b in micro_batches(planned, 0)]
         assert len({count for _, count in batches}) > 1
         loss, gradient = gradients(module, *batches)
-        expected = gradients(module, (collate(held), 1))
+        expected = gradients(module, (collate(units), 1))
         assert torch.allclose(loss, expected[0], rtol=1e-12)
         assert (gradient - expected[1]).norm() < 1e-12 * expected[1].norm()
-        margins = {pair.prompt_id: m for pair, m in zip(held, module(**collate(held).inputs)[1].tolist(), strict=True)}
+        margins = {
+            pair.prompt_id: m for pair, m in zip(units, module(**collate(units).inputs)[1].tolist(), strict=True)
+        }
         for batch, _ in batches:
-            found = module(**batch.inputs)[1].tolist()
-            assert found == pytest.approx([margins[pair.prompt_id] for pair in batch.held], rel=1e-10)
+            margins_of_batch = module(**batch.inputs)[1].tolist()
+            assert margins_of_batch == pytest.approx([margins[pair.prompt_id] for pair in batch.held], rel=1e-10)
 
     def test_the_loss_is_the_formula(self):
         """One pair, beta 0.5, sums of log probabilities taken by hand."""

@@ -1,15 +1,15 @@
-"""Run DeepSpeed's own tests bare, through our wrapper, and through our wrapper with the key set.
+"""Run DeepSpeed's own tests bare, through ds_parity, and through ds_parity with the key set.
 
     python tools/run_upstream_tests.py ~/DeepSpeed                       # the usual selection, about 20 minutes
     python tools/run_upstream_tests.py ~/DeepSpeed unit/v1/zero          # these folders, files or tests of its tests/
     python tools/run_upstream_tests.py ~/DeepSpeed.git --at v0.19.5      # a bare repository, at a tag
 
-Three modes: `bare`; `plain`, where `deepspeed.initialize` is ours and the configuration as it was; `keyed`, where
-`gradient_accumulation_passes` is set to what the configuration means (gradient_accumulation_steps x data-parallel ranks).
-The tests of the checkout run against the DeepSpeed that is installed: only its tests/ folder is taken.
+Three modes: `bare`; `plain`, where `deepspeed.initialize` is ds_parity's and the configuration as it was; `keyed`,
+where `gradient_accumulation_passes` is set to what the configuration means (gradient_accumulation_steps x data-parallel
+ranks). The tests of the checkout run against the DeepSpeed that is installed: only its tests/ folder is taken.
 
-Exit code 0: what passes bare passes through the wrapper, or is refused by a message of ours, or expects what the key
-replaces (`DEFINED`); the last two with the key only. 1: a test ends otherwise. 2: bad input.
+Exit code 0: what passes bare passes through the wrapper, or is refused by an error of ds_parity, or expects what the
+key replaces (`DEFINED`); the last two with the key only. 1: a test ends otherwise. 2: bad input.
 """
 
 import argparse
@@ -58,19 +58,19 @@ MORE = (
     "unit/checkpoint",
     "unit/monitor",
 )
-OURS = "ds_parity.errors."
-# Tests whose expectation the key replaces: of these names, and off by just this. (name, what is said, why)
+REFUSAL = "ds_parity.errors."
+# Tests whose expectation the key replaces: (the pattern of their names, the message that they fail with, why).
 DEFINED = (
     (
         "unit/v1/zero/test_zero.py::TestGradientAllreduceOp::test[*-sum-2.0-*]",
         "Greatest relative difference: 0.5 ",
-        "gradient_allreduce_op sum on 2 ranks expects twice the mean; with the key a step is divided by its total, however "
-        "DeepSpeed adds gradients up",
+        "gradient_allreduce_op sum on 2 ranks expects twice the mean; with the key a step is divided by its total, "
+        "however DeepSpeed adds gradients up",
     ),
 )
 HANGS = ("no sign of life", "Test hanged")  # the second is DeepSpeed's own
 PATIENCE = 30  # seconds beyond the time that DeepSpeed gives a test itself
-# Ranks compile these at their first use; killed while they do, they leave a lock that later ones wait for for ever.
+# Ranks compile these at first use. If they are killed while they do, later ranks wait for their lock for ever.
 BUILD_OPS = """
 from deepspeed.accelerator import get_accelerator
 for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
@@ -104,7 +104,7 @@ class Report:
 def main() -> int:
     """Parse, run, print; return the exit code."""
     given = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the ranks of a test must not outlive us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the ranks of a test must not outlive this process
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch:
         try:
             tests = take_tests(given.source, given.at, Path(scratch))
@@ -124,7 +124,7 @@ def main() -> int:
 
 
 def take_tests(source: Path, at: str, scratch: Path) -> Path:
-    """Copy tests/ of a checkout or a bare repository, without the package beside it, which would hide the installed one."""
+    """Copy tests/ of a checkout or a bare repository; the package beside it would hide the installed one."""
     if (source / "tests" / "unit").is_dir():
         shutil.copytree(source / "tests", scratch / "tests")
     else:
@@ -142,17 +142,17 @@ def run(tests: Path, given: argparse.Namespace, files: list[str]) -> Report:
     subprocess.run([sys.executable, "-c", BUILD_OPS], env={**SURROUNDINGS, **os.environ}, check=True)
     given.json.parent.mkdir(parents=True, exist_ok=True)
     for file in files:
-        held: dict[str, dict[str, Outcome]] = {}
+        by_test: dict[str, dict[str, Outcome]] = {}
         for mode in given.modes:
             started = time.monotonic()
-            found = run_file(tests, [file], mode, given.timeout)
-            for test, outcome in found.items():
-                held.setdefault(test, {})[mode] = outcome
-            print(f"{file} {mode}: {_counts(found.values())}, {time.monotonic() - started:.0f} s", flush=True)
-        report.outcomes.update(held)
+            of_mode = run_file(tests, [file], mode, given.timeout)
+            for test, outcome in of_mode.items():
+                by_test.setdefault(test, {})[mode] = outcome
+            print(f"{file} {mode}: {_counts(of_mode.values())}, {time.monotonic() - started:.0f} s", flush=True)
+        report.outcomes.update(by_test)
         for mode in given.modes[1:]:
-            _repeat(report, held, tests, mode, given.timeout)
-            for test, outcomes in held.items():
+            _repeat(report, by_test, tests, mode, given.timeout)
+            for test, outcomes in by_test.items():
                 _classify(report, test, mode, outcomes)
         given.json.write_text(json.dumps(asdict(report), indent=1))
     return report
@@ -160,24 +160,24 @@ def run(tests: Path, given: argparse.Namespace, files: list[str]) -> Report:
 
 def run_file(tests: Path, ids: list[str], mode: str, timeout: float) -> dict[str, Outcome]:
     """Run tests in one pytest; where it crashes or hangs, the rest goes on in another one."""
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     while ids:
         lines, ended = _pytest(tests, ids, mode, timeout)
         seen = _outcomes(lines)
-        found.update(seen)
+        outcomes.update(seen)
         collected = next((line["collected"] for line in lines if "collected" in line), None)
         if collected is None:
             if not seen:
-                found[ids[0]] = Outcome("error", ended)
+                outcomes[ids[0]] = Outcome("error", ended)
             break
-        ids = [test for test in collected if test not in found]
+        ids = [test for test in collected if test not in outcomes]
         started = [line["started"] for line in lines if "started" in line and line["started"] in ids]
         if ids:
-            found[started[-1] if started else ids[0]] = Outcome(
+            outcomes[started[-1] if started else ids[0]] = Outcome(
                 "hung" if any(sign in ended for sign in HANGS) else "crashed", ended
             )
-            ids = [test for test in ids if test not in found]
-    return found
+            ids = [test for test in ids if test not in outcomes]
+    return outcomes
 
 
 def _pytest(tests: Path, ids: list[str], mode: str, timeout: float) -> tuple[list[dict], str]:
@@ -235,30 +235,30 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _outcomes(lines: list[dict]) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     done = {line["test"] for line in lines if line.get("when") in ("teardown", "collect")}
     for line in lines:
         if line.get("test") not in done:
             continue
-        outcome = found.setdefault(line["test"], Outcome("passed"))
+        outcome = outcomes.setdefault(line["test"], Outcome("passed"))
         outcome.seconds += line.get("seconds", 0.0)
         if line["outcome"] == "failed" and outcome.status != "failed":
             outcome.status, outcome.message = "failed" if line["when"] == "call" else "error", line["message"]
         elif line["outcome"] == "skipped":
             outcome.status, outcome.message = "skipped", line["message"]
-    return found
+    return outcomes
 
 
-def _repeat(report: Report, held: dict[str, dict[str, Outcome]], tests: Path, mode: str, timeout: float) -> None:
+def _repeat(report: Report, by_test: dict[str, dict[str, Outcome]], tests: Path, mode: str, timeout: float) -> None:
     # A port that is taken or a machine that is busy fails a test too: what differs is run once more before it counts.
-    again = [test for test, outcomes in held.items() if _worse(outcomes, mode) and not _ours(outcomes[mode])]
+    again = [test for test, outcomes in by_test.items() if _worse(outcomes, mode) and not _is_refusal(outcomes[mode])]
     if not again:
         return
     for test, outcome in run_file(tests, again, mode, timeout).items():
-        first = held.setdefault(test, {}).get(mode, Outcome())
+        first = by_test.setdefault(test, {}).get(mode, Outcome())
         if outcome.status != first.status:
             report.unsteady.append(f"{mode} {test}: {first.status}, then {outcome.status}")
-        held[test][mode] = outcome
+        by_test[test][mode] = outcome
 
 
 def _classify(report: Report, test: str, mode: str, outcomes: dict[str, Outcome]) -> None:
@@ -266,8 +266,8 @@ def _classify(report: Report, test: str, mode: str, outcomes: dict[str, Outcome]
         return
     outcome = outcomes[mode]
     where = f"{mode} {test}"
-    if mode == "keyed" and _ours(outcome):
-        report.refused[where] = outcome.message.partition(OURS)[2]
+    if mode == "keyed" and _is_refusal(outcome):
+        report.refused[where] = outcome.message.partition(REFUSAL)[2]
     elif mode == "keyed" and (why := _defined(test, outcome)):
         report.defined[where] = why
     else:
@@ -281,14 +281,14 @@ def _worse(outcomes: dict[str, Outcome], mode: str) -> bool:
 
 def _defined(test: str, outcome: Outcome) -> str:
     # Brackets in a test's name are its own, not a pattern's.
-    for name, said, why in DEFINED:
-        if fnmatchcase(test, name.replace("[", "[[]")) and said in outcome.message:
+    for name, message, why in DEFINED:
+        if fnmatchcase(test, name.replace("[", "[[]")) and message in outcome.message:
             return why
     return ""
 
 
-def _ours(outcome: Outcome) -> bool:
-    return OURS in outcome.message
+def _is_refusal(outcome: Outcome) -> bool:
+    return REFUSAL in outcome.message
 
 
 def _counts(outcomes: object) -> str:
@@ -304,17 +304,17 @@ def print_report(report: Report, modes: list[str]) -> None:
         print(" ".join(f"{outcomes.get(mode, Outcome()).status:8}" for mode in modes), test)
         files.setdefault(test.partition("::")[0], []).append(outcomes)
     print("\n" + ", ".join(f"{name} {number}" for name, number in report.versions.items()))
-    for file, held in files.items():
+    for file, tests in files.items():
         print(file)
         for mode in modes:
-            print(f"    {mode:6} {_counts(outcomes.get(mode, Outcome()) for outcomes in held)}")
-    _print_class("departs on purpose (our message says why)", report.refused)
+            print(f"    {mode:6} {_counts(outcomes.get(mode, Outcome()) for outcomes in tests)}")
+    _print_class("departs on purpose (the message of ds_parity says why)", report.refused)
     _print_class("departs by definition", report.defined)
     _print_class("DIFFERS", report.differs)
     if report.unsteady:
         print("\nended otherwise when run again:", *report.unsteady, sep="\n    ")
     verdict = f"FAIL: {len(report.differs)} outcomes differ" if report.differs else "PASS: what passes bare passes"
-    print(f"\n{verdict}; {len(report.refused)} refused by us, {len(report.defined)} by definition")
+    print(f"\n{verdict}; {len(report.refused)} refused by ds_parity, {len(report.defined)} by definition")
 
 
 def _print_class(title: str, tests: dict[str, str]) -> None:
@@ -323,8 +323,8 @@ def _print_class(title: str, tests: dict[str, str]) -> None:
     reasons: dict[str, list[str]] = {}
     for test, reason in tests.items():
         reasons.setdefault(reason, []).append(test)
-    for reason, held in reasons.items():
-        print(f"  {reason[-600:].strip()}", *held, sep="\n      ")
+    for reason, names in reasons.items():
+        print(f"  {reason[-600:].strip()}", *names, sep="\n      ")
 
 
 def _files(tests: Path, paths: list[str]) -> list[str]:

@@ -29,8 +29,8 @@ def main(args: argparse.Namespace) -> None:
     engine, *_ = ds_parity.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
     run, target = Run(engine, args), engine.window.target
     while engine.window.index < args.steps and not engine.stopping:
-        # A round: rollouts are sampled from the policy as it stands, then trained on. A sampler goes in place of `drawn`;
-        # it must keep the rollouts of a round until the round has ended, for a run that is resumed inside it.
+        # A round: rollouts are sampled from the policy as it stands, then trained on. A sampler goes in place of
+        # `drawn`; it must keep the rollouts of a round until the round has ended, for a run that is resumed inside it.
         number, done = divmod(engine.window.index, STEPS_A_ROUND)
         steps = min(STEPS_A_ROUND, args.steps - number * STEPS_A_ROUND)
         rollouts = drawn(prompts, args.seed, number * STEPS_A_ROUND * target, steps * target)

@@ -56,13 +56,13 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], Settings]:
-    """Return the configuration with a trace and a monitor put in, and ds_parity's keys of it."""
+    """Return the configuration with a trace and a monitor added, and the settings that it contains."""
     config = load_config(args.deepspeed_config)
     settings = parse(config)
     if settings is None or settings.count != "rollout":
         raise ds_parity.ConfigError(
-            f"{args.deepspeed_config}: this script cuts its data into steps by rollouts; set gradient_accumulation_passes, "
-            "and leave ds_parity.count at 'rollout'"
+            f"{args.deepspeed_config}: this script cuts its data into steps by rollouts; set "
+            "gradient_accumulation_passes, and leave ds_parity.count at 'rollout'"
         )
     config["ds_parity"] = {"trace": str(args.output / "trace.jsonl")} | config.get("ds_parity", {})
     if args.monitor != "none":
@@ -71,9 +71,10 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], Settings]:
 
 
 def drawn(groups: Sequence[Sequence[Unit]], seed: int, start: int, count: int) -> list[Unit]:
-    """Return units `start` to `start + count` of an endless stream: every epoch all groups once, in an order of its own.
+    """Return units `start` to `start + count` of an endless stream, which has all groups once in every epoch.
 
-    What a step trains on follows from its number, so a resumed run needs no other place in the data.
+    Every epoch has an order of its own. What a step trains on follows from its number, so a resumed run needs to know
+    no other position in the data.
     """
     size = sum(map(len, groups))
     if not size:
@@ -115,7 +116,7 @@ class Run:
             self._save()
 
     def end(self) -> None:
-        """Save where the run ended, at its last step or at one where it was told to stop, and say how far it came."""
+        """Save where the run ended, at its last step or where it was asked to stop, and print how far it came."""
         step = self.engine.window.index
         if step != self._saved:
             self._save()
@@ -125,14 +126,15 @@ class Run:
         if not self.args.resume:
             if (self._folder / "latest").exists():
                 raise ds_parity.ConfigError(
-                    f"{self._folder} holds checkpoints of another run: give --resume to go on with it, or another --output"
+                    f"{self._folder} holds checkpoints of another run: give --resume to go on with it, or another "
+                    "--output"
                 )
             return
         path, state = self.engine.load_checkpoint(str(self._folder))
         if path is not None and state.get("run") != self._identity:
             raise ds_parity.ConfigError(
-                f"{path} was trained with {state.get('run')}, now it is {self._identity}: rollouts would be trained on twice, "
-                "or never; give what it was trained with, or another --output"
+                f"{path} was trained with {state.get('run')}, now it is {self._identity}: rollouts would be trained on "
+                "twice, or never; give what it was trained with, or another --output"
             )
 
     def _save(self) -> None:
@@ -145,7 +147,8 @@ class Run:
                 shutil.rmtree(saved[number], ignore_errors=True)
 
     def _seed_step(self) -> None:
-        # Dropout is drawn anew in every step: DeepSpeed's checkpoints keep no rank's generator but by the first's.
+        # DeepSpeed's checkpoints keep the random state of the first rank alone. So dropout is seeded for every step by
+        # its number and the rank: a resumed run draws what a run that was never killed would have drawn.
         torch.manual_seed((self.args.seed << 40) + (self.engine.window.index << 16) + dist.get_rank())
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -155,7 +158,7 @@ class Run:
 
 
 class Shown:
-    """Progress on the first rank: a bar on a terminal, a line a step elsewhere."""
+    """Progress on the first rank: a bar on a terminal, one line per step elsewhere."""
 
     def __init__(self, engine: ds_parity.ParityEngine, steps: int) -> None:
         self._engine, self._first = engine, dist.get_rank() == 0
@@ -186,7 +189,7 @@ class Shown:
             print(f"step {record.step}: {says}, {record.rollouts} rollouts in {record.passes} passes", flush=True)
 
     def end(self, says: str) -> None:
-        """Take the bar down, and say it."""
+        """Take the bar down, and print `says`."""
         self._bar.stop()
         if self._first:
             print(says, flush=True)

@@ -40,16 +40,15 @@ def figures(folder: Path) -> str:
         TraceError: a trace is not there, or can't be read.
     """
     rows = ["| written by hand | steps 1 to 3 | right, and ds_parity's | by hand | loss reported |", "|" + "---|" * 5]
-    for name, (said, quantity) in BY_HAND.items():
+    for name, (description, quantity) in BY_HAND.items():
         at = folder / known()[name].scenario
-        right, ours, wrong = (_steps(at / f"{engine}.jsonl") for engine in ("torch", "ds_parity", name))
-        shown = [_shown(steps, quantity) for steps in (right, ours, wrong)]
+        right, candidate, wrong = (_steps(at / f"{engine}.jsonl") for engine in ("torch", "ds_parity", name))
+        shown = [_shown(steps, quantity) for steps in (right, candidate, wrong)]
         if shown[0] != shown[1]:
             raise DsParityError(f"{name}: ds_parity came to {quantity} {shown[1]}, and {shown[0]} is right")
         same = [f"{step.loss:.3g}" for step in right] == [f"{step.loss:.3g}" for step in wrong]
-        rows.append(
-            f"| {said} (*{name}*) | {quantity} | {shown[0]} | **{shown[2]}** | {'the same' if same else 'another'} |"
-        )
+        loss = "the same" if same else "another"
+        rows.append(f"| {description} (*{name}*) | {quantity} | {shown[0]} | **{shown[2]}** | {loss} |")
     return "\n".join(rows) + "\n"
 
 
@@ -68,10 +67,10 @@ def put(readme: Path, part: str, text: str) -> None:
         DsParityError: the marks don't stand there once each.
     """
     begin, end = MARKS[part]
-    held = readme.read_text()
-    if held.count(begin) != 1 or held.count(end) != 1:
+    page = readme.read_text()
+    if page.count(begin) != 1 or page.count(end) != 1:
         raise DsParityError(f"{readme}: the marks {begin} and {end} must stand there once each")
-    before, rest = held.split(begin)
+    before, rest = page.split(begin)
     readme.write_text(f"{before}{begin}\n{text}{end}{rest.split(end)[1]}")
 
 

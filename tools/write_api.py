@@ -11,14 +11,20 @@ import griffe
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "api.md"
-# What is told of, in the order of reading: a title, a line about it, a module and names in it.
+# The chapters in the order of reading: a title, an introduction of one line, a module and names in it.
 CHAPTERS = {
     "Training": ("`import ds_parity`.", "ds_parity", "initialize ParityEngine install engine.install.Installation"),
     "Rollouts, plans and micro-batches": (
-        "`import ds_parity`; all but the tensors' makers (`collate`, `labels`, `micro_batches`, `to_device`) without torch.",
+        "`import ds_parity`; without torch, but for what makes tensors (`collate`, `labels`, `micro_batches`, "
+        "`to_device`).",
         "ds_parity",
         "Rollout PreferencePair by_turn group_advantages plan Plan planning.WindowPlan "
         "MicroBatch micro_batches collate labels to_device",
+    ),
+    "Losses": (
+        "`import ds_parity`. A loss is a module around a policy; the engine is given it as its model.",
+        "ds_parity",
+        "losses.PolicyGradient losses.DirectPreference",
     ),
     "Configurations": (
         "`from ds_parity.config import ...`, without torch. The keys are the README's table.",
@@ -40,16 +46,16 @@ CHAPTERS = {
         "ds_parity.trace.foreign",
         "read_any parse_maps",
     ),
-    "Losses and rollouts of the scripts": (
-        "What tools/train_grpo.py and tools/train_dpo.py put on a model, and train it on.",
+    "Models and rollouts of the training scripts": (
+        "What tools/train_grpo.py and tools/train_dpo.py find their model and their rollouts with.",
         "ds_parity",
-        "losses.PolicyGradient losses.DirectPreference parity.data.rollouts.load_rollouts "
-        "parity.running.functions.resolve",
+        "parity.data.rollouts.load_rollouts parity.running.functions.resolve",
     ),
     "The harness": (
         "What `ds-parity` calls, and the fixture of the pytest plugin.",
         "ds_parity",
-        "pytest_plugin.ds_parity_verify parity.verification.verify.verify parity.verification.verify.Verification parity.verification.verify.Outcome "
+        "pytest_plugin.ds_parity_verify parity.verification.verify.verify "
+        "parity.verification.verify.Verification parity.verification.verify.Outcome "
         "parity.comparison.compare.compare parity.comparison.bounds.Tier parity.comparison.fields.Comparison "
         "parity.diagnosis.diagnose.diagnose parity.comparison.fields.Difference parity.verification.verify.LeftOut "
         "parity.diagnosis.causes.Cause parity.probe.start.probe_config parity.probe.decomposition.ProbeResult",
@@ -74,44 +80,47 @@ def reference() -> str:
     parts = [
         "# API reference\n\nMade from the docstrings by `make api`; what isn't here is not for users, and may change."
     ]
-    for title, (said, module, names) in CHAPTERS.items():
-        parts.append(f"## {title}\n\n{said}")
+    for title, (introduction, module, names) in CHAPTERS.items():
+        parts.append(f"## {title}\n\n{introduction}")
         for name in names.split():
             path = f"{module}.{name}"
-            found = _target(package[path.removeprefix("ds_parity.")])
-            if isinstance(found, griffe.Module):
+            entity = _target(package[path.removeprefix("ds_parity.")])
+            if isinstance(entity, griffe.Module):
                 raise ValueError(f"{path} is a module: name what is in it")
-            parts += _told(found, "###", path.rsplit(".", 1)[1] if said.startswith("`from") else path)
+            # What is imported from a module is shown by its own name, what is an attribute of the package by its path.
+            shown = path.rsplit(".", 1)[1] if introduction.startswith("`from") else path
+            parts += _described(entity, "###", shown)
     return "\n\n".join(parts) + "\n"
 
 
-def _target(found: griffe.Object | griffe.Alias) -> griffe.Object:
-    return found.final_target if isinstance(found, griffe.Alias) else found
+def _target(entity: griffe.Object | griffe.Alias) -> griffe.Object:
+    """Return what an imported name stands for."""
+    return entity.final_target if isinstance(entity, griffe.Alias) else entity
 
 
-def _told(found: griffe.Object, level: str, name: str) -> Iterator[str]:
+def _described(entity: griffe.Object, level: str, name: str) -> Iterator[str]:
     yield f"{level} `{name}`"
-    made_by = found if isinstance(found, griffe.Function) else _constructor(found)
-    if made_by is not None:
-        yield _signature(made_by, name)
-    elif isinstance(found, griffe.Attribute) and found.annotation is not None:
-        yield f"A property: `{found.annotation}`."
-    yield from _docstring(found)
-    if isinstance(found, griffe.Class):
-        if any("Enum" in str(base) for base in found.bases):
-            values = [f"`{member.name} = {member.value}`" for member in found.members.values() if member.is_attribute]
+    maker = entity if isinstance(entity, griffe.Function) else _constructor(entity)
+    if maker is not None:
+        yield _signature(maker, name)
+    elif isinstance(entity, griffe.Attribute) and entity.annotation is not None:
+        yield f"A property: `{entity.annotation}`."
+    yield from _docstring(entity)
+    if isinstance(entity, griffe.Class):
+        if any("Enum" in str(base) for base in entity.bases):
+            values = [f"`{member.name} = {member.value}`" for member in entity.members.values() if member.is_attribute]
             yield "Its members: " + ", ".join(values) + "."
-        for member in found.members.values():
+        for member in entity.members.values():
             if not member.is_alias and member.is_public and member.has_docstring and member.name != "__init__":
-                yield from _told(_target(member), level + "#", f"{name.rsplit('.', 1)[-1]}.{member.name}")
+                yield from _described(_target(member), level + "#", f"{name.rsplit('.', 1)[-1]}.{member.name}")
 
 
-def _constructor(found: griffe.Object) -> griffe.Function | None:
-    """What makes an object that users make: a dataclass, or a class whose docstring tells of arguments."""
-    made_by = found.members.get("__init__")
-    told = found.docstring.parsed if found.docstring is not None else []
-    wanted = "dataclass" in found.labels or any(one.kind is griffe.DocstringSectionKind.parameters for one in told)
-    return made_by if wanted and isinstance(made_by, griffe.Function) else None
+def _constructor(entity: griffe.Object) -> griffe.Function | None:
+    """Return the `__init__` of what users make themselves: a dataclass, or a class whose docstring lists arguments."""
+    maker = entity.members.get("__init__")
+    sections = entity.docstring.parsed if entity.docstring is not None else []
+    wanted = "dataclass" in entity.labels or any(one.kind is griffe.DocstringSectionKind.parameters for one in sections)
+    return maker if wanted and isinstance(maker, griffe.Function) else None
 
 
 def _signature(function: griffe.Function, name: str) -> str:
@@ -138,10 +147,10 @@ def _parameters(function: griffe.Function) -> Iterator[str]:
         yield f"{stars.get(one.kind, '')}{one.name}{annotation}{default}"
 
 
-def _docstring(found: griffe.Object) -> Iterator[str]:
-    if found.docstring is None:
+def _docstring(entity: griffe.Object) -> Iterator[str]:
+    if entity.docstring is None:
         return
-    for section in found.docstring.parsed:
+    for section in entity.docstring.parsed:
         kind = section.kind
         if kind is griffe.DocstringSectionKind.text:
             yield section.value
@@ -154,12 +163,12 @@ def _docstring(found: griffe.Object) -> Iterator[str]:
             yield _listed(title, ((f"`{one.name}`", one.description) for one in section.value))
         else:
             raise ValueError(
-                f"{found.path}: a section of kind {kind.value!r} in its docstring, which this doesn't know"
+                f"{entity.path}: its docstring has a section of kind {kind.value!r}, which write_api.py does not know"
             )
 
 
 def _listed(title: str, entries: Iterator[tuple[str, str]]) -> str:
-    return "\n".join([f"**{title}:**\n", *(f"- {name}: {_line(said)}" for name, said in entries)])
+    return "\n".join([f"**{title}:**\n", *(f"- {name}: {_line(text)}" for name, text in entries)])
 
 
 def _line(text: str) -> str:
@@ -167,7 +176,7 @@ def _line(text: str) -> str:
 
 
 def main() -> int:
-    """Write the file, say so."""
+    """Write the file, and print its length."""
     API.write_text(reference())
     print(f"{API.relative_to(ROOT)}: {len(API.read_text().splitlines())} lines")
     return 0

@@ -49,7 +49,7 @@ def refuse(faults: Iterable[Fault]) -> None:
 
 
 def show(value: Any, limit: int = 120) -> str:
-    """`value` as it would stand in a JSON file, shortened to `limit` characters; never raises."""
+    """Return `value` as it would be written in a JSON file, shortened to `limit` characters; never raise."""
     try:
         text = json.dumps(value, default=repr)
     except Exception:  # a repr may raise anything, and a message about a bad value must still come out
@@ -58,7 +58,7 @@ def show(value: Any, limit: int = 120) -> str:
 
 
 def nearest(word: Any, options: Collection[str], cutoff: float = 0.8) -> str | None:
-    """The option that `word` most probably was meant to be, whatever its case and hyphens; None where none is close."""
+    """Return the option that `word` was most probably meant to be, in any case, hyphens or not; None if none is."""
     if not isinstance(word, str):
         return None
     matches = difflib.get_close_matches(word.lower().replace("-", "_"), options, n=1, cutoff=cutoff)

@@ -1,4 +1,4 @@
-"""Reading a configuration as DeepSpeed does, with every fault a ConfigError that says where it is."""
+"""Reading a configuration as DeepSpeed does. Every fault is a ConfigError that says where it is."""
 
 import base64
 import math
@@ -17,7 +17,14 @@ _ACCEPTED = "give the path of a JSON file, a mapping, or urlsafe base64 of JSON"
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Read a configuration: the path of a JSON or HJSON file, a mapping (copied), or urlsafe base64 of JSON.
+    """Read a configuration as DeepSpeed reads it.
+
+    Args:
+        source: the path of a JSON or HJSON file, a mapping, or urlsafe base64 of a JSON object.
+
+    Returns:
+        A copy in plain dicts and lists. Whole reals in a text (5e8) are ints, as DeepSpeed reads them, but for those in
+        the extra keys, which stay reals and are refused later.
 
     Raises:
         ConfigError: a missing file, invalid JSON (with line and column), a duplicate key, or no object at the top.
@@ -37,7 +44,7 @@ def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     Not `copy.deepcopy`: DeepSpeed's dicts may hold process groups, which can't be copied.
 
     Raises:
-        ConfigError: the configuration holds itself, or is nested too deep.
+        ConfigError: the configuration contains itself, or is nested too deep.
     """
     try:
         return {key: _copied(value) for key, value in config.items()}
@@ -54,7 +61,7 @@ def _copied(value: Any) -> Any:
 
 
 def _base64_text(source: str) -> str | None:
-    """The JSON object in a base64 string; None where `source` must be a path."""
+    """Return the JSON object in a base64 string; None where `source` must be a path."""
     try:
         text = base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
@@ -76,7 +83,7 @@ def _read_file(path: str) -> str:
 
 
 class _Real:
-    """The text of a real number: hjson would turn 8.0 into 8 at once, and the extra keys refuse 8.0."""
+    """The text of a real number. hjson would turn 8.0 into 8 at once, but the extra keys refuse 8.0."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -110,7 +117,10 @@ def _read_text(text: str, name: str) -> dict[str, Any]:
         return {key: _settled(value, strict=key in (PASSES, SECTION)) for key, value in tree.items()}
     except hjson.HjsonDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"{name}, {where}: not valid JSON: {error.msg}; correct the file there") from None
+        what = error.msg.removesuffix(" %r at").removesuffix(" %r")  # hjson fills in the character after the wrong one
+        raise ConfigError(f"{name}, {where}: not valid JSON: {what}; correct the file there") from None
+    except IndexError:  # hjson looks for the end of a comment or of a ''' string past the end of the text
+        raise ConfigError(_never_ends(text, name)) from None
     except RecursionError:
         raise ConfigError(
             f"{name}: nested too deep to be read; a DeepSpeed configuration is a few levels deep"
@@ -121,13 +131,27 @@ def _read_text(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: not valid JSON: {error}; correct the file") from None
 
 
+def _never_ends(text: str, name: str) -> str:
+    """Return the message for a text with a comment or a ''' string whose end hjson did not find."""
+    comment = text.find("/*", max(0, text.rfind("*/") - 1))  # one back, since the two marks share the star in /*/
+    if comment >= 0:
+        at, rule, way_out = comment, "a comment begins there and never ends", "close it with */"
+    elif "\n" in text:
+        at, rule, way_out = text.rfind("'''"), "a ''' string begins there and never ends", "close it with '''"
+    else:
+        at, rule = text.find("'''"), "a ''' string begins there, which can't be read in a file of one line"
+        way_out = "write it in double quotes"
+    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+    return f"{name}, line {line}, column {column}: not valid JSON: {rule}; {way_out}"
+
+
 def _refuse_top_level(tree: Any, name: str) -> NoReturn:
     value = "a number" if isinstance(tree, _Real) else show(tree)
     raise ConfigError(f"{name} holds {value}: the top level must be an object; write {{...}} around the keys")
 
 
 def _number_faults(node: Any, path: str, name: str) -> Iterator[Fault]:
-    """Duplicate keys and numbers that are not finite, with their paths."""
+    """Yield a fault for each duplicate key and each number that is not finite."""
     if isinstance(node, _Pairs):
         for key in node.twice:
             rule = f"given more than once in {name}"
@@ -142,6 +166,7 @@ def _number_faults(node: Any, path: str, name: str) -> Iterator[Fault]:
 
 
 def _settled(node: Any, strict: bool) -> Any:
+    """Return the tree in plain dicts and numbers; where `strict`, whole reals stay reals."""
     if isinstance(node, _Pairs):
         return {key: _settled(value, strict) for key, value in node.items()}
     if isinstance(node, list):

@@ -26,8 +26,8 @@ _UNSUPPORTED: Final = {
         "set it to false",
     ),
     "zero_optimization.elastic_checkpoint": (
-        "its checkpoints forget the learning rates (and with torch's own Adam can't be loaded), so a run does not go on "
-        "where it was saved; other numbers of ranks they don't load on either",
+        "its checkpoints forget the learning rates (and with torch's own Adam can't be loaded), so a run does not go "
+        "on where it was saved; other numbers of ranks they don't load on either",
         "set it to false; universal checkpoints load on any number of ranks",
     ),
     "hybrid_engine.enabled": (
@@ -42,7 +42,7 @@ _FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
 
 @dataclass
 class _Reader:
-    """Reads values by dotted path. "auto" and absent read as the default; a wrong type adds a fault and does too."""
+    """Reads values by dotted path. "auto" and absent give the default; a wrong type adds a fault and gives it too."""
 
     config: Mapping[str, Any]
     faults: dict[str, Fault] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class _Reader:
         return value.lower()
 
     def stage(self) -> int | None:
-        """The ZeRO stage; None where nobody can tell yet."""
+        """Return the ZeRO stage; None where it is "auto" or wrong."""
         value = self.raw("zero_optimization.stage")
         if value is ABSENT:
             return None if self.config.get("zero_optimization") == AUTO else 0
@@ -102,19 +102,24 @@ class _Reader:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:
+    except OverflowError:  # an int beyond the greatest float
         return False
 
 
 def refusals(config: Mapping[str, Any]) -> list[Fault]:
-    """Every option of a DeepSpeed configuration that is refused, and every wrong type met on the way."""
+    """Return a fault for every option that is refused, and for every wrong type on the way.
+
+    Args:
+        config: an extended or a plain DeepSpeed configuration.
+    """
     if isinstance(zero := config.get("zero_optimization"), bool):  # DeepSpeed's old way to write stages 1 and 0
         config = {**config, "zero_optimization": {"stage": int(zero)}}
     reader = _Reader(config)
     stage = reader.stage()
     checks: tuple[Callable[[_Reader, int | None], Iterator[Fault]], ...] = (_precision, _reduction, _step, _switches)
-    found = [fault for check in checks for fault in check(reader, stage)]
-    return [*reader.faults.values(), *found]
+    refused = [fault for check in checks for fault in check(reader, stage)]
+    # A list comes first: the checks above add to reader.faults while they run.
+    return [*reader.faults.values(), *refused]
 
 
 def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:

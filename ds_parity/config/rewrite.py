@@ -50,9 +50,16 @@ class Rewrite:
 
 
 def rewrite(config: Mapping[str, Any], dp_world_size: int) -> Rewrite:
-    """Turn an extended configuration into a plain DeepSpeed one for `dp_world_size` ranks; the input is not touched.
+    """Turn an extended configuration into a plain DeepSpeed one; the input is not touched.
 
     Rewriting the output with the same extra keys gives the same output.
+
+    Args:
+        config: the extended configuration, as `load_config` reads it.
+        dp_world_size: the number of data-parallel ranks (>= 1).
+
+    Returns:
+        The plain configuration, every change with its reason, and the settings.
 
     Raises:
         ConfigError: a fault in the extra keys, no `gradient_accumulation_passes`, a batch size that contradicts it,
@@ -79,6 +86,8 @@ def rewrite(config: Mapping[str, Any], dp_world_size: int) -> Rewrite:
 
 @dataclass
 class _Draft:
+    """The configuration that is being rewritten, and the changes so far."""
+
     config: dict[str, Any]
     changes: list[Change] = field(default_factory=list)
 
@@ -113,11 +122,12 @@ class _Batch:
 
     @property
     def steps(self) -> int:
+        # Rounded up: DeepSpeed's own boundary, buffers and timers may come late, but never inside a window.
         return -(-self.passes // self.ranks)
 
     @property
-    def told(self) -> int | None:
-        """DeepSpeed's train_batch_size; None while the micro-batch size is "auto". May be greater than any count."""
+    def train_batch_size(self) -> int | None:
+        """What DeepSpeed is given; None while the micro-batch size is "auto". May be greater than any count."""
         micro = self.settings.train_micro_batch_size_per_gpu
         return micro * self.steps * self.ranks if isinstance(micro, int) else None
 
@@ -134,10 +144,10 @@ class _Batch:
         )
 
     def faults(self, config: Mapping[str, Any]) -> Iterator[Fault]:
-        """What contradicts the passes in a train_batch_size or gradient_accumulation_steps given beside them."""
+        """Yield what contradicts the passes in a train_batch_size or gradient_accumulation_steps beside them."""
         for key in (BATCH, STEPS):
             given = config.get(key)
-            if given in (None, AUTO) or (key == BATCH and type(given) is int and given == self.told):
+            if given in (None, AUTO) or (key == BATCH and type(given) is int and given == self.train_batch_size):
                 continue
             if not is_count(given):
                 yield Fault(key, given, f'{COUNT_RULE}, or "auto"', f"leave it out: {PASSES} decides it")
@@ -159,7 +169,10 @@ class _Batch:
             yield Fault(BATCH, given, rule, self._way_out(str(target)))
 
     def _way_out(self, right: str) -> str:
-        return f"write {right} (in the arguments of a Hugging Face Trainer or Accelerator too), or leave it out, or change {PASSES}"
+        return (
+            f"write {right} (in the arguments of a Hugging Face Trainer or Accelerator too), or leave it out, "
+            f"or change {PASSES}"
+        )
 
     def write(self, draft: _Draft) -> None:
         micro = self.settings.train_micro_batch_size_per_gpu
@@ -168,9 +181,9 @@ class _Batch:
                 if draft.config.get(key) == AUTO:
                     draft.keep(key, _AUTO_WHY)
             return
-        told = self.told
-        sum_why = f"{micro} a micro-batch x {self.steps} passes a rank x {self.ranks} data-parallel ranks = {told}"
+        batch = self.train_batch_size
+        batch_why = f"{micro} a micro-batch x {self.steps} passes a rank x {self.ranks} data-parallel ranks = {batch}"
         uneven = "" if self.passes % self.ranks == 0 else f"; {self.steps_why}"
         draft.set(MICRO, micro, f"{BATCH} / {PASSES} = {draft.config.get(BATCH)} / {self.passes} = {micro}")
         draft.set(STEPS, self.steps, self.steps_why)
-        draft.set(BATCH, told, sum_why + uneven)
+        draft.set(BATCH, batch, batch_why + uneven)

@@ -22,7 +22,7 @@ MAX_COUNT: Final = 2**31 - 1
 COUNT_RULE: Final = f"must be a whole number from 1 to {MAX_COUNT}"
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
-# DeepSpeed's own keys that read much like ours. A key that is closer to one of these is no misspelling of ours.
+# DeepSpeed's own keys that read much like ds_parity's. A key that is closer to one of these is no misspelling.
 _DEEPSPEED_NEIGHBOURS: Final = frozenset({STEPS, MICRO, BATCH, "managed_gradient_accumulation"})
 
 
@@ -33,8 +33,8 @@ class Settings(BaseModel):
 
     gradient_accumulation_passes: Count = Field(
         description="Times train_micro_batch_size_per_gpu it is the target: what one optimizer step consumes on all "
-        "data-parallel ranks together, in rollouts (or prompts: count). Where micro-batches hold more or less, passes are "
-        "fewer or more. Without this key ds_parity stands aside, and DeepSpeed's own engine is returned."
+        "data-parallel ranks together, in rollouts (or prompts: count). Where micro-batches hold more or less, passes "
+        "are fewer or more. Without this key ds_parity stands aside, and DeepSpeed's own engine is returned."
     )
     train_micro_batch_size_per_gpu: Count | Literal["auto"] = Field(
         description='DeepSpeed\'s key: rollouts in a micro-batch of one rank. "auto" where the Hugging Face Trainer '
@@ -112,12 +112,18 @@ _RULES: Final[Mapping[str, str]] = {
 
 
 def key_path(field: str) -> str:
-    """Where a field of `Settings` stands in the JSON, such as `ds_parity.overshoot`."""
+    """Return the path of a field of `Settings` in the JSON, such as `ds_parity.overshoot`."""
     return field if field in _TOP_LEVEL else f"{SECTION}.{field}"
 
 
 def parse(config: Mapping[str, Any]) -> Settings | None:
-    """Read the extra keys of a configuration; None where `gradient_accumulation_passes` is absent.
+    """Read the extra keys of a configuration.
+
+    Args:
+        config: an extended configuration, as `load_config` reads it.
+
+    Returns:
+        The settings; None where `gradient_accumulation_passes` is absent.
 
     Raises:
         ConfigError: one message for all faults of the extra keys, each with its path, value, rule and way out.
@@ -140,6 +146,7 @@ def is_count(value: Any) -> bool:
 
 
 def _misspelt(config: Mapping[str, Any]) -> list[Fault]:
+    """Return the keys that DeepSpeed would ignore in silence, though somebody meant one of ds_parity's."""
     own = {PASSES, SECTION}
     known = own | _DEEPSPEED_NEIGHBOURS
     faults = []
@@ -167,13 +174,13 @@ def _read(config: Mapping[str, Any], faults: list[Fault]) -> Settings:
     except ValidationError as error:
         wrong = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_input=False))
         refuse([*faults, *(_wrong(name, values[name]) for name in wrong)])
-        raise
+        raise  # not reached: pydantic names at least one field
     refuse(faults)
     return settings
 
 
 def _micro(config: Mapping[str, Any], faults: list[Fault]) -> Any:
-    """The micro-batch size as given, or worked out from train_batch_size; "auto" where a fault is added."""
+    """Return the micro-batch size as given, or computed from train_batch_size; "auto" where a fault is added."""
     if config.get(MICRO) is not None:
         return config[MICRO]
     passes, batch = config[PASSES], config.get(BATCH)

@@ -1,4 +1,4 @@
-"""Rollouts, the micro-batches that they are cut into, and the plan that cuts them. Light: no torch."""
+"""Rollouts, the micro-batches that are made of them, and the plan of which runs where. Without torch."""
 
 from ds_parity.planning.advantages import group_advantages
 from ds_parity.planning.planner import plan

@@ -1,4 +1,4 @@
-"""What a reward is worth beside those of its group (GRPO): over all that was asked of one prompt, wherever it was run."""
+"""Advantages: what a reward is worth beside the other rewards of its prompt (GRPO)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from ds_parity.errors import ConfigError
 
 
 def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *, by_std: bool = True) -> list[float]:
-    """Return, for each reward, (r - mean) / std over the rewards of the same prompt.
+    """Compute (reward - mean) / std for each reward, over the rewards of the same prompt.
 
-    Outcome supervision of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the population's standard
-    deviation and no epsilon; all 0 where a group's rewards are equal, a group of one included.
+    This is the outcome supervision of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the population's
+    standard deviation and no epsilon. Where all rewards of a group are equal, as in a group of one, advantages are 0.
 
     Args:
-        prompt_ids: (n,) what was asked, as a whole: rollouts of one prompt are a group wherever they stand.
+        prompt_ids: (n,) the prompt of each rollout; equal ones form a group, wherever they are in the list.
         rewards: (n,) finite numbers.
-        by_std: False: r - mean, as in Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2).
+        by_std: whether to divide by the standard deviation; without it the advantage is reward - mean, as in Dr. GRPO
+            (Liu et al. 2025, arXiv 2503.20783, section 3.2).
+
+    Returns:
+        (n,) advantages, in the order of the rewards.
 
     Raises:
         ConfigError: there are not as many rewards as prompts, or one is not finite.
@@ -32,7 +36,8 @@ def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *
     for prompt, reward in zip(prompt_ids, rewards, strict=True):
         if not math.isfinite(reward):
             raise ConfigError(
-                f"reward of prompt {prompt!r} is {reward}: it must be finite; leave the rollout out, or say what it earned"
+                f"reward of prompt {prompt!r} is {reward}: it must be finite; leave the rollout out, or say what it "
+                "earned"
             )
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompt_ids):

@@ -1,4 +1,4 @@
-"""What can be planned, and with what numbers; what can't is refused by its name."""
+"""Checks of what is to be planned: rollouts, numbers and choices that cannot be meant are refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ds_parity.errors import ConfigError
 from ds_parity.planning.rollout import PreferencePair, Rollout, Unit
 
-_MOST, _MOST_RANKS = 2**30, 2**20  # beyond these a number is a slip
+_MOST, _MOST_RANKS = 2**30, 2**20  # a greater number is a slip of the keyboard
 
 _CHOICES = {"count": ("rollout", "prompt"), "layout": ("packed", "padded"), "oversize": ("refuse", "own")}
 
@@ -20,7 +20,7 @@ def numbers(**values: Any) -> list[int]:
     """Return the numbers as plain ints.
 
     Raises:
-        ConfigError: one is not whole, or not from 1 to what can be meant.
+        ConfigError: one is not whole, or not from 1 to 2**30 (2**20 for ranks).
     """
     for name, value in values.items():
         number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
@@ -38,7 +38,9 @@ def check_choices(**values: str) -> None:
 
 
 def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
-    """Return (n,) tokens that each takes; padded, that it takes where no other in its micro-batch is longer.
+    """Return (n,) the tokens that each rollout or pair takes in a micro-batch.
+
+    In a padded micro-batch it takes these where no other row is longer: its rows times the longest of them.
 
     Raises:
         ConfigError: a rollout has no tokens or no prompt, a turn is there twice, or pairs and rollouts are mixed.
@@ -54,8 +56,8 @@ def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
     lengths = np.array(tokens, dtype=np.int64).reshape(len(rollouts), rows)
     for index in np.flatnonzero((lengths == 0).any(axis=1))[:1].tolist():
         raise ConfigError(
-            f"rollout {index} of prompt {rollouts[index].prompt_id!r} has no tokens: one that ended before its first token "
-            "still holds its prompt; leave it out, or give the prompt"
+            f"rollout {index} of prompt {rollouts[index].prompt_id!r} has no tokens: one that ended before its first "
+            "token still holds its prompt; leave it out, or give the prompt"
         )
     for unit in rollouts:
         for sequence in unit.sequences:
@@ -69,8 +71,9 @@ def check_prompt(sequence: Rollout) -> None:
     length = len(sequence.tokens)
     if not 1 <= sequence.prompt_length <= length:
         raise ConfigError(
-            f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {sequence.prompt_length}, must be from 1 to its "
-            f"{length} tokens; add a BOS where there is no prompt, and shorten prompt_length with a prompt that was cut"
+            f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {sequence.prompt_length}, must be from 1 to "
+            f"its {length} tokens; add a BOS where there is no prompt, and shorten prompt_length with a prompt that "
+            "was cut"
         )
 
 
@@ -83,19 +86,20 @@ def _check_repeated(rollouts: Sequence[Unit]) -> None:
         key = unit.prompt_id, unit.rollout_id, turn.prompt_length, turn.tokens
         if key in seen:
             raise ConfigError(
-                f"rollout {index} repeats a turn of rollout {unit.rollout_id!r} of prompt {unit.prompt_id!r}: turns of one "
-                "rollout count once together; give every rollout of a plan, of a second epoch too, a name of its own"
+                f"rollout {index} repeats a turn of rollout {unit.rollout_id!r} of prompt {unit.prompt_id!r}: turns of "
+                "one rollout count once together; give every rollout of a plan, of a second epoch too, a name of its "
+                "own"
             )
         seen.add(key)
 
 
 def check_lengths(rollouts: Sequence[Unit], lengths: np.ndarray, max_tokens: int, oversize: str) -> None:
-    """Raise ConfigError where one is longer than a micro-batch, and that is refused."""
+    """Raise ConfigError where a rollout is longer than `max_tokens` and `oversize` is "refuse"."""
     over = np.flatnonzero(lengths > max_tokens) if oversize == "refuse" else np.empty(0, dtype=np.int64)
     if len(over):
         worst = int(over[lengths[over].argmax()])
         raise ConfigError(
-            f"rollout {worst} of prompt {rollouts[worst].prompt_id!r} has {lengths[worst]} tokens, more than max_tokens = "
-            f"{max_tokens} ({len(over)} of {len(rollouts)} rollouts are too long): raise max_tokens to {lengths[worst]}, "
-            "shorten the rollouts, or give oversize='own' for a micro-batch of their own"
+            f"rollout {worst} of prompt {rollouts[worst].prompt_id!r} has {lengths[worst]} tokens, more than "
+            f"max_tokens = {max_tokens} ({len(over)} of {len(rollouts)} rollouts are too long): raise max_tokens to "
+            f"{lengths[worst]}, shorten the rollouts, or give oversize='own' for a micro-batch of their own"
         )

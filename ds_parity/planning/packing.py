@@ -1,9 +1,10 @@
-"""Packing one window: which rollouts share a micro-batch, in which pass, on which rank.
+"""Packing one window: which rollouts share a micro-batch.
 
-Few passes first, then ranks that wait little for each other. Best-fit decreasing (Johnson 1973, "Near-optimal bin packing
-algorithms") says how many passes are needed; longest-processing-time (Graham 1969, "Bounds on multiprocessing timing
-anomalies") levels the micro-batches, and exchanges between them find passes that it misses. Lengths are whole tokens, so
-equal ones are packed together: without exchanges a window costs about as much as sorting it.
+The aim is few passes first, then ranks that wait little for each other. Best-fit decreasing (Johnson 1973,
+"Near-optimal bin packing algorithms") says how many passes are needed. Longest-processing-time (Graham 1969, "Bounds on
+multiprocessing timing anomalies") levels the micro-batches, and exchanges between them save passes that it misses.
+Lengths are whole numbers of tokens, so items of one length are packed together: without exchanges a window costs about
+as much as sorting.
 """
 
 from __future__ import annotations
@@ -14,27 +15,29 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 
 Bins = np.ndarray
-"""(n,) int64: for each item the number of its bin, from 0 without a gap."""
+"""(n,) int64: for each item the number of its bin; bins are numbered from 0 without a gap."""
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Bins:
-    """Put each item, longest first, into the fullest bin that still holds it.
+    """Put each item, longest first, into the fullest bin that still has room for it.
 
     Args:
         lengths: (n,) whole numbers in [1, capacity].
-        capacity: of a bin (>= 1).
+        capacity: the capacity of a bin (>= 1).
     """
     order = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
     bins = np.empty(len(lengths), dtype=np.int64)
-    shelf, opened, at = _Shelf(), 0, 0
+    shelf, opened, at = _Shelf(), 0, 0  # at: how many items of `order` have their bin
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         after = at + count
         while at < after:
             ids, free = shelf.take(length)
             if not free:
+                # Open as many bins as the items of this length need; -(-a // b) is a / b rounded up.
                 ids, free = np.arange(opened, opened - (-(after - at) // (capacity // length))), capacity
                 opened += len(ids)
+            # All these bins have the same room, so they take the same number of items: some full, one partly.
             each = free // length
             full, rest = divmod(min(after - at, each * len(ids)), each)
             chosen = np.repeat(ids[: full + 1], [*[each] * full, *[rest] * (len(ids) > full)])
@@ -47,19 +50,19 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Bins:
 
 
 def level(lengths: np.ndarray, bins: int) -> Bins:
-    """Put each item, longest first, into the bin that holds least.
+    """Put each item, longest first, into the bin with the smallest sum so far.
 
     Args:
         lengths: (n,) whole numbers.
-        bins: how many there are (1 to n).
+        bins: how many bins there are (1 to n).
     """
     order = np.argsort(-lengths, kind="stable")
     heap = [(int(length), number) for number, length in enumerate(lengths[order[:bins]])]
     heapify(heap)
     chosen = list(range(bins))
     for length in lengths[order[bins:]].tolist():
-        held, number = heap[0]
-        heapreplace(heap, (held + length, number))
+        load, number = heap[0]
+        heapreplace(heap, (load + length, number))
         chosen.append(number)
     result = np.empty(len(lengths), dtype=np.int64)
     result[order] = chosen
@@ -67,24 +70,25 @@ def level(lengths: np.ndarray, bins: int) -> Bins:
 
 
 def exchange(lengths: np.ndarray, bins: Bins, capacity: int) -> Bins:
-    """Swap items of the fullest bin for shorter ones of other bins until it holds no more than `capacity`, or none helps.
+    """Swap items of the fullest bin for shorter ones of other bins, until all fit or no swap helps.
 
     Args:
         lengths: (n,) whole numbers.
-        bins: what to begin with.
-        capacity: when to stop.
+        bins: the bins to begin with; they are not changed.
+        capacity: the greatest sum of a bin with which it fits.
     """
     result: Bins = bins.copy()
     loads = np.bincount(bins, lengths).astype(np.int64)
     while loads.max() > capacity:
         fullest = int(loads.argmax())
         own = np.flatnonzero(result == fullest)
-        # How much lighter the fullest bin gets by giving one item for another, or (last column) for nothing to the emptiest.
+        # How much lighter the fullest bin gets by giving one item for another, or (last column) for nothing to the
+        # emptiest bin.
         emptiest = int(loads.argmin())
         lighter = lengths[own, None] - np.append(lengths, 0)[None, :]
         other = np.append(loads[result], loads[emptiest])
         after = np.maximum(loads[fullest] - lighter, other[None, :] + lighter)
-        after[:, :-1][:, result == fullest] = loads[fullest]
+        after[:, :-1][:, result == fullest] = loads[fullest]  # a swap inside the fullest bin changes nothing
         give, take = np.unravel_index(after.argmin(), after.shape)
         if after[give, take] >= loads[fullest]:
             break
@@ -97,9 +101,14 @@ def exchange(lengths: np.ndarray, bins: Bins, capacity: int) -> Bins:
 
 
 def sorted_runs(lengths: np.ndarray, capacity: int) -> Bins:
-    """Cut the items, longest first, into runs whose count times their longest is at most `capacity`: padded micro-batches.
+    """Cut the items, longest first, into padded micro-batches: runs whose count times their longest fits.
 
-    No other choice needs fewer: the longest item's bin can be swapped, item by item, for the next longest.
+    No other choice needs fewer bins: in any other one, the items beside the longest can be exchanged, one by one, for
+    the next longest, and still fit.
+
+    Args:
+        lengths: (n,) whole numbers in [1, capacity].
+        capacity: the greatest count times longest (>= 1).
     """
     order = np.argsort(-lengths, kind="stable")
     return _numbered(order, _starts(lengths[order], capacity))
@@ -110,17 +119,18 @@ def level_runs(lengths: np.ndarray, capacity: int, bins: int) -> Bins:
 
     Args:
         lengths: (n,) whole numbers.
-        capacity: with which `sorted_runs` needs no more.
-        bins: how many there may be.
+        capacity: one with which `sorted_runs` needs no more than `bins`.
+        bins: how many bins there may be.
     """
     order = np.argsort(-lengths, kind="stable")
     down = lengths[order]
+    # A smaller capacity never needs fewer runs, so the smallest one can be bisected.
     least = bisect_left(range(capacity), True, lo=int(down[0]), key=lambda c: len(_starts(down, c)) <= bins)
     return _numbered(order, _starts(down, least))
 
 
 def _starts(down: np.ndarray, capacity: int) -> list[int]:
-    # Where runs begin in lengths that go down.
+    """Return where runs begin in lengths that go down."""
     starts, at = [], 0
     while at < len(down):
         starts.append(at)
@@ -129,55 +139,59 @@ def _starts(down: np.ndarray, capacity: int) -> list[int]:
 
 
 def _numbered(order: np.ndarray, starts: list[int]) -> Bins:
+    """Return the run of each item, from the items in order and the places where runs begin."""
     result = np.empty(len(order), dtype=np.int64)
     result[order] = np.repeat(np.arange(len(starts)), np.diff([*starts, len(order)]))
     return result
 
 
 def fill(lengths: np.ndarray, bins: Bins, places: int) -> Bins:
-    """Split the fullest bins that hold several items in halves until there are `places` bins.
+    """Split the fullest bins of several items into halves until there are `places` bins.
 
     Args:
         lengths: (n,) whole numbers.
-        bins: what is split.
+        bins: the bins to begin with; they are not changed.
         places: how many bins are wanted (no more than n).
     """
     order = np.argsort(bins, kind="stable")
     used = int(bins.max()) + 1
-    held = np.split(order, np.searchsorted(bins[order], np.arange(1, used))) if places > used else []
-    heap = [(-int(lengths[items].sum()), number) for number, items in enumerate(held) if len(items) > 1]
+    contents = np.split(order, np.searchsorted(bins[order], np.arange(1, used))) if places > used else []
+    heap = [(-int(lengths[items].sum()), number) for number, items in enumerate(contents) if len(items) > 1]
     heapify(heap)
     result: Bins = bins.copy()
     for number in range(used, places):
         _, fullest = heappop(heap)
-        items = held[fullest]
+        items = contents[fullest]
         halves = level(lengths[items], 2)
-        held[fullest] = items[halves == 0]
-        held.append(items[halves == 1])
-        result[held[number]] = number
+        contents[fullest] = items[halves == 0]
+        contents.append(items[halves == 1])
+        result[contents[number]] = number
         for split in (fullest, number):
-            if len(held[split]) > 1:
-                heappush(heap, (-int(lengths[held[split]].sum()), split))
+            if len(contents[split]) > 1:
+                heappush(heap, (-int(lengths[contents[split]].sum()), split))
     return result
 
 
 class _Shelf:
-    """Open bins by what they still hold."""
+    """The open bins, by how much room they have left."""
 
     def __init__(self) -> None:
         self._bins: dict[int, np.ndarray] = {}
         self._sizes: list[int] = []
 
     def take(self, length: int) -> tuple[np.ndarray, int]:
-        """Take the bins that hold `length` most tightly, and what each holds; none and 0 where none does."""
-        found = bisect_left(self._sizes, length)
-        if found == len(self._sizes):
+        """Take the bins with the least room that `length` fits into, and return them with that room.
+
+        Where it fits into none, these are no bins and 0.
+        """
+        tightest = bisect_left(self._sizes, length)
+        if tightest == len(self._sizes):
             return np.empty(0, dtype=np.int64), 0
-        size = self._sizes.pop(found)
+        size = self._sizes.pop(tightest)
         return self._bins.pop(size), size
 
     def put(self, ids: np.ndarray, size: int) -> None:
-        """Put bins back; full ones are done with."""
+        """Put bins with `size` room back; full ones are not kept."""
         if not len(ids) or not size:
             return
         if size not in self._bins:

@@ -1,8 +1,8 @@
-"""Rollouts to windows, and windows to micro-batches on ranks: who runs what in which pass, before anything is run.
+"""From rollouts to windows, and from windows to micro-batches on ranks, before anything runs.
 
-Windows are cut first, by the order of arrival alone: they, their boundaries and the LR are the same for any number of ranks
-and any `max_tokens`. What lies inside a window is packed (`packing.py`): as few passes as are found, then little waiting in
-each, then ranks that do alike in all.
+Windows are cut first, by the order of arrival alone. So they, their boundaries and the LR are the same for any number
+of ranks and any `max_tokens`. The contents of a window are packed then (`packing.py`): into as few passes as can be
+reached, with little waiting in each pass, and with about the same work for every rank over all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_parity.planning.rollout import Unit
 Count = Literal["rollout", "prompt"]
 Oversize = Literal["refuse", "own"]
 
-# In larger windows best-fit decreasing comes to the lower bound by itself, and a search takes longer than it saves.
+# In larger windows best-fit decreasing reaches the lower bound by itself, and a search takes longer than it saves.
 _SEARCHED = 4096
 
 
@@ -35,10 +35,10 @@ def plan(
     layout: Layout = "packed",
     oversize: Oversize = "refuse",
 ) -> Plan:
-    """Plan the optimizer steps of rollouts; the same for the same arguments.
+    """Plan the optimizer steps of rollouts. The same arguments always give the same plan.
 
     Args:
-        rollouts: in the order of arrival: whole ones, turns of them (`by_turn`), or preference pairs.
+        rollouts: in the order of arrival: whole rollouts, turns of them (`by_turn`), or preference pairs.
         dp_world_size: data-parallel ranks (>= 1).
         target: rollouts (pairs, where these are given), or with `count: prompt` prompts, that close a window (>= 1).
         max_tokens: the most tokens in a micro-batch (>= 1): their sum where it is packed, rows x longest where padded.
@@ -47,7 +47,7 @@ def plan(
         oversize: a rollout of more than `max_tokens` is refused, or gets a micro-batch of its `own`.
 
     Raises:
-        ConfigError: a number or a choice is none of these, a rollout is empty, or longer than `max_tokens`.
+        ConfigError: a number or a choice is none of these, or a rollout is empty or longer than `max_tokens`.
     """
     rollouts = list(rollouts)
     dp_world_size, target, max_tokens = numbers(dp_world_size=dp_world_size, target=target, max_tokens=max_tokens)
@@ -66,6 +66,7 @@ def _windows(rollouts: Sequence[Unit], target: int, count: Count) -> tuple[np.nd
     """Return the rollouts' indices in the order of their windows, and where each full window ends."""
     if count == "rollout" and all(rollout.rollout_id is None for rollout in rollouts):
         return np.arange(len(rollouts)), list(range(target, len(rollouts) + 1, target))
+    # A rollout of several turns, or a prompt, enters a window where its last sequence arrives.
     keys = [r.prompt_id if count == "prompt" else rollout_key(r, index) for index, r in enumerate(rollouts)]
     complete = {key: index for index, key in enumerate(keys)}
     number = {key: place for place, key in enumerate(sorted(complete, key=complete.__getitem__))}
@@ -74,8 +75,9 @@ def _windows(rollouts: Sequence[Unit], target: int, count: Count) -> tuple[np.nd
     return np.argsort(places, kind="stable"), after[target - 1 :: target].tolist()
 
 
-def _packed(held: np.ndarray, lengths: np.ndarray, ranks: int, max_tokens: int, layout: Layout) -> WindowPlan:
-    own = lengths[held]
+def _packed(window: np.ndarray, lengths: np.ndarray, ranks: int, max_tokens: int, layout: Layout) -> WindowPlan:
+    """Return the plan of one window, given as indices of rollouts."""
+    own = lengths[window]
     capped = np.minimum(own, max_tokens)  # a longer one fills a micro-batch by itself
     uniform = capped.min() == capped.max()
     bins = _slices(capped, ranks, max_tokens) if uniform else _bins(capped, ranks, max_tokens, layout)
@@ -86,11 +88,11 @@ def _packed(held: np.ndarray, lengths: np.ndarray, ranks: int, max_tokens: int, 
     grid[places] = sizes
     order = np.argsort(places[bins], kind="stable")
     ends = np.cumsum(np.bincount(places[bins], minlength=passes * ranks))
-    return WindowPlan(held[order], ends.reshape(passes, ranks), grid.reshape(passes, ranks))
+    return WindowPlan(window[order], ends.reshape(passes, ranks), grid.reshape(passes, ranks))
 
 
 def _slices(lengths: np.ndarray, ranks: int, max_tokens: int) -> np.ndarray:
-    """Return the bins of items of one length: slices in the order of arrival, like a fixed batch size's."""
+    """Return the bins of items of one length: slices in the order of arrival, as with a fixed batch size."""
     count = len(lengths)
     fewest = -(-count // (max_tokens // int(lengths[0])))
     places = min(-(-fewest // ranks) * ranks, count)
@@ -98,7 +100,7 @@ def _slices(lengths: np.ndarray, ranks: int, max_tokens: int) -> np.ndarray:
 
 
 def _bins(lengths: np.ndarray, ranks: int, max_tokens: int, layout: Layout) -> np.ndarray:
-    """Return the bin of each item: so few that they take few passes, as many as these have places for."""
+    """Return the bin of each item: few enough for few passes, and then as many as these passes have places for."""
     bins = sorted_runs(lengths, max_tokens) if layout == "padded" else best_fit(lengths, max_tokens)
     passes = -(-(int(bins.max()) + 1) // ranks)
     places = min(passes * ranks, len(lengths))
@@ -116,14 +118,15 @@ def _bins(lengths: np.ndarray, ranks: int, max_tokens: int, layout: Layout) -> n
 
 
 def _levelled(lengths: np.ndarray, bins: int, max_tokens: int) -> np.ndarray | None:
-    """Return items in bins of like size, None where one would be too full."""
-    found = level(lengths, bins)
+    """Return items in bins of about the same size, None where one would be too full."""
+    chosen = level(lengths, bins)
     if len(lengths) <= _SEARCHED:
-        found = exchange(lengths, found, max_tokens)
-    return found if np.bincount(found, lengths).max() <= max_tokens else None
+        chosen = exchange(lengths, chosen, max_tokens)
+    return chosen if np.bincount(chosen, lengths).max() <= max_tokens else None
 
 
 def _sizes(lengths: np.ndarray, bins: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return (bins,) the tokens that each micro-batch computes on, padding included."""
     if layout == "packed":
         return np.bincount(bins, lengths).astype(np.int64)
     longest = np.zeros(int(bins.max()) + 1, dtype=np.int64)
@@ -132,7 +135,11 @@ def _sizes(lengths: np.ndarray, bins: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def _places(sizes: np.ndarray, ranks: int) -> np.ndarray:
-    """Return pass * ranks + rank for each micro-batch: like beside like, and the largest to who has done least so far."""
+    """Return pass * ranks + rank for each micro-batch.
+
+    Micro-batches of similar size run in the same pass, and the largest of a pass goes to the rank with the least work
+    so far.
+    """
     order = np.argsort(-sizes, kind="stable")
     done = np.zeros(ranks, dtype=np.int64)
     places = np.empty(len(sizes), dtype=np.int64)

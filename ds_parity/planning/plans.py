@@ -1,4 +1,4 @@
-"""A plan: which rollouts are run in which pass on which rank, window by window, and what is known of it beforehand."""
+"""A plan: which rollouts run in which pass on which rank, window by window, and the counts that follow from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Layout = Literal["packed", "padded"]
 
 @dataclass(frozen=True, eq=False)
 class WindowPlan:
-    """One optimizer step.
+    """The plan of one window, that is of one optimizer step.
 
     Attributes:
         rollouts: (n,) indices into the plan's rollouts, pass by pass, in each rank by rank.
@@ -30,24 +30,28 @@ class WindowPlan:
 
     @property
     def passes(self) -> int:
-        """Forward and backward runs on every rank."""
+        """The number of passes (>= 1)."""
         return len(self.ends)
 
     @cached_property
     def idle_passes(self) -> int:
-        """Micro-batches without a rollout, over all ranks."""
+        """The number of micro-batches without a rollout, over all ranks."""
         return int((self.sizes == 0).sum())
 
     @cached_property
     def waited_tokens(self) -> int:
-        """What ranks could have computed while they waited for the longest micro-batch of each pass, in tokens."""
+        """The tokens that ranks could have computed while they waited for the longest micro-batch of each pass."""
         return int((self.sizes.max(axis=1, keepdims=True) - self.sizes).sum())
 
     def micro_batch(self, index: int, rank: int) -> np.ndarray:
-        """Return the rollouts of one rank in one pass, as indices; none in an idle pass.
+        """Return the rollouts of one rank in one pass, as indices into the plan's rollouts; none in an idle pass.
+
+        Args:
+            index: the number of the pass, from 0.
+            rank: the data-parallel rank, from 0.
 
         Raises:
-            IndexError: there is no such pass or rank (they count from 0).
+            IndexError: there is no such pass or rank.
         """
         if not (0 <= index < self.passes and 0 <= rank < self.ends.shape[1]):
             raise IndexError(
@@ -59,10 +63,10 @@ class WindowPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All windows.
+    """The plan of all windows.
 
     Attributes:
-        windows: in the order of arrival.
+        windows: the windows, in the order of arrival.
         left: indices of the rollouts at the end that fill no window.
         rollouts: (n,) what was planned, in the order of arrival; pairs and turns are one of these each.
         lengths: (n,) tokens of every rollout; padded, its rows times their longest.
@@ -81,24 +85,24 @@ class Plan:
 
     @property
     def passes(self) -> int:
-        """Passes of all windows."""
+        """The number of passes of all windows together."""
         return sum(window.passes for window in self.windows)
 
     @property
     def idle_passes(self) -> int:
-        """Idle passes of all ranks and windows."""
+        """The number of idle passes of all ranks and windows."""
         return sum(window.idle_passes for window in self.windows)
 
     def fewest_passes(self) -> int:
-        """Return a number of passes that no packing of the same windows can be below."""
+        """Return a lower bound: no packing of the same windows has fewer passes."""
         return sum(fewest_passes(self.lengths[w.rollouts], self.dp_world_size, self.max_tokens) for w in self.windows)
 
     @cached_property
     def counts(self) -> tuple[np.ndarray, ...]:
-        """For each window (passes, ranks, 3): rollouts and prompts that a micro-batch finishes, loss tokens that it holds.
+        """The counts of each window, (passes, ranks, 3): finished rollouts, finished prompts, and loss tokens.
 
-        A rollout of several turns, or a prompt, is finished where its last sequence is run: passes first, then ranks. So the
-        last pass of a window finishes something, and the window closes in it.
+        A rollout of several turns, or a prompt, is finished where its last sequence is run, in the order of passes and
+        then of ranks. So the last pass of a window finishes something, and the window closes in it.
         """
         run = np.concatenate([*[window.rollouts for window in self.windows], self.left]).tolist()
         units = self.rollouts
@@ -109,24 +113,35 @@ class Plan:
         return tuple(_summed(values[window.rollouts], window.ends) for window in self.windows)
 
     def of_rank(self, rank: int, first_window: int = 0) -> Iterator[np.ndarray]:
-        """Yield the micro-batches of one rank, pass by pass, as indices; from one window on."""
+        """Yield the micro-batches of one rank, pass by pass, as indices into the plan's rollouts.
+
+        Args:
+            rank: the data-parallel rank, from 0.
+            first_window: the window to begin with, from 0.
+        """
         for window in self.windows[first_window:]:
             for index in range(window.passes):
                 yield window.micro_batch(index, rank)
 
 
 def fewest_passes(lengths: np.ndarray, ranks: int, max_tokens: int) -> int:
-    """Return max(ceil(sum / max_tokens), lengths over half of it) / ranks, rounded up: no packing has fewer passes.
+    """Return a lower bound: no packing of these rollouts into micro-batches has fewer passes.
 
-    Two rollouts of more than half a micro-batch never share one (Martello and Toth 1990, "Knapsack Problems", 8.3.1).
+    There are at least sum / max_tokens micro-batches, rounded up, and at least as many as there are rollouts of more
+    than half a micro-batch, of which no two share one (Martello and Toth 1990, "Knapsack Problems", 8.3.1).
+
+    Args:
+        lengths: (n,) tokens of each rollout.
+        ranks: data-parallel ranks (>= 1).
+        max_tokens: the most tokens in a micro-batch (>= 1).
     """
-    held = np.minimum(lengths, max_tokens)
-    bins = max(-(-int(held.sum()) // max_tokens), int((2 * held > max_tokens).sum()))
+    capped = np.minimum(lengths, max_tokens)
+    bins = max(-(-int(capped.sum()) // max_tokens), int((2 * capped > max_tokens).sum()))
     return -(-bins // ranks)
 
 
 def rollout_key(rollout: Unit, index: int) -> Hashable:
-    """Return what turns of one rollout have in common; a name needs to be different in one prompt only."""
+    """Return what the turns of one rollout have in common. Names need to differ within one prompt only."""
     return index if rollout.rollout_id is None else (rollout.prompt_id, rollout.rollout_id)
 
 

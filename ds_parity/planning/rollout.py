@@ -1,4 +1,4 @@
-"""What a trainer holds: rollouts, pairs of them, and the micro-batches that they are cut into. None of them knows torch."""
+"""Rollouts, preference pairs, and the micro-batches that are made of them, without torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Rollout:
     """One sampled trajectory, the unit that a step is counted in; or one turn of it.
 
     Attributes:
-        prompt_id: what was asked; rollouts of one prompt form a group (GRPO).
+        prompt_id: the prompt, by its text or any name; rollouts of one prompt form a group (GRPO).
         tokens: token ids, prompt first and completion after it.
-        prompt_length: how many of `tokens` belong to the prompt; the rest carry the loss.
-        reward: what the completion earned.
-        advantage: what the reward is worth beside its group's (0 where all of a group earned alike).
-        rollout_id: the same for all turns of a trajectory that is trained on as a sequence a turn; they count as one
-            rollout, when the last of them has been run. None: this is a whole rollout.
+        prompt_length: how many of `tokens` belong to the prompt; the others carry the loss.
+        reward: the reward of the completion.
+        advantage: the reward beside those of its group (0 where all rewards of a group are equal).
+        rollout_id: the same for all turns of a trajectory that is trained on as one sequence per turn; they count as
+            one rollout, when the last of them has run. None: this is a whole rollout.
     """
 
     prompt_id: str
@@ -35,7 +35,7 @@ class Rollout:
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
-        """The rows that it takes in a micro-batch: itself."""
+        """The rows that it takes in a micro-batch: one, itself."""
         return (self,)
 
 
@@ -46,8 +46,8 @@ class PreferencePair:
     Attributes:
         chosen: the better answer.
         rejected: the worse one.
-        chosen_logp: what a reference policy gives the answer, the sum of its tokens' log probabilities.
-        rejected_logp: the same of the worse one.
+        chosen_logp: the log probability of the better answer under a reference policy: a sum over its tokens, in nats.
+        rejected_logp: the same of the worse answer.
     """
 
     chosen: Rollout
@@ -57,12 +57,12 @@ class PreferencePair:
 
     @property
     def prompt_id(self) -> str:
-        """What was asked."""
+        """The prompt of both answers."""
         return self.chosen.prompt_id
 
     @property
     def rollout_id(self) -> None:
-        """A pair is whole."""
+        """None: a pair is never one of several turns."""
         return
 
     @property
@@ -72,7 +72,7 @@ class PreferencePair:
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
-        """The rows that it takes in a micro-batch."""
+        """The rows that it takes in a micro-batch: chosen, then rejected."""
         return (self.chosen, self.rejected)
 
 
@@ -86,10 +86,10 @@ class MicroBatch:
 
     Attributes:
         inputs: keyword arguments of the forward.
-        rollouts: rollouts that it finishes (>= 0): all that it holds, but for turns that are not their rollout's last.
+        rollouts: rollouts that it finishes (>= 0): all of its own, but for turns that are not their rollout's last.
         prompts: prompts that it finishes (>= 0).
-        tokens: loss tokens held (>= 0).
-        held: what it was made of, row by row: ids, rewards and advantages of this micro-batch alone.
+        tokens: loss tokens in it (>= 0).
+        held: the rollouts or pairs that it was made of, row by row, with their ids, rewards and advantages.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -100,5 +100,5 @@ class MicroBatch:
 
     @property
     def idle(self) -> bool:
-        """Whether it is an idle pass's: it finishes no rollout, and holds no loss token of one."""
+        """Whether it is that of an idle pass: it finishes no rollout, and has no loss token of one."""
         return not self.rollouts and not self.tokens

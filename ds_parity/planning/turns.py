@@ -1,4 +1,4 @@
-"""Step-wise training: a trajectory of several turns as one sequence a turn."""
+"""Step-wise training: a trajectory of several turns as one sequence per turn."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ds_parity.planning.rollout import Rollout
 
 
 def by_turn(rollout: Rollout, turns: Sequence[tuple[int, int]], rollout_id: str) -> tuple[Rollout, ...]:
-    """Return one sequence a turn: all that came before it is its prompt, and only the turn carries the loss.
+    """Return one sequence per turn: all that came before it is its prompt, and only the turn carries the loss.
 
-    Where the turns cover the completion, each loss token is scored once, after the same tokens as in the whole trajectory.
+    Where the turns cover the completion, each loss token is scored once, after the same tokens as in the whole
+    trajectory.
 
     Args:
         rollout: the trajectory.
         turns: (start, end) of what the policy wrote, in `rollout.tokens`: from its prompt on, rising, none empty. What
             lies between two turns (a tool's reply) is context of the later one.
-        rollout_id: by which the turns know each other; different for every rollout of a prompt.
+        rollout_id: the name that the turns have in common; different for every rollout of a prompt.
 
     Raises:
         ConfigError: `turns` are none of these.

@@ -1,4 +1,4 @@
-"""Configurations that went wrong: those that people write, with a few mutations each, and what is held against them."""
+"""Configurations that went wrong: those that people write, with a few mutations each, and what must come of them."""
 
 import copy
 import math
@@ -22,9 +22,9 @@ RANKS = (1, 2, 3, 4, 8, 1024)
 # Values that somebody wrote where something else belongs, or that come from another program.
 NUMBERS = [0, 1, -1, 2, 7, 2**31 - 1, 2**31, 10**400, 0.0, 0.5, -0.0, 1e-300, 1e308, 8.0, math.inf, math.nan]
 WORDS = ["", "auto", "Auto", "none", "8", "1e5", "true", "fp16", "fp32", "torch.float16", "sum", "\x00", "ü" * 300]
-HELD = [[], {}, [1], {"enabled": True}, {"enabled": "auto"}, {"stage": 3}, [[[]]], (1, 2), b"8", {1, 2}, object, 3 + 4j]
-STRANGE = [None, True, False, *NUMBERS, *WORDS, *HELD]
-# Keys of DeepSpeed, and of ours, that may be put anywhere; and what is no key.
+REST = [[], {}, [1], {"enabled": True}, {"enabled": "auto"}, {"stage": 3}, [[[]]], (1, 2), b"8", {1, 2}, object, 3 + 4j]
+STRANGE = [None, True, False, *NUMBERS, *WORDS, *REST]
+# Keys of DeepSpeed, and of ds_parity, that may be put anywhere; and what is no key.
 KEYS = [
     *(PASSES, SECTION, MICRO, BATCH, STEPS, "gradient_acumulation_passes", "ds-parity", "count", "trace", "lookahead"),
     *("gradient_clipping", "fp16", "bf16", "bfloat16", "zero_optimization", "stage", "enabled", "elasticity"),
@@ -45,12 +45,12 @@ KEYS = [
 
 def sections(config):
     """Every mapping in a configuration, with its path."""
-    found, waiting = [], [((), config)]
+    mappings, waiting = [], [((), config)]
     while waiting:
         path, node = waiting.pop()
-        found.append((path, node))
-        waiting += [((*path, key), held) for key, held in node.items() if isinstance(held, dict)]
-    return found
+        mappings.append((path, node))
+        waiting += [((*path, key), value) for key, value in node.items() if isinstance(value, dict)]
+    return mappings
 
 
 @dataclass
@@ -98,7 +98,7 @@ def _change(random, section):
 
 
 def _nudge(random, section):
-    numbers = [key for key, held in section.items() if isinstance(held, int | float) and abs(held) < 1e300]
+    numbers = [key for key, value in section.items() if isinstance(value, int | float) and abs(value) < 1e300]
     if not numbers:
         return []
     key = random.choice(sorted(numbers, key=str))
@@ -175,11 +175,11 @@ def filled_in(config):
     """A configuration whose batch is "auto", as the Hugging Face Trainer hands it on: with a micro-batch of 1."""
     if config.get(MICRO) != AUTO:
         return config
-    rest = {key: held for key, held in config.items() if key not in (BATCH, STEPS) or held != AUTO}
+    rest = {key: value for key, value in config.items() if key not in (BATCH, STEPS) or value != AUTO}
     return {**rest, MICRO: 1}
 
 
 def plain(config, ranks):
-    """The configuration that DeepSpeed would be given without us: no key of ours, and a batch that fits any number."""
-    ours = (PASSES, SECTION, MICRO, BATCH, STEPS)
-    return {**{key: held for key, held in config.items() if key not in ours}, BATCH: ranks}
+    """The configuration that DeepSpeed would get without ds_parity: none of its keys, a batch that fits any ranks."""
+    left_out = (PASSES, SECTION, MICRO, BATCH, STEPS)
+    return {**{key: value for key, value in config.items() if key not in left_out}, BATCH: ranks}

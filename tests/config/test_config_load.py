@@ -62,9 +62,9 @@ def test_reading_agrees_with_deepspeeds_own_reader(tmp_path):
 
     text = '{"a": 1.0, "b": -2.5e3, "c": [1e10, 0.1], "d": {"e": null, f: unquoted\n}, "g": true,}'
     path = str(write(tmp_path, text))
-    ours, theirs = load_config(path), load_ds_config(path)
-    assert ours == theirs
-    assert repr(ours) == repr(theirs)
+    own, deepspeeds = load_config(path), load_ds_config(path)
+    assert own == deepspeeds
+    assert repr(own) == repr(deepspeeds)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,15 @@ def test_reading_agrees_with_deepspeeds_own_reader(tmp_path):
         ('{"a": 1e400}', ["a = ", "1e400", "too large"]),
         ('{"a": ' + "1" * 5000 + "}", ["not valid JSON", "4300"]),
         ('{"a": ' * 5000, ["nested too deep"]),
+        ('{"a": "\x01"}', ["line 1, column 9", "not valid JSON: Invalid control character;"]),
+        (
+            '{"a": 1,\n /* why',
+            ["config.json, line 2, column 2", "not valid JSON", "a comment begins", "close it with */"],
+        ),
+        ('{"a": 1} /* why */ /* *', ["line 1, column 20", "a comment begins"]),
+        ("/*/", ["line 1, column 1", "a comment begins"]),
+        ("{\n  a: '''", ["line 2, column 6", "a ''' string begins", "close it"]),
+        ("{a: '''text'''}", ["line 1, column 5", "a ''' string begins", "a file of one line", "double quotes"]),
     ],
 )
 def test_a_bad_file_is_refused_with_its_place(tmp_path, text, words):

@@ -1,4 +1,4 @@
-"""Configurations with mistakes: accepted, and then a fixed point, or a ConfigError that names a key. 10,000 in tests/hard."""
+"""Configurations with mistakes: accepted, and then a fixed point, or a ConfigError that names a key."""
 
 import mutated
 import pytest

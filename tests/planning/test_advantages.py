@@ -38,8 +38,8 @@ def test_a_group_is_the_same_wherever_its_rollouts_stand(given_rollouts):
     prompts, rewards = [p for p, _ in given_rollouts], [r for _, r in given_rollouts]
     together = sorted(range(len(prompts)), key=prompts.__getitem__)
     grouped = group_advantages([prompts[i] for i in together], [rewards[i] for i in together])
-    found = group_advantages(prompts, rewards)
-    assert [found[i] for i in together] == grouped
+    advantages = group_advantages(prompts, rewards)
+    assert [advantages[i] for i in together] == grouped
 
 
 def test_a_reward_without_its_prompt_is_refused():

@@ -29,14 +29,14 @@ def without_gap(bins):
 def fewest(lengths, capacity, size):
     """The fewest bins, by trying all ways to put items into them; `size` measures a bin."""
 
-    def search(held, rest, most):
+    def search(filled, rest, most):
         if not rest:
-            return len(held)
-        for number in range(len(held)):
-            grown = [*held[:number], [*held[number], rest[0]], *held[number + 1 :]]
+            return len(filled)
+        for number in range(len(filled)):
+            grown = [*filled[:number], [*filled[number], rest[0]], *filled[number + 1 :]]
             if size(grown[number]) <= capacity:
                 most = min(most, search(grown, rest[1:], most))
-        return min(most, search([*held, [rest[0]]], rest[1:], most)) if len(held) + 1 < most else most
+        return min(most, search([*filled, [rest[0]]], rest[1:], most)) if len(filled) + 1 < most else most
 
     return search([], sorted(lengths, reverse=True), len(lengths))
 
@@ -74,9 +74,9 @@ def test_sorted_runs_and_their_levelled_form_fit_when_padded(lengths):
 @given(LENGTHS, st.data())
 def test_levelled_bins_differ_by_no_more_than_one_item(lengths, data):
     bins = level(lengths, data.draw(st.integers(1, len(lengths))))
-    held = loads(lengths, bins)
+    sums = loads(lengths, bins)
     assert without_gap(bins)
-    assert held.max() - held.min() <= lengths.max()
+    assert sums.max() - sums.min() <= lengths.max()
 
 
 @given(LENGTHS, st.data())
@@ -121,7 +121,7 @@ def test_best_fit_needs_the_fewest_bins_in_nearly_all_small_cases_and_never_two_
 
 def test_sorted_runs_need_the_fewest_padded_bins_in_every_small_case():
     for case in small_cases():
-        needed = fewest(case, CAPACITY, lambda held: max(held) * len(held))
+        needed = fewest(case, CAPACITY, lambda items: max(items) * len(items))
         assert sorted_runs(np.array(case), CAPACITY).max() + 1 == needed
 
 

@@ -16,17 +16,17 @@ def planned(lengths, **options):
 
 
 def test_figures_add_up():
-    found = figures(planned([8, 4, 4, 1, 1], layout="padded", target=5))
-    assert found["rollouts"] == 5
-    assert (found["passes"], found["fewest_passes"], found["idle_passes"]) == (2, 2, 0)
-    assert (found["computed"], found["padding"]) == (18, 0)
+    shown = figures(planned([8, 4, 4, 1, 1], layout="padded", target=5))
+    assert shown["rollouts"] == 5
+    assert (shown["passes"], shown["fewest_passes"], shown["idle_passes"]) == (2, 2, 0)
+    assert (shown["computed"], shown["padding"]) == (18, 0)
     uneven = figures(planned([8, 4, 3], layout="padded"))
     assert (uneven["computed"], uneven["padding"], uneven["waited"]) == (16, 1, 0)
 
 
 def test_a_plan_without_a_window_has_figures_too():
-    found = figures(planned([3], target=2))
-    assert (found["windows"], found["left"], found["of_fewest"], found["busiest"]) == (0, 1, None, None)
+    shown = figures(planned([3], target=2))
+    assert (shown["windows"], shown["left"], shown["of_fewest"], shown["busiest"]) == (0, 1, None, None)
 
 
 def test_a_window_is_drawn_a_line_a_rank_and_a_character_a_pass():
@@ -62,8 +62,8 @@ def test_the_command_shows_windows_and_leaves_pictures(rollouts, tmp_path):
 
 
 def test_the_command_prints_json(rollouts):
-    told = json.loads(command(rollouts, "--target", 4, "--json").stdout)
-    assert (told["windows"], told["rollouts"], told["passes"]) == (1, 4, 1)
+    printed = json.loads(command(rollouts, "--target", 4, "--json").stdout)
+    assert (printed["windows"], printed["rollouts"], printed["passes"]) == (1, 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def rollouts_of(lengths, prompts=None):
     return [Rollout(str(prompt), (7,) * n, min(n, 1)) for n, prompt in zip(lengths, prompts, strict=True)]
 
 
-def held(window):
+def indices_of(window):
     return sorted(window.rollouts.tolist())
 
 
@@ -58,7 +58,7 @@ class TestOnGSM8K:
         for most in (2000, 4096, 100_000):
             planned = plan(GSM8K, dp_world_size=ranks, target=64, max_tokens=most)
             assert len(planned.windows) == len(GSM8K) // 64
-            assert all(held(w) == list(range(64 * k, 64 * k + 64)) for k, w in enumerate(planned.windows))
+            assert all(indices_of(w) == list(range(64 * k, 64 * k + 64)) for k, w in enumerate(planned.windows))
             assert planned.left.tolist() == list(range(len(GSM8K) // 64 * 64, len(GSM8K)))
 
     @pytest.mark.parametrize("ranks", RANKS)
@@ -81,8 +81,8 @@ class TestOnGSM8K:
         for rollouts in (GSM8K, uneven):
             planned = plan(rollouts, dp_world_size=2, target=16, max_tokens=LIMIT, count="prompt")
             assert len(planned.windows) == 1319 // 16
-            prompts = [{rollouts[i].prompt_id for i in held(window)} for window in planned.windows]
-            assert all(len(found) == 16 for found in prompts)
+            prompts = [{rollouts[i].prompt_id for i in indices_of(window)} for window in planned.windows]
+            assert all(len(window) == 16 for window in prompts)
             assert len(set().union(*prompts)) == 16 * len(prompts)
 
     def test_is_the_same_again(self):
@@ -114,7 +114,7 @@ def test_whatever_arrives_the_rules_hold(case):
     for *_, indices in micro_batches(planned):
         assert len(indices) == 1 or size(planned, indices, layout) <= most
     for window in planned.windows:
-        units = held(window) if count == "rollout" else {rollouts[i].prompt_id for i in held(window)}
+        units = indices_of(window) if count == "rollout" else {rollouts[i].prompt_id for i in indices_of(window)}
         assert len(units) == target
         assert len(window.micro_batch(window.passes - 1, 0)) or window.sizes[-1].any()
         assert window.idle_passes == max(0, window.passes * ranks - len(window.rollouts))
@@ -128,27 +128,27 @@ def test_windows_of_prompts_follow_each_other_as_they_are_complete(prompts, targ
     )
     complete = sorted(set(prompts), key=lambda prompt: len(prompts) - prompts[::-1].index(prompt))
     for number, window in enumerate(planned.windows):
-        assert {prompts[i] for i in held(window)} == set(complete[number * target : (number + 1) * target])
+        assert {prompts[i] for i in indices_of(window)} == set(complete[number * target : (number + 1) * target])
     assert len(planned.windows) == len(complete) // target
 
 
 def test_uniform_rollouts_give_the_fixed_slices_of_gradient_accumulation():
     """Two ranks, a rollout a micro-batch, four passes: what fixed accumulation would run."""
     planned = plan(rollouts_of([10] * 16), dp_world_size=2, target=8, max_tokens=10)
-    found = [
+    planned_batches = [
         [window.micro_batch(index, rank).tolist() for rank in range(2)]
         for window in planned.windows
         for index in range(4)
     ]
-    assert found == [[[2 * row], [2 * row + 1]] for row in range(8)]
+    assert planned_batches == [[[2 * row], [2 * row + 1]] for row in range(8)]
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_uniform_micro_batches_are_slices_of_what_arrived(layout):
     """Three to a micro-batch, in order, as a loader with a fixed batch size deals them out."""
     planned = plan(rollouts_of([10] * 24), dp_world_size=2, target=12, max_tokens=35, layout=layout)
-    found = [indices.tolist() for *_, indices in micro_batches(planned)]
-    assert found == [[3 * at, 3 * at + 1, 3 * at + 2] for at in range(8)]
+    planned_batches = [indices.tolist() for *_, indices in micro_batches(planned)]
+    assert planned_batches == [[3 * at, 3 * at + 1, 3 * at + 2] for at in range(8)]
 
 
 def test_fewer_rollouts_than_ranks_are_one_pass_with_idle_ranks():

@@ -56,9 +56,9 @@ def test_steps_are_prompts_over_prompts_a_step_whatever_the_turns(turns, target,
     planned = plan(sequences, dp_world_size=ranks, target=target, max_tokens=64, count="prompt")
     assert len(planned.windows) == len(turns) // target
     for window, counts in zip(planned.windows, planned.counts, strict=True):
-        held = [sequences[i] for i in window.rollouts]
+        sequences_of_window = [sequences[i] for i in window.rollouts]
         assert counts.sum(axis=(0, 1)).tolist() == [2 * target, target, 27 * 2 * target]
-        assert len({sequence.prompt_id for sequence in held}) == target
+        assert len({sequence.prompt_id for sequence in sequences_of_window}) == target
         assert counts[-1, :, 1].sum() > 0, "the last pass finishes a prompt, so the window closes in it"
 
 

@@ -19,9 +19,9 @@ passes = ParityEngine.passes
 def noted(self, stream, **options):
     path = Path(os.environ["NOTED_TO"]) / f"rank{dist.get_rank()}.jsonl"
     for micro_batch in passes(self, stream, **options):
-        held = [name(unit) for unit in micro_batch.held]
+        names = [name(unit) for unit in micro_batch.held]
         with path.open("a") as file:
-            line = {"attempt": int(os.environ["NOTED_ATTEMPT"]), "window": self.window.index, "held": held}
+            line = {"attempt": int(os.environ["NOTED_ATTEMPT"]), "window": self.window.index, "held": names}
             file.write(json.dumps(line) + "\n")
         yield micro_batch
 

@@ -1,4 +1,4 @@
-"""Training scripts under the launcher, as a user starts them: watched, told to stop, killed, and what they leave behind."""
+"""Training scripts under the launcher, as a user starts them: watched, stopped, killed, and what they leave behind."""
 
 import contextlib
 import json
@@ -75,14 +75,14 @@ class Started:
 
     def ranks(self):
         """The processes of the ranks, by their number."""
-        found = {}
+        ranks = {}
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     given = [word for word in process.cmdline() if word.startswith("--local_rank=")]
                     if given:
-                        found[int(given[0].split("=")[1])] = process
-        return found
+                        ranks[int(given[0].split("=")[1])] = process
+        return ranks
 
     def wait(self, seconds):
         """The launcher's exit code; None where it is still running after so many seconds."""
@@ -98,7 +98,7 @@ class Started:
         return reached()
 
     def kill(self, rank, patience=8):
-        """kill -9 one rank; what the launcher leaves of the others for so long goes too. Whether there was such a rank."""
+        """kill -9 one rank, and after `patience` what the launcher left of the others; whether that rank was there."""
         process = self.ranks().get(rank)
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -107,7 +107,7 @@ class Started:
         return process is not None
 
     def steps(self):
-        """How many steps the trace holds."""
+        """The number of steps in the trace."""
         trace = self.folder / "out" / "trace.jsonl"
         return trace.read_bytes().count(b"\n") - 1 if trace.exists() else -1
 
@@ -119,7 +119,7 @@ class Started:
 class Forked(Started):
     """The same without the launcher, forked from a process that has imported everything: a start takes a second or two.
 
-    When a rank dies the others are told, and killed soon after, as the launcher does.
+    When a rank dies the others get SIGTERM, and are killed soon after, as the launcher does.
     """
 
     def __init__(self, folder, attempt, *options, script="train_grpo.py", config=READY / "zero2_bf16.json"):
@@ -179,16 +179,16 @@ class Forked(Started):
 
 
 def trained_on(folder, ranks=2):
-    """What each step was really made of, where attempts followed each other: {window: Counter of rollouts}.
+    """The rollouts that each step was really made of, where attempts followed each other: {window: Counter}.
 
-    An attempt begins where its checkpoint stood; what the one before it did from there on is forgotten.
+    An attempt begins at its checkpoint; what the attempt before it did from there on does not count.
     """
     lines = [json.loads(line) for rank in range(ranks) for line in (folder / f"rank{rank}.jsonl").open()]
     begun = {}
     for line in lines:
         begun[line["attempt"]] = min(line["window"], begun.get(line["attempt"], line["window"]))
-    found = {}
+    windows = {}
     for line in lines:
         if all(line["window"] < start for attempt, start in begun.items() if attempt > line["attempt"]):
-            found.setdefault(line["window"], Counter()).update(line["held"])
-    return found
+            windows.setdefault(line["window"], Counter()).update(line["held"])
+    return windows

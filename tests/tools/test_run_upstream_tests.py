@@ -35,7 +35,7 @@ def test_hangs():
     if MODE == "bare": time.sleep(3600)
 
 def test_refused_with_the_key():
-    if MODE == "keyed": raise WindowError("ours, and why")
+    if MODE == "keyed": raise WindowError("refused, and why")
 
 def test_refused_without_the_key():
     if MODE == "plain": raise WindowError("never allowed")
@@ -69,7 +69,7 @@ def report(tmp_path_factory):
 
 
 def statuses(report, name):
-    outcomes = next(held for test, held in report[0]["outcomes"].items() if test.endswith(name))
+    outcomes = next(by_mode for test, by_mode in report[0]["outcomes"].items() if test.endswith(name))
     return [outcomes[mode]["status"] for mode in ("bare", "plain", "keyed")]
 
 
@@ -95,9 +95,9 @@ def test_every_test_has_its_outcome_in_every_mode_though_others_crash_and_hang(r
 
 
 @pytest.mark.slow
-def test_a_refusal_of_ours_is_set_apart_with_its_reason(report):
+def test_a_refusal_of_ds_parity_is_set_apart_with_its_reason(report):
     assert report[0]["refused"] == {
-        "keyed unit/test_it.py::test_refused_with_the_key": "WindowError: ours, and why",
+        "keyed unit/test_it.py::test_refused_with_the_key": "WindowError: refused, and why",
     }
 
 
@@ -106,7 +106,7 @@ def test_everything_else_that_ends_otherwise_differs(report):
     named = {test.rpartition("::")[2] for test in report[0]["differs"]}
     assert named == {"test_fails_bare", "test_hangs", "test_refused_without_the_key", "test_wrong_with_the_key"}
     assert report[1].returncode == 1
-    assert "FAIL: 4 outcomes differ; 1 refused by us" in report[1].stdout
+    assert "FAIL: 4 outcomes differ; 1 refused by ds_parity" in report[1].stdout
 
 
 def test_a_path_without_tests_is_refused(tmp_path, capsys, monkeypatch):

@@ -30,7 +30,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """A run whose rank is killed, then one that is told to stop, then one to the end; a checkpoint every two steps."""
+    """A run whose rank is killed, then one that is asked to stop, then one to the end; a checkpoint every two steps."""
     folder = tmp_path_factory.mktemp("broken")
     options = ["--steps", str(STEPS), "--save_every", "2", "--resume", "--monitor", "csv"]
     with Started(folder, 0, *options) as run:
@@ -93,7 +93,7 @@ def test_the_monitor_shows_the_loss_over_rollouts(whole):
     assert [line.split(",")[0] for line in lines[1:]] == [str(n * TARGET) for n in range(1, STEPS + 1)]
 
 
-def test_one_rank_that_is_told_stops_all_at_a_boundary_with_a_checkpoint(broken):
+def test_one_rank_that_gets_sigterm_stops_all_at_a_boundary_with_a_checkpoint(broken):
     _, (killed, _), (steps, latest, said) = broken
     assert 1 <= killed < STEPS
     assert 1 <= steps < STEPS

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def update(overlap: bool) -> str:
-    """Return what moves after a backward that was no boundary, the public reduction and a step; rank r has gradient 2r."""
+    """Return what moves after a backward inside a window, the public reduction and a step; rank r has gradient 2r."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
@@ -43,10 +43,10 @@ def main() -> bool:
     """Settle a window without and with overlap_comm; return whether the second is wrong. Needs two ranks or more."""
     deepspeed.init_distributed()
     mean = deepspeed.comm.get_world_size() - 1
-    found = {overlap: update(overlap) for overlap in (False, True)}
-    for overlap, moved in found.items():
+    updates = {overlap: update(overlap) for overlap in (False, True)}
+    for overlap, moved in updates.items():
         print(f"overlap_comm {overlap}: the weights of both ends move by {moved}; right is {mean}, {mean}")
-    fault = found[False] == f"{mean}, {mean}" != found[True]
+    fault = updates[False] == f"{mean}, {mean}" != updates[True]
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -2,8 +2,8 @@
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/autocast_fp16_clipping.py
 
-The loss is scaled by a GradScaler (65536 at first), and only GradScaler.step, the last thing of all, unscales. Before it
-`unscale_and_clip_grads` compares the scaled norm with the limit, since `loss_scale` is 1 for fp32 parameters
+The loss is scaled by a GradScaler (65536 at first), and only GradScaler.step, the last thing of all, unscales. Before
+it `unscale_and_clip_grads` compares the scaled norm with the limit, since `loss_scale` is 1 for fp32 parameters
 (stage_1_and_2.py, stage3.py): every step is cut to the limit / 65536. `get_global_grad_norm()` is the scaled norm too.
 ZeRO 0 calls GradScaler.unscale_ first, and is right.
 """
@@ -17,7 +17,7 @@ from deepspeed.runtime import torch_autocast
 
 
 def one_step(stage: int) -> tuple[float, float]:
-    """Return the sizes of the update and of the reported norm, for a gradient of norm 2 (64 times 0.25) clipped at 1."""
+    """Return the sizes of the update and of the reported norm, for a gradient of norm 2 (64 x 0.25) clipped at 1."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "torch_autocast": {"enabled": True, "dtype": "float16"},
@@ -43,12 +43,13 @@ def one_step(stage: int) -> tuple[float, float]:
 
 def main() -> bool:
     """Take one step on each stage; return whether the fault is there on 1, 2 and 3."""
-    found = [one_step(stage) for stage in range(4)]
-    for stage, (update, norm) in enumerate(found):
+    measured = [one_step(stage) for stage in range(4)]
+    for stage, (update, norm) in enumerate(measured):
         print(
-            f"ZeRO {stage}: a gradient of norm 2, clipped at 1, moves by {update:g}, right is 1; norm {norm:g}, right is 2"
+            f"ZeRO {stage}: a gradient of norm 2, clipped at 1, moves by {update:g}, right is 1; norm {norm:g}, "
+            "right is 2"
         )
-    fault = all(update < 0.5 for update, _ in found[1:])
+    fault = all(update < 0.5 for update, _ in measured[1:])
     print("FAULT" if fault else "fixed in this version")
     return fault
 

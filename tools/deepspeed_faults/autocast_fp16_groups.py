@@ -1,10 +1,10 @@
-"""torch_autocast fp16 on ZeRO 1 to 3: where the loss scale grows, later parameter groups are applied at half their size.
+"""torch_autocast fp16 on ZeRO 1 to 3: where the loss scale grows, later parameter groups are applied at half size.
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/autocast_fp16_groups.py
 
-`_optimizer_step` calls GradScaler.step and GradScaler.update once a group (once a sub-group on ZeRO 3). An update in the
-middle of a step doubles the scale, and what comes after it is unscaled by the new one. It also counts groups as steps,
-so the scale grows as many times too soon. ZeRO 0 updates once.
+`_optimizer_step` calls GradScaler.step and GradScaler.update once a group (once a sub-group on ZeRO 3). An update in
+the middle of a step doubles the scale, and what comes after it is unscaled by the new one. It also counts groups as
+steps, so the scale grows as many times too soon. ZeRO 0 updates once.
 """
 
 import sys
@@ -16,7 +16,7 @@ from deepspeed.runtime import torch_autocast
 
 
 def updates(stage: int) -> list[float]:
-    """Return the updates of two parameters with gradient 0.25, in groups of their own, at a step where the scale grows."""
+    """Return the updates of two parameters of two groups, with gradient 0.25, at a step where the scale grows."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "torch_autocast": {"enabled": True, "dtype": "float16"},
@@ -46,12 +46,12 @@ def updates(stage: int) -> list[float]:
 
 def main() -> bool:
     """Take one step on each stage; return whether two equal gradients move their groups differently on 1, 2 and 3."""
-    found = [updates(stage) for stage in range(4)]
-    for stage, moved in enumerate(found):
+    measured = [updates(stage) for stage in range(4)]
+    for stage, moved in enumerate(measured):
         print(
             f"ZeRO {stage}: two groups with gradient 0.25 move by {moved[0]:g} and {moved[1]:g}; right is 0.25 for both"
         )
-    fault = all(moved == [0.25, 0.125] for moved in found[1:])
+    fault = all(moved == [0.25, 0.125] for moved in measured[1:])
     print("FAULT" if fault else "fixed in this version")
     return fault
 

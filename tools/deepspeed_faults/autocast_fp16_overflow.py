@@ -47,10 +47,10 @@ def steps_taken(stage: int) -> tuple[int, float]:
 
 def main() -> bool:
     """Take six steps on each stage; return whether ZeRO 1, 2 and 3 never get over the overflow."""
-    found = [steps_taken(stage) for stage in range(4)]
-    for stage, (moved, scale) in enumerate(found):
+    measured = [steps_taken(stage) for stage in range(4)]
+    for stage, (moved, scale) in enumerate(measured):
         print(f"ZeRO {stage}: {moved} of {STEPS} steps taken, loss scale {scale:g}; right is {STEPS - 2} and 16384")
-    fault = all(moved == 0 for moved, _ in found[1:])
+    fault = all(moved == 0 for moved, _ in measured[1:])
     print("FAULT" if fault else "fixed in this version")
     return fault
 

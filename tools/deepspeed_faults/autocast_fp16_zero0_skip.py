@@ -2,8 +2,8 @@
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/autocast_fp16_zero0_skip.py
 
-The engine counts a step as skipped where `optimizer.overflow` says so (runtime/engine.py, _take_model_step), and a torch
-optimizer has no such attribute: `was_step_applied()` is True, `skipped_steps` 0, the scheduler goes on.
+The engine counts a step as skipped where `optimizer.overflow` says so (runtime/engine.py, _take_model_step), and a
+torch optimizer has no such attribute: `was_step_applied()` is True, `skipped_steps` 0, the scheduler goes on.
 """
 
 import sys

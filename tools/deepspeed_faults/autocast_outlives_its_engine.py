@@ -2,9 +2,9 @@
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/autocast_outlives_its_engine.py
 
-`init_autocast_params` sets two module globals (runtime/torch_autocast.py), nothing clears them, and ZeRO asks them in place
-of its configuration. A later fp32 or bf16 engine gets a GradScaler, and with clipping its steps are 1 / 65536 of what they
-should be (autocast_fp16_clipping.py). A process with a policy and a critic has two engines.
+`init_autocast_params` sets two module globals (runtime/torch_autocast.py), nothing clears them, and ZeRO asks them in
+place of its configuration. A later fp32 or bf16 engine gets a GradScaler, and with clipping its steps are 1 / 65536 of
+what they should be (autocast_fp16_clipping.py). A process with a policy and a critic has two engines.
 """
 
 import sys
@@ -44,7 +44,8 @@ def main() -> bool:
     after = update(PLAIN)
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     print(
-        f"a plain fp32 engine steps by {before:g} before an autocast engine was built, by {after:g} after it; right is 1"
+        f"a plain fp32 engine steps by {before:g} before an autocast engine was built, by {after:g} after it; "
+        "right is 1"
     )
     fault = before > 0.9 and after < 0.1
     print("FAULT" if fault else "fixed in this version")

@@ -3,7 +3,8 @@
     deepspeed --num_accelerators 1 tools/deepspeed_faults/boundary_never_marked.py
 
 It is the plain torch loop (backward, backward, backward, step), and right on ZeRO 0 and 3. On 1 and 2 every backward is
-taken for a boundary and overwrites what was reduced before (stage_1_and_2.py); with CPU offload the first is lost instead.
+taken for a boundary and overwrites what was reduced before (stage_1_and_2.py); with CPU offload the first is lost
+instead.
 """
 
 import sys
@@ -38,11 +39,11 @@ def update(stage: int, offload: bool = False) -> float:
 
 def main() -> bool:
     """Run the loop on each stage; return whether ZeRO 1 and 2 lose backwards."""
-    found = {f"ZeRO {stage}": update(stage) for stage in range(4)}
-    found |= {f"ZeRO {stage} with CPU offload": update(stage, offload=True) for stage in (1, 2)}
-    for where, moved in found.items():
+    updates = {f"ZeRO {stage}": update(stage) for stage in range(4)}
+    updates |= {f"ZeRO {stage} with CPU offload": update(stage, offload=True) for stage in (1, 2)}
+    for where, moved in updates.items():
         print(f"{where}: gradients 1, 2 and 4 move the weight by {moved:g}, right is 7")
-    fault = found["ZeRO 1"] == found["ZeRO 2"] == 4
+    fault = updates["ZeRO 1"] == updates["ZeRO 2"] == 4
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -2,8 +2,8 @@
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/checkpoint_mid_window.py
 
-save_checkpoint writes neither the accumulated gradients nor micro_steps (runtime/engine.py): the first step of the engine
-that loads it lacks the passes before the save.
+save_checkpoint writes neither the accumulated gradients nor micro_steps (runtime/engine.py): the first step of the
+engine that loads it lacks the passes before the save.
 """
 
 import os
@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def update(stage: int, folder: str, resumed: bool) -> float:
-    """Return the update of three passes with gradients 1, 2 and 4, over 3; the last in a resumed engine or the same one."""
+    """Return the update of three passes with gradients 1, 2 and 4, over 3; the last may run in a resumed engine."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 3,
@@ -50,12 +50,13 @@ def update(stage: int, folder: str, resumed: bool) -> float:
 def main() -> bool:
     """Compare a window that is saved and resumed with one that is not; return whether passes are lost."""
     folder = f"{tempfile.gettempdir()}/deepspeed_faults_{os.environ.get('MASTER_PORT')}"  # the same on every rank
-    found = [(update(stage, folder, resumed=False), update(stage, folder, resumed=True)) for stage in range(4)]
-    for stage, (whole, resumed) in enumerate(found):
+    updates = [(update(stage, folder, resumed=False), update(stage, folder, resumed=True)) for stage in range(4)]
+    for stage, (whole, resumed) in enumerate(updates):
         print(
-            f"ZeRO {stage}: the window moves the weight by {whole:g}, saved and resumed in it by {resumed:g}; right is 2.33333"
+            f"ZeRO {stage}: the window moves the weight by {whole:g}, saved and resumed in it by {resumed:g}; "
+            "right is 2.33333"
         )
-    fault = all(abs(resumed - 4 / 3) < 1e-6 for _, resumed in found)
+    fault = all(abs(resumed - 4 / 3) < 1e-6 for _, resumed in updates)
     print("FAULT" if fault else "fixed in this version")
     return fault
 

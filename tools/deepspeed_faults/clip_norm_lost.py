@@ -25,17 +25,17 @@ def norm(stage: int) -> object:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.backward(0.25 * engine(torch.ones(1, 64, device=get_accelerator().current_device_name())).sum())
     engine.step()
-    found = engine.get_global_grad_norm()
+    value = engine.get_global_grad_norm()
     engine.destroy()
-    return found if found is None else float(found)
+    return value if value is None else float(value)
 
 
 def main() -> bool:
     """Take a step on each stage; return whether ZeRO 0 knows no norm."""
-    found = [norm(stage) for stage in range(4)]
-    for stage, known in enumerate(found):
+    norms = [norm(stage) for stage in range(4)]
+    for stage, known in enumerate(norms):
         print(f"ZeRO {stage}: get_global_grad_norm() is {known}, right is 2.0")
-    fault = found[0] is None
+    fault = norms[0] is None
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -3,8 +3,8 @@
     deepspeed --num_accelerators 1 tools/deepspeed_faults/fp16_growing_scale.py
 
 `step()` calls `_update_scale` first and unscales after it by the new scale, which the losses of that step never saw
-(stage_1_and_2.py, stage3.py, fused_optimizer.py, unfused_optimizer.py). ZeRO 1 and 2 report the right norm all the same,
-ZeRO 3 half of it. Every `loss_scale_window` steps one step is lost by half.
+(stage_1_and_2.py, stage3.py, fused_optimizer.py, unfused_optimizer.py). ZeRO 1 and 2 report the right norm all the
+same, ZeRO 3 half of it. Every `loss_scale_window` steps one step is lost by half.
 """
 
 import sys

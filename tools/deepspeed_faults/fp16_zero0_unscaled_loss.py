@@ -2,8 +2,8 @@
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/fp16_zero0_unscaled_loss.py
 
-`engine.backward` scales for a ZeROOptimizer only (runtime/engine.py); FP16_Optimizer and FP16_UnfusedOptimizer of stage 0
-are none, and their own backward(), which scales, is never called. The update is 1 / loss_scale of what it should be.
+`engine.backward` scales for a ZeROOptimizer only (runtime/engine.py); FP16_Optimizer and FP16_UnfusedOptimizer of stage
+0 are none, and their own backward(), which scales, is never called. The update is 1 / loss_scale of what it should be.
 Adam hides it (until epsilon and underflow show); SGD, weight decay beside it, and clipping do not.
 """
 

@@ -2,8 +2,8 @@
 
     deepspeed --num_accelerators 2 tools/deepspeed_faults/latest_before_all_files.py
 
-save_checkpoint lets the first rank write `latest` when it has its own files, before the barrier that waits for those of the
-others; and empties the `latest` of before first (runtime/engine.py). Here the last rank is slow with its file.
+save_checkpoint lets the first rank write `latest` when it has its own files, before the barrier that waits for those of
+the others; and empties the `latest` of before first (runtime/engine.py). Here the last rank is slow with its file.
 """
 
 import os
@@ -38,9 +38,9 @@ def named_too_early(folder: Path) -> bool:
     engine.checkpoint_engine.save = late
     engine.save_checkpoint(str(folder), tag="slow")
     engine.destroy()
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, early)
-    return any(told[-1])
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, early)
+    return any(gathered[-1])
 
 
 def main() -> bool:

@@ -2,9 +2,9 @@
 
     deepspeed --num_accelerators 2 tools/deepspeed_faults/lion_moves_unused_weights.py
 
-Lion steps by the sign of its momentum (Chen et al. 2023, arXiv 2302.06675, algorithm 2), and the sign of 0 is 0. The CPU
-kernel takes copysign(lr, momentum) (ops/csrc/lion/cpu_lion_impl.cpp), which is lr at 0: embedding rows of tokens that no
-batch holds drift away together.
+Lion steps by the sign of its momentum (Chen et al. 2023, arXiv 2302.06675, algorithm 2), and the sign of 0 is 0. The
+CPU kernel takes copysign(lr, momentum) (ops/csrc/lion/cpu_lion_impl.cpp), which is lr at 0: embedding rows of tokens
+that no batch holds drift away together.
 """
 
 import sys
@@ -28,17 +28,17 @@ def moved() -> list[float]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.backward(engine(torch.tensor([[1.0, -1.0, 0.0]], device=get_accelerator().current_device_name())).sum())
     engine.step()
-    found = [float(f"{value:.3g}") for value in engine.module.weight[0].tolist()]
+    moves = [float(f"{value:.3g}") for value in engine.module.weight[0].tolist()]
     engine.destroy()
-    return found
+    return moves
 
 
 def main() -> bool:
     """Take one step; return whether the unused weight has moved."""
     deepspeed.init_distributed()
-    found = moved()
-    print(f"gradients 1, -1 and 0 move their weights by {found}; right is [{-RATE}, {RATE}, 0.0]")
-    fault = found[:2] == [-RATE, RATE] and found[2] != 0
+    measured = moved()
+    print(f"gradients 1, -1 and 0 move their weights by {measured}; right is [{-RATE}, {RATE}, 0.0]")
+    fault = measured[:2] == [-RATE, RATE] and measured[2] != 0
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -2,9 +2,9 @@
 
     deepspeed --num_accelerators 2 tools/deepspeed_faults/predivide_zero3.py
 
-`__avg_scatter_contiguous_grads` (stage3.py) divides by the factor and by the number of ranks, and multiplies by the factor
-again only where it is not the number of ranks. That condition belongs to ZeRO 0 to 2, which multiply by factor / ranks.
-(With reduce_scatter on, ZeRO 3 refuses the key.)
+`__avg_scatter_contiguous_grads` (stage3.py) divides by the factor and by the number of ranks, and multiplies by the
+factor again only where it is not the number of ranks. That condition belongs to ZeRO 0 to 2, which multiply by factor /
+ranks. (With reduce_scatter on, ZeRO 3 refuses the key.)
 """
 
 import sys
@@ -39,14 +39,14 @@ def main() -> bool:
     """Take a step on each stage; return whether ZeRO 3 divides twice. Needs two ranks or more."""
     deepspeed.init_distributed()
     ranks = deepspeed.comm.get_world_size()
-    found = {
+    updates = {
         (stage, factor): update(stage, factor, ranks) for stage in range(4) for factor in (1.0, ranks, 2.0 * ranks)
     }
-    for (stage, factor), moved in found.items():
+    for (stage, factor), moved in updates.items():
         print(
             f"ZeRO {stage}, gradient_predivide_factor {factor:g} on {ranks} ranks: the update is {moved:g}, right is 1"
         )
-    fault = found[3, ranks] == 1 / ranks != 1
+    fault = updates[3, ranks] == 1 / ranks != 1
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -32,12 +32,12 @@ def distance(stage: int, round_robin: bool) -> float:
 
 
 def main() -> bool:
-    """Compare on both stages, without and with round robin; return whether the second differs. Needs two ranks or more."""
+    """Compare on both stages, without and with round robin; return whether the second differs. Needs two ranks."""
     deepspeed.init_distributed()
-    found = {(stage, switch): distance(stage, switch) for stage in (1, 2) for switch in (False, True)}
-    for (stage, switch), off in found.items():
+    distances = {(stage, switch): distance(stage, switch) for stage in (1, 2) for switch in (False, True)}
+    for (stage, switch), off in distances.items():
         print(f"ZeRO {stage}, round_robin_gradients {switch}: off by {off:g}, right is 0")
-    fault = all((off > 0) == switch for (_, switch), off in found.items())
+    fault = all((off > 0) == switch for (_, switch), off in distances.items())
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -2,8 +2,9 @@
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/set_train_batch_size.py
 
-The boundary is (micro_steps + 1) % gradient_accumulation_steps == 0 over all passes since the start (runtime/engine.py):
-after a change of the second number the phase is wrong, and the losses are divided by it all the same.
+The boundary is (micro_steps + 1) % gradient_accumulation_steps == 0 over all passes since the start
+(runtime/engine.py): after a change of the second number the phase is wrong, and the losses are divided by it all the
+same.
 """
 
 import sys
@@ -44,10 +45,10 @@ def steps(stage: int) -> list[float]:
 
 def main() -> bool:
     """Change the batch size after a step on each stage; return whether the steps after it are wrong."""
-    found = [steps(stage) for stage in range(4)]
-    for stage, moved in enumerate(found):
+    measured = [steps(stage) for stage in range(4)]
+    for stage, moved in enumerate(measured):
         print(f"ZeRO {stage}: updates {moved}, each a mean of gradients that are 1; right is 1.0 for all")
-    fault = all(any(size != 1 for size in moved) for moved in found)
+    fault = all(any(size != 1 for size in moved) for moved in measured)
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -3,8 +3,8 @@
     deepspeed --num_accelerators 1 tools/deepspeed_faults/stale_gradient.py
 
 Gradients are copied over what a buffer held before, and only where there is one (stage3.py, partition_grads and
-independent_gradient_partition_epilogue; stage_1_and_2.py, single_partition_of_fp32_groups with CPU offload). Nothing clears
-the buffers of parameters that were left out: a model with branches trains on old gradients, in silence.
+independent_gradient_partition_epilogue; stage_1_and_2.py, single_partition_of_fp32_groups with CPU offload). Nothing
+clears the buffers of parameters that were left out: a model with branches trains on old gradients, in silence.
 """
 
 import sys
@@ -51,15 +51,16 @@ def moves(stage: int, offload: bool) -> list[float]:
 
 def main() -> bool:
     """Take two steps on each stage; return whether ZeRO 3 moves what the second does not use."""
-    found = {
+    measured = {
         (stage, offload): moves(stage, offload) for stage in range(4) for offload in (False, True)[: 1 + (stage > 0)]
     }
-    for (stage, offload), (used, unused) in found.items():
+    for (stage, offload), (used, unused) in measured.items():
         where = f"ZeRO {stage}{' with CPU offload' if offload else ''}"
         print(
-            f"{where}: moves by {used:g} in the step that uses it, {unused:g} in the one that does not; right is 1 and 0"
+            f"{where}: moves by {used:g} in the step that uses it, {unused:g} in the one that does not; "
+            "right is 1 and 0"
         )
-    fault = found[3, False] == [1, 1]
+    fault = measured[3, False] == [1, 1]
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -56,10 +56,10 @@ def main() -> bool:
     offload = {"offload_optimizer": {"device": "cpu"}}
     wrong = ({"stage": 1, "overlap_comm": True}, {"stage": 2, **offload}, {"stage": 3, **offload})
     sound = ({"stage": 0}, {"stage": 1, "overlap_comm": False}, {"stage": 1, **offload}, {"stage": 2}, {"stage": 3})
-    found = [(zero, ends(zero)) for zero in (*sound, *wrong)]
-    for zero, moved in found:
+    measured = [(zero, ends(zero)) for zero in (*sound, *wrong)]
+    for zero, moved in measured:
         print(f"{zero}: the ends move by {moved[0]:g} and {moved[1]:g}, right is {right:g}")
-    fault = all((moved == [right] * 2) == (zero in sound) for zero, moved in found)
+    fault = all((moved == [right] * 2) == (zero in sound) for zero, moved in measured)
     print("FAULT" if fault else "fixed in this version")
     return fault
 

@@ -2,11 +2,11 @@
 
     deepspeed --num_accelerators 2 tools/from_pipelinerl/before.py --trace before.jsonl
 
-Quotas, sentinel batches, a gather of the counts in every pass, the boundary marked by hand, `loss * 0.0`. Two things are
-put right, so that its steps are what they are meant to be; `--as-found` leaves them as they are there:
+Quotas, sentinel batches, a gather of the counts in every pass, the boundary marked by hand, `loss * 0.0`. Two things
+are put right, so that its steps are what they are meant to be; `--as-found` leaves them as they are there:
 
-- DeepSpeed divides by `gradient_accumulation_steps`, which it is told, and by the ranks, though the loss is divided by the
-  window's rollouts already: the gradient comes out too small by `gradient_accumulation_passes`;
+- DeepSpeed divides by `gradient_accumulation_steps`, which it is given, and by the ranks, though the loss is divided by
+  the window's rollouts already: the gradient comes out too small by `gradient_accumulation_passes`;
 - the tokens of a step are the first rank's, times the ranks.
 """
 
@@ -59,22 +59,22 @@ class Recipe:
         self._forget()
 
     def window(self, rows: Iterable[Row]) -> None:
-        """Take one optimizer step; `rows` are what each rank holds, pass by pass."""
+        """Take one optimizer step; `rows` are the rollouts of each rank, pass by pass."""
         self._forget()
         for row in rows:
             self.passes += 1
             self.sentinels += row.count([])
             self._run(row[self._rank])
 
-    def _run(self, held: Sequence[Rollout]) -> None:
-        batch = to_device(collate(held or [SENTINEL], layout=self.layout), self._device)
-        self._local += len(held)
+    def _run(self, rollouts: Sequence[Rollout]) -> None:
+        batch = to_device(collate(rollouts or [SENTINEL], layout=self.layout), self._device)
+        self._local += len(rollouts)
         dist.all_gather(self._all, self._local)
         last = sum(int(count.item()) for count in self._all) == self._goal
         loss = self.engine(**batch.inputs) * (1 / self.target)
-        if held:
+        if rollouts:
             self.losses.append(loss.item())
-            self.rewards += rewards(held).tolist()
+            self.rewards += rewards(rollouts).tolist()
             self.tokens += batch.tokens
         else:
             loss = loss * 0.0
@@ -146,8 +146,8 @@ def _plain(task: Task, ranks: int) -> dict[str, Any]:
         raise ConfigError(
             f"gradient_accumulation_passes = {passes}: quotas must be equal, so {ranks} ranks must divide it"
         )
-    told = {"gradient_accumulation_steps": passes // ranks, "train_batch_size": task.target}
-    return {key: value for key, value in task.config.items() if key not in own} | told
+    batch = {"gradient_accumulation_steps": passes // ranks, "train_batch_size": task.target}
+    return {key: value for key, value in task.config.items() if key not in own} | batch
 
 
 def _header(task: Task, ranks: int) -> Header:

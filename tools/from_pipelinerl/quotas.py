@@ -1,7 +1,8 @@
 """How PipelineRL's preprocessor deals rollouts to trainers (pipelinerl/preprocess.py, read in 58d3934), in our words.
 
-Every rank has the same quota of a window's rollouts. Micro-batches are filled in the order of arrival, for one rank after
-the other, until the next rollout would not fit; a rank that has its quota is given nothing while the others go on.
+Every rank has the same quota of a window's rollouts. Micro-batches are filled in the order of arrival, for one rank
+after the other, until the next rollout would not fit; a rank that has its quota is given nothing while the others go
+on.
 """
 
 from collections import deque
@@ -15,16 +16,16 @@ Fits = Callable[[Sequence[Rollout], Rollout], bool]
 
 def packed(max_tokens: int) -> Fits:
     """Take rollouts up to `max_tokens` tokens together; one that is longer comes alone."""
-    return lambda held, rollout: sum(len(one.tokens) for one in (*held, rollout)) <= max_tokens
+    return lambda batch, rollout: sum(len(one.tokens) for one in (*batch, rollout)) <= max_tokens
 
 
 def padded(count: int) -> Fits:
     """Take `count` rollouts."""
-    return lambda held, _: len(held) < count
+    return lambda batch, _: len(batch) < count
 
 
 def deal(rollouts: Sequence[Rollout], ranks: int, fits: Fits) -> Iterator[Row]:
-    """Yield what each rank holds, pass by pass, of one window.
+    """Yield the rollouts of each rank, pass by pass, of one window.
 
     Args:
         rollouts: of the window; their number is a multiple of `ranks`.
@@ -34,8 +35,8 @@ def deal(rollouts: Sequence[Rollout], ranks: int, fits: Fits) -> Iterator[Row]:
     waiting, left = deque(rollouts), [len(rollouts) // ranks] * ranks
     while waiting:
         row: Row = [[] for _ in range(ranks)]
-        for rank, held in enumerate(row):
-            while left[rank] and waiting and (not held or fits(held, waiting[0])):
-                held.append(waiting.popleft())
+        for rank, batch in enumerate(row):
+            while left[rank] and waiting and (not batch or fits(batch, waiting[0])):
+                batch.append(waiting.popleft())
                 left[rank] -= 1
         yield row

@@ -67,7 +67,7 @@ class Task:
             yield rollouts[step * self.target : (step + 1) * self.target]
 
     def build(self) -> tuple[PolicyGradient, Optimizer, LambdaLR]:
-        """Return the model with its loss (the sum over tokens of -advantage * logp), the optimizer and its scheduler."""
+        """Return the model with its loss (the sum of -advantage * logp over tokens), its optimizer and scheduler."""
         model = PolicyGradient(build(0), loss_weight="token", loss_reduction="sum")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=self.eps, weight_decay=0.01)
         return model, optimizer, LambdaLR(optimizer, self._lr_factor)
@@ -100,9 +100,9 @@ def arguments(description: str | None, argv: Sequence[str] | None, **flags: str)
     return Task(load_config(given.config), given.steps, given.max_tokens, given.eps, given.trace), given
 
 
-def rewards(held: Sequence[Rollout]) -> torch.Tensor:
+def rewards(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """Return (B,) the rewards of a micro-batch's rollouts."""
-    return torch.tensor([rollout.reward for rollout in held])
+    return torch.tensor([rollout.reward for rollout in rollouts])
 
 
 def say(name: str, engine: Any, passes: int, idle_passes: int) -> None:

@@ -1,4 +1,7 @@
-"""`deepspeed.initialize` replaced by ours, with the configuration as it is or with the key set to its uniform equivalent."""
+"""`deepspeed.initialize` replaced by `ds_parity.initialize`, with or without `gradient_accumulation_passes`.
+
+Where the key is set, it is set to what the configuration means for bare DeepSpeed.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -7,11 +10,11 @@ from typing import Any
 
 
 def replace_initialize(deepspeed: ModuleType, mode: str) -> None:
-    """Put ours in the place of `deepspeed.initialize`.
+    """Put `ds_parity.initialize` in the place of `deepspeed.initialize`.
 
     Args:
         deepspeed: the imported package.
-        mode: `plain` (ours, without the key) or `keyed` (ours, with it).
+        mode: `plain` (without the key) or `keyed` (with it).
     """
     original = deepspeed.initialize
 
@@ -19,7 +22,7 @@ def replace_initialize(deepspeed: ModuleType, mode: str) -> None:
     def initialize(*args: Any, **keywords: Any) -> Any:
         import ds_parity
 
-        deepspeed.initialize = original  # type: ignore[attr-defined]  # ours calls it
+        deepspeed.initialize = original  # type: ignore[attr-defined]  # ds_parity.initialize calls it
         try:
             return ds_parity.initialize(*args, **(keyed(keywords) if mode == "keyed" and not args else keywords))
         finally:
@@ -29,35 +32,35 @@ def replace_initialize(deepspeed: ModuleType, mode: str) -> None:
 
 
 def keyed(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `initialize` with the key in the configuration, where one can be worked out."""
+    """Return the keywords of `initialize` with the key in the configuration, where it can be computed."""
     import torch.distributed as dist
     from deepspeed import init_distributed
     from deepspeed.accelerator import get_accelerator
 
     from ds_parity.config import load_config
-    from ds_parity.engine import initialize as ours
+    from ds_parity.engine import initialize as module
 
     given = {name: keywords.get(name) for name in ("args", "config", "config_params")}
-    source = ours.source_of(given)
-    if source is None or (given["config"] is not None and ours.source_of({"args": given["args"]}) is not None):
-        return keywords  # DeepSpeed refuses these; so must ours
+    source = module.source_of(given)
+    if source is None or (given["config"] is not None and module.source_of({"args": given["args"]}) is not None):
+        return keywords  # DeepSpeed refuses these, and so must ds_parity
     config = load_config(source)
     if not dist.is_initialized():
         init_distributed(dist_backend=get_accelerator().communication_backend_name())
-    ranks = ours.data_parallel_size(keywords.get("mpu"), keywords.get("mesh_param"), config)
+    ranks = module.data_parallel_size(keywords.get("mpu"), keywords.get("mesh_param"), config)
     passes = uniform_passes(config, ranks)
     if passes is None:
         return keywords
     rest = {name: value for name, value in keywords.items() if name not in given}
     return {
         **rest,
-        "args": ours._without_config(given["args"]),
+        "args": module._without_config(given["args"]),
         "config": {**config, "gradient_accumulation_passes": passes},
     }
 
 
 def uniform_passes(config: Mapping[str, Any], ranks: int) -> int | None:
-    """Micro-batches in a step of bare DeepSpeed, summed over ranks; None where it would refuse the batch sizes.
+    """Return the micro-batches of a step of bare DeepSpeed, summed over ranks; None where it refuses the batch sizes.
 
     The batch triple is filled in as DeepSpeed does (runtime/config.py, _set_batch_related_parameters).
     """

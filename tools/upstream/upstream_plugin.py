@@ -1,4 +1,4 @@
-"""A pytest plugin: every outcome as a line of JSON, written at once, so that a crash loses one test only.
+"""A pytest plugin: every outcome is one line of JSON, written at once, so that a crash loses one test only.
 
 pytest -p upstream_plugin        # with DS_PARITY_RESULTS=FILE
 """
@@ -17,28 +17,28 @@ _LIMIT = 4000
 def pytest_configure(config: pytest.Config) -> None:
     """Let the fork server of the tests import torch and DeepSpeed once, in place of every rank of every test."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":  # an accelerator may not be forked
-        ours = [] if os.environ["DS_PARITY_UPSTREAM"] == "bare" else ["ds_parity.engine.initialize"]
-        multiprocessing.set_forkserver_preload(["deepspeed", *ours])
+        wrapper = [] if os.environ["DS_PARITY_UPSTREAM"] == "bare" else ["ds_parity.engine.initialize"]
+        multiprocessing.set_forkserver_preload(["deepspeed", *wrapper])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Say what will be run."""
+    """Write down what will run."""
     _write({"collected": [item.nodeid for item in session.items]})
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Say what can't be imported."""
+    """Write down what cannot be imported."""
     if report.failed:
         _write({"test": report.nodeid, "when": "collect", "outcome": "failed", "message": _message(report)})
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Say what runs now: the last one started is the one that crashed."""
+    """Write down what runs now: the last test that started is the one that crashed."""
     _write({"started": nodeid})
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Say how it ended; xfail counts as pytest counts it."""
+    """Write down how it ended; xfail counts as pytest counts it."""
     _write(
         {
             "test": report.nodeid,
