@@ -1,8 +1,9 @@
 """The wrapper against accelerate's loop: the same micro-batches, uniform windows, which are all that accelerate has."""
 
 import pytest
-from results import Section, divided, shown
-from setups import STAGES, ZERO, launched, scenario
+
+from benchmarks.results import Section, divided, shown
+from benchmarks.setups import STAGES, ZERO, launched, scenario
 
 SAID = """`Accelerator.accumulate` and `backward` with `DeepSpeedPlugin` and fixed `gradient_accumulation_steps`. 2 ranks, 8
 passes on each, one rollout of 192 tokens a micro-batch, 132,000 parameters. Every engine ends with the same weights, bit
@@ -17,7 +18,7 @@ def test_window_beside_accelerate(benchmark, tmp_path, results):
         for ahead in (8, 0)
         for stage in STAGES
     }
-    found = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:accelerate_time", calls), rounds=1)
+    found = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.ranked:accelerate_time", calls), rounds=1)
     rows = [
         ("ours, counts ahead (`lookahead: 8`) / accelerate", *_ratios(found, 8, "ours", "accelerate")),
         ("ours, counts pass by pass / accelerate", *_ratios(found, 0, "ours", "accelerate")),

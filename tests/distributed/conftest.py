@@ -2,25 +2,27 @@
 
 from pathlib import Path
 
-import cells
 import pytest
-import ranked
-import ranked_checkpoints
-import ranked_faults
-import ranked_install
-import ranked_metrics
-import ranked_passes
-import ranked_peaks
-import ranked_pipelinerl
-import ranked_readme
-import ranked_resuming
-import ranked_sequence
 
 from ds_parity.parity.running.launch import Call, Job, run
 from ds_parity.parity.verification.verify import call
 from ds_parity.trace import read_trace
+from tests.distributed import (
+    cells,
+    ranked,
+    ranked_checkpoints,
+    ranked_faults,
+    ranked_install,
+    ranked_metrics,
+    ranked_passes,
+    ranked_peaks,
+    ranked_pipelinerl,
+    ranked_readme,
+    ranked_resuming,
+    ranked_sequence,
+)
 
-HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2])
 # Modules whose TASKS the two ranks run, a function each.
 TASKS = (
     ranked,
@@ -49,7 +51,7 @@ class Launched:
 
 def launch(folder, calls, ranks, **options):
     results = run(
-        Job(tuple(calls), folder / "ranks", ranks, timeout=1200, patience=400, import_from=(HERE,), **options)
+        Job(tuple(calls), folder / "ranks", ranks, timeout=1200, patience=400, import_from=(ROOT,), **options)
     )
     return Launched(folder, {one.title: result for one, result in zip(calls, results, strict=True)})
 
@@ -72,7 +74,10 @@ def elsewhere(folder, ranks, saved):
     """What takes the same windows on any number of ranks, and what two ranks have saved."""
     calls = [call(cells.same_windows(*cell, ranks), "ds_parity", folder) for cell in cells.SAME_WINDOWS]
     places = {name: {"folder": str(folder / name), "saved": str(saved)} for name in ranked_checkpoints.ELSEWHERE}
-    return [*calls, *[Call(name, f"ranked_checkpoints:{name}", arguments) for name, arguments in places.items()]]
+    return [
+        *calls,
+        *[Call(name, f"tests.distributed.ranked_checkpoints:{name}", arguments) for name, arguments in places.items()],
+    ]
 
 
 def dry_calls(ranks, folder):

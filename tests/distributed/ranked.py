@@ -9,11 +9,11 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from cells import STAGES, config
 from deepspeed.accelerator import get_accelerator
 
 import ds_parity
 from ds_parity.parity.running import weights
+from tests.distributed.cells import STAGES, config
 
 TASKS = [
     "late_close",

@@ -12,11 +12,9 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from cells import STAGES, TINY, config
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from ranked import _from_all, _listen, build, forward, one_pass, refusal
 
 import ds_parity
 from ds_parity.collation import to_device
@@ -26,6 +24,8 @@ from ds_parity.parity.running.layouts import collate_layout
 from ds_parity.parity.running.recording import Recorder
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.candidate import stand_in
+from tests.distributed.cells import STAGES, TINY, config
+from tests.distributed.ranked import _from_all, _listen, build, forward, one_pass, refusal
 
 TASKS = ["continued", "by_command", "not_converted", "schedulers", "into_windows", "bare"]
 ELSEWHERE = ["universal", "other_size"]

@@ -5,12 +5,12 @@ from itertools import product
 import deepspeed
 import torch
 import torch.distributed as dist
-from cells import STAGES, config
-from ranked import build, forward, refusal
 
 import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.parity.running import weights
+from tests.distributed.cells import STAGES, config
+from tests.distributed.ranked import build, forward, refusal
 
 TASKS = ["framework_windows", "framework_refusals", "framework_leaves_alone"]
 PASSES = 3  # passes a rank in a window

@@ -7,9 +7,10 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from cells import STAGES, config
 from deepspeed.accelerator import get_accelerator
-from ranked import _Counting, _from_all, build, forward, one_pass
+
+from tests.distributed.cells import STAGES, config
+from tests.distributed.ranked import _Counting, _from_all, build, forward, one_pass
 
 TASKS = [
     "recorded",

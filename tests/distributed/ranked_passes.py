@@ -6,8 +6,6 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from cells import STAGES, config
-from ranked import build, forward, one_pass, refusal
 
 import ds_parity
 from ds_parity.collation import collate, micro_batches, to_device
@@ -16,6 +14,8 @@ from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.data.rollouts import load_rollouts, shorten
 from ds_parity.parity.running import weights
 from ds_parity.planning import PreferencePair
+from tests.distributed.cells import STAGES, config
+from tests.distributed.ranked import build, forward, one_pass, refusal
 
 TASKS = [
     "skipped_idle",

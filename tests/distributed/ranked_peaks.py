@@ -2,10 +2,10 @@
 
 from itertools import product
 
-import cells
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_parity.parity.matrix import attempt
+from tests.distributed import cells
 
 TASKS = ["peaks"]
 CASES = [*product(cells.STAGES, cells.DTYPES)]

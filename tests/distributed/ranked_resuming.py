@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cells import STAGES, config
-from ranked import _from_all, build, forward, one_pass
-from ranked_passes import Batch, run
 
 from ds_parity.parity.running import weights
+from tests.distributed.cells import STAGES, config
+from tests.distributed.ranked import _from_all, build, forward, one_pass
+from tests.distributed.ranked_passes import Batch, run
 
 TASKS = ["stopped", "traces", "traces_that_end_early", "latest", "looked_ahead"]
 

@@ -6,17 +6,17 @@ from itertools import product
 import deepspeed
 import torch
 import torch.distributed as dist
-from cells import DTYPES, STAGES, TINY, config, probe_call
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
-from ranked import build, refusal
 
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import candidate, ulysses
 from ds_parity.parity.verification.verify import call
 from ds_parity.planning.rollout import MicroBatch
+from tests.distributed.cells import DTYPES, STAGES, TINY, config, probe_call
+from tests.distributed.ranked import build, refusal
 
 TASKS = ["divisors", "wrong_sums", "different_counts", "shares", "same_weights", "resumed", "not_finite"]
 SHARED = {"sequence_parallel": 2, **TINY}

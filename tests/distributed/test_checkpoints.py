@@ -2,15 +2,15 @@
 
 import re
 
-import cells
 import pytest
-import ranked_checkpoints as ranked
-from ranked_checkpoints import name_of, scenario_of
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.report.terminal import verdict
 from ds_parity.trace import read_trace
+from tests.distributed import cells
+from tests.distributed import ranked_checkpoints as ranked
+from tests.distributed.ranked_checkpoints import name_of, scenario_of
 
 pytestmark = pytest.mark.ranks
 

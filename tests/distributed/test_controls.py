@@ -1,18 +1,14 @@
 """Known bugs are put into the engine, one at a time: the harness must catch and name each, and leave the clean ones alone."""
 
 import re
-import sys
-from pathlib import Path
 
-import cells
 import pytest
 
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.verification.control_margins import margins, signal
 from ds_parity.parity.verification.control_runs import CLEAN, run_controls
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-import update_readme
+from tests.distributed import cells
+from tools import update_readme
 
 pytestmark = pytest.mark.ranks
 

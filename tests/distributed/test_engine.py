@@ -2,10 +2,10 @@
 
 import re
 
-import cells
 import pytest
 
 from ds_parity.trace import read_trace
+from tests.distributed import cells
 
 pytestmark = pytest.mark.ranks
 

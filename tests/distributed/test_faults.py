@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from ranked_faults import BRANCHED, CELLS, OVERFLOWING, SCRIPTS
 
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
+from tests.distributed.ranked_faults import BRANCHED, CELLS, OVERFLOWING, SCRIPTS
 
 pytestmark = pytest.mark.ranks
 

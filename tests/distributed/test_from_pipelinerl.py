@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from ranked_pipelinerl import CLIPPING, PASSES
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose
 from ds_parity.trace import read_trace
+from tests.distributed.ranked_pipelinerl import CLIPPING, PASSES
 
 pytestmark = pytest.mark.ranks
 SAID = r"(?m)^(?:before|after|as found): (\d+) passes, (\d+) idle on a rank, weights (\w{12})$"

@@ -1,8 +1,9 @@
 """What `deepspeed.initialize` returns under install(), driven as frameworks drive it."""
 
 import pytest
-from cells import STAGES
-from ranked_install import CELLS
+
+from tests.distributed.cells import STAGES
+from tests.distributed.ranked_install import CELLS
 
 pytestmark = pytest.mark.ranks
 

@@ -2,12 +2,12 @@
 
 from itertools import product
 
-import cells
 import pytest
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.report.terminal import verdict
+from tests.distributed import cells
 
 pytestmark = pytest.mark.ranks
 

@@ -2,11 +2,11 @@
 
 import re
 
-import cells
 import pytest
-from ranked_passes import PROMPTS, REWARDS
 
 from ds_parity.planning import group_advantages
+from tests.distributed import cells
+from tests.distributed.ranked_passes import PROMPTS, REWARDS
 
 pytestmark = pytest.mark.ranks
 

@@ -1,7 +1,8 @@
 """No step holds a second copy of the gradients, and one that did would be seen on every stage."""
 
 import pytest
-from ranked_peaks import CASES, name
+
+from tests.distributed.ranked_peaks import CASES, name
 
 pytestmark = pytest.mark.ranks
 

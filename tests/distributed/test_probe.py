@@ -1,10 +1,10 @@
 """With what coefficient did each micro-batch enter the step?"""
 
-import cells
 import numpy as np
 import pytest
 
 from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
+from tests.distributed import cells
 
 pytestmark = pytest.mark.ranks
 OURS = "ds_parity.parity.subjects.candidate:run"

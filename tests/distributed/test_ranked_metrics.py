@@ -3,9 +3,10 @@
 import math
 from itertools import pairwise, product
 
-import cells
 import pytest
-from ranked_metrics import PATHS, samples
+
+from tests.distributed import cells
+from tests.distributed.ranked_metrics import PATHS, samples
 
 pytestmark = pytest.mark.ranks
 

@@ -1,7 +1,8 @@
 """The README's Python runs as it stands there."""
 
 import pytest
-from ranked_readme import HEADINGS, blocks
+
+from tests.distributed.ranked_readme import HEADINGS, blocks
 
 pytestmark = pytest.mark.ranks
 

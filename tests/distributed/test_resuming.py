@@ -1,7 +1,8 @@
 """Ranks stop together between windows, and what they leave behind is gone on with as if they never had."""
 
-import cells
 import pytest
+
+from tests.distributed import cells
 
 pytestmark = pytest.mark.ranks
 

@@ -2,13 +2,12 @@
 
 from itertools import product
 
-import cells
 import pytest
-import ranked_sequence
-from test_parity import assert_equal
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
+from tests.distributed import cells, ranked_sequence
+from tests.distributed.test_parity import assert_equal
 
 pytestmark = pytest.mark.ranks
 TIERS = [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)]

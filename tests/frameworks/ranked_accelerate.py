@@ -7,9 +7,9 @@ import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.utils import DummyOptim, DummyScheduler
 from deepspeed.accelerator import get_accelerator
-from small import STEPS, WINDOWS, Trace, configuration, ended, fresh_state, installed, model, sentences
 
 import ds_parity
+from tests.frameworks.small import STEPS, WINDOWS, Trace, configuration, ended, fresh_state, installed, model, sentences
 
 
 def accelerator_for(config, steps=STEPS, dtype="fp32"):

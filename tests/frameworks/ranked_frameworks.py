@@ -13,8 +13,9 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, DeepSpeedPlugin
 from deepspeed.accelerator import get_accelerator
-from ranked_trainers import recorded
-from small import fresh_state, model, sentences
+
+from tests.frameworks.ranked_trainers import recorded
+from tests.frameworks.small import fresh_state, model, sentences
 
 README = Path(__file__).parents[2] / "README.md"
 

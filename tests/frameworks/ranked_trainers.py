@@ -9,12 +9,23 @@ import torch.distributed as dist
 import transformers
 from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
-from small import STEPS, VOCAB, WINDOWS, Trace, configuration, ended, fresh_state, installed, model, sentences
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 import ds_parity
 from ds_parity.trace import read_trace
+from tests.frameworks.small import (
+    STEPS,
+    VOCAB,
+    WINDOWS,
+    Trace,
+    configuration,
+    ended,
+    fresh_state,
+    installed,
+    model,
+    sentences,
+)
 
 SHIPPED = Path(__file__).parents[2] / "ds_configs" / "huggingface_zero3_bf16_offload.json"
 

@@ -52,7 +52,7 @@ def cell_calls():
 
 
 def call(title, function, **arguments):
-    return Call(title, f"{MODULES.get(function, 'ranked_trainers')}:{function}", arguments)
+    return Call(title, f"tests.frameworks.{MODULES.get(function, 'ranked_trainers')}:{function}", arguments)
 
 
 def calls():

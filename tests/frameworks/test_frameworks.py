@@ -1,7 +1,8 @@
 """accelerate, transformers' Trainer and TRL step as they do without us, and are refused where they count otherwise."""
 
 import pytest
-from runs import CELLS, REFUSED, WEIGHED, name
+
+from tests.frameworks.runs import CELLS, REFUSED, WEIGHED, name
 
 pytestmark = [pytest.mark.hf, pytest.mark.ranks]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from cells import config
-from parting import Batch
-from ranked import build, forward
 
 from ds_parity.config import rewrite
+from tests.distributed.cells import config
+from tests.distributed.ranked import build, forward
+from tests.hard.parting import Batch
 
 
 def soak(rank, stage, drive, windows, early):
