@@ -1,23 +1,80 @@
-"""PipelineRL's loop and what is left of it with ds_parity: both make the same steps."""
+"""PipelineRL's loop and what is left of it with ds_parity: both make the same steps over the same three windows."""
 
+import contextlib
+import importlib
+import io
+import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose
 from ds_parity.trace import read_trace
-from tests.distributed.ranked_pipelinerl import CLIPPING, PASSES
+from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
+
+TOOLS = Path(__file__).parents[2] / "tools" / "from_pipelinerl"
+
+READY = json.loads((TOOLS / "ds_config.json").read_text())
+
+PASSES = 8
+
+SMALL = ["--steps", "3", "--max-tokens", "1200"]
+
+CLIPPING = 10.0  # between the norms of the windows as they are and divided by PASSES, so that it tells them apart
+
+SIX = {"gradient_accumulation_passes": 6}
+
+# Name of a trace: the script, its flags, and what of the configuration is its own.
+RUNS = {
+    "before": ("before", [], {}),
+    "quotas": ("after", ["--quotas"], {}),
+    "after": ("after", [], {}),
+    "found": ("before", ["--as-found"], {}),
+    "tuned": ("after", ["--quotas", "--eps", str(1e-8 * PASSES)], {"gradient_clipping": CLIPPING * PASSES}),
+    "before, 6": ("before", [], SIX),
+    "quotas, 6": ("after", ["--quotas"], SIX),
+    "uneven": ("before", [], {"gradient_accumulation_passes": 7}),
+}
+
+
+@on_two_ranks
+def from_pipelinerl(folder):
+    """What every run says; the traces lie in the folder by their names."""
+    Path(folder).mkdir(exist_ok=True)
+    return {name: _train(Path(folder), name, *run) for name, run in RUNS.items()}
+
+
+def _script(name):
+    # A script, which imports its neighbours by their names from its own folder.
+    sys.path.insert(0, str(TOOLS))
+    return importlib.import_module(name)
+
+
+def _train(folder, name, loop, flags, changes):
+    """Run a loop as its command line does; return its exit code and what it printed."""
+    config, trace = folder / f"{name}.{dist.get_rank()}.json", folder / f"{name}.jsonl"
+    usual = {"gradient_accumulation_passes": PASSES, "gradient_clipping": CLIPPING}
+    config.write_text(json.dumps(READY | usual | changes))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = _script(loop).main(["--trace", str(trace), "--config", str(config), *SMALL, *flags])
+    return [code, said.getvalue()]
+
+
 SAID = r"(?m)^(?:before|after|as found): (\d+) passes, (\d+) idle on a rank, weights (\w{12})$"
 
 
 class Runs:
     def __init__(self, two_ranks):
-        self._folder = two_ranks.folder / "from_pipelinerl"
-        self._said = two_ranks.results["from_pipelinerl"]
+        self._folder = two_ranks.folder_of(from_pipelinerl)
+        self._said = two_ranks.of(from_pipelinerl)
 
     def said(self, name):
         """Passes, idle passes and weights, as the command line printed them."""
@@ -97,6 +154,6 @@ class TestAsFound:
 
 
 def test_quotas_that_cannot_be_equal_are_refused_in_one_message(two_ranks):
-    code, said = two_ranks.results["from_pipelinerl"]["uneven"]
+    code, said = two_ranks.of(from_pipelinerl)["uneven"]
     assert code == 2
     assert said == "before.py: gradient_accumulation_passes = 7: quotas must be equal, so 2 ranks must divide it\n"

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.distributed.cells import config
-from tests.distributed.ranked import build, one_pass
+from tests.distributed.engines import build, one_pass
 
 
 def fill(rank, folder, windows):

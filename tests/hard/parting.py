@@ -4,7 +4,7 @@ import sys
 import time
 
 from tests.distributed.cells import config
-from tests.distributed.ranked import build, one_pass, refusal
+from tests.distributed.engines import build, one_pass, refusal
 
 PASSES = 6  # of every rank that does not part
 CHANGES = {
