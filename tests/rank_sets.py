@@ -1,8 +1,9 @@
 """Sets of ranks that test modules share: a module registers what its ranks run, and its tests read what came of it.
 
-A process start takes 5 to 10 seconds and an engine 0.3, so one start of a set serves all test modules. A module registers
-its calls while it is imported. Pytest imports all selected modules before it sets up the first fixture, so the fixture that
-starts the ranks knows every call of the selected modules, and no other: a file that is run alone runs only its own calls.
+A process start takes 5 to 10 seconds and an engine 0.3, so one start of a set serves all test modules. A module
+registers its calls while it is imported. Pytest imports all selected modules before it sets up the first fixture, so
+the fixture that starts the ranks knows every call of the selected modules and no other: a file that is run alone runs
+only its own calls.
 
     @on_two_ranks
     def boundaries(folder):
@@ -11,8 +12,8 @@ starts the ranks knows every call of the selected modules, and no other: a file 
     def test_where_boundaries_are(two_ranks):
         assert two_ranks.of(boundaries)["seen"] == [3, 7, 11]
 
-Ranks import the test module to find the function. What a test module does on import must therefore be cheap and must not
-touch the accelerator or the process group.
+Ranks import the test module to find the function. What a test module does on import must therefore be cheap, and must
+not touch the accelerator or the process group.
 """
 
 from pathlib import Path
@@ -70,7 +71,7 @@ class RankSet:
         self._register(made.title, made, lambda *_: made)
 
     def train(self, scenario, *engines):
-        """Register runs of a scenario, one with each engine, that leave traces; several modules may ask for the same."""
+        """Register runs of a scenario, one with each engine, that leave traces; several modules may ask for one."""
         if scenario.ranks * scenario.sequence_parallel != self.ranks:
             raise ValueError(
                 f"{scenario.name} takes {scenario.ranks * scenario.sequence_parallel} ranks, not {self.ranks}"

@@ -5,7 +5,7 @@ from ds_parity.parity.report.terminal import verdict
 
 
 def assert_equal(launched, scenario, reference, tier):
-    """Assert that the candidate's steps are those of a reference, over at least three windows and with their weights."""
+    """Assert that the candidate's steps are those of a reference, over three windows or more, weights included."""
     traces = [launched.trace(scenario, engine) for engine in (reference, "ds_parity")]
     comparison = compare(*traces, tier, scenario.dtype)
     assert comparison.equal, verdict(comparison)

@@ -50,8 +50,8 @@ def ragged(stage, dtype, weight):
     return Scenario(name, extended, shape="overshoot", windows=4, short=5, seed=3, **TINY)
 
 
-# What the Hugging Face Trainer puts in place of "auto" (transformers, integrations/deepspeed.py), from its arguments and
-# the model's hidden size.
+# What the Hugging Face Trainer puts in place of "auto" (transformers, integrations/deepspeed.py): values that come from
+# its arguments and from the model's hidden size.
 FILLED_IN = {
     "train_micro_batch_size_per_gpu": 1,
     "train_batch_size": 12,

@@ -1,7 +1,7 @@
 """The launched sets of ranks as fixtures, each started at most once in a session.
 
-What a set runs is registered by the test modules while pytest collects them (tests/rank_sets.py): with one file selected,
-its ranks run the calls of that file alone.
+The test modules register what a set runs while pytest collects them (tests/rank_sets.py). If one file alone is
+selected, the ranks run the calls of that file and no others.
 """
 
 import pytest

@@ -123,7 +123,7 @@ def groups_of(module):
 
 def recut(layout, ranks):
     """The rollouts of every pass, in their order, dealt to so many ranks as evenly as can be."""
-    rows = [[one for held in row for one in held] for row in layout]
+    rows = [[rollout for batch in row for rollout in batch] for row in layout]
     return tuple(
         tuple(tuple(row[len(row) * r // ranks : len(row) * (r + 1) // ranks]) for r in range(ranks)) for row in rows
     )
@@ -172,7 +172,7 @@ def ends_in(call):
 
 
 def windows_of(engine, rollouts):
-    """Run passes that hold so many rollouts on each rank; what each step was."""
+    """Run passes that contain so many rollouts on each rank; what each step was."""
     steps = []
     for index, count in enumerate(rollouts):
         one_pass(engine, index, rollouts=count)

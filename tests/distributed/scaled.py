@@ -1,6 +1,7 @@
 """Windows that need a correction, and the configuration under which their losses are weighed by tokens."""
 
-# Loss tokens by window, pass and rank. All but the second need a correction, up and down; at that one the fp16 scale grows.
+# Loss tokens by window, pass and rank. All windows but the second need a correction, up or down; at the second the fp16
+# scale grows.
 WINDOWS = (((5, 2), (1, 3)), ((3, 3), (3, 3)), ((2, 6), (1, 4)), ((3, 3), (1, 8)), ((4, 1), (2, 2)))
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

@@ -1,4 +1,4 @@
-"""Checkpoints of bare DeepSpeed, and what DeepSpeed's own tools make of checkpoints: what is converted and what is not."""
+"""Checkpoints of bare DeepSpeed, and what DeepSpeed's own tools convert and do not convert."""
 
 import re
 import runpy
@@ -60,7 +60,7 @@ def _script(folder):
 @on_two_ranks
 def not_converted(folder):
     """Checkpoints that DeepSpeed's converter does not know, with its message."""
-    found = {}
+    results = {}
     for name, made in (
         ("ZeRO 0", config(0, "fp32", 4, "AdamW")),
         ("SGD", config(1, "fp32", 4)),
@@ -70,18 +70,18 @@ def not_converted(folder):
         for seed in range(2):
             one_pass(engine, seed)
         engine.save_checkpoint(f"{folder}/{name}")
-        found[name] = converted(f"{folder}/{name}", 1)
-    return found
+        results[name] = converted(f"{folder}/{name}", 1)
+    return results
 
 
 class TestConversion:
     def test_by_command_and_the_script_beside_the_checkpoint(self, two_ranks):
-        found = two_ranks.of(by_command)
-        assert found["said"] == [[0, ""], [0, ""]]
-        assert found["script"]
-        assert found["stands"]
-        assert found["same"]
-        assert "universal" in found["path"]
+        result = two_ranks.of(by_command)
+        assert result["said"] == [[0, ""], [0, ""]]
+        assert result["script"]
+        assert result["stands"]
+        assert result["same"]
+        assert "universal" in result["path"]
 
     @pytest.mark.parametrize(
         ("name", "said"),
@@ -97,8 +97,8 @@ class TestConversion:
 
 @on_two_ranks
 def bare(folder):
-    """From bare DeepSpeed to ours and back, four rollouts a step; what each engine's LR was, step by step."""
-    found = {}
+    """From bare DeepSpeed to ds_parity and back, four rollouts a step; what each engine's LR was, step by step."""
+    results = {}
     for stage in STAGES:
         extended = config(stage, passes=4, lr_progress="rollout")
         first = build_bare(extended)
@@ -108,18 +108,18 @@ def bare(folder):
         first.save_checkpoint(f"{folder}/bare-{stage}")
         rates = [first.get_lr()[0]]
         said, stop_listening = listen()
-        ours = build(extended)
-        ours.load_checkpoint(f"{folder}/bare-{stage}")
+        engine = build(extended)
+        engine.load_checkpoint(f"{folder}/bare-{stage}")
         stop_listening()
-        loaded = torch.equal(weights.vector(first.module), weights.vector(ours.module))
-        rates.append(ours.get_lr()[0])
-        steps = windows_of(ours, [1, 1])
-        rates.append(ours.get_lr()[0])
-        windows_of(ours, [3])  # one and a half nominal steps
-        rates.append(ours.get_lr()[0])
-        ours.save_checkpoint(f"{folder}/ours-{stage}")
+        loaded = torch.equal(weights.vector(first.module), weights.vector(engine.module))
+        rates.append(engine.get_lr()[0])
+        steps = windows_of(engine, [1, 1])
+        rates.append(engine.get_lr()[0])
+        windows_of(engine, [3])  # one and a half nominal steps
+        rates.append(engine.get_lr()[0])
+        engine.save_checkpoint(f"{folder}/ds_parity-{stage}")
         back = build_bare(extended)
-        path, state = back.load_checkpoint(f"{folder}/ours-{stage}")
+        path, state = back.load_checkpoint(f"{folder}/ds_parity-{stage}")
         rates.append(back.get_lr()[0])
         for seed in range(2):
             back.backward(forward(back, seed))
@@ -130,15 +130,15 @@ def bare(folder):
         for seed in range(2):
             uninterrupted.backward(forward(uninterrupted, seed))
             uninterrupted.step()
-        found[stage] = {
+        results[stage] = {
             "rates": rates,
             "said": said.getvalue(),
             "loaded": loaded,
-            "step": [steps[0][0]["step"], steps[0][0]["rollouts"], ours.global_samples],
+            "step": [steps[0][0]["step"], steps[0][0]["rollouts"], engine.global_samples],
             "as bare": steps[0][1] == weights.summary(weights.vector(uninterrupted.module)).checksum,
             "back": [path is not None, "ds_parity" in state, back.global_steps],
         }
-    return found
+    return results
 
 
 def build_bare(extended):
@@ -151,16 +151,16 @@ def build_bare(extended):
 
 class TestBareDeepSpeed:
     def test_a_checkpoint_of_it_goes_on_in_ours_where_its_schedule_stood(self, two_ranks, stage):
-        """Five steps of four rollouts on the bare engine, then one of ours, then one of six."""
-        found = two_ranks.of(bare)[stage]
-        assert found["loaded"]
-        assert found["rates"][:4] == pytest.approx([0.025 + 0.0025 * at for at in (4, 4, 5, 6.5)])
-        assert found["step"] == [6, 4, 30]
-        assert found["as bare"]
-        assert found["said"].count("the window starts fresh") == 1
+        """Five steps of four rollouts on the bare engine, then one on ds_parity's, then one of six."""
+        result = two_ranks.of(bare)[stage]
+        assert result["loaded"]
+        assert result["rates"][:4] == pytest.approx([0.025 + 0.0025 * at for at in (4, 4, 5, 6.5)])
+        assert result["step"] == [6, 4, 30]
+        assert result["as bare"]
+        assert result["said"].count("the window starts fresh") == 1
 
     def test_ours_goes_on_in_it(self, two_ranks, stage):
         """At a fractional place of the schedule, a step further with every step."""
-        found = two_ranks.of(bare)[stage]
-        assert found["rates"][4:] == pytest.approx([0.025 + 0.0025 * at for at in (6.5, 7.5)])
-        assert found["back"] == [True, True, 8]
+        result = two_ranks.of(bare)[stage]
+        assert result["rates"][4:] == pytest.approx([0.025 + 0.0025 * at for at in (6.5, 7.5)])
+        assert result["back"] == [True, True, 8]

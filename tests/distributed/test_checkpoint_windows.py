@@ -1,4 +1,4 @@
-"""Saving and loading inside a window, under other targets and schedules, and by another engine than the one that saved."""
+"""Saving and loading inside a window, and under other targets and schedules."""
 
 import re
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.ranks
 
 @on_two_ranks
 def into_windows(folder):
-    """Saving and loading inside a window, weights alone, another target, other LR progress, and no checkpoint at all."""
-    found = {}
+    """Save and load inside a window; load weights alone, under another target or LR progress, and from nowhere."""
+    results = {}
     for stage in STAGES:
         extended = config(stage, passes=8, lr_progress="rollout")
         path = f"{folder}/{stage}"
@@ -49,7 +49,7 @@ def into_windows(folder):
         kept_schedule = build(extended)
         windows_of(kept_schedule, [3, 3])
         kept_schedule.load_checkpoint(path, load_lr_scheduler_states=False)
-        found[stage] = {
+        results[stage] = {
             "nothing": nothing,
             "refused": [refused, owed],
             "clean": reached[0],
@@ -63,8 +63,8 @@ def into_windows(folder):
         }
         again = build(extended)
         _, state = again.load_checkpoint(path, "again")
-        found[stage]["again"] = [state["mine"], stands(again) == stands(other)]
-    return found
+        results[stage]["again"] = [state["mine"], stands(again) == stands(other)]
+    return results
 
 
 class TestInsideAWindow:
@@ -76,14 +76,14 @@ class TestInsideAWindow:
         assert "8 rollouts of 2 passes are pending" in owed
 
     def test_loading_throws_the_open_window_away(self, two_ranks, stage):
-        found = two_ranks.of(into_windows)[stage]
-        assert found["dirty"] == found["clean"]
-        assert [step["step"] for step, *_ in found["clean"]] == [3, 4]
+        result = two_ranks.of(into_windows)[stage]
+        assert result["dirty"] == result["clean"]
+        assert [step["step"] for step, *_ in result["clean"]] == [3, 4]
 
     def test_it_stays_where_there_is_nothing_to_load(self, two_ranks, stage):
-        found = two_ranks.of(into_windows)[stage]
-        assert found["nothing"] == [None, None]
-        assert found["nowhere"] == [1, 1]
+        result = two_ranks.of(into_windows)[stage]
+        assert result["nothing"] == [None, None]
+        assert result["nowhere"] == [1, 1]
 
 
 class TestLoading:
@@ -95,10 +95,10 @@ class TestLoading:
         assert "target of 8 rollouts, this configuration says 6 rollouts" in message
 
     def test_under_another_lr_progress_is_refused_unless_the_schedule_stays_as_it_is(self, two_ranks, stage):
-        found = two_ranks.of(into_windows)[stage]
-        assert "lr_progress was 'rollout', this configuration says 'optimizer_step'" in found["other progress"]
-        assert "load_lr_scheduler_states=False" in found["other progress"]
-        assert found["own progress"] == 1.5
+        result = two_ranks.of(into_windows)[stage]
+        assert "lr_progress was 'rollout', this configuration says 'optimizer_step'" in result["other progress"]
+        assert "load_lr_scheduler_states=False" in result["other progress"]
+        assert result["own progress"] == 1.5
 
     def test_what_was_loaded_can_be_saved_again(self, two_ranks, stage):
         assert two_ranks.of(into_windows)[stage]["again"] == [1, True]
@@ -120,7 +120,7 @@ SCHEDULERS = {
 @on_two_ranks
 def schedulers(folder):
     """Runs that are continued under other schedulers: after 3 steps, nominal progress 4.5, a surplus of 4 pending."""
-    found = {}
+    results = {}
     cells = [(name, "rollout") for name in SCHEDULERS] + [(name, "optimizer_step") for name in list(SCHEDULERS)[2:]]
     for stage, (name, progress) in enumerate(cells):
         made = config(stage % 4, passes=8, optimizer="AdamW", lr_progress=progress)
@@ -139,17 +139,17 @@ def schedulers(folder):
         for _ in range(2):
             other.load_checkpoint(f"{folder}/{name}-{progress}")
             resumed.append(windows_of(other, [2, 3, 1, 3]) == whole)
-        found[f"{name}, {progress}"] = {"rates": [step["lr"][0] for step, *_ in whole], "alike": resumed}
-    return found
+        results[f"{name}, {progress}"] = {"rates": [step["lr"][0] for step, *_ in whole], "alike": resumed}
+    return results
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_run_goes_on_bit_for_bit_under_other_schedulers(two_ranks, scheduler):
-    found = two_ranks.of(schedulers)
-    by_rollout = found[f"{scheduler}, rollout"]
+    result = two_ranks.of(schedulers)
+    by_rollout = result[f"{scheduler}, rollout"]
     assert by_rollout["alike"] == [True, True]
     assert len(set(by_rollout["rates"])) == len(by_rollout["rates"]) > 1, "a schedule that stands still proves nothing"
-    by_step = found.get(f"{scheduler}, optimizer_step")
+    by_step = result.get(f"{scheduler}, optimizer_step")
     if by_step is not None:
         assert by_step["alike"] == [True, True]
         assert by_step["rates"] != by_rollout["rates"]

@@ -39,7 +39,7 @@ def continued(folder):
 
     What the run is from the checkpoint on is traced, and the checkpoint converted, for other numbers of ranks.
     """
-    found = {}
+    results = {}
     for cell in CELLS:
         name, scenario = name_of(*cell), scenario_of(cell)
         path = f"{folder}/{name}"
@@ -56,7 +56,7 @@ def continued(folder):
             with Recorder(Path(folder) / "traces", scenario, state) as recorder:
                 resumed.append(other.windows(AFTER, recorder))
             other.one(0)
-        found[name] = {
+        results[name] = {
             "saved": saved,
             "loaded": loaded,
             "alike": [resumed[0] == whole, resumed[1] == resumed[0]],
@@ -66,7 +66,7 @@ def continued(folder):
         }
         run.engine.destroy()
         other.engine.destroy()
-    return found
+    return results
 
 
 def collected(path, masters):
@@ -91,9 +91,9 @@ class TestARunThatIsContinued:
         assert [decay for _, decay in saved["groups"]] == [0.1, 0.0]
 
     def test_stands_where_it_was_saved_in_a_fresh_engine_and_in_one_inside_a_window(self, two_ranks, cell):
-        found = two_ranks.of(continued)[name_of(*cell)]
-        assert found["loaded"] == [found["saved"]] * 2
-        assert found["open"] == 1, "no window was open where it was loaded"
+        result = two_ranks.of(continued)[name_of(*cell)]
+        assert result["loaded"] == [result["saved"]] * 2
+        assert result["open"] == 1, "no window was open where it was loaded"
 
     def test_goes_on_bit_for_bit(self, two_ranks, cell):
         """Boundaries, loss, LR, gradient norm, weights, the schedule's state and every counter.
@@ -114,11 +114,11 @@ class TestARunThatIsContinued:
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[0]], ids=lambda cell: name_of(*cell))
 def test_deepspeed_collects_the_fp32_weights_that_the_engine_had(two_ranks, cell):
-    found = two_ranks.of(continued)[name_of(*cell)]["from zero"]
+    result = two_ranks.of(continued)[name_of(*cell)]["from zero"]
     if cell[:2] == (1, "bf16-fp32"):
-        assert "is not a zero checkpoint" in found, "DeepSpeed knows BF16_Optimizer now: expect True here"
+        assert "is not a zero checkpoint" in result, "DeepSpeed knows BF16_Optimizer now: expect True here"
     else:
-        assert found is True
+        assert result is True
 
 
 @pytest.mark.parametrize("cell", CONVERTED, ids=lambda cell: name_of(*cell))
@@ -133,35 +133,35 @@ def test_to_a_universal_checkpoint(two_ranks, cell):
 @on_four_ranks.after(saved=continued)
 def universal(folder, saved):
     """Go on from the universal checkpoints that `continued` left in `saved`, and trace it."""
-    found = {}
+    results = {}
     for cell in CONVERTED:
         scenario = scenario_of(cell, dist.get_world_size())
         run = Run(scenario, {**scenario.config, "checkpoint": {"load_universal": True}})
         run.engine.load_checkpoint(f"{saved}/{name_of(*cell)}")
-        found[name_of(*cell)] = stands(run.engine)
+        results[name_of(*cell)] = stands(run.engine)
         with Recorder(Path(folder), scenario, "ds_parity") as recorder:
             run.windows(AFTER, recorder)
         run.engine.destroy()
-    return found
+    return results
 
 
 @on_one_rank.after(saved=continued)
 @on_four_ranks.after(saved=continued)
 def other_size(folder, saved):
-    """Load what two ranks saved as it is: ZeRO 0 goes on, the other stages are told on every rank what to do."""
-    found = {}
+    """Load what two ranks saved as it is: ZeRO 0 goes on, the other stages say on every rank what to do."""
+    results = {}
     for stage in STAGES:
         cell = (stage, "fp32", {})
         run = Run(scenario_of(cell, dist.get_world_size()))
-        found[stage] = from_all(
+        results[stage] = from_all(
             ends_in(lambda run=run, cell=cell: run.engine.load_checkpoint(f"{saved}/{name_of(*cell)}"))
         )
         if stage == 0:
-            found["stands"] = stands(run.engine)
+            results["stands"] = stands(run.engine)
             with Recorder(Path(folder), run.scenario, "ds_parity") as recorder:
                 run.windows(AFTER, recorder)
         run.engine.destroy()
-    return found
+    return results
 
 
 class TestOnOneAndFourRanks:
@@ -185,9 +185,9 @@ class TestOnOneAndFourRanks:
 
     def test_a_checkpoint_of_zero_0_goes_on_as_it_is(self, two_ranks, other_ranks):
         ranks, launched = other_ranks
-        found = launched.of(other_size)
-        assert found["0"] == ["nothing was raised"] * ranks
-        assert found["stands"] == two_ranks.of(continued)["0-fp32"]["saved"]
+        result = launched.of(other_size)
+        assert result["0"] == ["nothing was raised"] * ranks
+        assert result["stands"] == two_ranks.of(continued)["0-fp32"]["saved"]
         self.assert_goes_on(two_ranks, launched, (0, "fp32", {}), other_size)
 
     @pytest.mark.parametrize("stage", ["1", "2", "3"])

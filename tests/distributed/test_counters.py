@@ -22,15 +22,15 @@ pytestmark = pytest.mark.ranks
 @on_two_ranks
 def counters(folder):
     """Uneven windows, an empty one, one ended by finish(), and a load into a fresh engine."""
-    found = {}
+    results = {}
     for stage in STAGES:
         extended = config(stage, passes=4, loss_weight="token")
         engine = build(extended)
         clocks = []
 
         def note(engine, clocks=clocks):
-            held = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps)
-            clocks.append([*held, engine.get_lr()[0], engine.last_step.lr[0], engine.last_step.step])
+            counted = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps)
+            clocks.append([*counted, engine.get_lr()[0], engine.last_step.lr[0], engine.last_step.step])
 
         for rollouts, tokens, passes in ((3, 5, 1), (1, 0, 1), (1, 2, 2)):
             for _ in range(passes):
@@ -46,13 +46,13 @@ def counters(folder):
         loaded = [other.global_steps, other.global_samples, other.micro_steps, other.skipped_steps, other.get_lr()[0]]
         one_pass(other, 1, rollouts=3, tokens=5)
         note(other)
-        found[stage] = {"clocks": clocks, "loaded": loaded, "norms": norms}
-    return found
+        results[stage] = {"clocks": clocks, "loaded": loaded, "norms": norms}
+    return results
 
 
 @on_two_ranks
 def overflows(folder):
-    """fp16 with a loss scale that is too high at first; DeepSpeed's question whether this CPU is made for it is answered."""
+    """fp16 with a loss scale that is too high at first; DeepSpeed is made to believe that this CPU supports it."""
     accelerator = get_accelerator()
     supported = accelerator.is_fp16_supported
     accelerator.is_fp16_supported = lambda: True
@@ -76,7 +76,7 @@ def overflows(folder):
 
 class TestCounters:
     def test_are_the_steps_the_rollouts_and_the_passes(self, two_ranks, stage):
-        """A window of one pass, an empty one, one of two passes, one that finish() ends; then a fresh engine goes on."""
+        """Windows of one pass, empty, of two passes, and ended by finish(); then a fresh engine goes on."""
         clocks = two_ranks.of(counters)[stage]["clocks"]
         assert [clock[:4] for clock in clocks] == [
             [1, 6, 1, 0],
@@ -88,8 +88,8 @@ class TestCounters:
         assert [clock[6] for clock in clocks] == [1, 2, 3, 4, 5]
 
     def test_are_the_same_after_a_load(self, two_ranks, stage):
-        found = two_ranks.of(counters)[stage]
-        assert found["loaded"] == found["clocks"][3][:5]
+        result = two_ranks.of(counters)[stage]
+        assert result["loaded"] == result["clocks"][3][:5]
 
     def test_lr_is_what_the_next_step_is_taken_with(self, two_ranks, stage):
         clocks = two_ranks.of(counters)[stage]["clocks"]
@@ -103,8 +103,8 @@ class TestCounters:
         assert norm > 0
 
     def test_an_overflow_is_a_step_that_was_skipped_and_its_rollouts_count(self, two_ranks):
-        found = two_ranks.of(overflows)
-        assert found["clocks"] == [
+        result = two_ranks.of(overflows)
+        assert result["clocks"] == [
             [1, 1, 4, 2],
             [2, 2, 8, 4],
             [3, 3, 12, 6],
@@ -112,7 +112,7 @@ class TestCounters:
             [5, 5, 20, 10],
             [6, 5, 24, 12],
         ]
-        assert [record["skipped"] for record in found["records"]] == [True] * 5 + [False]
+        assert [record["skipped"] for record in result["records"]] == [True] * 5 + [False]
 
 
 @on_two_ranks
@@ -120,12 +120,12 @@ def throughput(folder):
     """The timer over uneven windows, an empty one and one that finish() ends; what it says and what it measured."""
     extended = {**config(1, passes=4, loss_weight="token", overshoot="reset"), "steps_per_print": 1}
     engine = build(extended)
-    timer, said, held = engine.tput_timer, [], []
+    timer, said, sizes = engine.tput_timer, [], []
 
     def listen(line):
-        told = float(re.search(r"CurrSamplesPerSec=([\d.e+-]+)", line).group(1))
+        current = float(re.search(r"CurrSamplesPerSec=([\d.e+-]+)", line).group(1))
         average = float(re.search(r"RunningAvgSamplesPerSec=([\d.e+-]+)", line).group(1))
-        said.append((told * timer.step_elapsed_time, average * timer.total_elapsed_time))
+        said.append((current * timer.step_elapsed_time, average * timer.total_elapsed_time))
 
     timer.logging = listen
     early = timer.avg_samples_per_sec()
@@ -135,14 +135,14 @@ def throughput(folder):
             one_pass(engine, 1, rollouts=rollouts, tokens=tokens)
         if at == 6:
             engine.finish()
-        held.append(engine.last_step.rollouts)
+        sizes.append(engine.last_step.rollouts)
     rollouts = timer.avg_samples_per_sec() * timer.total_elapsed_time
     off = build({**extended, "timers": {"throughput": {"enabled": False}}})
     for _ in range(4):
         one_pass(off, 1, rollouts=2, tokens=1)
     return {
         "early": early,
-        "held": held,
+        "sizes": sizes,
         "said": said,
         "rollouts": rollouts,
         "off": [off.tput_timer.total_elapsed_time, off.tput_timer.avg_samples_per_sec()],
@@ -151,17 +151,17 @@ def throughput(folder):
 
 class TestThroughput:
     def test_is_rollouts_over_the_seconds_that_were_measured(self, two_ranks):
-        """The timer starts after two steps. An empty window and one that finish() ends are counted with the next step."""
-        found = two_ranks.of(throughput)
-        assert found["held"] == [4, 4, 6, 4, 4, 4, 2, 10]
-        assert found["rollouts"] == pytest.approx(6 + 4 + 4 + 4 + 2 + 10)
+        """The timer starts after two steps; an empty window and one that finish() ends count with the next step."""
+        result = two_ranks.of(throughput)
+        assert result["sizes"] == [4, 4, 6, 4, 4, 4, 2, 10]
+        assert result["rollouts"] == pytest.approx(6 + 4 + 4 + 4 + 2 + 10)
         said = [(6, 6), (4, 10), (4 + 4, 18), (2 + 10, 30)]
-        assert found["said"] == [pytest.approx(line, rel=1e-2) for line in said]
+        assert result["said"] == [pytest.approx(line, rel=1e-2) for line in said]
 
     def test_is_unknown_before_it_was_measured_or_where_it_is_off(self, two_ranks):
-        found = two_ranks.of(throughput)
-        assert found["early"] == -math.inf
-        assert found["off"] == [0, -math.inf]
+        result = two_ranks.of(throughput)
+        assert result["early"] == -math.inf
+        assert result["off"] == [0, -math.inf]
 
 
 def _monitored(extended, folder, job):
@@ -175,12 +175,12 @@ def _monitored(extended, folder, job):
 
 def _csv(folder):
     """Every csv file by its name: the header, and (x, value) of every line."""
-    found = {}
+    results = {}
     for path in sorted(Path(folder).glob("*.csv")):
         with path.open(newline="") as file:
             head, *lines = csv.reader(file)
-        found[path.stem] = [head, *[[int(x), float(value)] for x, value in lines]]
-    return found
+        results[path.stem] = [head, *[[int(x), float(value)] for x, value in lines]]
+    return results
 
 
 def _tensorboard(folder):
@@ -193,7 +193,7 @@ def _tensorboard(folder):
 @on_two_ranks
 def monitors(folder):
     """Uneven windows, an empty one, metrics of which one comes late, and a last window settled by finish()."""
-    found = {}
+    results = {}
     rank = dist.get_rank()
     for stage in STAGES:
         where = f"{folder}/{stage}"
@@ -212,16 +212,16 @@ def monitors(folder):
             rates.append(engine.get_lr()[0])
         files = _csv(f"{where}/job") if rank == 0 else None
         board = _tensorboard(f"{where}/tensorboard/job") if rank == 0 else None
-        found[stage] = {"records": records, "rates": rates, "csv": files, "tensorboard": board}
-    return found
+        results[stage] = {"records": records, "rates": rates, "csv": files, "tensorboard": board}
+    return results
 
 
 @on_two_ranks
 def monitors_beside_bare(folder):
-    """Uniform windows, ours and bare DeepSpeed's, each with its own csv files."""
-    ours = build(_monitored(config(2, passes=6), folder, "ours"))
+    """Uniform windows by ds_parity and by bare DeepSpeed, each with its own csv files."""
+    engine = build(_monitored(config(2, passes=6), folder, "ds_parity"))
     for index in range(12):
-        one_pass(ours, index)
+        one_pass(engine, index)
     plain = {k: v for k, v in config(2).items() if k != "gradient_accumulation_passes"}
     model = perceptron()
     fixed = {"train_batch_size": 6, "gradient_accumulation_steps": 3}
@@ -231,7 +231,7 @@ def monitors_beside_bare(folder):
     for index in range(12):
         bare.backward(forward(bare, index))
         bare.step()
-    return {"ours": _csv(f"{folder}/ours"), "bare": _csv(f"{folder}/bare")}
+    return {"ds_parity": _csv(f"{folder}/ds_parity"), "bare": _csv(f"{folder}/bare")}
 
 
 class TestMonitors:
@@ -243,8 +243,8 @@ class TestMonitors:
         return [[x, record[key]] for x, record in zip(self.AT, records, strict=True) if record[key] is not None]
 
     def test_csv_holds_every_step_once_over_rollouts(self, two_ranks, stage):
-        found = two_ranks.of(monitors)[stage]
-        files, records = found["csv"], found["records"]
+        result = two_ranks.of(monitors)[stage]
+        files, records = result["csv"], result["records"]
         assert [record["rollouts"] for record in records] == [6, 4, 4, 4, 2]
         assert files["Train_Samples_train_loss"] == [["step", "train_loss"], *self.events(records, "loss")]
         assert len(files["Train_Samples_train_loss"]) == 1 + 4
@@ -253,38 +253,38 @@ class TestMonitors:
         assert "Train_Samples_loss_scale" not in files
 
     def test_csv_holds_the_metrics_from_where_they_appear(self, two_ranks, stage):
-        found = two_ranks.of(monitors)[stage]
+        result = two_ranks.of(monitors)[stage]
         for name, head, first in (("reward/mean", "mean", 0), ("late", "late", 3)):
-            lines = [[x, r["metrics"][name]] for x, r in zip(self.AT[first:], found["records"][first:], strict=True)]
-            assert found["csv"][f"Train_Metrics_{name.replace('/', '_')}"] == [["step", head], *lines]
+            lines = [[x, r["metrics"][name]] for x, r in zip(self.AT[first:], result["records"][first:], strict=True)]
+            assert result["csv"][f"Train_Metrics_{name.replace('/', '_')}"] == [["step", head], *lines]
 
     def test_lr_is_deepspeeds_own_as_it_stands_once_so_many_rollouts_were_consumed(self, two_ranks, stage):
-        found = two_ranks.of(monitors)[stage]
-        stepped = [at for at, record in enumerate(found["records"]) if not record["skipped"]]
-        lines = [[self.AT[at], found["rates"][at]] for at in stepped]
-        assert found["csv"]["Train_Samples_lr"] == [["step", "lr"], *lines]
-        for before, after in zip(found["rates"], found["records"][1:], strict=False):
+        result = two_ranks.of(monitors)[stage]
+        stepped = [at for at, record in enumerate(result["records"]) if not record["skipped"]]
+        lines = [[self.AT[at], result["rates"][at]] for at in stepped]
+        assert result["csv"]["Train_Samples_lr"] == [["step", "lr"], *lines]
+        for before, after in zip(result["rates"], result["records"][1:], strict=False):
             assert [before] == after["lr"]
 
     def test_tensorboard_holds_the_same_in_its_fp32(self, two_ranks, stage):
-        found = two_ranks.of(monitors)[stage]
-        board = found["tensorboard"]
-        assert {tag.replace("/", "_") for tag in board} == set(found["csv"])
+        result = two_ranks.of(monitors)[stage]
+        board = result["tensorboard"]
+        assert {tag.replace("/", "_") for tag in board} == set(result["csv"])
         for tag, events in board.items():
-            lines = found["csv"][tag.replace("/", "_")][1:]
+            lines = result["csv"][tag.replace("/", "_")][1:]
             assert [x for x, _ in events] == [x for x, _ in lines]
             assert [y for _, y in events] == pytest.approx([y for _, y in lines], rel=2**-23)
 
     def test_of_uniform_windows_hold_every_line_of_the_bare_engines_and_three_files_more(self, two_ranks):
-        found = two_ranks.of(monitors_beside_bare)
-        assert {name: found["ours"][name] for name in found["bare"]} == found["bare"]
+        result = two_ranks.of(monitors_beside_bare)
+        assert {name: result["ds_parity"][name] for name in result["bare"]} == result["bare"]
         more = {f"Train_Samples_{name}" for name in ("train_loss", "rollouts", "passes")}
-        assert set(found["ours"]) - set(found["bare"]) == more
-        assert [x for x, _ in found["ours"]["Train_Samples_train_loss"][1:]] == [6, 12, 18, 24]
+        assert set(result["ds_parity"]) - set(result["bare"]) == more
+        assert [x for x, _ in result["ds_parity"]["Train_Samples_train_loss"][1:]] == [6, 12, 18, 24]
 
     def test_the_loss_scale_is_the_scalers_own_and_not_the_one_that_corrects(self, two_ranks):
-        found = two_ranks.of(overflows)
-        scales = [record["loss_scale"] for record in found["records"]]
+        result = two_ranks.of(overflows)
+        scales = [record["loss_scale"] for record in result["records"]]
         assert scales == [2.0**23, 2.0**22, 2.0**21, 2.0**20, 2.0**19, 2.0**19]
         lines = [[4 * (at + 1), scale] for at, scale in enumerate(scales)]
-        assert found["csv"]["Train_Samples_loss_scale"] == [["step", "loss_scale"], *lines]
+        assert result["csv"]["Train_Samples_loss_scale"] == [["step", "loss_scale"], *lines]

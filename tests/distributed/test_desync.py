@@ -1,4 +1,4 @@
-"""Ranks that fall out of sync: every rank is told so, and none waits longer than its limit."""
+"""Ranks that fall out of sync: every rank raises an error that says so, and none waits longer than its limit."""
 
 import re
 import time
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 @on_two_ranks
 def desync(folder):
-    """Ranks in different places: every rank is told, at once."""
+    """Ranks in different places: every rank raises at once."""
     rank = dist.get_rank()
     engine = build(config(1, passes=8))
     one_pass(engine, 1)
@@ -29,20 +29,20 @@ def desync(folder):
     own = refusal(lambda: build({**config(1, passes=8, trace=f"{folder}/{rank}.jsonl"), **places}))
     ahead = build(config(1, passes=8))
     lookahead = refusal(lambda: next(iter(ahead.passes([Batch()], lookahead=2 + rank))))
-    found = {"pass count": pass_count, "settings": settings, "stage": stage, "fault": fault, "trace": trace}
-    return from_all({**found, "own": own, "lookahead": lookahead, **_alone()})
+    results = {"pass count": pass_count, "settings": settings, "stage": stage, "fault": fault, "trace": trace}
+    return from_all({**results, "own": own, "lookahead": lookahead, **_alone()})
 
 
 def _alone():
     """Rank 1 refuses, or its stream breaks, where the others have a pass; all go on with another engine after it."""
-    found = {}
+    results = {}
     for stage, ahead in ((1, 0), (2, 0), (3, 3)):
         for name, stream in (("refuses", _refused), ("breaks", _broken)):
             engine = build(config(stage, passes=8, lookahead=ahead, exchange_timeout=60))
             begun = time.perf_counter()
             message = refusal(lambda: [one_pass(engine, 1) for _ in engine.passes(stream())])  # noqa: B023  # called here
-            found[f"{name}, ZeRO {stage}"] = [message, time.perf_counter() - begun]
-    return found
+            results[f"{name}, ZeRO {stage}"] = [message, time.perf_counter() - begun]
+    return results
 
 
 def _refused():
@@ -61,7 +61,7 @@ def _broken():
 
 
 def test_ranks_that_part_are_told_on_every_rank(two_ranks):
-    for message in (told["pass count"] for told in two_ranks.of(desync)):
+    for message in (messages["pass count"] for messages in two_ranks.of(desync)):
         assert message.startswith("RankDesyncError: ranks are not in the same place: rank 0 runs a pass")
         assert "rank 1 finishes" in message
         assert "idle()" in message
@@ -76,7 +76,7 @@ def test_ranks_that_part_are_told_on_every_rank(two_ranks):
     ],
 )
 def test_ranks_that_were_told_different_things_are_told_so_on_every_rank(two_ranks, case, what):
-    for message in (told[case] for told in two_ranks.of(desync)):
+    for message in (messages[case] for messages in two_ranks.of(desync)):
         assert message.startswith(f"RankDesyncError: ranks differ in {what}. All ranks need the same configuration")
 
 
@@ -89,10 +89,10 @@ def test_ranks_may_log_what_and_where_they_like(two_ranks):
     [("fault", 1, 'ConfigError: .*overshoot = "cary"'), ("trace", 0, "TraceError: .*/dev/null/trace")],
 )
 def test_a_rank_that_cannot_start_tells_the_others(two_ranks, case, odd, says):
-    told = [theirs[case] for theirs in two_ranks.of(desync)]
-    assert re.match(says, told[odd], re.DOTALL)
+    messages = [theirs[case] for theirs in two_ranks.of(desync)]
+    assert re.match(says, messages[odd], re.DOTALL)
     others = f"RankDesyncError: this rank stops because others did: rank {odd} raised {says}"
-    assert re.match(others, told[1 - odd], re.DOTALL)
+    assert re.match(others, messages[1 - odd], re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_rank_that_raises_alone_in_passes_tells_the_others_long_before_the_lim
 
 @on_two_ranks
 def silence_of_a_rank(folder):
-    """One rank never comes: the others are told when the time is up."""
+    """One rank never comes: the others raise when the time is up."""
     engine = build(config(1, passes=8, exchange_timeout=2.5))
     begun = time.perf_counter()
     message = refusal(lambda: one_pass(engine, 1)) if dist.get_rank() == 0 else "silent"
@@ -124,7 +124,7 @@ def silence_of_a_rank(folder):
 
 
 def test_a_silent_rank_ends_the_wait_when_the_time_is_up(two_ranks):
-    found = two_ranks.of(silence_of_a_rank)
-    assert found["message"].startswith("RankDesyncError: rank 0 waited in runs a pass, window 0, pass 0")
-    assert "up to 2.5 s" in found["message"]
-    assert 2 < found["seconds"] < 10
+    result = two_ranks.of(silence_of_a_rank)
+    assert result["message"].startswith("RankDesyncError: rank 0 waited in runs a pass, window 0, pass 0")
+    assert "up to 2.5 s" in result["message"]
+    assert 2 < result["seconds"] < 10

@@ -34,7 +34,7 @@ def test_without_the_key_the_bare_engine_comes_back(two_ranks):
 
 @on_two_ranks
 def unchanged_loop(folder):
-    """DeepSpeed's own loop, arguments, data loader and callables, with nothing of ours in it."""
+    """DeepSpeed's own loop, arguments, data loader and callables, with no key of ds_parity in it."""
     data = [(torch.full((4,), float(i)), torch.tensor(1.0)) for i in range(16)]
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
@@ -63,12 +63,12 @@ def unchanged_loop(folder):
 
 
 def test_an_unchanged_deepspeed_loop_runs(two_ranks):
-    found = two_ranks.of(unchanged_loop)
-    assert found["isinstance"]
-    assert found["optimizer"]
-    assert found["boundaries"] == [False, True] * 4
-    assert found["steps"] == 4
-    assert found["lr"] == pytest.approx([0.1**5])
+    result = two_ranks.of(unchanged_loop)
+    assert result["isinstance"]
+    assert result["optimizer"]
+    assert result["boundaries"] == [False, True] * 4
+    assert result["steps"] == 4
+    assert result["lr"] == pytest.approx([0.1**5])
 
 
 @on_two_ranks
@@ -104,21 +104,21 @@ def torch_schedulers(folder):
         "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + step),
         "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
     }
-    found = {}
+    results = {}
     for name, kind in kinds.items():
         extended = {k: v for k, v in config(2, passes=4, lr_progress="rollout").items() if k != "scheduler"}
         engine = build(extended, lr_scheduler=kind)
         rates = []
-        for held in (3, 3, 3, 1):
-            one_pass(engine, 1, rollouts=held)
+        for rollouts in (3, 3, 3, 1):
+            one_pass(engine, 1, rollouts=rollouts)
             rates.append(engine.get_lr()[0] / 0.05)
-        found[name] = rates
+        results[name] = rates
     extended = config(2, passes=4, lr_progress="rollout")
     engine = build(extended)
-    for held in (3, 3, 3, 1):
-        one_pass(engine, 1, rollouts=held)
-    found["deepspeed"] = engine.lr_scheduler.last_batch_iteration
-    return found
+    for rollouts in (3, 3, 3, 1):
+        one_pass(engine, 1, rollouts=rollouts)
+    results["deepspeed"] = engine.lr_scheduler.last_batch_iteration
+    return results
 
 
 class TestNominalProgress:
@@ -144,9 +144,9 @@ def trace_key(folder):
 
 
 def test_the_trace_key_leaves_a_trace(two_ranks):
-    found = two_ranks.of(trace_key)
-    trace = read_trace(found["path"])
+    result = two_ranks.of(trace_key)
+    trace = read_trace(result["path"])
     assert [step.rollouts for step in trace.steps] == [4, 4]
     assert trace.header.engine == "ds_parity"
     last = trace.steps[-1].model_dump()
-    assert {**last, "lr": list(last["lr"])} == found["last"]
+    assert {**last, "lr": list(last["lr"])} == result["last"]

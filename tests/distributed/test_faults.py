@@ -1,4 +1,4 @@
-"""DeepSpeed's own faults are still there, each shown by its script; on the same configurations ds_parity is right or refuses."""
+"""DeepSpeed's own faults are still there, each shown by its script; ds_parity is right there, or refuses."""
 
 import importlib
 import sys
@@ -30,12 +30,12 @@ NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 def deepspeed_faults(folder):
     """Every script of tools/deepspeed_faults/, in turn: whether its fault is there."""
     sys.path.insert(0, str(SCRIPTS))
-    found = {}
+    results = {}
     with fp16_allowed():
         for path in sorted(SCRIPTS.glob("*.py")):
-            found[path.stem] = importlib.import_module(path.stem).main()
+            results[path.stem] = importlib.import_module(path.stem).main()
     forget_autocast()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,7 +76,7 @@ def _branch_moves(stage, offload):
     torch.nn.init.zeros_(model.sometimes.weight)
     extended = scaled_config(stage, 0.0, 1.0) | {"zero_optimization": {"stage": stage, **(OFFLOAD if offload else {})}}
     engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=extended)
-    rank, at, found = dist.get_rank(), 0.0, []
+    rank, at, results = dist.get_rank(), 0.0, []
     ones = torch.ones(1, 8, device=get_accelerator().current_device_name())
     for window, used in zip(WINDOWS, USED, strict=True):
         for tokens, both in zip(window, used, strict=True):
@@ -84,12 +84,12 @@ def _branch_moves(stage, offload):
             engine.step()
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             now = engine.module.sometimes.weight[0, [0, -1]].tolist()
-        total = sum(tokens for held in window for tokens in held)
-        right = sum(held[0] + 2 * held[1] for held, both in zip(window, used, strict=True) if both) / total
-        found.append([at - now[0], at - now[1], right])
+        total = sum(tokens for counts in window for tokens in counts)
+        right = sum(counts[0] + 2 * counts[1] for counts, both in zip(window, used, strict=True) if both) / total
+        results.append([at - now[0], at - now[1], right])
         at = now[0]
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("stage", "offload"), BRANCHED)

@@ -118,7 +118,7 @@ class TestInItsPlace:
         assert runs.said("after")[1] == 0
 
     def test_where_the_target_is_no_power_of_two_the_reported_loss_alone_is_rounded_otherwise(self, runs):
-        """The gradient's one factor, ranks / target, is rounded once in both; their loss is times the rounded 1 / target."""
+        """Both round the gradient's one factor, ranks / target, once; their loss is times the rounded 1 / target."""
         assert runs.said("quotas, 6") == runs.said("before, 6")
         assert runs.norms("quotas, 6") == runs.norms("before, 6")
         assert runs.compared("before, 6", "quotas, 6").equal
@@ -127,10 +127,10 @@ class TestInItsPlace:
 
 class TestAsFound:
     def test_the_gradient_is_divided_by_the_passes_once_more(self, runs):
-        """Exactly at first; then weights part, because other steps are clipped (measured: norms by 2.4e-4)."""
-        found, right = runs.norms("found"), runs.norms("before")
-        assert found[0] * PASSES == right[0]
-        assert [norm * PASSES for norm in found] == pytest.approx(right, rel=1e-3)
+        """Exactly at first; then weights differ, because other steps are clipped (measured: norms by 2.4e-4)."""
+        as_found, right = runs.norms("found"), runs.norms("before")
+        assert as_found[0] * PASSES == right[0]
+        assert [norm * PASSES for norm in as_found] == pytest.approx(right, rel=1e-3)
         reference, candidate = runs.trace("before"), runs.trace("found")
         cause = diagnose(reference, candidate, compare(reference, candidate, Tier.REASSOCIATED))[0]
         assert cause.evidence == f"the gradient norm is {1 / PASSES} times the reference's in all 3 steps"
@@ -148,8 +148,8 @@ class TestAsFound:
         assert fields == {"tokens", "grad_norm", "grad_norm, mean"}
 
     def test_tokens_are_those_of_the_first_rank_times_the_ranks(self, runs):
-        found, right = ([step.tokens for step in runs.trace(name).steps] for name in ("found", "before"))
-        assert all(a != b for a, b in zip(found, right, strict=True))
+        as_found, right = ([step.tokens for step in runs.trace(name).steps] for name in ("found", "before"))
+        assert all(a != b for a, b in zip(as_found, right, strict=True))
         assert right == [step.tokens for step in runs.trace("after").steps]
 
 

@@ -11,7 +11,7 @@ import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
-from tests.distributed.engines import build, forward, perceptron, refusal
+from tests.distributed.engines import build, forward, from_all, perceptron, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -23,15 +23,15 @@ WAYS = {"plain": {}, "divided": {"divided": True}, "steps in every pass": {"step
 CELLS = [*product(STAGES, ("plain", "divided")), (2, "steps in every pass")]
 
 
-def opened(extended, *, ours=True, **keywords):
+def opened(extended, *, with_keys=True, **keywords):
     model = perceptron()
-    plain = extended if ours else rewrite(extended, 2).config
+    plain = extended if with_keys else rewrite(extended, 2).config
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain, **keywords)[0]
 
 
 def drive(engine, flags, *, divided=False, steps_always=False, seed=0, **counts):
     """accelerate's DeepSpeedEngineWrapper.backward, pass by pass; with what the steps came to."""
-    found = []
+    results = []
     for index, flag in enumerate(flags):
         engine.set_gradient_accumulation_boundary(flag)
         loss = forward(engine, seed + 2 * index + dist.get_rank())
@@ -41,54 +41,52 @@ def drive(engine, flags, *, divided=False, steps_always=False, seed=0, **counts)
         if flag:
             norm = engine.get_global_grad_norm()
             checksum = weights.summary(weights.vector(engine.module)).checksum
-            found.append([checksum, engine.get_lr(), None if norm is None else float(norm)])
-    return found
+            results.append([checksum, engine.get_lr(), None if norm is None else float(norm)])
+    return results
 
 
 @on_two_ranks
 def framework_windows(folder):
-    """Two windows with and without us: losses that DeepSpeed divides, and losses that their caller has divided."""
-    found = {}
+    """Two windows with and without ds_parity: DeepSpeed divides the losses, or their caller has divided them."""
+    results = {}
     flags = [False, False, True] * 2
     with ds_parity.install():
         for stage, how in CELLS:
             extended, options = config(stage, passes=2 * PASSES), WAYS[how]
             engine = opened(extended)
-            ours = drive(engine, flags, **options)
-            bare = drive(opened(extended, ours=False), flags, **options)
-            found[f"{stage} {how}"] = {
-                "equal": [one[:2] for one in ours] == [one[:2] for one in bare],
+            wrapped = drive(engine, flags, **options)
+            bare = drive(opened(extended, with_keys=False), flags, **options)
+            results[f"{stage} {how}"] = {
+                "equal": [one[:2] for one in wrapped] == [one[:2] for one in bare],
                 # DeepSpeed throws the norm away on ZeRO 0 in fp32
-                "norms": [one[2] for one in ours] == [one[2] for one in bare] or stage == 0,
+                "norms": [one[2] for one in wrapped] == [one[2] for one in bare] or stage == 0,
                 "loss": engine.last_step.loss,
-                "moved": ours[0][0] != ours[1][0],
+                "moved": wrapped[0][0] != wrapped[1][0],
                 "passes": engine.micro_steps,
             }
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("stage", "how"), CELLS)
 def test_windows_that_a_framework_ends_are_bit_identical_with_and_without_us(two_ranks, stage, how):
-    found = two_ranks.of(framework_windows)[f"{stage} {how}"]
-    assert found["equal"]
-    assert found["norms"]
-    assert found["moved"]
-    assert found["passes"] == 6
+    result = two_ranks.of(framework_windows)[f"{stage} {how}"]
+    assert result["equal"]
+    assert result["norms"]
+    assert result["moved"]
+    assert result["passes"] == 6
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_loss_of_a_step_is_the_same_whoever_divides(two_ranks, stage):
-    found = two_ranks.of(framework_windows)
-    assert found[f"{stage} divided"]["loss"] == pytest.approx(found[f"{stage} plain"]["loss"], rel=1e-6)
+    result = two_ranks.of(framework_windows)
+    assert result[f"{stage} divided"]["loss"] == pytest.approx(result[f"{stage} plain"]["loss"], rel=1e-6)
 
 
 def refusals_of(flags, passes=2 * PASSES, divided=False, counts=None, **section):
     with ds_parity.install():
         engine = opened(config(2, passes=passes, **section))
         own = refusal(lambda: drive(engine, flags, divided=divided, **(counts or {})))
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    return told
+    return from_all(own)
 
 
 @on_two_ranks
@@ -177,7 +175,7 @@ def framework_leaves_alone(folder):
     plain = {key: value for key, value in extended.items() if key not in ("optimizer", "scheduler")}
     plain["zero_optimization"] = {"stage": 0}
     with ds_parity.install():
-        without_keys = opened(extended, ours=False)
+        without_keys = opened(extended, with_keys=False)
         reference = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=plain)[0]
         direct = build(extended)
         engine = opened(extended)

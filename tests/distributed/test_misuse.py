@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 def misuse(folder):
     """What each wrong call is answered with."""
     engine = build(config(1, passes=8))
-    found = {
+    results = {
         "negative": refusal(lambda: engine.backward(forward(engine, 0), rollouts=-1)),
         "nan": refusal(lambda: engine.backward(forward(engine, 0), rollouts=float("nan"))),
         "bool": refusal(lambda: engine.backward(forward(engine, 0), rollouts=True)),
@@ -29,42 +29,42 @@ def misuse(folder):
         "coalesce": refusal(engine.coalesce_grad_reduction),
     }
     one_pass(engine, 1, rollouts=2)
-    found["foretell"] = refusal(engine.is_gradient_accumulation_boundary)
-    found["save"] = refusal(lambda: engine.save_checkpoint(folder))
-    found["tuple"] = refusal(lambda: engine.backward((forward(engine, 1), 0), rollouts=2))
+    results["foretell"] = refusal(engine.is_gradient_accumulation_boundary)
+    results["save"] = refusal(lambda: engine.save_checkpoint(folder))
+    results["tuple"] = refusal(lambda: engine.backward((forward(engine, 1), 0), rollouts=2))
     engine.backward(forward(engine, 1), rollouts=2)
-    found["twice"] = refusal(lambda: engine.backward(forward(engine, 1), rollouts=2))
-    found["finish"] = refusal(engine.finish)
+    results["twice"] = refusal(lambda: engine.backward(forward(engine, 1), rollouts=2))
+    results["finish"] = refusal(engine.finish)
     by_token = build(config(1, loss_weight="token"))
-    found["no tokens"] = refusal(lambda: by_token.backward(forward(by_token, 0)))
-    found["rollouts only"] = refusal(lambda: by_token.backward(forward(by_token, 0), rollouts=1))
+    results["no tokens"] = refusal(lambda: by_token.backward(forward(by_token, 0)))
+    results["rollouts only"] = refusal(lambda: by_token.backward(forward(by_token, 0), rollouts=1))
     by_prompt = build(config(1, count="prompt"))
-    found["no prompts"] = refusal(lambda: by_prompt.backward(forward(by_prompt, 0)))
-    found["prompts left out"] = refusal(lambda: by_prompt.backward(forward(by_prompt, 0), rollouts=4))
+    results["no prompts"] = refusal(lambda: by_prompt.backward(forward(by_prompt, 0)))
+    results["prompts left out"] = refusal(lambda: by_prompt.backward(forward(by_prompt, 0), rollouts=4))
     exact = build(config(1, passes=3, overshoot="error"))
-    found["overshoot"] = refusal(lambda: exact.backward(forward(exact, 0), rollouts=2))
+    results["overshoot"] = refusal(lambda: exact.backward(forward(exact, 0), rollouts=2))
     dry = build(config(1))
-    found["stuck"] = refusal(lambda: list(dry.passes([] if dist.get_rank() else [Batch()], lookahead=3)))
+    results["stuck"] = refusal(lambda: list(dry.passes([] if dist.get_rank() else [Batch()], lookahead=3)))
     skipping = build(config(1, passes=20))
     batches = skipping.passes([Batch() for _ in range(3)], finish=False)
     next(batches)
-    found["no backward"] = refusal(lambda: next(batches))
+    results["no backward"] = refusal(lambda: next(batches))
     doubled = build(config(1, passes=20))
     unstepped = build(config(1, passes=20))
     for _ in unstepped.passes([Batch() for _ in range(4)], lookahead=4, finish=False):
         unstepped.backward(forward(unstepped, 1))
-        found["no step in passes"] = refusal(lambda: unstepped.backward(forward(unstepped, 1)))
+        results["no step in passes"] = refusal(lambda: unstepped.backward(forward(unstepped, 1)))
         break
     for _ in doubled.passes([Batch()], finish=False):
         one_pass(doubled, 1)
-        found["two backwards"] = refusal(lambda: doubled.backward(forward(doubled, 1)))
-        found["foretell in passes"] = refusal(doubled.is_gradient_accumulation_boundary)
+        results["two backwards"] = refusal(lambda: doubled.backward(forward(doubled, 1)))
+        results["foretell in passes"] = refusal(doubled.is_gradient_accumulation_boundary)
     synced = build(config(1, passes=2))
     with synced.no_sync():
-        found["no_sync"] = refusal(lambda: synced.backward(forward(synced, 0)))
+        results["no_sync"] = refusal(lambda: synced.backward(forward(synced, 0)))
     by_rollout = {k: v for k, v in config(1, lr_progress="rollout").items() if k != "scheduler"}
-    found["plateau"] = refusal(lambda: build(by_rollout, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau))
-    return found
+    results["plateau"] = refusal(lambda: build(by_rollout, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau))
+    return results
 
 
 MISUSE = {
@@ -89,7 +89,8 @@ MISUSE = {
     "no tokens": "without tokens=.*pass tokens=",
     "rollouts only": "rollouts=1.*loss_weight is 'token'",
     "no prompts": "without prompts=.*pass prompts=",
-    "prompts left out": "rollouts=4.*without prompts=.*count is 'prompt'.*0 where their other rollouts are still to come",
+    "prompts left out": "rollouts=4.*without prompts=.*count is 'prompt'.*"
+    "0 where their other rollouts are still to come",
     "overshoot": "4 rollouts, 1 more than its target of 3.*choose 'carry' or 'reset'",
     "stuck": "1 of 2 ranks have no micro-batch at all.*idle=micro_batch",
     "no_sync": "inside no_sync.*leave no_sync",

@@ -12,13 +12,13 @@ pytestmark = pytest.mark.ranks
 
 @on_two_ranks
 def overhead(folder):
-    """Collectives and reads of device tensors in a window of 6 passes, ours beside the bare engine."""
-    found = {}
+    """Collectives and reads of device tensors in a window of 6 passes, beside the bare engine."""
+    results = {}
     for stage in STAGES:
         engine = build(config(stage, passes=12))
         for index in range(6):
             one_pass(engine, index)
-        with Counting() as ours:
+        with Counting() as counted:
             before = exchanges_of(engine)
             for index in range(6):
                 one_pass(engine, index)
@@ -31,13 +31,13 @@ def overhead(folder):
         ahead = build(config(stage, passes=12, lookahead=6))
         for _ in ahead.passes([Batch() for _ in range(6)]):
             one_pass(ahead, 1)
-        found[stage] = {
+        results[stage] = {
             "exchanges": exchanges_of(engine) - before,
-            "ours": ours.counts,
+            "ds_parity": counted.counts,
             "bare": theirs.counts,
             "ahead": exchanges_of(ahead),
         }
-    return found
+    return results
 
 
 class TestOverhead:
@@ -50,11 +50,11 @@ class TestOverhead:
 
     def test_no_tensor_is_read_that_the_bare_engine_does_not_read(self, two_ranks, stage):
         """Reading a tensor of the accelerator waits for it."""
-        found = two_ranks.of(overhead)[stage]
+        result = two_ranks.of(overhead)[stage]
         reads = ("item", "__bool__", "__float__", "__int__")
-        assert {name: found["ours"][name] for name in reads} == {name: found["bare"][name] for name in reads}
+        assert {name: result["ds_parity"][name] for name in reads} == {name: result["bare"][name] for name in reads}
 
     def test_collectives_beyond_the_bare_engine_are_the_exchanges_and_one_for_the_loss(self, two_ranks, stage):
-        found = two_ranks.of(overhead)[stage]
-        more = {name: found["ours"][name] - count for name, count in found["bare"].items()}
+        result = two_ranks.of(overhead)[stage]
+        more = {name: result["ds_parity"][name] - count for name, count in result["bare"].items()}
         assert {name: count for name, count in more.items() if count} == {"isend": 6 + 1, "recv": 6 + 1}

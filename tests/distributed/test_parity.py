@@ -45,7 +45,7 @@ for cell in cells.RAGGED_CELLS:
 
 @pytest.mark.parametrize(("stage", "dtype", "weight"), cells.RAGGED_CELLS)
 class TestRaggedWindows:
-    """Overshooting windows of 1 to 9 passes, 0 to 5 rollouts a micro-batch, ranks that idle, a last window left open."""
+    """Overshooting windows of 1 to 9 passes, 0 to 5 rollouts a micro-batch, idle ranks, a last window left open."""
 
     def test_are_bit_identical_to_the_engine_driven_by_hand(self, two_ranks, stage, dtype, weight):
         assert_equal(two_ranks, cells.ragged(stage, dtype, weight), "deepspeed-loop", Tier.EXACT)
@@ -84,7 +84,7 @@ def test_the_mean_of_micro_batches_fails_and_by_far(two_ranks, stage, weight):
 
 
 def streams(stage, dtype):
-    """Streams that run dry at different times, counts known ahead, a schedule that stands at nominal progress."""
+    """Ranks that run out of data at different times, counts known ahead, a schedule that stands at nominal progress."""
     section = {"loss_weight": "token", "lookahead": 5, "lr_progress": "rollout"}
     extended = config(stage, dtype, **section)
     return Scenario(f"streams-{stage}-{dtype}", extended, shape="overshoot", drive="passes", windows=4, seed=4, **TINY)
@@ -98,12 +98,12 @@ for stage, dtype in product(STAGES, DTYPES):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_streams_with_look_ahead_step_alike(two_ranks, stage, dtype, reference, tier):
-    """Streams that run dry at different times, totals known ahead, a scheduler at nominal progress."""
+    """Ranks that run out of data at different times, totals known ahead, a scheduler at nominal progress."""
     assert_equal(two_ranks, streams(stage, dtype), reference, tier)
 
 
 def dry(stage, ranks):
-    """Streams that run dry at different times, nothing known ahead: who waits to hear of a pass may be in no forward."""
+    """Ranks run out of data at different times, nothing known ahead: a rank that waits for a pass is in no forward."""
     extended = config(stage, loss_weight="token")
     return Scenario(
         f"dry-{stage}-{ranks}", extended, ranks, shape="overshoot", drive="passes", windows=4, seed=4, **TINY
@@ -189,7 +189,7 @@ class TestPlannedWindows:
         assert_equal(two_ranks, scenario, "torch", Tier.REASSOCIATED)
 
     def test_step_as_the_same_rollouts_do_unplanned(self, two_ranks, scenario):
-        """Ragged micro-batches of the same windows; step-wise too, whose turns' losses add up to the whole rollouts'."""
+        """Ragged micro-batches of the same windows; also by turns, whose losses add up to the whole rollouts'."""
         target = scenario.settings.target
         reference = unplanned(scenario.config["zero_optimization"]["stage"], target)
         comparison = compare(

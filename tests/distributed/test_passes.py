@@ -19,8 +19,8 @@ pytestmark = pytest.mark.ranks
 
 @on_two_ranks
 def skipped_idle(folder):
-    """Seven micro-batches on rank 0, two on rank 1: rank 1 idles inside a window, at its end, and through an open one."""
-    found = {}
+    """Seven micro-batches on rank 0, two on rank 1, which idles inside a window, at its end and in an open one."""
+    results = {}
     for stage in STAGES:
         for ahead in (0, 3):
             reached = []
@@ -31,7 +31,7 @@ def skipped_idle(folder):
                 last = engine.last_step
                 reached.append((weights.vector(engine.module), handed, steps, last, engine.micro_steps))
             (one, handed, steps, last, passes), (other, every, all_steps, _, _) = reached
-            found[f"{stage} {ahead}"] = {
+            results[f"{stage} {ahead}"] = {
                 "equal": torch.equal(one, other),
                 "handed": from_all(handed),
                 "without skipping": from_all(every),
@@ -39,7 +39,7 @@ def skipped_idle(folder):
                 "last": last.model_dump(),
                 "micro_steps": passes,
             }
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ahead", ["0", "3"])
@@ -50,14 +50,14 @@ class TestSkippedIdlePasses:
         assert two_ranks.of(skipped_idle)[f"{stage} {ahead}"]["equal"]
 
     def test_are_handed_out_at_the_boundary_and_at_a_windows_start_alone_on_zero_0_and_1(self, two_ranks, stage, ahead):
-        found = two_ranks.of(skipped_idle)[f"{stage} {ahead}"]
-        assert found["handed"] == ([7, 4] if stage in "01" else [7, 7])
-        assert found["without skipping"] == [7, 7]
+        result = two_ranks.of(skipped_idle)[f"{stage} {ahead}"]
+        assert result["handed"] == ([7, 4] if stage in "01" else [7, 7])
+        assert result["without skipping"] == [7, 7]
 
     def test_are_counted_all_the_same(self, two_ranks, stage, ahead):
-        found = two_ranks.of(skipped_idle)[f"{stage} {ahead}"]
-        assert (found["last"]["step"], found["last"]["passes"], found["last"]["idle_passes"]) == (2, 3, 3)
-        assert found["micro_steps"] == 7
+        result = two_ranks.of(skipped_idle)[f"{stage} {ahead}"]
+        assert (result["last"]["step"], result["last"]["passes"], result["last"]["idle_passes"]) == (2, 3, 3)
+        assert result["micro_steps"] == 7
 
     def test_hide_no_boundary_from_any_rank(self, two_ranks, stage, ahead):
         assert two_ranks.of(skipped_idle)[f"{stage} {ahead}"]["steps"] == [[[1], [1]], [[1], [1]]]
@@ -66,7 +66,7 @@ class TestSkippedIdlePasses:
 @on_two_ranks
 def explicit_idle(folder):
     """A stream that says itself where it is idle: the first passes of rank 1, before it has anything to re-run."""
-    found = {}
+    results = {}
     for stage in STAGES:
         engine, nothing = build(config(stage, passes=4)), Batch(9, 0, 0, 0)
         stream = [nothing, nothing, Batch(1), nothing] if dist.get_rank() else [Batch(n) for n in range(3)] + [nothing]
@@ -79,16 +79,16 @@ def explicit_idle(folder):
             else:
                 one_pass(plain, 1 if dist.get_rank() else n, rollouts=1)
         equal = torch.equal(weights.vector(engine.module), weights.vector(plain.module))
-        found[stage] = {"handed": from_all(handed), "steps": from_all(steps), "equal": equal}
-    return found
+        results[stage] = {"handed": from_all(handed), "steps": from_all(steps), "equal": equal}
+    return results
 
 
 def test_a_stream_may_say_itself_where_it_is_idle(two_ranks, stage):
-    """Handed out: a window's first, skipped or run the second, then a real one that closes it; the last one opens a window."""
-    found = two_ranks.of(explicit_idle)[stage]
-    assert found["equal"]
-    assert found["handed"] == ([4, 3] if stage in "01" else [4, 4])
-    assert found["steps"] == [[1], [1]]
+    """A window's first pass is handed out, its second skipped or run, a real one closes it; the last opens one."""
+    result = two_ranks.of(explicit_idle)[stage]
+    assert result["equal"]
+    assert result["handed"] == ([4, 3] if stage in "01" else [4, 4])
+    assert result["steps"] == [[1], [1]]
 
 
 class _Heads(torch.nn.Module):
@@ -111,7 +111,7 @@ def heads(folder):
 
     ZeRO 2 and 3 reduce in every pass, and take no ranks that use other parameters in one.
     """
-    found = {}
+    results = {}
     both, one = Batch(1), Batch(2)
     streams = {
         "closed": ([both] * 4, [one, Batch(3, 0, 0, 0), Batch(3, 0, 0, 0), one]),
@@ -130,18 +130,18 @@ def heads(folder):
                 engine.step()
             reached.append((weights.vector(engine.module), handed))
         (skipped, handed), (run_all, _) = reached
-        found[f"{stage} {name}"] = {"equal": torch.equal(skipped, run_all), "handed": from_all(handed)}
-    return found
+        results[f"{stage} {name}"] = {"equal": torch.equal(skipped, run_all), "handed": from_all(handed)}
+    return results
 
 
 @pytest.mark.parametrize("ending", ["closed", "open"])
 @pytest.mark.parametrize("stage", ["0", "1"])
 def test_an_idle_pass_is_run_while_a_parameter_has_no_gradient(two_ranks, stage, ending):
-    """ZeRO 1 reduces only parameters that have one: skipped, ranks would reduce other buckets (seen: connection reset)."""
-    found = two_ranks.of(heads)[f"{stage} {ending}"]
-    assert found["equal"]
+    """ZeRO 1 reduces only parameters that have one. Ranks would reduce different buckets (seen: connection reset)."""
+    result = two_ranks.of(heads)[f"{stage} {ending}"]
+    assert result["equal"]
     assert (
-        found["handed"]
+        result["handed"]
         == {
             "0 closed": [4, 2],  # the real passes
             "1 closed": [4, 3],  # and the first idle one, after which each parameter has a gradient
@@ -154,7 +154,7 @@ def test_an_idle_pass_is_run_while_a_parameter_has_no_gradient(two_ranks, stage,
 @on_two_ranks
 def online(folder):
     """Rollouts that are made while training goes on: each of them by the weights of the moment, on a slow rank."""
-    found = {}
+    results = {}
     for stage in STAGES:
         reached = []
         for slow in (True, False):
@@ -168,8 +168,8 @@ def online(folder):
 
             run_stream(engine, produced(), lookahead=0)
             reached.append(weights.vector(engine.module))
-        found[stage] = {"asked": from_all(asked), "equal": torch.equal(*reached)}
-    return found
+        results[stage] = {"asked": from_all(asked), "equal": torch.equal(*reached)}
+    return results
 
 
 class TestOnlineStreams:
@@ -184,15 +184,15 @@ class TestOnlineStreams:
 def misuse_of_passes(folder):
     """Counts that contradict a turn's, turns under a mean, and a step that is owed while a pass could be skipped."""
     turn = Batch(1, 0, 0, 5)
-    found = {}
+    results = {}
     by_token = build(config(1, passes=20, loss_weight="token"))
     for _ in by_token.passes([turn], finish=False):
-        found["contradicted"] = refusal(lambda: by_token.backward(forward(by_token, 1), rollouts=7, tokens=999))
+        results["contradicted"] = refusal(lambda: by_token.backward(forward(by_token, 1), rollouts=7, tokens=999))
         break
     by_rollout = build(config(1, passes=20))
     parts = Batch(1, 2, 0, 9)
     parts.held = ("a turn", "a turn", "a last turn", "a whole one")
-    found["parts"] = refusal(lambda: next(iter(by_rollout.passes([parts]))))
+    results["parts"] = refusal(lambda: next(iter(by_rollout.passes([parts]))))
     owed = build(config(1, passes=20, exchange_timeout=20))
 
     def without_step():
@@ -201,9 +201,9 @@ def misuse_of_passes(folder):
             owed.backward(forward(owed, batch.seed))
 
     begun = time.perf_counter()
-    found["owed"] = refusal(without_step)
-    found["seconds"] = time.perf_counter() - begun
-    return found
+    results["owed"] = refusal(without_step)
+    results["seconds"] = time.perf_counter() - begun
+    return results
 
 
 MISUSE = {

@@ -32,17 +32,17 @@ def over(engine, path):
 def samples(window, index, rank):
     """What a rank records in a pass: name to (values, weights), other numbers of samples everywhere."""
     generator = torch.Generator().manual_seed(100 * window + 10 * index + rank)
-    held = (window + 2 * index + 3 * rank) % 5
-    values = torch.randn(held, generator=generator)
-    found = {}
+    count = (window + 2 * index + 3 * rank) % 5
+    values = torch.randn(count, generator=generator)
+    results = {}
     if (window, rank) != (2, 1):
-        found["reward"] = (values, None)
-        found["kl"] = (values * 2, torch.randint(0, 9, (held,), generator=generator))
+        results["reward"] = (values, None)
+        results["kl"] = (values * 2, torch.randint(0, 9, (count,), generator=generator))
     if rank == 0:
-        found["entropy"] = (float(values.sum()), held)
+        results["entropy"] = (float(values.sum()), count)
     if rank == 1 and window >= 2:
-        found["a late one"] = (values + 1, None)
-    return found
+        results["a late one"] = (values + 1, None)
+    return results
 
 
 def direct(window):
@@ -55,14 +55,14 @@ def direct(window):
                 [weights] if isinstance(values, float) else [1] * len(each) if weights is None else weights.tolist()
             )
             pairs.setdefault(name, []).extend(zip(each, for_each, strict=True))
-    sums = {name: (math.fsum(v * w for v, w in held), sum(w for _, w in held)) for name, held in pairs.items()}
+    sums = {name: (math.fsum(v * w for v, w in of_name), sum(w for _, w in of_name)) for name, of_name in pairs.items()}
     return {name: total / weight for name, (total, weight) in sums.items() if weight}
 
 
 @on_two_ranks
 def recorded(folder):
     """Five windows of three passes, some of them with uneven rollouts; the third is one in which a rank is silent."""
-    rank, found = dist.get_rank(), {}
+    rank, results = dist.get_rank(), {}
     for stage in STAGES:
         for path in PATHS:
             engine = over(build(config(stage, passes=3 * dist.get_world_size())), path)
@@ -76,14 +76,14 @@ def recorded(folder):
                     engine.backward(loss, rollouts=1)
                     engine.step()
                 metrics.append(engine.last_step.metrics)
-            found[f"{stage} {path}"] = from_all(metrics)
-    return found
+            results[f"{stage} {path}"] = from_all(metrics)
+    return results
 
 
 class TestMetrics:
     def test_are_the_means_of_all_samples_of_all_ranks_and_passes(self, two_ranks, stage, path):
-        for found in two_ranks.of(recorded)[f"{stage} {path}"]:
-            for window, metrics in enumerate(found):
+        for result in two_ranks.of(recorded)[f"{stage} {path}"]:
+            for window, metrics in enumerate(result):
                 assert metrics == pytest.approx(direct(window), rel=1e-13)
 
     def test_are_the_same_on_every_rank_to_the_last_bit(self, two_ranks, stage, path):
@@ -108,7 +108,7 @@ class _More(Counting):
 @on_two_ranks
 def metric_collectives(folder):
     """What a window of 3 passes sends: without metrics, with known ones, with a new one on one rank."""
-    found = {}
+    results = {}
     for path in PATHS:
         engine = over(build(config(1, passes=6)), path)
 
@@ -125,7 +125,7 @@ def metric_collectives(folder):
 
         known = ["a", "b", "c"]
         window([])
-        found[path] = {
+        results[path] = {
             "none": window([]),
             "first": window(known),
             "known": window(known),
@@ -133,7 +133,7 @@ def metric_collectives(folder):
             "silent": window(known if dist.get_rank() else []),
             "names": sorted(engine.last_step.metrics),
         }
-    return found
+    return results
 
 
 class TestWhatAMetricCosts:
@@ -164,7 +164,7 @@ class TestWhatAMetricCosts:
 @on_two_ranks
 def windows_without_a_step(folder):
     """An empty window and a dropped one hold their metrics, and leave none to the next."""
-    found = {}
+    results = {}
     for path in PATHS:
         rank = dist.get_rank()
         engine = over(build(config(2, passes=4, loss_weight="token", last_window="drop")), path)
@@ -179,14 +179,14 @@ def windows_without_a_step(folder):
         for _ in range(2):
             one_pass(engine, 1, rollouts=1, tokens=3)
         records.append(engine.last_step.model_dump())
-        found[path] = records
-    return found
+        results[path] = records
+    return results
 
 
 @on_two_ranks
 def thrown_away(folder):
-    """Loading throws an open window's metrics away, also those that came before its first pass; names stay agreed on."""
-    found = {}
+    """Loading discards an open window's metrics, also those from before its first pass; names stay agreed on."""
+    results = {}
     for path in PATHS:
         engine = over(build(config(1, passes=4)), path)
         agreed = []
@@ -206,8 +206,8 @@ def thrown_away(folder):
         for _ in range(2):
             engine.record("known", 2.0)
             one_pass(engine, 1, rollouts=1)
-        found[path] = {"agreed": from_all(agreed), "metrics": engine.last_step.metrics}
-    return found
+        results[path] = {"agreed": from_all(agreed), "metrics": engine.last_step.metrics}
+    return results
 
 
 class TestWindowsWithoutAStep:
@@ -219,15 +219,15 @@ class TestWindowsWithoutAStep:
         assert after["metrics"] == {}
 
     def test_that_was_thrown_away_by_a_load_leaves_nothing_and_names_stay_agreed(self, two_ranks, path):
-        found = two_ranks.of(thrown_away)[path]
-        assert found["metrics"] == {"known": 2.0}
-        assert found["agreed"] == [[["known"], ["known"]]] * 2
+        result = two_ranks.of(thrown_away)[path]
+        assert result["metrics"] == {"known": 2.0}
+        assert result["agreed"] == [[["known"], ["known"]]] * 2
 
 
 @on_two_ranks
 def stand_ins(folder):
-    """A stream that runs dry on rank 1 after one micro-batch; its loop records in every pass."""
-    found = {}
+    """A stream that ends on rank 1 after one micro-batch; its loop records in every pass."""
+    results = {}
     for lookahead in (0, 3):
         engine = build(config(2, passes=12))
         stream = [Batch(2)] * (1 if dist.get_rank() else 3)
@@ -236,8 +236,8 @@ def stand_ins(folder):
             engine.backward(forward(engine, 1))
             engine.record("after", torch.full((2,), float(10**index)))
             engine.step()
-        found[str(lookahead)] = engine.last_step.model_dump()
-    return found
+        results[str(lookahead)] = engine.last_step.model_dump()
+    return results
 
 
 @pytest.mark.parametrize("lookahead", ["0", "3"])

@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^```(json|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 def blocks(heading, kind):
     """Return the blocks of a kind under a heading of the README."""
     section = re.search(rf"^##+ {re.escape(heading)}.*?\n(.*?)(?=^##|\Z)", README.read_text(), re.DOTALL | re.MULTILINE)
-    return [text for found, text in BLOCK.findall(section[1]) if found == kind]
+    return [text for results, text in BLOCK.findall(section[1]) if results == kind]
 
 
 @on_two_ranks
@@ -64,7 +64,7 @@ def readme(folder):
 
 
 def _pretrained(folder):
-    """What `from_pretrained` takes, left by the first rank: a small Llama of random weights, and a tokenizer of bytes."""
+    """What `from_pretrained` takes, written by the first rank: a small random Llama, and a tokenizer of bytes."""
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({symbol: number for number, symbol in enumerate(["<eos>", *alphabet])}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -85,8 +85,8 @@ def _sampled(engine):
 
 
 def test_its_loops_train_on_ranks(two_ranks):
-    """128 planned rollouts in windows of 64, twice; then 320 planned as it says; then two rounds with a model of one's own."""
-    found = two_ranks.of(readme)
-    assert found["steps"] == [[2, 128], [4, 256], [9, 576], [2, 128]]
-    assert found["reward"] == 0.25
+    """128 planned rollouts in windows of 64, twice; then 320 as it plans them; then two rounds with one's own model."""
+    result = two_ranks.of(readme)
+    assert result["steps"] == [[2, 128], [4, 256], [9, 576], [2, 128]]
+    assert result["reward"] == 0.25
     assert [len(blocks(heading, "python")) for heading in HEADINGS] == [2, 1, 1]

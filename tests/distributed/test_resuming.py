@@ -18,8 +18,8 @@ pytestmark = pytest.mark.ranks
 
 @on_two_ranks
 def stopped(folder):
-    """Rank 1, which soon runs dry, asks in its third pass."""
-    found = {}
+    """Rank 1, which soon runs out of data, asks in its third pass."""
+    results = {}
     for stage in STAGES:
         for ahead in (0, 3):
             engine, windows = build(config(stage, passes=4)), []
@@ -31,17 +31,20 @@ def stopped(folder):
                     engine.stop()
                 engine.step()
                 windows.append((engine.window.index, engine.window.passes))
-            told = [before, engine.stopping, windows[-1], engine.last_step.rollouts, engine.micro_steps]
-            found[f"{stage} {ahead}"] = {"told": from_all(told), "again": from_all(run_stream(engine, [Batch()])[0])}
-    return found
+            stood = [before, engine.stopping, windows[-1], engine.last_step.rollouts, engine.micro_steps]
+            results[f"{stage} {ahead}"] = {
+                "stood": from_all(stood),
+                "again": from_all(run_stream(engine, [Batch()])[0]),
+            }
+    return results
 
 
 class TestAStopThatOneRankAsksFor:
     def test_comes_on_all_ranks_at_the_boundary_after_the_next_exchange(self, two_ranks, stage):
-        """Windows of 2, 3, 4, 4 passes. Without look-ahead the fourth pass tells it, with three the seventh to ninth."""
+        """Windows of 2, 3, 4, 4 passes. Without look-ahead the fourth pass says so, with three the seventh to ninth."""
         for ahead, passes, windows in (("0", 5, 2), ("3", 9, 3)):
-            found = two_ranks.of(stopped)[f"{stage} {ahead}"]
-            assert found["told"] == [[False, True, [windows, 0], 4, passes]] * 2
+            result = two_ranks.of(stopped)[f"{stage} {ahead}"]
+            assert result["stood"] == [[False, True, [windows, 0], 4, passes]] * 2
 
     def test_holds_for_the_passes_after_it_too(self, two_ranks, stage):
         assert [two_ranks.of(stopped)[f"{stage} {ahead}"]["again"] for ahead in "03"] == [[0, 0]] * 2
@@ -106,28 +109,28 @@ def _read(path):
 
 class TestATraceThatIsGoneOnWith:
     def test_is_that_of_a_run_that_was_never_stopped(self, two_ranks):
-        found = two_ranks.of(traces)
-        resumed, whole = (found[name].splitlines() for name in ("resumed", "whole"))
+        result = two_ranks.of(traces)
+        resumed, whole = (result[name].splitlines() for name in ("resumed", "whole"))
         assert len(whole) == 5
         assert resumed[1:] == whole[1:]
-        assert resumed[0] == found["stood"].splitlines()[0]
+        assert resumed[0] == result["stood"].splitlines()[0]
 
     def test_is_left_alone_until_a_checkpoint_is_loaded_and_then_cut_back_to_its_step(self, two_ranks):
-        found = two_ranks.of(traces)
-        assert found["untouched"]
-        assert found["stood"].count("\n") == 4
-        assert found["stood"].startswith(found["cut"])
-        assert found["cut"].count("\n") == 3
+        result = two_ranks.of(traces)
+        assert result["untouched"]
+        assert result["stood"].count("\n") == 4
+        assert result["stood"].startswith(result["cut"])
+        assert result["cut"].count("\n") == 3
 
     def test_is_overwritten_by_a_run_that_loads_none(self, two_ranks):
-        found = two_ranks.of(traces)
-        assert found["fresh"].splitlines() == found["resumed"].splitlines()[:2]
+        result = two_ranks.of(traces)
+        assert result["fresh"].splitlines() == result["resumed"].splitlines()[:2]
 
     def test_is_kept_beside_a_new_one_where_it_ended_before_the_checkpoint(self, two_ranks):
-        found = two_ranks.of(traces_that_end_early)
-        assert [line[:9] for line in found["kept"].splitlines()[1:]] == ['{"step":1']
-        assert [line[:9] for line in found["new"].splitlines()[1:]] == ['{"step":4']
-        assert "ends before step 3" in found["said"].splitlines()[0]
+        result = two_ranks.of(traces_that_end_early)
+        assert [line[:9] for line in result["kept"].splitlines()[1:]] == ['{"step":1']
+        assert [line[:9] for line in result["new"].splitlines()[1:]] == ['{"step":4']
+        assert "ends before step 3" in result["said"].splitlines()[0]
 
 
 @on_two_ranks
@@ -153,15 +156,15 @@ def latest(folder):
 
 
 def test_latest_names_a_checkpoint_when_all_ranks_have_written_it_and_only_where_it_is_to(two_ranks):
-    found = two_ranks.of(latest)
-    assert found["seen"] == [["two", "two"], ["one", "two", "two", "two"]]
-    assert "latest.new" not in found["files"]
+    result = two_ranks.of(latest)
+    assert result["seen"] == [["two", "two"], ["one", "two", "two", "two"]]
+    assert "latest.new" not in result["files"]
 
 
 @on_two_ranks
 def looked_ahead(folder):
-    """Windows of 3 passes, 2 known ahead, weighed by tokens: whole, where a chunk reaches into the second; and resumed."""
-    found = {}
+    """Windows of 3 passes, 2 of them known ahead, weighed by tokens: without a break, and resumed after 1 and 2."""
+    results = {}
     for stage in (0, 2):
         extended = config(stage, passes=6, loss_weight="token")
         batches = [Batch(n, 1, 0, 1 + n * 7 % 5) for n in range(9)]
@@ -175,8 +178,8 @@ def looked_ahead(folder):
             again.load_checkpoint(f"{folder}/{stage}-{saved}")
             run_stream(again, batches[3 * saved :], lookahead=2)
             equal = torch.equal(weights.vector(whole.module), weights.vector(again.module))
-            found[f"{stage} {saved}"] = equal and again.window.index == 3
-    return found
+            results[f"{stage} {saved}"] = equal and again.window.index == 3
+    return results
 
 
 @pytest.mark.parametrize("saved", ["1", "2"])

@@ -44,8 +44,8 @@ CELLS = [
     if stage or kind != "offloaded"
 ]
 
-# fp16 rounds to 1e-3; measured are 1.2e-3 and, in fp32 with clipping, 4e-5 (DeepSpeed adds 1e-6 to the norm). The faults
-# are off by a half and more.
+# fp16 rounds to 1e-3. Measured are 1.2e-3 and, in fp32 with clipping, 4e-5 (DeepSpeed adds 1e-6 to the norm). The
+# faults are off by a half and more.
 TOLERANCE = {"fp32": 1e-4, "offloaded": 1e-4}
 
 HALF = 5e-3
@@ -56,11 +56,11 @@ SCALES = {"fp16": [256, 512, 256, 256, 512], "fp16-static": [256] * 5, "autocast
 
 @on_two_ranks
 def scaled_steps(folder):
-    """Five windows of each kind, the third of which overflows where losses are scaled, step by step beside plain torch."""
+    """Five windows of each kind, step by step beside plain torch; the third overflows where losses are scaled."""
     with fp16_allowed():
-        found = {f"{kind}-{stage}-{clip}": _steps(kind, stage, clip) for kind, stage, clip in CELLS}
+        results = {f"{kind}-{stage}-{clip}": _steps(kind, stage, clip) for kind, stage, clip in CELLS}
     forget_autocast()
-    return found
+    return results
 
 
 class _Net(torch.nn.Module):
@@ -98,7 +98,7 @@ def _build(kind, stage, clip):
 
 def _steps(kind, stage, clip):
     engine, scaler = _build(kind, stage, clip)
-    rank, found = dist.get_rank(), []
+    rank, results = dist.get_rank(), []
     for number, window in enumerate(WINDOWS):
         overflows = number == OVERFLOWING and kind not in ("fp32", "offloaded")
         wanted, norm = _expected(engine, kind, number, window, clip)
@@ -108,7 +108,7 @@ def _steps(kind, stage, clip):
             engine.backward(loss * 1e8 if overflows and rank == 1 else loss, tokens=tokens[rank])
             engine.step()
         moved, record = before - _masters(engine), engine.last_step
-        found.append(
+        results.append(
             {
                 "off": float((moved - wanted).norm() / wanted.norm()),
                 "moved": float(moved.norm()),
@@ -120,21 +120,21 @@ def _steps(kind, stage, clip):
             }
         )
     engine.destroy()
-    return found
+    return results
 
 
 def _expected(engine, kind, number, window, clip):
-    """The update and the norm by plain torch, at the weights as they are: each micro-batch apart, weighed by its tokens."""
+    """The update and the norm by plain torch at these weights: each micro-batch apart, weighed by its tokens."""
     model = _Net().to(get_accelerator().current_device_name(), torch.float16 if kind.startswith("fp16") else None)
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
         for own, theirs in zip(model.parameters(), parameters, strict=True):
             own.data.copy_(theirs.data)
-    total = sum(tokens for held in window for tokens in held)
+    total = sum(tokens for counts in window for tokens in counts)
     gradient = torch.zeros(sum(p.numel() for p in model.parameters()))
     scale = 1.0 if kind in ("fp32", "offloaded") else 256.0
-    for index, held in enumerate(window):
-        for rank, tokens in enumerate(held):
+    for index, counts in enumerate(window):
+        for rank, tokens in enumerate(counts):
             model.zero_grad()
             with torch.autocast(get_accelerator().device_name(), torch.float16, enabled=kind == "autocast"):
                 loss = _loss(model, number, index, rank, tokens, kind)
@@ -149,12 +149,12 @@ def _masters(engine):
     """The fp32 weights that the optimizer steps, in one vector."""
     optimizer = engine.optimizer
     if isinstance(optimizer, FP16_UnfusedOptimizer):
-        held = [p for group in optimizer.fp32_groups for p in group]
+        masters = [p for group in optimizer.fp32_groups for p in group]
     elif engine.zero_optimization():
-        held = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+        masters = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
     else:
-        held = engine.module.parameters()
-    return torch.cat([p.detach().flatten().float().cpu() for p in held])
+        masters = engine.module.parameters()
+    return torch.cat([p.detach().flatten().float().cpu() for p in masters])
 
 
 @pytest.mark.parametrize(("kind", "stage", "clip"), CELLS)
@@ -197,22 +197,22 @@ class TestScaledSteps:
 
 @on_two_ranks
 def fused_wrapper(folder):
-    """FP16_Optimizer around SGD, which DeepSpeed itself puts around its FusedAdam only: five steps on four gradients of 1."""
+    """FP16_Optimizer, which DeepSpeed puts around FusedAdam only, around SGD: five steps on four gradients of 1."""
     weight = torch.zeros(4, dtype=torch.float16, device=get_accelerator().current_device_name()).requires_grad_()
     arguments = {"init_scale": 256.0, "scale_window": 1, "min_scale": 1.0}
     sgd = torch.optim.SGD([weight], lr=1.0)
     optimizer = FP16_Optimizer(sgd, dynamic_loss_scale=True, dynamic_loss_args=arguments, verbose=False)
     engine = SimpleNamespace(optimizer=optimizer, was_step_applied=lambda: not optimizer.overflow)
-    found, at = [], 0.0
+    results, at = [], 0.0
     for value in (1.0, 1.0, math.inf, 1.0, 1.0):
         # As a window of total 8 leaves it whose losses were divided by 4.
         weight.grad = torch.full_like(weight, value * 2.0 * optimizer.loss_scale_config.cur_scale)
         with correction_for(optimizer)(engine, 4.0, 8.0):
             optimizer.step()
         now = float(optimizer.fp32_groups_flat[0][0].detach())
-        found.append([at - now, float(optimizer._global_grad_norm), optimizer.loss_scale_config.cur_scale])
+        results.append([at - now, float(optimizer._global_grad_norm), optimizer.loss_scale_config.cur_scale])
         at = now
-    return found
+    return results
 
 
 def test_the_fused_wrapper_is_corrected_and_its_scale_grows_after_the_step(two_ranks):

@@ -1,4 +1,4 @@
-"""Sequence-parallel groups of 2 out of 4 ranks: what bare DeepSpeed does with them, and what ds_parity's engine does."""
+"""Sequence-parallel groups of 2 out of 4 ranks: what bare DeepSpeed does with them, and what ds_parity does."""
 
 from itertools import product
 
@@ -47,8 +47,8 @@ class _Megatron:
         if not name.startswith("get_"):
             raise AttributeError(name)
         group = self.data if "data_parallel" in name else self.alone
-        found = {"group": group, "rank": dist.get_rank(group), "size": dist.get_world_size(group)}
-        return lambda: found[name.rsplit("_", 1)[1]]
+        results = {"group": group, "rank": dist.get_rank(group), "size": dist.get_world_size(group)}
+        return lambda: results[name.rsplit("_", 1)[1]]
 
 
 def step_of_bare(keys, **keywords):
@@ -83,14 +83,14 @@ def divisors(folder):
         f"{stage}-{name}": (stage, keys) for stage, (name, keys) in product(STAGES, [("fp32", {}), ("bf16", BF16)])
     }
     cells |= {"2-accumulated": (2, FP32_ACCUMULATION), "2-sum": (2, {"gradient_allreduce_op": "sum"})}
-    found = {}
+    results = {}
     for name, (stage, keys) in cells.items():
         with remembering() as mpu:
-            found[name] = step_of_bare({"zero_optimization": {"stage": stage}, **keys}, mpu=mpu)
+            results[name] = step_of_bare({"zero_optimization": {"stage": stage}, **keys}, mpu=mpu)
     with remembering():
         keys = {"zero_optimization": {"stage": 1}, **FP32_ACCUMULATION}
-        found["1-accumulated"] = step_of_bare(keys, mpu=_Megatron())
-    return found
+        results["1-accumulated"] = step_of_bare(keys, mpu=_Megatron())
+    return results
 
 
 CONFIGURATIONS = {
@@ -105,7 +105,7 @@ CONFIGURATIONS = {
 @on_four_ranks
 def wrong_sums(folder):
     """What bare DeepSpeed does where it is wrong, and how ds_parity refuses it."""
-    found = {}
+    results = {}
     for name, keys in CONFIGURATIONS.items():
         with remembering() as mpu:
             keywords = {"mesh": {"mesh_param": (2, 2)}, "key": {}, "megatron": {"mpu": _Megatron()}}.get(
@@ -113,13 +113,13 @@ def wrong_sums(folder):
             )
             said = refusal(lambda k=keys, kw=keywords: build({**config(2, passes=4), **k}, **kw))
             groups.mpu = groups.mesh_device = None
-            found[name] = {"bare": step_of_bare(keys, **keywords), "said": said}
+            results[name] = {"bare": step_of_bare(keys, **keywords), "said": said}
     with remembering() as mpu:
-        found["accumulated"] = {"said": refusal(lambda: build({**config(1, passes=4), **FP32_ACCUMULATION}, mpu=mpu))}
+        results["accumulated"] = {"said": refusal(lambda: build({**config(1, passes=4), **FP32_ACCUMULATION}, mpu=mpu))}
         groups.mpu = groups.mesh_device = None
         build(config(2, passes=4), mpu=mpu).destroy()
-        found["remembered"] = {"said": refusal(lambda: build(config(2, passes=4)))}
-    return found
+        results["remembered"] = {"said": refusal(lambda: build(config(2, passes=4)))}
+    return results
 
 
 SUM = 1.0 + 2.0 + 4.0 + 8.0
@@ -129,10 +129,10 @@ class TestWhatDeepSpeedDoes:
     """engine/internals/normalize.py and engine/internals/groups.py rely on it; each rank's gradient is 2^rank."""
 
     def test_zero_3_divides_by_all_ranks_and_the_others_by_the_data_parallel_ones(self, four_ranks):
-        found = four_ranks.of(divisors)
+        result = four_ranks.of(divisors)
         expected = {f"{stage}-{dtype}": SUM / (4 if stage == 3 else 2) for stage, dtype in product(range(4), DTYPES)}
         expected |= {"1-accumulated": SUM / 2, "2-accumulated": SUM / 2, "2-sum": SUM}
-        assert found == {name: [[step, step]] * 4 for name, step in expected.items()}
+        assert result == {name: [[step, step]] * 4 for name, step in expected.items()}
 
     @pytest.mark.parametrize(
         ("name", "steps"),
@@ -186,18 +186,20 @@ def one_pass(engine, seed, **options):
 def different_counts(folder):
     """Peers that pass different counts, also where their sums over ranks cancel, and streams of different lengths."""
     off = {"one": [0, 0, 0, 1], "cancelling": [0, 1, 0, -1], "by-first": [0, 0, 1, 0]}
-    found = {}
+    results = {}
     with remembering() as mpu:
         engine = build(config(2, passes=8, loss_weight="token"), mpu=mpu)
         for name, more in off.items():
             tokens = 10 + more[dist.get_rank()]
-            found[name] = from_all(refusal(lambda t=tokens: engine.backward(loss_of(engine, 0), rollouts=1, tokens=t)))
+            results[name] = from_all(
+                refusal(lambda t=tokens: engine.backward(loss_of(engine, 0), rollouts=1, tokens=t))
+            )
         length = 2 if dist.get_rank() == 3 else 3
         stream = [MicroBatch({}, rollouts=1, prompts=1, tokens=10)] * length
-        found["streams"] = from_all(refusal(lambda: list(engine.passes(stream, lookahead=3))))
+        results["streams"] = from_all(refusal(lambda: list(engine.passes(stream, lookahead=3))))
         engine.backward(loss_of(engine, 0), rollouts=1, tokens=10)
-        found["goes on"] = (engine.window.rollouts, engine.window.tokens)
-    return found
+        results["goes on"] = (engine.window.rollouts, engine.window.tokens)
+    return results
 
 
 class TestCounts:
@@ -223,35 +225,35 @@ class TestCounts:
 @on_four_ranks
 def shares(folder):
     """Gathered losses against own shares times the size: the same step and the same loss."""
-    found = {}
+    results = {}
     for stage, share in product(STAGES, (False, True)):
         with remembering() as mpu:
             engine = build(config(stage, passes=4), mpu=mpu)
             for seed in range(4):
                 one_pass(engine, seed, share=share)
             step = engine.last_step
-            found[f"{stage}-{share}"] = (step.loss, step.grad_norm, weights.vector(engine.module).tolist())
+            results[f"{stage}-{share}"] = (step.loss, step.grad_norm, weights.vector(engine.module).tolist())
             engine.destroy()
-    return found
+    return results
 
 
 @on_four_ranks
 def same_weights(folder):
     """Every rank's weights after a ragged scenario."""
-    found = {}
+    results = {}
     for stage in STAGES:
         kept = []
         engine = candidate.run(ragged(stage, "fp32"), lambda _, module, into=kept: into.append(weights.vector(module)))
         engine.destroy()
         groups.mpu = None
-        found[stage] = from_all([weights.summary(vector).checksum for vector in kept])
-    return found
+        results[stage] = from_all([weights.summary(vector).checksum for vector in kept])
+    return results
 
 
 @on_four_ranks
 def not_finite(folder):
     """An idle micro-batch of one group whose loss is NaN on every rank of it."""
-    found = {}
+    results = {}
     for stage in STAGES:
         with remembering() as mpu:
             engine = build(config(stage, passes=2), mpu=mpu)
@@ -263,13 +265,13 @@ def not_finite(folder):
                 engine.backward(bad)
             engine.step()
             one_pass(engine, 2)
-            found[stage] = (
+            results[stage] = (
                 engine.last_step.loss,
                 bool(weights.vector(engine.module).isfinite().all()),
                 engine.global_steps,
             )
             engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -294,7 +296,7 @@ class TestEveryStage:
 @on_four_ranks
 def resumed(folder):
     """A window after a checkpoint, by the engine that saved it and by one that loads it."""
-    found = {}
+    results = {}
     for stage in (1, 2, 3):
         with remembering() as mpu:
             first, second = (build(config(stage, passes=4), mpu=mpu) for _ in range(2))
@@ -306,10 +308,10 @@ def resumed(folder):
                 for seed in range(4, 6):
                     one_pass(engine, seed)
             same = torch.equal(weights.vector(first.module), weights.vector(second.module))
-            found[stage] = from_all((same, second.global_steps, second.global_samples))
+            results[stage] = from_all((same, second.global_steps, second.global_samples))
             first.destroy()
             second.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -24,7 +24,7 @@ REWARDS = [1.0, 0.0, 0.0, 2.0, 1.0, 0.5, 1.0]
 
 @on_two_ranks
 def grpo(folder):
-    """Seven rollouts of three prompts dealt out in turn, so that groups lie on both ranks; then some on one rank alone."""
+    """Seven rollouts of three prompts dealt out in turn, so that groups lie on both ranks; then all on one rank."""
     rank = dist.get_rank()
     engine = build(config(2, passes=4))
     own = engine.group_advantages(PROMPTS[rank::2], REWARDS[rank::2])
@@ -36,10 +36,10 @@ def grpo(folder):
 
 class TestGroupAdvantages:
     def test_are_those_of_all_rollouts_in_one_list(self, two_ranks):
-        found, expected = two_ranks.of(grpo), group_advantages(PROMPTS, REWARDS)
-        assert found["own"] == [expected[0::2], expected[1::2]]
-        assert found["centred"][0] == group_advantages(PROMPTS, REWARDS, by_std=False)[0::2]
-        assert found["own"][0] != group_advantages(PROMPTS[0::2], REWARDS[0::2]), "groups do lie on both ranks"
+        result, expected = two_ranks.of(grpo), group_advantages(PROMPTS, REWARDS)
+        assert result["own"] == [expected[0::2], expected[1::2]]
+        assert result["centred"][0] == group_advantages(PROMPTS, REWARDS, by_std=False)[0::2]
+        assert result["own"][0] != group_advantages(PROMPTS[0::2], REWARDS[0::2]), "groups do lie on both ranks"
 
     def test_a_rank_may_have_none(self, two_ranks):
         assert two_ranks.of(grpo)["alone"] == [group_advantages(PROMPTS, REWARDS), []]
@@ -52,7 +52,7 @@ class TestGroupAdvantages:
 @on_two_ranks
 def turns_by_share(folder):
     """Turns of a rollout, each with its share of the rollout's loss, under a weight of rollouts and summed losses."""
-    found = {}
+    results = {}
     for stage in STAGES:
         extended = config(stage, passes=4, loss_reduction="sum")
         whole, turned = build(extended), build(extended)
@@ -65,7 +65,7 @@ def turns_by_share(folder):
             turned.step()
         one, other = whole.last_step, turned.last_step
         moved = weights.vector(whole.module) - weights.vector(turned.module)
-        found[stage] = {
+        results[stage] = {
             "difference": float(moved.abs().max()),
             "loss": [one.loss, other.loss],
             "norm": [one.grad_norm, other.grad_norm],
@@ -74,14 +74,14 @@ def turns_by_share(folder):
             "rollouts": [one.rollouts, other.rollouts],
         }
     mean = build(config(1, passes=4))
-    found["mean"] = refusal(lambda: mean.backward(forward(mean, 1), rollouts=0, tokens=3))
-    return found
+    results["mean"] = refusal(lambda: mean.backward(forward(mean, 1), rollouts=0, tokens=3))
+    return results
 
 
 @on_two_ranks
 def turns_that_end_open(folder):
     """The data ends after turns that finish no rollout: nothing to divide by, nothing stepped, nothing left behind."""
-    found = {}
+    results = {}
     for stage in STAGES:
         engine, fresh = (build(config(stage, passes=4, loss_reduction="sum")) for _ in range(2))
         before = weights.vector(engine.module)
@@ -91,21 +91,21 @@ def turns_that_end_open(folder):
         for one in (engine, fresh):
             for seed in (1, 2):
                 one_pass(one, seed, rollouts=1)
-        found[stage] = {
+        results[stage] = {
             "unmoved": unmoved,
             "clean": torch.equal(weights.vector(engine.module), weights.vector(fresh.module)),
             "stepped": not torch.equal(before, weights.vector(engine.module)),
         }
-    return found
+    return results
 
 
 class TestTurns:
     def test_that_give_their_shares_add_up_to_the_rollout(self, two_ranks, stage):
-        found = two_ranks.of(turns_by_share)[stage]
-        assert found["difference"] < 1e-7
-        assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-6)
-        assert found["norm"][0] == pytest.approx(found["norm"][1], rel=1e-6)
-        assert (found["passes"], found["rollouts"], found["idle"]) == ([2, 4], [4, 4], 0)
+        result = two_ranks.of(turns_by_share)[stage]
+        assert result["difference"] < 1e-7
+        assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-6)
+        assert result["norm"][0] == pytest.approx(result["norm"][1], rel=1e-6)
+        assert (result["passes"], result["rollouts"], result["idle"]) == ([2, 4], [4, 4], 0)
 
     def test_under_a_mean_over_rollouts_are_refused_by_name(self, two_ranks):
         said = two_ranks.of(turns_by_share)["mean"]
@@ -119,24 +119,24 @@ class TestTurns:
 @on_two_ranks
 def preferences(folder):
     """DPO over planned micro-batches of two ranks, weighed by tokens, beside the whole batch in plain torch."""
-    held = preference_pairs(24)
-    found = {}
+    pairs = preference_pairs(24)
+    results = {}
     for stage in STAGES:
         module = DirectPreference(build_tiny(), loss_weight="token")
         whole = DirectPreference(build_tiny().double(), loss_weight="token")
-        extended = config(stage, passes=len(held), loss_weight="token")
+        extended = config(stage, passes=len(pairs), loss_weight="token")
         engine, *_ = ds_parity.initialize(model=module, model_parameters=module.parameters(), config=extended)
-        planned = ds_parity.plan(held, dp_world_size=dist.get_world_size(), target=len(held), max_tokens=1500)
+        planned = ds_parity.plan(pairs, dp_world_size=dist.get_world_size(), target=len(pairs), max_tokens=1500)
         for batch in engine.passes(to_device(one, engine.device) for one in micro_batches(planned, dist.get_rank())):
             loss, margins, tokens = engine(**batch.inputs)
             engine.record("accuracy", (margins > 0).float())
             engine.record("margin", margins, tokens)
             engine.backward(loss)
             engine.step()
-        loss, margins, tokens = whole(**collate(held).inputs)
+        loss, margins, tokens = whole(**collate(pairs).inputs)
         loss.backward()
         step = engine.last_step
-        found[stage] = {
+        results[stage] = {
             "loss": [step.loss, float(loss)],
             "norm": [step.grad_norm, float(torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]))],
             "accuracy": [step.metrics["accuracy"], float((margins > 0).double().mean())],
@@ -144,11 +144,11 @@ def preferences(folder):
             "passes": step.passes,
             "means": float(margins.mean()),
         }
-    return found
+    return results
 
 
 def preference_pairs(count):
-    """A right and a wrong solution of a question each, of many lengths; a reference that knows nothing, but for some noise."""
+    """A right and a wrong solution of each question, of many lengths; the reference knows nothing but some noise."""
     answers = {}
     for rollout in load_rollouts():
         answers.setdefault(rollout.prompt_id, {}).setdefault(rollout.reward, rollout)
@@ -163,9 +163,9 @@ def preference_pairs(count):
 @pytest.mark.parametrize("what", ["loss", "norm", "accuracy", "margin"])
 def test_preferences_weighed_by_tokens_equal_the_whole_batch_in_plain_torch(two_ranks, stage, what):
     """The loss and the margin weigh tokens, the accuracy is a mean over pairs; several passes on two ranks."""
-    found = two_ranks.of(preferences)[stage]
-    engine, whole = found[what]
+    result = two_ranks.of(preferences)[stage]
+    engine, whole = result[what]
     assert engine == pytest.approx(whole, rel=2e-5)
-    assert found["passes"] > 2
-    assert 0 < found["accuracy"][1] < 1
-    assert found["margin"][1] != pytest.approx(found["means"], rel=1e-2), "weights do make a difference here"
+    assert result["passes"] > 2
+    assert 0 < result["accuracy"][1] < 1
+    assert result["margin"][1] != pytest.approx(result["means"], rel=1e-2), "weights do make a difference here"

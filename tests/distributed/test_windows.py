@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 @on_two_ranks
 def boundaries(folder):
     """Windows of 4 passes on each stage: where the boundary is, what LR every pass sees, what moved."""
-    found = {}
+    results = {}
     for stage in STAGES:
         engine = build(config(stage, passes=8))
         foretold, seen, rates, clocks = [], [], [], []
@@ -26,15 +26,15 @@ def boundaries(folder):
             seen.append(engine.is_gradient_accumulation_boundary())
             engine.step()
             clocks.append((engine.global_steps, engine.lr_scheduler.last_batch_iteration, engine.global_samples))
-        found[stage] = {"foretold": foretold, "seen": seen, "rates": rates, "clocks": clocks}
-    return found
+        results[stage] = {"foretold": foretold, "seen": seen, "rates": rates, "clocks": clocks}
+    return results
 
 
 class TestMotivatingCases:
     def test_boundaries_are_at_micro_steps_3_7_and_11_for_windows_of_4_and_never_at_0(self, two_ranks, stage):
-        found = two_ranks.of(boundaries)[stage]
-        assert [index for index, closed in enumerate(found["seen"]) if closed] == [3, 7, 11]
-        assert found["foretold"] == found["seen"]
+        result = two_ranks.of(boundaries)[stage]
+        assert [index for index, closed in enumerate(result["seen"]) if closed] == [3, 7, 11]
+        assert result["foretold"] == result["seen"]
 
     def test_the_4_micro_batches_of_a_window_see_one_lr(self, two_ranks, stage):
         rates = two_ranks.of(boundaries)[stage]["rates"]
@@ -68,17 +68,17 @@ def all_idle(folder):
 
 
 def test_a_window_of_idle_passes_alone_takes_no_step_and_says_so(two_ranks):
-    found = two_ranks.of(all_idle)
-    assert found["unmoved"]
-    assert found["record"]["skipped"]
-    assert (found["record"]["rollouts"], found["record"]["idle_passes"]) == (0, 4)
-    assert "window 0 (2 passes, 0 rollouts) has a total of 0 rollout weight" in found["said"]
+    result = two_ranks.of(all_idle)
+    assert result["unmoved"]
+    assert result["record"]["skipped"]
+    assert (result["record"]["rollouts"], result["record"]["idle_passes"]) == (0, 4)
+    assert "window 0 (2 passes, 0 rollouts) has a total of 0 rollout weight" in result["said"]
 
 
 @on_two_ranks
 def idle_nan(folder):
     """The same window with and without an idle pass whose forward gives NaN and inf."""
-    found = {}
+    results = {}
     for stage in STAGES:
         reached = []
         for bad in (None, float("nan"), float("inf")):
@@ -90,29 +90,29 @@ def idle_nan(folder):
             one_pass(engine, 3, rollouts=1)
             reached.append(weights.vector(engine.module))
         record = engine.last_step
-        found[stage] = {
+        results[stage] = {
             "equal": [torch.equal(reached[0], other) for other in reached[1:]],
             "finite": bool(torch.isfinite(reached[1]).all()),
             "returned": float(returned),
             "idle_passes": record.idle_passes,
             "loss": record.loss,
         }
-    return found
+    return results
 
 
 def test_an_idle_pass_contributes_nothing_also_where_its_forward_is_nan_or_inf(two_ranks, stage):
-    found = two_ranks.of(idle_nan)[stage]
-    assert found["equal"] == [True, True]
-    assert found["finite"]
-    assert found["returned"] == 0.0
-    assert found["idle_passes"] == 2
-    assert found["loss"] == found["loss"], "NaN reached the metrics"
+    result = two_ranks.of(idle_nan)[stage]
+    assert result["equal"] == [True, True]
+    assert result["finite"]
+    assert result["returned"] == 0.0
+    assert result["idle_passes"] == 2
+    assert result["loss"] == result["loss"], "NaN reached the metrics"
 
 
 @on_two_ranks
 def empty_window(folder):
     """A window without loss tokens between two good ones; the schedule, and what is said."""
-    found = {}
+    results = {}
     for stage in STAGES:
         said, stop_listening = listen()
         engine = build(config(stage, passes=4, loss_weight="token"))
@@ -129,7 +129,7 @@ def empty_window(folder):
         for _ in range(2):
             one_pass(only, 2, rollouts=1, tokens=5)
         stop_listening()
-        found[stage] = {
+        results[stage] = {
             "skipped": skipped.model_dump(),
             "unmoved": unmoved,
             "rates": rates,
@@ -139,24 +139,24 @@ def empty_window(folder):
             "samples": engine.global_samples,
             "as_if_it_never_was": torch.equal(weights.vector(engine.module), weights.vector(only.module)),
         }
-    return found
+    return results
 
 
 class TestAnEmptyWindow:
     def test_takes_no_step_and_is_recorded_as_skipped(self, two_ranks, stage):
-        found = two_ranks.of(empty_window)[stage]
-        assert found["unmoved"]
-        assert found["skipped"]["skipped"]
-        assert found["skipped"]["total"] == 0.0
-        assert found["skipped"]["loss"] is None
-        assert found["skipped"]["rollouts"] == 4
-        assert found["skipped"]["idle_passes"] == 0
+        result = two_ranks.of(empty_window)[stage]
+        assert result["unmoved"]
+        assert result["skipped"]["skipped"]
+        assert result["skipped"]["total"] == 0.0
+        assert result["skipped"]["loss"] is None
+        assert result["skipped"]["rollouts"] == 4
+        assert result["skipped"]["idle_passes"] == 0
 
     def test_moves_neither_lr_nor_optimizer_steps_but_its_rollouts_count(self, two_ranks, stage):
-        found = two_ranks.of(empty_window)[stage]
-        assert found["rates"][0] == found["rates"][1]
-        assert found["steps"] == 1
-        assert found["samples"] == 8
+        result = two_ranks.of(empty_window)[stage]
+        assert result["rates"][0] == result["rates"][1]
+        assert result["steps"] == 1
+        assert result["samples"] == 8
 
     def test_says_what_to_look_for(self, two_ranks, stage):
         said = two_ranks.of(empty_window)[stage]["said"]
@@ -164,15 +164,15 @@ class TestAnEmptyWindow:
         assert "empty rollouts or masks" in said
 
     def test_leaves_nothing_in_the_next_window(self, two_ranks, stage):
-        found = two_ranks.of(empty_window)[stage]
-        assert found["as_if_it_never_was"]
-        assert not found["next"]["skipped"]
+        result = two_ranks.of(empty_window)[stage]
+        assert result["as_if_it_never_was"]
+        assert not result["next"]["skipped"]
 
 
 @on_two_ranks
 def drop(folder):
     """An open window at the end of the data, dropped; the next window holds nothing of it."""
-    found = {}
+    results = {}
     for stage in STAGES:
         said, stop_listening = listen()
         engine = build(config(stage, passes=4, last_window="drop"))
@@ -187,16 +187,16 @@ def drop(folder):
             one_pass(fresh, seed)
         stop_listening()
         same = torch.equal(weights.vector(engine.module), weights.vector(fresh.module))
-        found[stage] = {"unmoved": unmoved, "same": same, "said": said.getvalue(), "steps": engine.global_steps}
-    return found
+        results[stage] = {"unmoved": unmoved, "same": same, "said": said.getvalue(), "steps": engine.global_steps}
+    return results
 
 
 def test_a_dropped_window_leaves_nothing_behind(two_ranks, stage):
-    found = two_ranks.of(drop)[stage]
-    assert found["unmoved"]
-    assert found["same"]
-    assert found["steps"] == 1
-    assert "its 2 rollouts are dropped" in found["said"]
+    result = two_ranks.of(drop)[stage]
+    assert result["unmoved"]
+    assert result["same"]
+    assert result["steps"] == 1
+    assert "its 2 rollouts are dropped" in result["said"]
 
 
 @on_two_ranks
@@ -211,16 +211,16 @@ def last_window_error(folder):
 
 
 def test_an_open_window_at_the_end_is_an_error_where_that_was_asked_for(two_ranks):
-    found = two_ranks.of(last_window_error)
-    assert "2 of 4 rollouts after 1 passes" in found["open"]
-    assert found["open"].startswith("WindowError")
-    assert found["closed"] == "nothing was raised"
+    result = two_ranks.of(last_window_error)
+    assert "2 of 4 rollouts after 1 passes" in result["open"]
+    assert result["open"].startswith("WindowError")
+    assert result["closed"] == "nothing was raised"
 
 
 @on_two_ranks
 def overlapped_finish(folder):
     """An open window at the end under overlap_comm, beside the same window closed by its last backward."""
-    found = {}
+    results = {}
     for stage in (1, 2, 3):
         reached = []
         for passes in (20, 4):
@@ -233,15 +233,15 @@ def overlapped_finish(folder):
             if passes == 20:
                 engine.finish()
             reached.append((weights.vector(engine.module), float(engine.get_global_grad_norm())))
-        found[stage] = {
+        results[stage] = {
             "difference": float((reached[0][0] - reached[1][0]).abs().max()),
             "norms": [norm for _, norm in reached],
         }
-    return found
+    return results
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_a_window_ended_by_finish_is_the_window_ended_by_its_last_backward_also_with_overlap_comm(two_ranks, stage):
-    found = two_ranks.of(overlapped_finish)[stage]
-    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6)
-    assert found["difference"] < 1e-7
+    result = two_ranks.of(overlapped_finish)[stage]
+    assert result["norms"][0] == pytest.approx(result["norms"][1], rel=1e-6)
+    assert result["difference"] < 1e-7
