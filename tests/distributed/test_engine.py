@@ -32,7 +32,7 @@ def test_without_the_key_the_bare_engine_comes_back(two_ranks):
     assert two_ranks.of(bare_without_the_key) == {"bare": True, "length": 4}
 
 
-@on_two_ranks
+@on_two_ranks.first  # DeepSpeed's data loader forks workers
 def unchanged_loop(folder):
     """DeepSpeed's own loop, arguments, data loader and callables, with no key of ds_parity in it."""
     data = [(torch.full((4,), float(i)), torch.tensor(1.0)) for i in range(16)]
