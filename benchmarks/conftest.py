@@ -1,7 +1,8 @@
 """Each benchmark hands its table to `results`, which prints it and writes it into RESULTS.md."""
 
 import pytest
-from results import RESULTS, put
+
+from benchmarks.results import RESULTS, put
 
 
 @pytest.fixture

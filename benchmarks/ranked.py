@@ -99,7 +99,7 @@ def step_time(scenario, rounds):
 
 def accelerate_time(scenario, rounds):
     """The same with accelerate's loop as a third."""
-    from accelerated import Accelerated
+    from benchmarks.accelerated import Accelerated
 
     rivals, theirs = Rivals(scenario), Accelerated(scenario)
     windows = {"ds_parity": rivals.window_of_ds_parity, "by hand": rivals.window_by_hand, "accelerate": theirs.window}

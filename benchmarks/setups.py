@@ -5,8 +5,9 @@ from pathlib import Path
 from ds_parity.parity.running.launch import Call, Job, run
 from ds_parity.parity.running.scenario import Scenario
 
-HERE = Path(__file__).parent
-IMPORTS = (str(HERE), str(HERE.parent / "tools" / "from_pipelinerl"))
+ROOT = Path(__file__).parents[1]
+# Ranks import `benchmarks` from the first, and what recipe.py measures, which is a script's, from the second.
+IMPORTS = (str(ROOT), str(ROOT / "tools" / "from_pipelinerl"))
 SMALL = "ds_parity.parity.data.model:build"
 STAGES = (0, 1, 2, 3)
 ZERO = tuple(f"ZeRO {stage}" for stage in STAGES)

@@ -1,8 +1,9 @@
 """The wrapper beside accelerate's loop: the same micro-batches, uniform windows, which are all that accelerate has."""
 
 import pytest
-from results import Section, divided, shown
-from setups import STAGES, ZERO, launched, scenario
+
+from benchmarks.results import Section, divided, shown
+from benchmarks.setups import STAGES, ZERO, launched, scenario
 
 SAID = """\
 `Accelerator.accumulate` and `backward` with `DeepSpeedPlugin` and fixed `gradient_accumulation_steps`. 2 ranks, 8
@@ -18,7 +19,7 @@ def test_window_beside_accelerate(benchmark, tmp_path, results):
         for ahead in (8, 0)
         for stage in STAGES
     }
-    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:accelerate_time", calls), rounds=1)
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.ranked:accelerate_time", calls), rounds=1)
     rows = [
         ("ds_parity, counts ahead (`lookahead: 8`) / accelerate", *_ratios(measured, 8, "ds_parity", "accelerate")),
         ("ds_parity, counts pass by pass / accelerate", *_ratios(measured, 0, "ds_parity", "accelerate")),

@@ -6,8 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from results import Section, divided, shown
-
+from benchmarks.results import Section, divided, shown
 from ds_parity.config import load_config, rewrite
 
 PATH = Path(__file__).parent.parent / "ds_configs" / "zero2_bf16.json"

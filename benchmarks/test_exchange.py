@@ -4,8 +4,7 @@ import threading
 from collections import Counter
 from queue import SimpleQueue
 
-from results import Section
-
+from benchmarks.results import Section
 from ds_parity.engine.ranks.exchange import Exchange
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import Announcement, Place

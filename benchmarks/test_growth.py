@@ -3,8 +3,8 @@
 import math
 import statistics
 
-from results import Section, divided, shown
-from setups import launched, scenario
+from benchmarks.results import Section, divided, shown
+from benchmarks.setups import launched, scenario
 
 TINY = "ds_parity.parity.data.model:build_tiny"
 AHEAD = 8
@@ -23,7 +23,7 @@ def test_passes(benchmark, tmp_path, results):
         for ahead in MODES.values()
         for passes, rounds in ROUNDS.items()
     }
-    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.ranked:step_time", calls), rounds=1)
     said = f"""2 ranks, rollouts of 64 tokens, 29,000 parameters: passes as short as they get. *Added a pass*
 is the difference between ds_parity and by hand, divided by the passes, in units of a pass by hand in windows of
 {max(ROUNDS)}. In windows of 1 and 2 it includes what a window costs once: the step's loss is summed over ranks, and its
@@ -59,7 +59,7 @@ machine has no more: there the ranks' turns decide, by hand too.""",
             calls = {
                 ahead: {"scenario": scenario(ranks=ranks, lookahead=ahead), "rounds": 16} for ahead in MODES.values()
             }
-            measured = launched(tmp_path / f"{ranks} ranks", "ranked:step_time", calls, ranks)
+            measured = launched(tmp_path / f"{ranks} ranks", "benchmarks.ranked:step_time", calls, ranks)
             rows.append((str(ranks), *(_ratio(one) for one in measured.values())))
             _exchanged_and_equal({(8, ahead): one for ahead, one in measured.items()}, exchanging=ranks > 1)
 
@@ -71,13 +71,13 @@ def test_model_sizes(benchmark, tmp_path, results):
     """The larger the model, the less is added."""
     calls = {
         (width, ahead): {
-            "scenario": scenario(passes=4, model=f"ranked:build_{width}", lookahead=ahead),
+            "scenario": scenario(passes=4, model=f"benchmarks.ranked:build_{width}", lookahead=ahead),
             "rounds": 30,
         }
         for width in PARAMETERS
         for ahead in MODES.values()
     }
-    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.ranked:step_time", calls), rounds=1)
     rows = [
         (f"{parameters:,} ({width} wide)", *(_ratio(measured[width, ahead]) for ahead in MODES.values()))
         for width, parameters in PARAMETERS.items()

@@ -3,8 +3,8 @@
 import time
 
 import numpy as np
-from results import Section, shown
 
+from benchmarks.results import Section, shown
 from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.planning import Rollout, plan
 

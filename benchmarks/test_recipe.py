@@ -1,8 +1,7 @@
 """Rollouts a second of planned streams beside the recipe that RL trainers write by hand: 2 ranks, GSM8K rollouts."""
 
-from results import Section, divided, shown
-from setups import STAGES, ZERO, launched
-
+from benchmarks.results import Section, divided, shown
+from benchmarks.setups import STAGES, ZERO, launched
 from ds_parity.parity.data.rollouts import load_rollouts
 
 SIZES = {16384: (128, 3), 4096: (64, 5)}  # windows of so many rollouts, so many rounds
@@ -33,7 +32,7 @@ def test_rollouts_a_second_beside_the_recipe(benchmark, tmp_path, results):
         for tokens, (target, rounds) in SIZES.items()
         for stage in STAGES
     }
-    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "recipe:measure", calls), rounds=1)
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.recipe:measure", calls), rounds=1)
     rows = [
         (f"{tokens:,} tokens a micro-batch, {rival}", *(_shown(measured[tokens, stage], rival) for stage in STAGES))
         for tokens in SIZES

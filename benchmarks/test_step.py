@@ -1,14 +1,14 @@
 """The wrapper beside the bare engine driven by hand: the same passes, two ranks."""
 
-from results import Section, divided, shown
-from setups import SMALL, STAGES, ZERO, launched, scenario
+from benchmarks.results import Section, divided, shown
+from benchmarks.setups import SMALL, STAGES, ZERO, launched, scenario
 
 # Counts that come pass by pass keep ranks in lock-step, so that they wait for the longest rollout of every pass, which
 # no wrapper can undo: there, rollouts are cut to one length. With counts known ahead they have their full length.
 SETTINGS = {
     "counts ahead (`lookahead: 8`), rollouts in full length": (SMALL, None, 8, 12),
     "counts pass by pass": (SMALL, 192, 0, 16),
-    "counts pass by pass, 3.3 million parameters": ("ranked:build_256", 192, 0, 6),
+    "counts pass by pass, 3.3 million parameters": ("benchmarks.ranked:build_256", 192, 0, 6),
 }
 
 
@@ -22,7 +22,7 @@ def test_step_time(benchmark, tmp_path, results):
         for setting, (model, tokens, ahead, rounds) in SETTINGS.items()
         for stage in STAGES
     }
-    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:step_time", calls), rounds=1)
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.ranked:step_time", calls), rounds=1)
     results(
         Section(
             "by-hand",
@@ -52,7 +52,7 @@ def test_peak_memory(benchmark, tmp_path, results):
         stage: {"scenario": scenario(stage, max_tokens=None, shape="overshoot", loss_weight="token")}
         for stage in STAGES
     }
-    peaks = benchmark.pedantic(launched, (tmp_path / "ranks", "ranked:memory", calls), rounds=1)
+    peaks = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.ranked:memory", calls), rounds=1)
     more = {
         stage: (measured["ds_parity"] - measured["by hand"]) / measured["gradients"]
         for stage, measured in peaks.items()

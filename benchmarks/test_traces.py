@@ -4,8 +4,7 @@ import json
 import random
 import time
 
-from results import Section, shown
-
+from benchmarks.results import Section, shown
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.trace import Header, StepRecord, Weights

@@ -1,15 +1,11 @@
 """RESULTS.md is written a section at a time."""
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from results import ORDER, RESULTS, Section, divided, put, shown
+from benchmarks.results import ORDER, RESULTS, Section, divided, put, shown
 
 ONE = Section("passes", "By passes", "Ours beside theirs.", ("passes", "ratio"), [("8", "1.02"), ("64", "1.01")])
 

@@ -1,10 +1,10 @@
 """Configurations with mistakes: accepted, and then a fixed point, or a ConfigError that names a key."""
 
-import mutated
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ds_parity.config import Rewrite, load_config, rewrite
+from tests.config import mutated
 
 
 @pytest.mark.parametrize("path", mutated.CORPUS, ids=lambda path: path.stem)

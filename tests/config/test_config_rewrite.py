@@ -5,13 +5,13 @@ import copy
 import json
 from pathlib import Path
 
-import cells
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.config import ABSENT, Change, Rewrite, load_config, rewrite
 from ds_parity.errors import ConfigError
+from tests.distributed import cells
 
 DS_CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 EXTRA = ("gradient_accumulation_passes", "ds_parity")

@@ -1,18 +1,14 @@
-"""Known bugs are put into the engine, one at a time: the harness must catch and name each, and leave the clean ones alone."""
+"""Known bugs are put into the engine, one at a time: the harness catches and names each, and clears the clean ones."""
 
 import re
-import sys
-from pathlib import Path
 
-import cells
 import pytest
 
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.verification.control_margins import margins, signal
 from ds_parity.parity.verification.control_runs import CLEAN, run_controls
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-import update_readme
+from tests.distributed import cells
+from tools import update_readme
 
 pytestmark = pytest.mark.ranks
 
@@ -28,30 +24,32 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def findings(folder):
-    return {(found.name, found.scenario): found for found in run_controls(cells.config(STAGE), folder, timeout=400)}
+    return {
+        (results.name, results.scenario): results for results in run_controls(cells.config(STAGE), folder, timeout=400)
+    }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_and_named(findings, name):
-    found = findings[name, known()[name].scenario]
-    assert found.raised is None
-    assert found.caught
-    assert found.named, [(cause.name, cause.likelihood, cause.evidence) for cause in found.causes]
+    result = findings[name, known()[name].scenario]
+    assert result.raised is None
+    assert result.caught
+    assert result.named, [(cause.name, cause.likelihood, cause.evidence) for cause in result.causes]
 
 
 @pytest.mark.parametrize("engine", CLEAN)
 def test_no_clean_engine_is_caught(findings, engine):
-    clean = [found for found in findings.values() if found.name == engine]
+    clean = [result for result in findings.values() if result.name == engine]
     assert len(clean) == len({control.scenario for name, control in known().items() if name in FAULTS})
-    assert all(found.good for found in clean), [found.comparison for found in clean if not found.good]
+    assert all(result.good for result in clean), [result.comparison for result in clean if not result.good]
 
 
 def test_the_weakest_signal_lies_ten_times_above_the_greatest_noise(findings):
     """In each quantity; what differs bit for bit (LR, rollouts) needs no margin."""
-    assert sum(signal(found) is not None for found in findings.values() if not found.clean) > 15
-    found = margins(list(findings.values()))
-    assert {"loss", "grad_norm", "weights"} <= found.keys()
-    assert min(found.values()) > 10, found
+    assert sum(signal(result) is not None for result in findings.values() if not result.clean) > 15
+    result = margins(list(findings.values()))
+    assert {"loss", "grad_norm", "weights"} <= result.keys()
+    assert min(result.values()) > 10, result
 
 
 def test_the_figures_of_the_readme_are_those_of_these_runs(findings, folder):

@@ -1,28 +1,47 @@
-"""DeepSpeed's own faults are still there, each shown by its script; and on the same configurations ours is right or refused."""
+"""DeepSpeed's own faults are still there, each shown by its script; ds_parity is right there, or refuses."""
 
-import math
+import importlib
+import sys
+from pathlib import Path
 
+import deepspeed
 import pytest
-from ranked_faults import BRANCHED, CELLS, OVERFLOWING, SCRIPTS
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
+import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
+from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
+from tests.distributed.cells import STAGES, config
+from tests.distributed.engines import build, one_pass, refusal
+from tests.distributed.scaled import OFFLOAD, WINDOWS, scaled_config
+from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
-# fp16 rounds to 1e-3; measured are 1.2e-3 and, in fp32 with clipping, 4e-5 (DeepSpeed adds 1e-6 to the norm). The faults
-# are off by a half and more.
-TOLERANCE = {"fp32": 1e-4, "offloaded": 1e-4}
-HALF = 5e-3
+SCRIPTS = Path(__file__).parents[2] / "tools" / "deepspeed_faults"
+
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
-# After each window: fp16 grows after a whole window of 1 step without an overflow, a GradScaler at once.
-SCALES = {"fp16": [256, 512, 256, 256, 512], "fp16-static": [256] * 5, "autocast": [512, 1024, 512, 1024, 2048]}
+
+
+@on_two_ranks
+def deepspeed_faults(folder):
+    """Every script of tools/deepspeed_faults/, in turn: whether its fault is there."""
+    sys.path.insert(0, str(SCRIPTS))
+    results = {}
+    with fp16_allowed():
+        for path in sorted(SCRIPTS.glob("*.py")):
+            results[path.stem] = importlib.import_module(path.stem).main()
+    forget_autocast()
+    return results
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_fault_is_still_there(two_ranks, name):
     """When this fails DeepSpeed has mended it: read again what tools/deepspeed_faults/README.md says we do about it."""
-    assert two_ranks.results["deepspeed_faults"][name] is True
+    assert two_ranks.of(deepspeed_faults)[name] is True
 
 
 def test_every_script_is_in_the_table_of_its_folder():
@@ -31,59 +50,62 @@ def test_every_script_is_in_the_table_of_its_folder():
     assert [name for name in NAMES if f"`{name}`" not in table] == []
 
 
-@pytest.mark.parametrize(("kind", "stage", "clip"), CELLS)
-class TestScaledSteps:
-    """Windows that need a correction, in every precision that scales its losses, an overflow in the middle."""
+# Whether the second branch is used, by window and pass: early, late, not at all, throughout, not at all.
+USED = ((True, False), (False, True), (False, False), (True, True), (False, False))
 
-    def steps(self, two_ranks, kind, stage, clip):
-        return two_ranks.results["scaled_steps"][f"{kind}-{stage}-{clip}"]
-
-    def test_each_step_is_the_one_of_plain_torch(self, two_ranks, kind, stage, clip):
-        steps = [s for s in self.steps(two_ranks, kind, stage, clip) if not s["skipped"]]
-        off = [step["off"] for step in steps]
-        assert len(off) == (4 if kind in SCALES else 5)
-        assert all(error <= TOLERANCE.get(kind, HALF) for error in off), off
-
-    def test_the_norm_is_that_of_the_step_before_clipping(self, two_ranks, kind, stage, clip):
-        steps = [s for s in self.steps(two_ranks, kind, stage, clip) if not s["skipped"]]
-        norms = [step["norm"] for step in steps]
-        if stage == 0 and clip == 0 and not kind.startswith("fp16"):
-            assert norms == [None] * len(steps)  # nothing computes one
-        else:
-            assert norms == pytest.approx([1.0] * len(steps), abs=TOLERANCE.get(kind, HALF))
-        assert not clip or any(step["clipped"] for step in steps), "no step was clipped"
-
-    def test_an_overflow_skips_the_step_and_moves_nothing(self, two_ranks, kind, stage, clip):
-        steps = self.steps(two_ranks, kind, stage, clip)
-        overflown = kind in SCALES
-        assert [step["skipped"] for step in steps] == [overflown and n == OVERFLOWING for n in range(5)]
-        skipped = [int(overflown and n >= OVERFLOWING) for n in range(5)]
-        start = steps[0]["clocks"][0]
-        assert [s["clocks"] for s in steps] == [[start + n - late, late] for n, late in enumerate(skipped)]
-        assert all(step["norm"] is None for step in steps if step["skipped"])
-        assert [step["moved"] == 0 for step in steps] == [step["skipped"] for step in steps]
-
-    def test_the_loss_scale_goes_its_own_way(self, two_ranks, kind, stage, clip):
-        """It is not left where a correction put it for one step."""
-        scales = [step["scale"] for step in self.steps(two_ranks, kind, stage, clip)]
-        assert scales == SCALES.get(kind, [None] * 5)
+BRANCHED = [(stage, offload) for stage in STAGES for offload in (False, True) if stage or not offload]
 
 
-def test_the_fused_wrapper_is_corrected_and_its_scale_grows_after_the_step(two_ranks):
-    assert two_ranks.results["fused_wrapper"] == [
-        [1.0, 2.0, 256.0],
-        [1.0, 2.0, 512.0],
-        [0.0, math.inf, 256.0],
-        [1.0, 2.0, 256.0],
-        [1.0, 2.0, 512.0],
-    ]
+@on_two_ranks
+def left_out(folder):
+    """How far a branch that not every pass uses moves in each window, and how far it should."""
+    return {f"{stage}-{offload}": _branch_moves(stage, offload) for stage, offload in BRANCHED}
+
+
+class _Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = (torch.nn.Linear(8, 1, bias=False) for _ in range(2))
+
+    def forward(self, x, both):
+        return self.always(x).sum() + (self.sometimes(x).sum() if both else 0.0)
+
+
+def _branch_moves(stage, offload):
+    model = _Branches()
+    torch.nn.init.zeros_(model.sometimes.weight)
+    extended = scaled_config(stage, 0.0, 1.0) | {"zero_optimization": {"stage": stage, **(OFFLOAD if offload else {})}}
+    engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=extended)
+    rank, at, results = dist.get_rank(), 0.0, []
+    ones = torch.ones(1, 8, device=get_accelerator().current_device_name())
+    for window, used in zip(WINDOWS, USED, strict=True):
+        for tokens, both in zip(window, used, strict=True):
+            engine.backward((rank + 1) * engine(ones, both), tokens=tokens[rank])
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            now = engine.module.sometimes.weight[0, [0, -1]].tolist()
+        total = sum(tokens for counts in window for tokens in counts)
+        right = sum(counts[0] + 2 * counts[1] for counts, both in zip(window, used, strict=True) if both) / total
+        results.append([at - now[0], at - now[1], right])
+        at = now[0]
+    engine.destroy()
+    return results
 
 
 @pytest.mark.parametrize(("stage", "offload"), BRANCHED)
 def test_a_parameter_is_moved_by_the_passes_that_use_it_and_by_nothing_else(two_ranks, stage, offload):
     """In early passes, in late ones, in none, in all, and in none again."""
-    for first, last, right in two_ranks.results["left_out"][f"{stage}-{offload}"]:
+    for first, last, right in two_ranks.of(left_out)[f"{stage}-{offload}"]:
         assert (first, last) == pytest.approx((right, right), abs=1e-6)
+
+
+@on_two_ranks
+def refused_instead(folder):
+    """What a save inside a window and a new batch size between steps are answered with."""
+    engine = build(config(1, passes=8))
+    batch = refusal(lambda: engine.set_train_batch_size(4))
+    one_pass(engine, 1, rollouts=2)
+    return {"batch": batch, "save": refusal(lambda: engine.save_checkpoint(folder))}
 
 
 def test_what_is_refused_instead(two_ranks):
@@ -91,5 +113,6 @@ def test_what_is_refused_instead(two_ranks):
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_passes": 4, "gradient_predivide_factor": 2.0}
     with pytest.raises(ConfigError, match="too small"):
         rewrite({**config, "zero_optimization": {"stage": 3, "reduce_scatter": False}}, 2)
-    assert two_ranks.results["misuse"]["save"].startswith("CheckpointError")
-    assert two_ranks.results["misuse"]["batch"].startswith("WindowError")
+    result = two_ranks.of(refused_instead)
+    assert result["save"].startswith("CheckpointError")
+    assert result["batch"].startswith("WindowError")

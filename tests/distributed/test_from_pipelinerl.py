@@ -1,23 +1,80 @@
-"""PipelineRL's loop and what is left of it with ds_parity: both make the same steps."""
+"""PipelineRL's loop and what is left of it with ds_parity: both make the same steps over the same three windows."""
 
+import contextlib
+import importlib
+import io
+import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
-from ranked_pipelinerl import CLIPPING, PASSES
+import torch.distributed as dist
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose
 from ds_parity.trace import read_trace
+from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
+
+TOOLS = Path(__file__).parents[2] / "tools" / "from_pipelinerl"
+
+READY = json.loads((TOOLS / "ds_config.json").read_text())
+
+PASSES = 8
+
+SMALL = ["--steps", "3", "--max-tokens", "1200"]
+
+CLIPPING = 10.0  # between the norms of the windows as they are and divided by PASSES, so that it tells them apart
+
+SIX = {"gradient_accumulation_passes": 6}
+
+# Name of a trace: the script, its flags, and what of the configuration is its own.
+RUNS = {
+    "before": ("before", [], {}),
+    "quotas": ("after", ["--quotas"], {}),
+    "after": ("after", [], {}),
+    "found": ("before", ["--as-found"], {}),
+    "tuned": ("after", ["--quotas", "--eps", str(1e-8 * PASSES)], {"gradient_clipping": CLIPPING * PASSES}),
+    "before, 6": ("before", [], SIX),
+    "quotas, 6": ("after", ["--quotas"], SIX),
+    "uneven": ("before", [], {"gradient_accumulation_passes": 7}),
+}
+
+
+@on_two_ranks
+def from_pipelinerl(folder):
+    """What every run says; the traces lie in the folder by their names."""
+    Path(folder).mkdir(exist_ok=True)
+    return {name: _train(Path(folder), name, *run) for name, run in RUNS.items()}
+
+
+def _script(name):
+    # A script, which imports its neighbours by their names from its own folder.
+    sys.path.insert(0, str(TOOLS))
+    return importlib.import_module(name)
+
+
+def _train(folder, name, loop, flags, changes):
+    """Run a loop as its command line does; return its exit code and what it printed."""
+    config, trace = folder / f"{name}.{dist.get_rank()}.json", folder / f"{name}.jsonl"
+    usual = {"gradient_accumulation_passes": PASSES, "gradient_clipping": CLIPPING}
+    config.write_text(json.dumps(READY | usual | changes))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = _script(loop).main(["--trace", str(trace), "--config", str(config), *SMALL, *flags])
+    return [code, said.getvalue()]
+
+
 SAID = r"(?m)^(?:before|after|as found): (\d+) passes, (\d+) idle on a rank, weights (\w{12})$"
 
 
 class Runs:
     def __init__(self, two_ranks):
-        self._folder = two_ranks.folder / "from_pipelinerl"
-        self._said = two_ranks.results["from_pipelinerl"]
+        self._folder = two_ranks.folder_of(from_pipelinerl)
+        self._said = two_ranks.of(from_pipelinerl)
 
     def said(self, name):
         """Passes, idle passes and weights, as the command line printed them."""
@@ -61,7 +118,7 @@ class TestInItsPlace:
         assert runs.said("after")[1] == 0
 
     def test_where_the_target_is_no_power_of_two_the_reported_loss_alone_is_rounded_otherwise(self, runs):
-        """The gradient's one factor, ranks / target, is rounded once in both; their loss is times the rounded 1 / target."""
+        """Both round the gradient's one factor, ranks / target, once; their loss is times the rounded 1 / target."""
         assert runs.said("quotas, 6") == runs.said("before, 6")
         assert runs.norms("quotas, 6") == runs.norms("before, 6")
         assert runs.compared("before, 6", "quotas, 6").equal
@@ -70,10 +127,10 @@ class TestInItsPlace:
 
 class TestAsFound:
     def test_the_gradient_is_divided_by_the_passes_once_more(self, runs):
-        """Exactly at first; then weights part, because other steps are clipped (measured: norms by 2.4e-4)."""
-        found, right = runs.norms("found"), runs.norms("before")
-        assert found[0] * PASSES == right[0]
-        assert [norm * PASSES for norm in found] == pytest.approx(right, rel=1e-3)
+        """Exactly at first; then weights differ, because other steps are clipped (measured: norms by 2.4e-4)."""
+        as_found, right = runs.norms("found"), runs.norms("before")
+        assert as_found[0] * PASSES == right[0]
+        assert [norm * PASSES for norm in as_found] == pytest.approx(right, rel=1e-3)
         reference, candidate = runs.trace("before"), runs.trace("found")
         cause = diagnose(reference, candidate, compare(reference, candidate, Tier.REASSOCIATED))[0]
         assert cause.evidence == f"the gradient norm is {1 / PASSES} times the reference's in all 3 steps"
@@ -91,12 +148,12 @@ class TestAsFound:
         assert fields == {"tokens", "grad_norm", "grad_norm, mean"}
 
     def test_tokens_are_those_of_the_first_rank_times_the_ranks(self, runs):
-        found, right = ([step.tokens for step in runs.trace(name).steps] for name in ("found", "before"))
-        assert all(a != b for a, b in zip(found, right, strict=True))
+        as_found, right = ([step.tokens for step in runs.trace(name).steps] for name in ("found", "before"))
+        assert all(a != b for a, b in zip(as_found, right, strict=True))
         assert right == [step.tokens for step in runs.trace("after").steps]
 
 
 def test_quotas_that_cannot_be_equal_are_refused_in_one_message(two_ranks):
-    code, said = two_ranks.results["from_pipelinerl"]["uneven"]
+    code, said = two_ranks.of(from_pipelinerl)["uneven"]
     assert code == 2
     assert said == "before.py: gradient_accumulation_passes = 7: quotas must be equal, so 2 ranks must divide it\n"

@@ -1,10 +1,144 @@
 """What `deepspeed.initialize` returns under install(), driven as frameworks drive it."""
 
+from itertools import product
+
+import deepspeed
 import pytest
-from cells import STAGES
-from ranked_install import CELLS
+import torch
+import torch.distributed as dist
+
+import ds_parity
+from ds_parity.config import rewrite
+from ds_parity.parity.running import weights
+from tests.distributed.cells import STAGES, config
+from tests.distributed.engines import build, forward, from_all, perceptron, refusal
+from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
+
+PASSES = 3  # passes a rank in a window
+
+WAYS = {"plain": {}, "divided": {"divided": True}, "steps in every pass": {"steps_always": True}}
+
+CELLS = [*product(STAGES, ("plain", "divided")), (2, "steps in every pass")]
+
+
+def opened(extended, *, with_keys=True, **keywords):
+    model = perceptron()
+    plain = extended if with_keys else rewrite(extended, 2).config
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain, **keywords)[0]
+
+
+def drive(engine, flags, *, divided=False, steps_always=False, seed=0, **counts):
+    """accelerate's DeepSpeedEngineWrapper.backward, pass by pass; with what the steps came to."""
+    results = []
+    for index, flag in enumerate(flags):
+        engine.set_gradient_accumulation_boundary(flag)
+        loss = forward(engine, seed + 2 * index + dist.get_rank())
+        engine.backward(loss / PASSES if divided else loss, scale_wrt_gas=not divided, **counts)
+        if flag or steps_always:
+            engine.step()
+        if flag:
+            norm = engine.get_global_grad_norm()
+            checksum = weights.summary(weights.vector(engine.module)).checksum
+            results.append([checksum, engine.get_lr(), None if norm is None else float(norm)])
+    return results
+
+
+@on_two_ranks
+def framework_windows(folder):
+    """Two windows with and without ds_parity: DeepSpeed divides the losses, or their caller has divided them."""
+    results = {}
+    flags = [False, False, True] * 2
+    with ds_parity.install():
+        for stage, how in CELLS:
+            extended, options = config(stage, passes=2 * PASSES), WAYS[how]
+            engine = opened(extended)
+            wrapped = drive(engine, flags, **options)
+            bare = drive(opened(extended, with_keys=False), flags, **options)
+            results[f"{stage} {how}"] = {
+                "equal": [one[:2] for one in wrapped] == [one[:2] for one in bare],
+                # DeepSpeed throws the norm away on ZeRO 0 in fp32
+                "norms": [one[2] for one in wrapped] == [one[2] for one in bare] or stage == 0,
+                "loss": engine.last_step.loss,
+                "moved": wrapped[0][0] != wrapped[1][0],
+                "passes": engine.micro_steps,
+            }
+    return results
+
+
+@pytest.mark.parametrize(("stage", "how"), CELLS)
+def test_windows_that_a_framework_ends_are_bit_identical_with_and_without_us(two_ranks, stage, how):
+    result = two_ranks.of(framework_windows)[f"{stage} {how}"]
+    assert result["equal"]
+    assert result["norms"]
+    assert result["moved"]
+    assert result["passes"] == 6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_loss_of_a_step_is_the_same_whoever_divides(two_ranks, stage):
+    result = two_ranks.of(framework_windows)
+    assert result[f"{stage} divided"]["loss"] == pytest.approx(result[f"{stage} plain"]["loss"], rel=1e-6)
+
+
+def refusals_of(flags, passes=2 * PASSES, divided=False, counts=None, **section):
+    with ds_parity.install():
+        engine = opened(config(2, passes=passes, **section))
+        own = refusal(lambda: drive(engine, flags, divided=divided, **(counts or {})))
+    return from_all(own)
+
+
+@on_two_ranks
+def framework_refusals(folder):
+    """Everything that can't be reconciled, on both ranks."""
+    whole = [False, False, True]
+    second = dist.get_rank() == 1
+    return {
+        "ends too soon": refusals_of([False, True]),
+        "goes on": refusals_of([False, False, False]),
+        "ranks differ": refusals_of([False, second]),
+        "short, twice": refusals_of([*whole, True, True]),
+        "short, dropped": refusals_of([*whole, True], last_window="drop"),
+        "short, stepped": refusals_of([*whole, True, *whole], last_window="step"),
+        "uneven": refusals_of(whole, passes=5),
+        "uneven, reset": refusals_of(whole * 2, passes=5, overshoot="reset"),
+        "weighed": refusals_of(whole, divided=True, loss_weight="rollout"),
+        "tokens missing": refusals_of(whole, loss_weight="token"),
+        "counted": refusals_of([True], counts={"rollouts": 3}),
+        "mixed": mixed(),
+        "scheduler out of reach": out_of_reach(),
+        "inside passes": inside_passes(),
+    }
+
+
+def mixed():
+    """Losses that are divided by their caller, and then some that are not."""
+    with ds_parity.install():
+        engine = opened(config(2, passes=2 * PASSES))
+        drive(engine, [False, False, True], divided=True)
+        return [refusal(lambda: drive(engine, [False]))]
+
+
+def out_of_reach():
+    extended = config(2, passes=2 * PASSES, lr_progress="rollout")
+    del extended["scheduler"]
+    with ds_parity.install():
+        engine = opened(extended)
+        return [refusal(lambda: engine.set_gradient_accumulation_boundary(False))]
+
+
+def inside_passes():
+    def run():
+        for _ in engine.passes(
+            [ds_parity.MicroBatch(inputs={}, rollouts=1, prompts=0, tokens=1, held=())], finish=False
+        ):
+            engine.set_gradient_accumulation_boundary(False)
+
+    with ds_parity.install():
+        engine = opened(config(2, passes=2 * PASSES))
+        return [refusal(run)]
+
 
 REFUSALS = {
     "ends too soon": ["WindowError", "(True) before pass 1 of window 0", "4 of the 6 rollouts"],
@@ -24,39 +158,48 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("stage", "how"), CELLS)
-def test_windows_that_a_framework_ends_are_bit_identical_with_and_without_us(two_ranks, stage, how):
-    found = two_ranks.results["framework_windows"][f"{stage} {how}"]
-    assert found["equal"]
-    assert found["norms"]
-    assert found["moved"]
-    assert found["passes"] == 6
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_loss_of_a_step_is_the_same_whoever_divides(two_ranks, stage):
-    found = two_ranks.results["framework_windows"]
-    assert found[f"{stage} divided"]["loss"] == pytest.approx(found[f"{stage} plain"]["loss"], rel=1e-6)
-
-
 def test_every_refusal_is_looked_at(two_ranks):
-    assert set(two_ranks.results["framework_refusals"]) == set(REFUSALS)
+    assert set(two_ranks.of(framework_refusals)) == set(REFUSALS)
 
 
 @pytest.mark.parametrize("how", REFUSALS)
 def test_a_boundary_that_contradicts_the_counts_is_refused_on_every_rank(two_ranks, how):
-    for error in two_ranks.results["framework_refusals"][how]:
+    for error in two_ranks.of(framework_refusals)[how]:
         assert all(part in error for part in REFUSALS[how]), error
 
 
+@on_two_ranks
+def framework_leaves_alone(folder):
+    """Engines under install() that are none of its business, and one that is driven as DeepSpeed's own."""
+    extended = config(2, passes=2)
+    plain = {key: value for key, value in extended.items() if key not in ("optimizer", "scheduler")}
+    plain["zero_optimization"] = {"stage": 0}
+    with ds_parity.install():
+        without_keys = opened(extended, with_keys=False)
+        reference = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=plain)[0]
+        direct = build(extended)
+        engine = opened(extended)
+        for index in range(2):
+            engine.backward(forward(engine, index))
+            engine.step()
+        short = opened(config(2, passes=2 * PASSES))
+        drive(short, [False, False, True, True, False, False, True])
+    afterwards = opened(extended)
+    return {
+        "types": [type(one).__name__ for one in (without_keys, reference, direct, engine, afterwards)],
+        "windows": engine.window.index,
+        "short": [short.window.index, short.window.passes, short.global_samples],
+    }
+
+
 def test_engines_without_the_keys_or_an_optimizer_are_deepspeeds_own(two_ranks):
-    types = two_ranks.results["framework_leaves_alone"]["types"]
+    types = two_ranks.of(framework_leaves_alone)["types"]
     assert types == ["DeepSpeedEngine", "DeepSpeedEngine", "ParityEngine", "FrameworkEngine", "DeepSpeedEngine"]
 
 
 def test_a_window_that_a_framework_cuts_short_is_a_step_and_the_next_is_whole(two_ranks):
-    assert two_ranks.results["framework_leaves_alone"]["short"] == [3, 0, 14]
+    assert two_ranks.of(framework_leaves_alone)["short"] == [3, 0, 14]
 
 
 def test_a_loop_that_never_says_where_windows_end_has_them_counted(two_ranks):
-    assert two_ranks.results["framework_leaves_alone"]["windows"] == 2
+    assert two_ranks.of(framework_leaves_alone)["windows"] == 2

@@ -24,22 +24,22 @@ def quick(tmp_path_factory):
     command = [sys.executable, "-c", "from ds_parity.cli import main; main()", "verify", "--matrix", "quick", "--json"]
     ran = subprocess.run([*command, "--out", str(folder)], capture_output=True, text=True, timeout=1200, check=False)
     assert ran.stdout, ran.stderr
-    told = json.loads(ran.stdout)
-    return ran.returncode, {(cell["group"], cell["name"], cell["stage"]): cell for cell in told["cells"]}, folder
+    report = json.loads(ran.stdout)
+    return ran.returncode, {(cell["group"], cell["name"], cell["stage"]): cell for cell in report["cells"]}, folder
 
 
 @pytest.mark.parametrize("cell", QUICK, ids=lambda cell: cell.name)
 def test_a_cell_is_right_where_deepspeed_is_not_too(quick, cell):
-    found = quick[1][cell.variant.group, cell.variant.name, cell.stage]
-    assert found["status"] == ("corrected" if cell.stage in cell.variant.faults else "right"), found
-    sound = [finding["check"] for finding in found["findings"] if finding["status"] in ("right", "corrected")]
+    result = quick[1][cell.variant.group, cell.variant.name, cell.stage]
+    assert result["status"] == ("corrected" if cell.stage in cell.variant.faults else "right"), result
+    sound = [finding["check"] for finding in result["findings"] if finding["status"] in ("right", "corrected")]
     assert sound == [*cell.checks()]
 
 
 def test_the_run_passes_and_leaves_its_report(quick):
-    code, found, folder = quick
+    code, result, folder = quick
     assert code == 0
-    assert len(found) == len(QUICK)
+    assert len(result) == len(QUICK)
     assert "PASS" in (folder / "matrix" / "matrix.html").read_text()
     assert "| fp32 | right | right | right | right |" in (folder / "matrix" / "matrix.md").read_text()
     assert json.loads((folder / "matrix" / "matrix.json").read_text())["equal"] is True

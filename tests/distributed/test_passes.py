@@ -1,19 +1,45 @@
-"""Idle passes that are not run, streams that arrive as they are made, groups and turns over ranks."""
+"""Streams on two ranks: which idle passes are run, what is read when, and what is refused."""
 
 import re
+import time
+from itertools import product
 
-import cells
 import pytest
-from ranked_passes import PROMPTS, REWARDS
+import torch
+import torch.distributed as dist
 
-from ds_parity.planning import group_advantages
+import ds_parity
+from ds_parity.parity.running import weights
+from tests.distributed.cells import STAGES, config
+from tests.distributed.engines import Batch, build, forward, from_all, one_pass, refusal, run_stream
+from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=[str(stage) for stage in cells.STAGES])
-def stage(request):
-    return request.param
+@on_two_ranks
+def skipped_idle(folder):
+    """Seven micro-batches on rank 0, two on rank 1, which idles inside a window, at its end and in an open one."""
+    results = {}
+    for stage in STAGES:
+        for ahead in (0, 3):
+            reached = []
+            for skip in (True, False):
+                engine = build(config(stage, passes=6))
+                count = 2 if dist.get_rank() else 7
+                handed, steps = run_stream(engine, [Batch(n) for n in range(count)], lookahead=ahead, skip_idle=skip)
+                last = engine.last_step
+                reached.append((weights.vector(engine.module), handed, steps, last, engine.micro_steps))
+            (one, handed, steps, last, passes), (other, every, all_steps, _, _) = reached
+            results[f"{stage} {ahead}"] = {
+                "equal": torch.equal(one, other),
+                "handed": from_all(handed),
+                "without skipping": from_all(every),
+                "steps": [from_all(steps), from_all(all_steps)],
+                "last": last.model_dump(),
+                "micro_steps": passes,
+            }
+    return results
 
 
 @pytest.mark.parametrize("ahead", ["0", "3"])
@@ -21,89 +47,101 @@ class TestSkippedIdlePasses:
     """Windows of 4 passes (rank 1 idle in the last two) and 3 (idle in all), the second one left open."""
 
     def test_come_to_the_same_bits_as_if_they_were_run(self, two_ranks, stage, ahead):
-        assert two_ranks.results["skipped_idle"][f"{stage} {ahead}"]["equal"]
+        assert two_ranks.of(skipped_idle)[f"{stage} {ahead}"]["equal"]
 
     def test_are_handed_out_at_the_boundary_and_at_a_windows_start_alone_on_zero_0_and_1(self, two_ranks, stage, ahead):
-        found = two_ranks.results["skipped_idle"][f"{stage} {ahead}"]
-        assert found["handed"] == ([7, 4] if stage in "01" else [7, 7])
-        assert found["without skipping"] == [7, 7]
+        result = two_ranks.of(skipped_idle)[f"{stage} {ahead}"]
+        assert result["handed"] == ([7, 4] if stage in "01" else [7, 7])
+        assert result["without skipping"] == [7, 7]
 
     def test_are_counted_all_the_same(self, two_ranks, stage, ahead):
-        found = two_ranks.results["skipped_idle"][f"{stage} {ahead}"]
-        assert (found["last"]["step"], found["last"]["passes"], found["last"]["idle_passes"]) == (2, 3, 3)
-        assert found["micro_steps"] == 7
+        result = two_ranks.of(skipped_idle)[f"{stage} {ahead}"]
+        assert (result["last"]["step"], result["last"]["passes"], result["last"]["idle_passes"]) == (2, 3, 3)
+        assert result["micro_steps"] == 7
 
     def test_hide_no_boundary_from_any_rank(self, two_ranks, stage, ahead):
-        assert two_ranks.results["skipped_idle"][f"{stage} {ahead}"]["steps"] == [[[1], [1]], [[1], [1]]]
+        assert two_ranks.of(skipped_idle)[f"{stage} {ahead}"]["steps"] == [[[1], [1]], [[1], [1]]]
+
+
+@on_two_ranks
+def explicit_idle(folder):
+    """A stream that says itself where it is idle: the first passes of rank 1, before it has anything to re-run."""
+    results = {}
+    for stage in STAGES:
+        engine, nothing = build(config(stage, passes=4)), Batch(9, 0, 0, 0)
+        stream = [nothing, nothing, Batch(1), nothing] if dist.get_rank() else [Batch(n) for n in range(3)] + [nothing]
+        handed, steps = run_stream(engine, stream)
+        plain = build(config(stage, passes=4))
+        for n in range(3):
+            if dist.get_rank() and n < 2:
+                plain.idle(forward(plain, 9))
+                plain.step()
+            else:
+                one_pass(plain, 1 if dist.get_rank() else n, rollouts=1)
+        equal = torch.equal(weights.vector(engine.module), weights.vector(plain.module))
+        results[stage] = {"handed": from_all(handed), "steps": from_all(steps), "equal": equal}
+    return results
 
 
 def test_a_stream_may_say_itself_where_it_is_idle(two_ranks, stage):
-    """Handed out: a window's first, skipped or run the second, then a real one that closes it; the last one opens a window."""
-    found = two_ranks.results["explicit_idle"][stage]
-    assert found["equal"]
-    assert found["handed"] == ([4, 3] if stage in "01" else [4, 4])
-    assert found["steps"] == [[1], [1]]
+    """A window's first pass is handed out, its second skipped or run, a real one closes it; the last opens one."""
+    result = two_ranks.of(explicit_idle)[stage]
+    assert result["equal"]
+    assert result["handed"] == ([4, 3] if stage in "01" else [4, 4])
+    assert result["steps"] == [[1], [1]]
 
 
-class TestOnlineStreams:
-    def test_without_look_ahead_nothing_is_asked_for_before_the_pass_before_it_has_ended(self, two_ranks, stage):
-        assert two_ranks.results["online"][stage]["asked"] == [[0, 1, 2, 3, 4, 5]] * 2
+class _Heads(torch.nn.Module):
+    """Two heads; a micro-batch uses one or both, and the other has no gradient."""
 
-    def test_a_slow_rank_makes_no_difference(self, two_ranks, stage):
-        assert two_ranks.results["online"][stage]["equal"]
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.a, self.b = (torch.nn.Linear(4, 4) for _ in range(3))
 
-
-class TestGroupAdvantages:
-    def test_are_those_of_all_rollouts_in_one_list(self, two_ranks):
-        found, expected = two_ranks.results["grpo"], group_advantages(PROMPTS, REWARDS)
-        assert found["own"] == [expected[0::2], expected[1::2]]
-        assert found["centred"][0] == group_advantages(PROMPTS, REWARDS, by_std=False)[0::2]
-        assert found["own"][0] != group_advantages(PROMPTS[0::2], REWARDS[0::2]), "groups do lie on both ranks"
-
-    def test_a_rank_may_have_none(self, two_ranks):
-        assert two_ranks.results["grpo"]["alone"] == [group_advantages(PROMPTS, REWARDS), []]
-
-    def test_a_rank_that_gives_too_few_is_named_on_every_rank(self, two_ranks):
-        for said in two_ranks.results["grpo"]["short"]:
-            assert said == "ConfigError: rank 1 of those that step together gave 2 rewards for 1 prompts"
+    def forward(self, seed, both):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(self.body.weight.device)
+        out = self.a(self.body(x)).pow(2).mean()
+        return out + self.b(self.body(x)).pow(2).mean() if both else out
 
 
-class TestTurns:
-    def test_that_give_their_shares_add_up_to_the_rollout(self, two_ranks, stage):
-        found = two_ranks.results["turns_by_share"][stage]
-        assert found["difference"] < 1e-7
-        assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-6)
-        assert found["norm"][0] == pytest.approx(found["norm"][1], rel=1e-6)
-        assert (found["passes"], found["rollouts"], found["idle"]) == ([2, 4], [4, 4], 0)
+@on_two_ranks
+def heads(folder):
+    """Rank 1 uses one head alone and is idle after it: its stand-in, which uses both, is what keeps ranks alike.
 
-    def test_under_a_mean_over_rollouts_are_refused_by_name(self, two_ranks):
-        said = two_ranks.results["turns_by_share"]["mean"]
-        assert said.startswith("WindowError: a micro-batch of 3 loss tokens finishes 0 rollouts")
-        assert "loss_weight 'token'" in said
-
-    def test_that_end_with_no_rollout_finished_take_no_step_and_leave_nothing(self, two_ranks, stage):
-        assert two_ranks.results["turns_that_end_open"][stage] == {"unmoved": True, "clean": True, "stepped": True}
-
-
-@pytest.mark.parametrize("what", ["loss", "norm", "accuracy", "margin"])
-def test_preferences_weighed_by_tokens_equal_the_whole_batch_in_plain_torch(two_ranks, stage, what):
-    """The loss and the margin weigh tokens, the accuracy is a mean over pairs; several passes on two ranks."""
-    found = two_ranks.results["preferences"][stage]
-    engine, whole = found[what]
-    assert engine == pytest.approx(whole, rel=2e-5)
-    assert found["passes"] > 2
-    assert 0 < found["accuracy"][1] < 1
-    assert found["margin"][1] != pytest.approx(found["means"], rel=1e-2), "weights do make a difference here"
+    ZeRO 2 and 3 reduce in every pass, and take no ranks that use other parameters in one.
+    """
+    results = {}
+    both, one = Batch(1), Batch(2)
+    streams = {
+        "closed": ([both] * 4, [one, Batch(3, 0, 0, 0), Batch(3, 0, 0, 0), one]),
+        "open": ([both] * 3, [one]),
+    }
+    for stage, (name, stream) in product((0, 1), streams.items()):
+        reached = []
+        for skip in (True, False):
+            module = _Heads()
+            extended = config(stage, passes=6 if name == "closed" else 12)
+            engine, *_ = ds_parity.initialize(model=module, model_parameters=module.parameters(), config=extended)
+            handed = 0
+            for batch in engine.passes(stream[dist.get_rank()], idle=Batch(3, 0, 0, 0), skip_idle=skip):
+                handed += 1
+                engine.backward(engine(batch.seed, batch is not one))
+                engine.step()
+            reached.append((weights.vector(engine.module), handed))
+        (skipped, handed), (run_all, _) = reached
+        results[f"{stage} {name}"] = {"equal": torch.equal(skipped, run_all), "handed": from_all(handed)}
+    return results
 
 
 @pytest.mark.parametrize("ending", ["closed", "open"])
 @pytest.mark.parametrize("stage", ["0", "1"])
 def test_an_idle_pass_is_run_while_a_parameter_has_no_gradient(two_ranks, stage, ending):
-    """ZeRO 1 reduces only parameters that have one: skipped, ranks would reduce other buckets (seen: connection reset)."""
-    found = two_ranks.results["heads"][f"{stage} {ending}"]
-    assert found["equal"]
+    """ZeRO 1 reduces only parameters that have one. Ranks would reduce different buckets (seen: connection reset)."""
+    result = two_ranks.of(heads)[f"{stage} {ending}"]
+    assert result["equal"]
     assert (
-        found["handed"]
+        result["handed"]
         == {
             "0 closed": [4, 2],  # the real passes
             "1 closed": [4, 3],  # and the first idle one, after which each parameter has a gradient
@@ -111,6 +149,61 @@ def test_an_idle_pass_is_run_while_a_parameter_has_no_gradient(two_ranks, stage,
             "1 open": [3, 2],
         }[f"{stage} {ending}"]
     )
+
+
+@on_two_ranks
+def online(folder):
+    """Rollouts that are made while training goes on: each of them by the weights of the moment, on a slow rank."""
+    results = {}
+    for stage in STAGES:
+        reached = []
+        for slow in (True, False):
+            engine, asked = build(config(stage, passes=6)), []
+
+            def produced(engine=engine, asked=asked, slow=slow):
+                for n in range(6):
+                    asked.append(engine.micro_steps)
+                    time.sleep(0.03 if slow and dist.get_rank() else 0)
+                    yield Batch(n)
+
+            run_stream(engine, produced(), lookahead=0)
+            reached.append(weights.vector(engine.module))
+        results[stage] = {"asked": from_all(asked), "equal": torch.equal(*reached)}
+    return results
+
+
+class TestOnlineStreams:
+    def test_without_look_ahead_nothing_is_asked_for_before_the_pass_before_it_has_ended(self, two_ranks, stage):
+        assert two_ranks.of(online)[stage]["asked"] == [[0, 1, 2, 3, 4, 5]] * 2
+
+    def test_a_slow_rank_makes_no_difference(self, two_ranks, stage):
+        assert two_ranks.of(online)[stage]["equal"]
+
+
+@on_two_ranks
+def misuse_of_passes(folder):
+    """Counts that contradict a turn's, turns under a mean, and a step that is owed while a pass could be skipped."""
+    turn = Batch(1, 0, 0, 5)
+    results = {}
+    by_token = build(config(1, passes=20, loss_weight="token"))
+    for _ in by_token.passes([turn], finish=False):
+        results["contradicted"] = refusal(lambda: by_token.backward(forward(by_token, 1), rollouts=7, tokens=999))
+        break
+    by_rollout = build(config(1, passes=20))
+    parts = Batch(1, 2, 0, 9)
+    parts.held = ("a turn", "a turn", "a last turn", "a whole one")
+    results["parts"] = refusal(lambda: next(iter(by_rollout.passes([parts]))))
+    owed = build(config(1, passes=20, exchange_timeout=20))
+
+    def without_step():
+        stream = [Batch(1), Batch(9, 0, 0, 0)] if dist.get_rank() else [Batch(1), Batch(2)]
+        for batch in owed.passes(stream, finish=False):
+            owed.backward(forward(owed, batch.seed))
+
+    begun = time.perf_counter()
+    results["owed"] = refusal(without_step)
+    results["seconds"] = time.perf_counter() - begun
+    return results
 
 
 MISUSE = {
@@ -122,8 +215,8 @@ MISUSE = {
 
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_of_passes_is_refused_with_the_rule(two_ranks, case):
-    assert re.match(MISUSE[case], two_ranks.results["misuse_of_passes"][case])
+    assert re.match(MISUSE[case], two_ranks.of(misuse_of_passes)[case])
 
 
 def test_a_step_that_is_owed_is_told_without_a_wait(two_ranks):
-    assert two_ranks.results["misuse_of_passes"]["seconds"] < 15
+    assert two_ranks.of(misuse_of_passes)["seconds"] < 15

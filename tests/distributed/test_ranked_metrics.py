@@ -1,24 +1,48 @@
-"""Metrics over ranks and passes, counters and monitors, as two ranks found them."""
+"""Metrics over ranks and passes, as two ranks sum them."""
 
 import math
-from itertools import pairwise, product
+from itertools import product
 
-import cells
 import pytest
-from ranked_metrics import PATHS, samples
+import torch
+import torch.distributed as dist
+
+from tests.distributed.cells import STAGES, config
+from tests.distributed.counting import Counting
+from tests.distributed.engines import Batch, build, forward, from_all, meter_of, one_pass
+from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.fixture(params=[str(stage) for stage in cells.STAGES])
-def stage(request):
-    return request.param
+PATHS = ("host", "device")
 
 
 @pytest.fixture(params=PATHS)
 def path(request):
     """How sums over ranks are taken: on the host, or as an accelerator takes them."""
     return request.param
+
+
+def over(engine, path):
+    """Sum on the host, or as an accelerator does; both run on the same tensors here."""
+    meter_of(engine)._on_device = path == "device"
+    return engine
+
+
+def samples(window, index, rank):
+    """What a rank records in a pass: name to (values, weights), other numbers of samples everywhere."""
+    generator = torch.Generator().manual_seed(100 * window + 10 * index + rank)
+    count = (window + 2 * index + 3 * rank) % 5
+    values = torch.randn(count, generator=generator)
+    results = {}
+    if (window, rank) != (2, 1):
+        results["reward"] = (values, None)
+        results["kl"] = (values * 2, torch.randint(0, 9, (count,), generator=generator))
+    if rank == 0:
+        results["entropy"] = (float(values.sum()), count)
+    if rank == 1 and window >= 2:
+        results["a late one"] = (values + 1, None)
+    return results
 
 
 def direct(window):
@@ -31,18 +55,39 @@ def direct(window):
                 [weights] if isinstance(values, float) else [1] * len(each) if weights is None else weights.tolist()
             )
             pairs.setdefault(name, []).extend(zip(each, for_each, strict=True))
-    sums = {name: (math.fsum(v * w for v, w in held), sum(w for _, w in held)) for name, held in pairs.items()}
+    sums = {name: (math.fsum(v * w for v, w in of_name), sum(w for _, w in of_name)) for name, of_name in pairs.items()}
     return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+
+@on_two_ranks
+def recorded(folder):
+    """Five windows of three passes, some of them with uneven rollouts; the third is one in which a rank is silent."""
+    rank, results = dist.get_rank(), {}
+    for stage in STAGES:
+        for path in PATHS:
+            engine = over(build(config(stage, passes=3 * dist.get_world_size())), path)
+            metrics = []
+            for window in range(5):
+                for index in range(3):
+                    loss = forward(engine, index)
+                    given = samples(window, index, rank)
+                    for name, (values, weights) in given.items():
+                        engine.record(name, values, weights)
+                    engine.backward(loss, rollouts=1)
+                    engine.step()
+                metrics.append(engine.last_step.metrics)
+            results[f"{stage} {path}"] = from_all(metrics)
+    return results
 
 
 class TestMetrics:
     def test_are_the_means_of_all_samples_of_all_ranks_and_passes(self, two_ranks, stage, path):
-        for found in two_ranks.results["recorded"][f"{stage} {path}"]:
-            for window, metrics in enumerate(found):
+        for result in two_ranks.of(recorded)[f"{stage} {path}"]:
+            for window, metrics in enumerate(result):
                 assert metrics == pytest.approx(direct(window), rel=1e-13)
 
     def test_are_the_same_on_every_rank_to_the_last_bit(self, two_ranks, stage, path):
-        first, second = two_ranks.results["recorded"][f"{stage} {path}"]
+        first, second = two_ranks.of(recorded)[f"{stage} {path}"]
         assert first == second
 
     def test_hold_what_they_are_there_for(self):
@@ -56,9 +101,44 @@ class TestMetrics:
         assert "a late one" in direct(2)
 
 
+class _More(Counting):
+    COLLECTIVES = (*Counting.COLLECTIVES, "all_gather_object")
+
+
+@on_two_ranks
+def metric_collectives(folder):
+    """What a window of 3 passes sends: without metrics, with known ones, with a new one on one rank."""
+    results = {}
+    for path in PATHS:
+        engine = over(build(config(1, passes=6)), path)
+
+        def window(names, engine=engine):
+            with _More() as counted:
+                for index in range(3):
+                    loss = forward(engine, index)
+                    for name in names:
+                        engine.record(name, loss, 2.0)
+                        engine.record(name, torch.ones(4))
+                    engine.backward(loss, rollouts=1)
+                    engine.step()
+            return counted.counts
+
+        known = ["a", "b", "c"]
+        window([])
+        results[path] = {
+            "none": window([]),
+            "first": window(known),
+            "known": window(known),
+            "new": window([*known, "d"] if dist.get_rank() else known),
+            "silent": window(known if dist.get_rank() else []),
+            "names": sorted(engine.last_step.metrics),
+        }
+    return results
+
+
 class TestWhatAMetricCosts:
     def more(self, two_ranks, path, than, kind):
-        counts = two_ranks.results["metric_collectives"][path]
+        counts = two_ranks.of(metric_collectives)[path]
         return {name: counts[kind][name] - count for name, count in counts[than].items() if counts[kind][name] != count}
 
     @pytest.mark.parametrize("kind", ["known", "silent"])
@@ -74,143 +154,96 @@ class TestWhatAMetricCosts:
 
     def test_is_one_host_sum_and_one_sum_on_the_device_where_there_is_one(self, two_ranks):
         """Three passes, each with its exchange, and the step's sum; on a device the flag alone goes over the host."""
-        host, device = (two_ranks.results["metric_collectives"][path]["known"] for path in PATHS)
+        host, device = (two_ranks.of(metric_collectives)[path]["known"] for path in PATHS)
         assert host["isend"] == 3 + 1
         assert {name: device[name] - count for name, count in host.items() if device[name] != count} == {
             "all_reduce": 1
         }
 
 
+@on_two_ranks
+def windows_without_a_step(folder):
+    """An empty window and a dropped one hold their metrics, and leave none to the next."""
+    results = {}
+    for path in PATHS:
+        rank = dist.get_rank()
+        engine = over(build(config(2, passes=4, loss_weight="token", last_window="drop")), path)
+        records = []
+        for tokens, passes in ((0, 2), (3, 2), (3, 1)):
+            for _ in range(passes):
+                engine.record(f"tokens {tokens}", float(rank), 1 + rank)
+                one_pass(engine, 1, rollouts=1, tokens=tokens)
+            if passes == 1:
+                engine.finish()
+            records.append(engine.last_step.model_dump())
+        for _ in range(2):
+            one_pass(engine, 1, rollouts=1, tokens=3)
+        records.append(engine.last_step.model_dump())
+        results[path] = records
+    return results
+
+
+@on_two_ranks
+def thrown_away(folder):
+    """Loading discards an open window's metrics, also those from before its first pass; names stay agreed on."""
+    results = {}
+    for path in PATHS:
+        engine = over(build(config(1, passes=4)), path)
+        agreed = []
+        for _ in range(2):
+            engine.record("known", 1.0)
+            one_pass(engine, 1, rollouts=1)
+        engine.save_checkpoint(f"{folder}/{path}")
+        agreed.append(meter_of(engine)._agreed)
+        for passes in (1, 0):
+            if dist.get_rank():
+                engine.record("only here", 5.0)
+            engine.record("known", 5.0)
+            for _ in range(passes):
+                one_pass(engine, 1, rollouts=1)
+            engine.load_checkpoint(f"{folder}/{path}")
+        agreed.append(meter_of(engine)._agreed)
+        for _ in range(2):
+            engine.record("known", 2.0)
+            one_pass(engine, 1, rollouts=1)
+        results[path] = {"agreed": from_all(agreed), "metrics": engine.last_step.metrics}
+    return results
+
+
 class TestWindowsWithoutAStep:
     def test_hold_their_metrics_and_leave_none(self, two_ranks, path):
-        empty, whole, dropped, after = two_ranks.results["windows_without_a_step"][path]
+        empty, whole, dropped, after = two_ranks.of(windows_without_a_step)[path]
         assert [record["skipped"] for record in (empty, whole, dropped, after)] == [True, False, True, False]
         assert empty["metrics"] == {"tokens 0": pytest.approx(2 / 3)}
         assert whole["metrics"] == dropped["metrics"] == {"tokens 3": pytest.approx(2 / 3)}
         assert after["metrics"] == {}
 
     def test_that_was_thrown_away_by_a_load_leaves_nothing_and_names_stay_agreed(self, two_ranks, path):
-        found = two_ranks.results["thrown_away"][path]
-        assert found["metrics"] == {"known": 2.0}
-        assert found["agreed"] == [[["known"], ["known"]]] * 2
+        result = two_ranks.of(thrown_away)[path]
+        assert result["metrics"] == {"known": 2.0}
+        assert result["agreed"] == [[["known"], ["known"]]] * 2
+
+
+@on_two_ranks
+def stand_ins(folder):
+    """A stream that ends on rank 1 after one micro-batch; its loop records in every pass."""
+    results = {}
+    for lookahead in (0, 3):
+        engine = build(config(2, passes=12))
+        stream = [Batch(2)] * (1 if dist.get_rank() else 3)
+        for index, batch in enumerate(engine.passes(stream, lookahead=lookahead)):
+            engine.record("before", float(10**index), batch.rollouts)
+            engine.backward(forward(engine, 1))
+            engine.record("after", torch.full((2,), float(10**index)))
+            engine.step()
+        results[str(lookahead)] = engine.last_step.model_dump()
+    return results
 
 
 @pytest.mark.parametrize("lookahead", ["0", "3"])
 def test_what_a_loop_records_of_a_stand_in_is_left_out(two_ranks, lookahead):
     """Rank 0 has passes of 1, 10 and 100; rank 1 only the first, and re-runs it twice."""
-    record = two_ranks.results["stand_ins"][lookahead]
+    record = two_ranks.of(stand_ins)[lookahead]
     assert (record["passes"], record["idle_passes"]) == (3, 2)
     mean = (1 + 10 + 100 + 1) / 4
     assert record["metrics"] == {"before": mean, "after": mean}
-
-
-class TestCounters:
-    def test_are_the_steps_the_rollouts_and_the_passes(self, two_ranks, stage):
-        """A window of one pass, an empty one, one of two passes, one that finish() ends; then a fresh engine goes on."""
-        clocks = two_ranks.results["counters"][stage]["clocks"]
-        assert [clock[:4] for clock in clocks] == [
-            [1, 6, 1, 0],
-            [1, 8, 2, 0],
-            [2, 12, 4, 0],
-            [3, 14, 5, 0],
-            [4, 20, 6, 0],
-        ]
-        assert [clock[6] for clock in clocks] == [1, 2, 3, 4, 5]
-
-    def test_are_the_same_after_a_load(self, two_ranks, stage):
-        found = two_ranks.results["counters"][stage]
-        assert found["loaded"] == found["clocks"][3][:5]
-
-    def test_lr_is_what_the_next_step_is_taken_with(self, two_ranks, stage):
-        clocks = two_ranks.results["counters"][stage]["clocks"]
-        for before, after in pairwise(clocks):
-            assert before[4] == after[5]
-        assert [clock[5] for clock in clocks] == pytest.approx([0.025, 0.025, 0.025, 0.0275, 0.03])
-
-    def test_the_norm_is_the_last_steps(self, two_ranks, stage):
-        norm, recorded = two_ranks.results["counters"][stage]["norms"]
-        assert norm == recorded
-        assert norm > 0
-
-    def test_an_overflow_is_a_step_that_was_skipped_and_its_rollouts_count(self, two_ranks):
-        found = two_ranks.results["overflows"]
-        assert found["clocks"] == [
-            [1, 1, 4, 2],
-            [2, 2, 8, 4],
-            [3, 3, 12, 6],
-            [4, 4, 16, 8],
-            [5, 5, 20, 10],
-            [6, 5, 24, 12],
-        ]
-        assert [record["skipped"] for record in found["records"]] == [True] * 5 + [False]
-
-
-class TestThroughput:
-    def test_is_rollouts_over_the_seconds_that_were_measured(self, two_ranks):
-        """The timer starts after two steps. An empty window and one that finish() ends are counted with the next step."""
-        found = two_ranks.results["throughput"]
-        assert found["held"] == [4, 4, 6, 4, 4, 4, 2, 10]
-        assert found["rollouts"] == pytest.approx(6 + 4 + 4 + 4 + 2 + 10)
-        said = [(6, 6), (4, 10), (4 + 4, 18), (2 + 10, 30)]
-        assert found["said"] == [pytest.approx(line, rel=1e-2) for line in said]
-
-    def test_is_unknown_before_it_was_measured_or_where_it_is_off(self, two_ranks):
-        found = two_ranks.results["throughput"]
-        assert found["early"] == -math.inf
-        assert found["off"] == [0, -math.inf]
-
-
-class TestMonitors:
-    """Windows of 6, 4, 4, 4 and 2 rollouts; the third is empty, the last settled by finish()."""
-
-    AT = (6, 10, 14, 18, 20)
-
-    def events(self, records, key):
-        return [[x, record[key]] for x, record in zip(self.AT, records, strict=True) if record[key] is not None]
-
-    def test_csv_holds_every_step_once_over_rollouts(self, two_ranks, stage):
-        found = two_ranks.results["monitors"][stage]
-        files, records = found["csv"], found["records"]
-        assert [record["rollouts"] for record in records] == [6, 4, 4, 4, 2]
-        assert files["Train_Samples_train_loss"] == [["step", "train_loss"], *self.events(records, "loss")]
-        assert len(files["Train_Samples_train_loss"]) == 1 + 4
-        assert files["Train_Samples_rollouts"] == [["step", "rollouts"], *self.events(records, "rollouts")]
-        assert files["Train_Samples_passes"] == [["step", "passes"], *self.events(records, "passes")]
-        assert "Train_Samples_loss_scale" not in files
-
-    def test_csv_holds_the_metrics_from_where_they_appear(self, two_ranks, stage):
-        found = two_ranks.results["monitors"][stage]
-        for name, head, first in (("reward/mean", "mean", 0), ("late", "late", 3)):
-            lines = [[x, r["metrics"][name]] for x, r in zip(self.AT[first:], found["records"][first:], strict=True)]
-            assert found["csv"][f"Train_Metrics_{name.replace('/', '_')}"] == [["step", head], *lines]
-
-    def test_lr_is_deepspeeds_own_as_it_stands_once_so_many_rollouts_were_consumed(self, two_ranks, stage):
-        found = two_ranks.results["monitors"][stage]
-        stepped = [at for at, record in enumerate(found["records"]) if not record["skipped"]]
-        lines = [[self.AT[at], found["rates"][at]] for at in stepped]
-        assert found["csv"]["Train_Samples_lr"] == [["step", "lr"], *lines]
-        for before, after in zip(found["rates"], found["records"][1:], strict=False):
-            assert [before] == after["lr"]
-
-    def test_tensorboard_holds_the_same_in_its_fp32(self, two_ranks, stage):
-        found = two_ranks.results["monitors"][stage]
-        board = found["tensorboard"]
-        assert {tag.replace("/", "_") for tag in board} == set(found["csv"])
-        for tag, events in board.items():
-            lines = found["csv"][tag.replace("/", "_")][1:]
-            assert [x for x, _ in events] == [x for x, _ in lines]
-            assert [y for _, y in events] == pytest.approx([y for _, y in lines], rel=2**-23)
-
-    def test_of_uniform_windows_hold_every_line_of_the_bare_engines_and_three_files_more(self, two_ranks):
-        found = two_ranks.results["monitors_beside_bare"]
-        assert {name: found["ours"][name] for name in found["bare"]} == found["bare"]
-        more = {f"Train_Samples_{name}" for name in ("train_loss", "rollouts", "passes")}
-        assert set(found["ours"]) - set(found["bare"]) == more
-        assert [x for x, _ in found["ours"]["Train_Samples_train_loss"][1:]] == [6, 12, 18, 24]
-
-    def test_the_loss_scale_is_the_scalers_own_and_not_the_one_that_corrects(self, two_ranks):
-        found = two_ranks.results["overflows"]
-        scales = [record["loss_scale"] for record in found["records"]]
-        assert scales == [2.0**23, 2.0**22, 2.0**21, 2.0**20, 2.0**19, 2.0**19]
-        lines = [[4 * (at + 1), scale] for at, scale in enumerate(scales)]
-        assert found["csv"]["Train_Samples_loss_scale"] == [["step", "loss_scale"], *lines]

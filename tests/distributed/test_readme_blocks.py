@@ -1,14 +1,92 @@
-"""The README's Python runs as it stands there."""
+"""The README's Python runs as it stands there, one block after the other as a reader would run them."""
+
+import json
+import re
+from contextlib import chdir
+from pathlib import Path
 
 import pytest
-from ranked_readme import HEADINGS, blocks
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+import ds_parity
+from ds_parity.losses import PolicyGradient
+from ds_parity.parity.data.model import build_tiny
+from ds_parity.parity.data.rollouts import load_rollouts, shorten
+from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
+HEADINGS = ("In your trainer", "Planning", "With your own model")
+
+README = Path(__file__).parents[2] / "README.md"
+
+BLOCK = re.compile(r"^```(json|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(heading, kind):
+    """Return the blocks of a kind under a heading of the README."""
+    section = re.search(rf"^##+ {re.escape(heading)}.*?\n(.*?)(?=^##|\Z)", README.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for results, text in BLOCK.findall(section[1]) if results == kind]
+
+
+@on_two_ranks
+def readme(folder):
+    """The trainer's two loops and the planned one; how many steps each took, and of how many rollouts."""
+    rollouts = shorten(load_rollouts()[:320], 96)
+    planned = ds_parity.plan(rollouts[:160], dp_world_size=dist.get_world_size(), target=64, max_tokens=512)
+    device = get_accelerator().current_device_name()
+
+    def stream():
+        return [ds_parity.to_device(one, device) for one in ds_parity.micro_batches(planned, dist.get_rank())]
+
+    place = Path(folder) / f"rank{dist.get_rank()}"
+    place.mkdir(parents=True)
+    config = json.loads(blocks("In your trainer", "json")[0])
+    config["optimizer"]["params"]["torch_adam"] = True  # else DeepSpeed compiles its own, for minutes
+    (place / "ds_config.json").write_text(json.dumps(config))
+    names = {"model": PolicyGradient(build_tiny(0)), "rollouts": rollouts}
+    names |= {"MODEL": _pretrained(Path(folder) / "pretrained"), "sampled": _sampled}
+    counted = []
+    with chdir(place):
+        for text in [text for heading in HEADINGS for text in blocks(heading, "python")]:
+            names["stream"] = stream()
+            exec(compile(text, "README.md", "exec"), names)
+            engine = names["engine"]
+            counted.append((engine.global_steps, engine.global_samples))
+        reward = engine.last_step.metrics["reward"]
+    return {"steps": counted, "reward": reward}
+
+
+def _pretrained(folder):
+    """What `from_pretrained` takes, written by the first rank: a small random Llama, and a tokenizer of bytes."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({symbol: number for number, symbol in enumerate(["<eos>", *alphabet])}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    if dist.get_rank() == 0:
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=1 + len(alphabet), bos_token_id=0, eos_token_id=0, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    return str(folder)
+
+
+def _sampled(engine):
+    """Two rounds of a window's rollouts each: 16 prompts, four answers of which one is right."""
+    for number in range(2):
+        yield [(f"{number}: {a} + {a}?", str(2 * a + more), float(not more)) for a in range(16) for more in range(4)]
+
 
 def test_its_loops_train_on_ranks(two_ranks):
-    """128 planned rollouts in windows of 64, twice; then 320 planned as it says; then two rounds with a model of one's own."""
-    found = two_ranks.results["readme"]
-    assert found["steps"] == [[2, 128], [4, 256], [9, 576], [2, 128]]
-    assert found["reward"] == 0.25
+    """128 planned rollouts in windows of 64, twice; then 320 as it plans them; then two rounds with one's own model."""
+    result = two_ranks.of(readme)
+    assert result["steps"] == [[2, 128], [4, 256], [9, 576], [2, 128]]
+    assert result["reward"] == 0.25
     assert [len(blocks(heading, "python")) for heading in HEADINGS] == [2, 1, 1]

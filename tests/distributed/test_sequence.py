@@ -1,79 +1,138 @@
-"""Sequence-parallel groups of 2 out of 4 ranks: a micro-batch counts once, and its slices add up to its gradient."""
+"""Sequence-parallel groups of 2 out of 4 ranks: what bare DeepSpeed does with them, and what ds_parity does."""
 
 from itertools import product
 
-import cells
+import deepspeed
 import pytest
-import ranked_sequence
-from test_parity import assert_equal
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import groups
 
-from ds_parity.parity.comparison.bounds import Tier
-from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
+from ds_parity.parity.running import weights
+from ds_parity.parity.subjects import candidate, ulysses
+from ds_parity.planning.rollout import MicroBatch
+from tests.distributed.cells import DTYPES, STAGES, config
+from tests.distributed.engines import build, from_all, refusal
+from tests.distributed.sequence import BF16, FP32_ACCUMULATION, ragged, remembering
+from tests.distributed.sets import on_four_ranks
 
 pytestmark = pytest.mark.ranks
-TIERS = [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)]
+
+
+class _PowersOfTwo(torch.nn.Module):
+    # The gradient of every weight is 2^rank, so a sum tells which ranks are in it.
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = (torch.nn.Linear(size, 1, bias=False) for size in (8, 64))
+        with torch.no_grad():
+            self.small.weight.zero_()
+            self.large.weight.zero_()
+
+    def forward(self, small, large):
+        return (self.small(small).sum() + self.large(large).sum()) * float(2 ** dist.get_rank())
+
+
+class _Megatron:
+    """An mpu with a data-parallel group of its own, as Megatron's."""
+
+    def __init__(self):
+        made = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [0], [1], [2], [3])]
+        self.data, self.alone = made[dist.get_rank() % 2], made[2 + dist.get_rank()]
+
+    def __getattr__(self, name):
+        if name.startswith("get_sequence"):
+            return getattr(parallel_state_sp, name)
+        if not name.startswith("get_"):
+            raise AttributeError(name)
+        group = self.data if "data_parallel" in name else self.alone
+        results = {"group": group, "rank": dist.get_rank(group), "size": dist.get_world_size(group)}
+        return lambda: results[name.rsplit("_", 1)[1]]
+
+
+def step_of_bare(keys, **keywords):
+    """The step of every rank's first weight of both layers, as bare DeepSpeed takes it at lr 1."""
+    plain = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    model = _PowersOfTwo()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config={**plain, **keys}, **keywords
+    )
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(torch.ones(1, 8, dtype=dtype), torch.ones(1, 64, dtype=dtype)))
+    engine.step()
+    steps = []
+    for layer in (engine.module.small, engine.module.large):
+        with GatheredParameters([layer.weight], enabled=hasattr(layer.weight, "ds_id")):
+            steps.append(-float(layer.weight.detach().float().flatten()[0]))
+    engine.destroy()
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, steps)
+    return every
+
+
+@on_four_ranks
+def divisors(folder):
+    """By what the sum over 4 ranks is divided, by configuration."""
+    cells = {
+        f"{stage}-{name}": (stage, keys) for stage, (name, keys) in product(STAGES, [("fp32", {}), ("bf16", BF16)])
+    }
+    cells |= {"2-accumulated": (2, FP32_ACCUMULATION), "2-sum": (2, {"gradient_allreduce_op": "sum"})}
+    results = {}
+    for name, (stage, keys) in cells.items():
+        with remembering() as mpu:
+            results[name] = step_of_bare({"zero_optimization": {"stage": stage}, **keys}, mpu=mpu)
+    with remembering():
+        keys = {"zero_optimization": {"stage": 1}, **FP32_ACCUMULATION}
+        results["1-accumulated"] = step_of_bare(keys, mpu=_Megatron())
+    return results
+
+
+CONFIGURATIONS = {
+    "mesh": {"zero_optimization": {"stage": 2}},
+    "key": {"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2},
+    "megatron": {"zero_optimization": {"stage": 3}},
+    "scatter": {"zero_optimization": {"stage": 3, "reduce_scatter": False, "reduce_bucket_size": 32}},
+    "predivide": {"zero_optimization": {"stage": 2, "reduce_scatter": False}, "gradient_predivide_factor": 4.0},
+}
+
+
+@on_four_ranks
+def wrong_sums(folder):
+    """What bare DeepSpeed does where it is wrong, and how ds_parity refuses it."""
+    results = {}
+    for name, keys in CONFIGURATIONS.items():
+        with remembering() as mpu:
+            keywords = {"mesh": {"mesh_param": (2, 2)}, "key": {}, "megatron": {"mpu": _Megatron()}}.get(
+                name, {"mpu": mpu}
+            )
+            said = refusal(lambda k=keys, kw=keywords: build({**config(2, passes=4), **k}, **kw))
+            groups.mpu = groups.mesh_device = None
+            results[name] = {"bare": step_of_bare(keys, **keywords), "said": said}
+    with remembering() as mpu:
+        results["accumulated"] = {"said": refusal(lambda: build({**config(1, passes=4), **FP32_ACCUMULATION}, mpu=mpu))}
+        groups.mpu = groups.mesh_device = None
+        build(config(2, passes=4), mpu=mpu).destroy()
+        results["remembered"] = {"said": refusal(lambda: build(config(2, passes=4)))}
+    return results
+
+
 SUM = 1.0 + 2.0 + 4.0 + 8.0
-
-
-@pytest.mark.parametrize(("reference", "tier"), TIERS)
-@pytest.mark.parametrize("dtype", cells.DTYPES)
-@pytest.mark.parametrize("stage", cells.STAGES)
-def test_ragged_windows_step_as_the_unsliced_model_does(four_ranks, stage, dtype, reference, tier):
-    """Token weights, idle micro-batches, corrected boundaries, a last window left open."""
-    assert_equal(four_ranks, ranked_sequence.ragged(stage, dtype), reference, tier)
-
-
-@pytest.mark.parametrize(("reference", "tier"), TIERS)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_streams_with_look_ahead_step_alike(four_ranks, stage, reference, tier):
-    assert_equal(four_ranks, ranked_sequence.streams(stage), reference, tier)
-
-
-@pytest.mark.parametrize(("reference", "tier"), TIERS)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_summed_loss_steps_alike(four_ranks, stage, reference, tier):
-    assert_equal(four_ranks, ranked_sequence.summed(stage), reference, tier)
-
-
-def test_the_scenarios_hold_what_they_are_there_for(four_ranks):
-    steps = four_ranks.trace(ranked_sequence.ragged(2, "fp32"), "ds_parity").steps
-    assert any(step.idle_passes for step in steps)
-    assert steps[-1].rollouts < 12
-    assert all(step.total == step.tokens for step in steps)
-    streams = four_ranks.trace(ranked_sequence.streams(2), "ds_parity").steps
-    assert any(step.idle_passes for step in streams)
-    assert any(step.rollouts != 12 for step in streams)
-
-
-@pytest.mark.parametrize("scenario", ranked_sequence.PROBES, ids=lambda scenario: scenario.name)
-def test_every_micro_batch_enters_once_with_its_weight_over_the_total(four_ranks, scenario):
-    result = ProbeResult(**four_ranks.results[f"{scenario.name}: {ranked_sequence.PROBED}"])
-    assert result.within(TOLERANCE[scenario.dtype]), result
-    assert len(result.measured[0]) == 2, "a column for each data-parallel rank"
-
-
-def test_uniform_windows_on_zero_3_are_bit_identical_to_bare_deepspeed(four_ranks):
-    assert_equal(four_ranks, ranked_sequence.uniform(3), "deepspeed", Tier.EXACT)
-
-
-def test_on_zero_2_bare_deepspeed_steps_by_twice_the_gradient_of_a_gathered_loss(four_ranks):
-    """Why ours differs from it there: DeepSpeed takes slices' gradients to add up to the loss's own."""
-    traces = [four_ranks.trace(ranked_sequence.uniform(2), engine) for engine in ("deepspeed", "ds_parity")]
-    bare, ours = (trace.steps[0] for trace in traces)
-    assert bare.loss == ours.loss
-    assert bare.grad_norm == pytest.approx(2 * ours.grad_norm, rel=1e-6)
 
 
 class TestWhatDeepSpeedDoes:
     """engine/internals/normalize.py and engine/internals/groups.py rely on it; each rank's gradient is 2^rank."""
 
     def test_zero_3_divides_by_all_ranks_and_the_others_by_the_data_parallel_ones(self, four_ranks):
-        found = four_ranks.results["divisors"]
-        expected = {
-            f"{stage}-{dtype}": SUM / (4 if stage == 3 else 2) for stage, dtype in product(range(4), cells.DTYPES)
-        }
+        result = four_ranks.of(divisors)
+        expected = {f"{stage}-{dtype}": SUM / (4 if stage == 3 else 2) for stage, dtype in product(range(4), DTYPES)}
         expected |= {"1-accumulated": SUM / 2, "2-accumulated": SUM / 2, "2-sum": SUM}
-        assert found == {name: [[step, step]] * 4 for name, step in expected.items()}
+        assert result == {name: [[step, step]] * 4 for name, step in expected.items()}
 
     @pytest.mark.parametrize(
         ("name", "steps"),
@@ -86,7 +145,7 @@ class TestWhatDeepSpeedDoes:
         ],
     )
     def test_what_is_refused_goes_wrong_in_bare_deepspeed(self, four_ranks, name, steps):
-        assert four_ranks.results["wrong_sums"][name]["bare"] == steps
+        assert four_ranks.of(wrong_sums)[name]["bare"] == steps
 
 
 @pytest.mark.parametrize(
@@ -105,14 +164,49 @@ class TestWhatDeepSpeedDoes:
     ],
 )
 def test_what_cannot_be_right_is_refused_with_the_reason(four_ranks, name, says):
-    assert four_ranks.results["wrong_sums"][name]["said"].startswith(f"ConfigError: {says}")
+    assert four_ranks.of(wrong_sums)[name]["said"].startswith(f"ConfigError: {says}")
+
+
+def loss_of(engine, seed, share=False):
+    """A loss over 6 samples of this data-parallel rank, of which a rank holds 3; gathered, or the own share times 2."""
+    generator = torch.Generator().manual_seed(seed + 100 * (dist.get_rank() // 2))
+    own = torch.randn(6, 4, generator=generator).chunk(2)[dist.get_rank() % 2]
+    mine = engine(own.to(engine.device)).pow(2).sum()
+    if share:
+        return 2 * mine / 6
+    return ulysses.gathered(mine, parallel_state_sp.get_sequence_parallel_group()).sum() / 6
+
+
+def one_pass(engine, seed, **options):
+    engine.backward(loss_of(engine, seed, **options))
+    engine.step()
+
+
+@on_four_ranks
+def different_counts(folder):
+    """Peers that pass different counts, also where their sums over ranks cancel, and streams of different lengths."""
+    off = {"one": [0, 0, 0, 1], "cancelling": [0, 1, 0, -1], "by-first": [0, 0, 1, 0]}
+    results = {}
+    with remembering() as mpu:
+        engine = build(config(2, passes=8, loss_weight="token"), mpu=mpu)
+        for name, more in off.items():
+            tokens = 10 + more[dist.get_rank()]
+            results[name] = from_all(
+                refusal(lambda t=tokens: engine.backward(loss_of(engine, 0), rollouts=1, tokens=t))
+            )
+        length = 2 if dist.get_rank() == 3 else 3
+        stream = [MicroBatch({}, rollouts=1, prompts=1, tokens=10)] * length
+        results["streams"] = from_all(refusal(lambda: list(engine.passes(stream, lookahead=3))))
+        engine.backward(loss_of(engine, 0), rollouts=1, tokens=10)
+        results["goes on"] = (engine.window.rollouts, engine.window.tokens)
+    return results
 
 
 class TestCounts:
     """Peers that hold slices of one micro-batch must count it alike."""
 
     def test_a_rank_that_differs_from_its_peer_ends_in_an_error_on_every_rank(self, four_ranks):
-        for said in four_ranks.results["different_counts"]["one"]:
+        for said in four_ranks.of(different_counts)["one"]:
             assert said.startswith(
                 "RankDesyncError: sequence-parallel ranks of one group passed different counts: rank 2 "
             )
@@ -121,32 +215,105 @@ class TestCounts:
 
     @pytest.mark.parametrize("name", ["cancelling", "by-first", "streams"])
     def test_also_where_the_sum_does_not_show_it(self, four_ranks, name):
-        every = four_ranks.results["different_counts"][name]
+        every = four_ranks.of(different_counts)[name]
         assert all("passed different counts" in said for said in every), every
 
     def test_nothing_was_counted_by_a_refused_pass_and_the_engine_goes_on(self, four_ranks):
-        assert four_ranks.results["different_counts"]["goes on"] == [2, 20]
+        assert four_ranks.of(different_counts)["goes on"] == [2, 20]
 
 
-@pytest.mark.parametrize("stage", cells.STAGES)
+@on_four_ranks
+def shares(folder):
+    """Gathered losses against own shares times the size: the same step and the same loss."""
+    results = {}
+    for stage, share in product(STAGES, (False, True)):
+        with remembering() as mpu:
+            engine = build(config(stage, passes=4), mpu=mpu)
+            for seed in range(4):
+                one_pass(engine, seed, share=share)
+            step = engine.last_step
+            results[f"{stage}-{share}"] = (step.loss, step.grad_norm, weights.vector(engine.module).tolist())
+            engine.destroy()
+    return results
+
+
+@on_four_ranks
+def same_weights(folder):
+    """Every rank's weights after a ragged scenario."""
+    results = {}
+    for stage in STAGES:
+        kept = []
+        engine = candidate.run(ragged(stage, "fp32"), lambda _, module, into=kept: into.append(weights.vector(module)))
+        engine.destroy()
+        groups.mpu = None
+        results[stage] = from_all([weights.summary(vector).checksum for vector in kept])
+    return results
+
+
+@on_four_ranks
+def not_finite(folder):
+    """An idle micro-batch of one group whose loss is NaN on every rank of it."""
+    results = {}
+    for stage in STAGES:
+        with remembering() as mpu:
+            engine = build(config(stage, passes=2), mpu=mpu)
+            one_pass(engine, 0)
+            bad = loss_of(engine, 1) * (float("nan") if dist.get_rank() < 2 else 1.0)
+            if dist.get_rank() < 2:
+                engine.idle(bad)
+            else:
+                engine.backward(bad)
+            engine.step()
+            one_pass(engine, 2)
+            results[stage] = (
+                engine.last_step.loss,
+                bool(weights.vector(engine.module).isfinite().all()),
+                engine.global_steps,
+            )
+            engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
 class TestEveryStage:
     def test_an_own_share_times_the_size_is_a_gathered_loss(self, four_ranks, stage):
-        gathered, shared = (four_ranks.results["shares"][f"{stage}-{share}"] for share in (False, True))
+        gathered, shared = (four_ranks.of(shares)[f"{stage}-{share}"] for share in (False, True))
         for one, other in zip(gathered, shared, strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-7)
 
     def test_all_ranks_hold_the_same_weights(self, four_ranks, stage):
-        every = four_ranks.results["same_weights"][str(stage)]
+        every = four_ranks.of(same_weights)[str(stage)]
         assert len(every[0]) >= 3
         assert all(checksums == every[0] for checksums in every)
 
     def test_an_idle_micro_batch_contributes_nothing_also_where_its_loss_is_nan(self, four_ranks, stage):
-        loss, finite, steps = four_ranks.results["not_finite"][str(stage)]
+        loss, finite, steps = four_ranks.of(not_finite)[str(stage)]
         assert loss is not None
         assert finite
         assert steps == 2
 
 
+@on_four_ranks
+def resumed(folder):
+    """A window after a checkpoint, by the engine that saved it and by one that loads it."""
+    results = {}
+    for stage in (1, 2, 3):
+        with remembering() as mpu:
+            first, second = (build(config(stage, passes=4), mpu=mpu) for _ in range(2))
+            for seed in range(4):
+                one_pass(first, seed)
+            first.save_checkpoint(f"{folder}-{stage}")
+            second.load_checkpoint(f"{folder}-{stage}")
+            for engine in (first, second):
+                for seed in range(4, 6):
+                    one_pass(engine, seed)
+            same = torch.equal(weights.vector(first.module), weights.vector(second.module))
+            results[stage] = from_all((same, second.global_steps, second.global_samples))
+            first.destroy()
+            second.destroy()
+    return results
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_resumes_bit_for_bit(four_ranks, stage):
-    assert four_ranks.results["resumed"][str(stage)] == [[True, 3, 12]] * 4
+    assert four_ranks.of(resumed)[str(stage)] == [[True, 3, 12]] * 4

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-import runs
 
 from ds_parity.parity.running.launch import Job, run
+from tests.frameworks import runs
 
-HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2])
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 
@@ -17,5 +17,5 @@ def found(tmp_path_factory):
     for package in ("accelerate", "trl"):
         pytest.importorskip(package, reason="takes the extra hf: make test-hf")
     calls, folder = runs.calls(), tmp_path_factory.mktemp("frameworks") / "ranks"
-    job = Job(tuple(calls), folder, timeout=900, patience=120, import_from=(HERE,), environment=OFFLINE)
+    job = Job(tuple(calls), folder, timeout=900, patience=120, import_from=(ROOT,), environment=OFFLINE)
     return dict(zip([one.title for one in calls], run(job), strict=True))

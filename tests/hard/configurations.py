@@ -4,12 +4,12 @@ import copy
 import random
 from collections import Counter
 
-import mutated
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
+from tests.config import mutated
 
 
 def bare(rank, first, count):

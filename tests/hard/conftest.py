@@ -1,7 +1,8 @@
 """One server of forks for all tests here."""
 
 import pytest
-from forked import Forks
+
+from tests.hard.forked import Forks
 
 
 @pytest.fixture(scope="session")

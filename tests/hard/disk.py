@@ -5,8 +5,8 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
-from cells import config
-from ranked import build, one_pass
+from tests.distributed.cells import config
+from tests.distributed.engines import build, one_pass
 
 
 def fill(rank, folder, windows):

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+ROOT = str(Path(__file__).parents[2])
 # A first rank compiles DeepSpeed's operators. Ended while it does, it leaves a lock that all later runs wait for.
 START = 600.0
 
@@ -40,11 +40,10 @@ class Forks:
     """A server that forks ranks; use it as a context manager."""
 
     def __init__(self):
-        folders = [str(HERE), *(str(HERE.parent / name) for name in ("distributed", "config"))]
-        paths = [*folders, os.environ.get("PYTHONPATH", "")]
+        paths = [ROOT, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "forked"],
+            [sys.executable, "-m", "tests.hard.forked"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

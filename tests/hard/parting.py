@@ -3,8 +3,8 @@
 import sys
 import time
 
-from cells import config
-from ranked import build, one_pass, refusal
+from tests.distributed.cells import config
+from tests.distributed.engines import build, one_pass, refusal
 
 PASSES = 6  # of every rank that does not part
 CHANGES = {

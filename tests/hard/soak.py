@@ -7,11 +7,11 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from cells import config
-from parting import Batch
-from ranked import build, forward
 
 from ds_parity.config import rewrite
+from tests.distributed.cells import config
+from tests.distributed.engines import build, forward, perceptron
+from tests.hard.parting import Batch
 
 
 def soak(rank, stage, drive, windows, early):
@@ -76,8 +76,7 @@ def _passes(stage, drive, windows, look):
 
 
 def _bare(stage, drive, windows, look):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model = perceptron()
     plain = rewrite(_extended(stage, drive), 2).config
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain)
     for number in range(2 * windows):

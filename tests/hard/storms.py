@@ -6,7 +6,6 @@ Held in test_storms.py. A pattern has a letter a window: "." is calm, "x" overfl
 import deepspeed
 import torch
 import torch.distributed as dist
-from cells import config
 from deepspeed.accelerator import get_accelerator
 
 import ds_parity
@@ -14,6 +13,7 @@ from ds_parity.config import rewrite
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
+from tests.distributed.cells import config
 
 PASSES = 3  # of each rank in a window
 

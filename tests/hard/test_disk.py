@@ -19,7 +19,7 @@ def small_disk(tmp_path):
 
 
 def test_training_goes_on_it_is_said_once_and_the_trace_ends_with_a_whole_line(forks, small_disk):
-    told = forks.run("disk:fill", 2, 120, folder=str(small_disk), windows=15)
+    told = forks.run("tests.hard.disk:fill", 2, 120, folder=str(small_disk), windows=15)
     assert [one.how for one in told] == ["returned"] * 2, told
     (said, steps), (nothing, others) = (one.value for one in told)
     assert (steps, others) == (45, 45)
@@ -32,6 +32,6 @@ def test_training_goes_on_it_is_said_once_and_the_trace_ends_with_a_whole_line(f
 
 def test_a_trace_that_cannot_be_begun_ends_every_rank_at_once(forks, small_disk):
     (small_disk / "filler").write_bytes(bytes(64 * 1024))
-    told = forks.run("disk:fill", 2, 60, folder=str(small_disk / "new"), windows=1)
+    told = forks.run("tests.hard.disk:fill", 2, 60, folder=str(small_disk / "new"), windows=1)
     assert "TraceError" in told[0].error
     assert told[1].error.startswith("RankDesyncError: this rank stops because others did: rank 0 raised TraceError")

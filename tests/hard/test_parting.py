@@ -4,7 +4,8 @@ from itertools import product
 from random import Random
 
 import pytest
-from parting import CHANGES
+
+from tests.hard.parting import CHANGES
 
 LIMIT = 5.0  # seconds that ranks wait for each other
 # A process that ends takes its time, and so do ranks that share two cores.
@@ -38,7 +39,9 @@ def in_time(outcome):
 
 @pytest.mark.parametrize(("kind", "stage", "drive", "ranks", "odd", "at"), cases())
 def test_where_one_rank_parts_the_others_raise_inside_the_limit(forks, kind, stage, drive, ranks, odd, at):
-    told = forks.run("parting:run", ranks, 90, kind=kind, stage=stage, drive=drive, odd=odd, at=at, limit=LIMIT)
+    told = forks.run(
+        "tests.hard.parting:run", ranks, 90, kind=kind, stage=stage, drive=drive, odd=odd, at=at, limit=LIMIT
+    )
     print("\n" + "\n".join(f"{one.how} {one.seconds:.1f} s: {str(one.value)[:200]}" for one in told))
     assert all(in_time(one) for one in told), told
     parted, *_ = told[odd : odd + 1]
@@ -55,7 +58,7 @@ def test_where_one_rank_parts_the_others_raise_inside_the_limit(forks, kind, sta
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_of_different_configurations_are_told_so_before_an_engine_is_built(forks, stage, ranks):
     odd = stage % ranks
-    told = forks.run("parting:configurations", ranks, 120, stage=stage, odd=odd)
+    told = forks.run("tests.hard.parting:configurations", ranks, 120, stage=stage, odd=odd)
     assert [one.how for one in told] == ["returned"] * ranks, told
     for rank, one in enumerate(told):
         assert set(one.value) == set(CHANGES)
@@ -71,7 +74,7 @@ def test_ranks_of_different_configurations_are_told_so_before_an_engine_is_built
 
 @pytest.mark.parametrize(("stage", "drive"), product((0, 1, 2, 3), ("loop", "passes", "ahead")))
 def test_ranks_that_do_not_part_train_whatever_they_hold(forks, stage, drive):
-    told = forks.run("parting:run", 4, 60, kind="trains", stage=stage, drive=drive, odd=0, at=0, limit=LIMIT)
+    told = forks.run("tests.hard.parting:run", 4, 60, kind="trains", stage=stage, drive=drive, odd=0, at=0, limit=LIMIT)
     assert {(one.how, one.value) for one in told} == {("returned", 3)}
 
 
@@ -82,7 +85,7 @@ def test_a_silent_rank_that_lives_on_is_waited_for_as_long_as_the_limit(forks, s
 
     So does the backward on ZeRO 2, where its counts were told before it fell silent: `passes` tells them before the pass.
     """
-    told = forks.run("parting:run", 2, 90, kind="sleeps", stage=stage, drive=drive, odd=1, at=2, limit=LIMIT)
+    told = forks.run("tests.hard.parting:run", 2, 90, kind="sleeps", stage=stage, drive=drive, odd=1, at=2, limit=LIMIT)
     if stage == 2 and drive != "loop":
         assert [(one.how, one.value) for one in told] == [("returned", 2)] * 2
         return
@@ -95,7 +98,7 @@ def test_a_silent_rank_that_lives_on_is_waited_for_as_long_as_the_limit(forks, s
 def test_where_one_rank_breaks_the_others_neither_save_nor_load_alone(forks, stage, doing, tmp_path):
     """And `latest` names the checkpoint that all ranks have written."""
     arguments = {"stage": stage, "odd": 1, "folder": str(tmp_path), "doing": doing}
-    first, second = forks.run("parting:checkpoints", 2, 90, **arguments)
+    first, second = forks.run("tests.hard.parting:checkpoints", 2, 90, **arguments)
     assert desync(first), first
     assert in_time(first)
     assert doing == "loads" or "in save_checkpoint()" in first.error

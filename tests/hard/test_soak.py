@@ -12,7 +12,7 @@ WINDOWS, EARLY = 2000, 200
 )
 def test_memory_after_2000_windows_is_what_it_was_after_200(forks, stage, drive):
     """The bare engine beside ours: what grows there is DeepSpeed's."""
-    told = forks.run("soak:soak", 2, 400, stage=stage, drive=drive, windows=WINDOWS, early=EARLY)
+    told = forks.run("tests.hard.soak:soak", 2, 400, stage=stage, drive=drive, windows=WINDOWS, early=EARLY)
     assert [one.how for one in told] == ["returned"] * 2, told
     for one in told:
         first, last = one.value["first"], one.value["last"]

@@ -47,7 +47,7 @@ def holds(found, pattern):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_storm_is_survived_as_the_bare_engine_survives_it_bit_for_bit(forks, stage, fp16):
     """Scales, clocks, LR and weights of every window, on both ranks alike."""
-    first, second = runs(forks, "storms:storms", 2, stage=stage, kind="fp16", patterns=PATTERNS, fp16=fp16)
+    first, second = runs(forks, "tests.hard.storms:storms", 2, stage=stage, kind="fp16", patterns=PATTERNS, fp16=fp16)
     assert first == second
     for pattern, found in first.items():
         holds(found, pattern)
@@ -56,7 +56,7 @@ def test_a_storm_is_survived_as_the_bare_engine_survives_it_bit_for_bit(forks, s
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_storm_under_autocast_brings_the_scale_down_and_skips_alike(forks, stage):
-    first, second = runs(forks, "storms:storms", 2, stage=stage, kind="autocast", patterns=PATTERNS, fp16={})
+    first, second = runs(forks, "tests.hard.storms:storms", 2, stage=stage, kind="autocast", patterns=PATTERNS, fp16={})
     assert first == second
     for pattern, found in first.items():
         holds(found, pattern)
@@ -67,6 +67,6 @@ def test_a_storm_under_autocast_brings_the_scale_down_and_skips_alike(forks, sta
 @pytest.mark.parametrize("stage", STAGES)
 def test_at_the_smallest_scale_every_rank_raises_what_bare_deepspeed_does_or_goes_on_as_it_does(forks, stage):
     fp16 = {"initial_scale_power": 3, "hysteresis": 2, "min_loss_scale": 1}
-    by_rank = runs(forks, "storms:minimum", 2, stage=stage, fp16=fp16)
+    by_rank = runs(forks, "tests.hard.storms:minimum", 2, stage=stage, fp16=fp16)
     assert by_rank[0] == by_rank[1]
     assert by_rank[0]["ours"] == by_rank[0]["bare"] == (["", 1.0] if stage == 0 else [AT_MINIMUM, 4])

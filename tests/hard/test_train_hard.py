@@ -12,10 +12,10 @@ import subprocess
 import time
 
 import pytest
-from hosts import TOOLS, Hosts
-from started import READY, ROOT, Forked, Started, trained_on
 
 from ds_parity.trace import read_trace
+from tests.tools.hosts import TOOLS, Hosts
+from tests.tools.started import READY, ROOT, Forked, Started, trained_on
 
 pytestmark = pytest.mark.timeout(7200)
 

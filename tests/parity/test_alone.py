@@ -1,12 +1,12 @@
 """The torch reference computes the step's definition: one forward over a window gives sum(w * l) / sum(w)."""
 
-import cells
 import pytest
 import torch
 
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
 from ds_parity.parity.subjects.references.alone import run, window_loss
+from tests.distributed import cells
 
 REDUCTIONS = ("mean", "sum")
 

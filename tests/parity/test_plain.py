@@ -2,7 +2,6 @@
 
 from fractions import Fraction
 
-import cells
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -12,6 +11,7 @@ from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.matrix import setups
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.references.plain import ByHand, CPULion, Lion, optimizer_and_scheduler
+from tests.distributed import cells
 
 SETUPS = "ds_parity.parity.matrix.setups"
 

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 
-import cells
 import pytest
 from torch import nn
 
@@ -14,6 +13,7 @@ from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.running.shapes import leveled, streamed
 from ds_parity.parity.subjects.oracle import plan
 from ds_parity.planning.rollout import Rollout
+from tests.distributed import cells
 
 
 def scenario(shape="ragged", config=None, **values):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_packing import fewest
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.planning import Rollout, plan, planner
 from ds_parity.planning.packing import exchange
+from tests.planning.test_packing import fewest
 
 GSM8K = load_rollouts()
 RANKS = (1, 2, 3, 8)

@@ -18,7 +18,7 @@ from ds_parity.parity.running.launch import _free_port, _free_shared_memory
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 READY = ROOT / "ds_configs"
-SMALL = ["--model", "noted:build", "--rollouts", "rollouts.jsonl", "--max_tokens", "96"]
+SMALL = ["--model", "tests.tools.noted:build", "--rollouts", "rollouts.jsonl", "--max_tokens", "96"]
 
 
 def write_rollouts(path, prompts=28):
@@ -133,11 +133,11 @@ class Forked(Started):
         }
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
         chosen = ["--deepspeed_config", str(config), "--output", "out", *SMALL, *options]
-        import noted  # with torch
+        from tests.tools import noted  # with torch
 
         forking = multiprocessing.get_context("forkserver")
         forking.set_forkserver_preload(
-            ["noted", "trainer", "deepspeed", "ds_parity.engine.initialize", "ds_parity.collation"]
+            ["tests.tools.noted", "trainer", "deepspeed", "ds_parity.engine.initialize", "ds_parity.collation"]
         )
         self._ranks = []
         for rank in range(2):

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
-sys.path[:0] = [str(TOOLS), str(TOOLS / "upstream")]
+from tools import run_upstream_tests
+from tools.run_upstream_tests import Outcome
+from tools.upstream.replaced import keyed, uniform_passes
 
-import run_upstream_tests  # noqa: E402
-from replaced import keyed, uniform_passes  # noqa: E402
-from run_upstream_tests import Outcome  # noqa: E402
+TOOLS = Path(__file__).parents[2] / "tools"
 
 FILE = """
 import os, time, pytest

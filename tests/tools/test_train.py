@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from started import READY, ROOT, Started, trained_on
 
 from ds_parity.trace import read_trace
+from tests.tools.started import READY, ROOT, Started, trained_on
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -2,18 +2,14 @@
 
 import ast
 import logging
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import griffe
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import write_api
-
 import ds_parity
+from tools import write_api
 
 
 @pytest.fixture(scope="module")

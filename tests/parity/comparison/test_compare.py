@@ -5,7 +5,6 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from comparing import HEADER, record, trace, two_traces, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import BOUNDED
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import SIZE
+from tests.parity.comparison.comparing import HEADER, record, trace, two_traces, weights
 
 EXACT, REASSOCIATED = Tier.EXACT, Tier.REASSOCIATED
 BOTH = pytest.mark.parametrize("tier", [EXACT, REASSOCIATED])

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from comparing import on_disk, record, trace, two_runs, two_traces, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from ds_parity.parity.report.series import MOST, gaps, run
 from ds_parity.trace import Trace, columns
 from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.foreign import open_pair
+from tests.parity.comparison.comparing import on_disk, record, trace, two_runs, two_traces, weights
 
 EXACT, REASSOCIATED = Tier.EXACT, Tier.REASSOCIATED
 BOTH = pytest.mark.parametrize("tier", [EXACT, REASSOCIATED])

@@ -5,7 +5,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from comparing import record, two_traces, weights
 from hypothesis import given, settings
 
 from ds_parity.parity.comparison.blocks import Block
@@ -15,6 +14,7 @@ from ds_parity.parity.comparison.judge import judge, signed
 from ds_parity.parity.comparison.rows import row
 from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace.columns import Columns
+from tests.parity.comparison.comparing import record, two_traces, weights
 
 BOTH = pytest.mark.parametrize("tier", list(Tier))
 FIGURES = (0.0, -0.0, 1.0, math.nextafter(1.0, 2), -3.0, 1e-200, 1e200, 5e-324, 1e308, math.inf, -math.inf, math.nan)

@@ -8,13 +8,13 @@ from base64 import b64decode
 from pathlib import Path
 
 import pytest
-from reported import Page, contents, record, trace, weights
 
 from ds_parity import cli
 from ds_parity.errors import ConfigError
 from ds_parity.parity.report import check, write
 from ds_parity.parity.verification import verify as harness
 from ds_parity.trace import Trace, TraceWriter
+from tests.parity.report.reported import Page, contents, record, trace, weights
 
 CONFIG = Path(__file__).parents[3] / "ds_configs" / "zero2_bf16.json"
 
@@ -293,7 +293,7 @@ def test_odd_numbers_and_lengths_end_in_a_report(tmp_path):
         )
         for at, number in enumerate(numbers)
     ]
-    from reported import compared
+    from tests.parity.report.reported import compared
 
     odd, other = Trace(trace().header, tuple(steps)), Trace(trace().header, tuple(steps[::2]))
     write(contents(compared(odd, other), compared(other, trace())), tmp_path, tmp_path / "j.xml")

@@ -4,11 +4,10 @@ import math
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-from reported import REASSOCIATED, compared, contents, trace
-
 from ds_parity._version import __version__
 from ds_parity.parity.report.junit import render
 from ds_parity.parity.verification.verify import LeftOut
+from tests.parity.report.reported import REASSOCIATED, compared, contents, trace
 
 GOOD = compared(trace(), trace(), against="deepspeed")
 BAD = compared(trace(4), trace(4, {3: {"loss": 0.75}}))

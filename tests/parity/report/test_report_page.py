@@ -7,8 +7,6 @@ from base64 import b64decode
 from dataclasses import replace
 from datetime import timedelta
 
-from reported import MADE, REASSOCIATED, Page, compared, contents, record, trace, weights
-
 from ds_parity.config import rewrite
 from ds_parity.parity.report import Configurations, Side
 from ds_parity.parity.report.condense import WHOLE
@@ -16,6 +14,7 @@ from ds_parity.parity.report.page import render
 from ds_parity.parity.report.plots import Picture
 from ds_parity.parity.verification.verify import LeftOut
 from ds_parity.trace import Trace
+from tests.parity.report.reported import MADE, REASSOCIATED, Page, compared, contents, record, trace, weights
 
 PICTURES = (Picture("curves", "what it shows", b"\x89PNG not really"),)
 CONFIG = {

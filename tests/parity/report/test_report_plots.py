@@ -9,12 +9,12 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from reported import EXACT, REASSOCIATED, compared, record, trace, weights
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.report.plots import pictures
 from ds_parity.parity.report.series import MOST, line, run, thinned
 from ds_parity.trace import Trace
+from tests.parity.report.reported import EXACT, REASSOCIATED, compared, record, trace, weights
 
 OKABE_ITO = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"}
 

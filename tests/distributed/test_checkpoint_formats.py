@@ -1,0 +1,166 @@
+"""Checkpoints of bare DeepSpeed, and what DeepSpeed's own tools convert and do not convert."""
+
+import re
+import runpy
+import subprocess
+import sys
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_parity.config import rewrite
+from ds_parity.parity.running import weights
+from tests.distributed.cells import STAGES, config
+from tests.distributed.continuing import converted, extended, fp32_weights, stands, windows_of
+from tests.distributed.engines import build, forward, from_all, listen, one_pass, perceptron
+from tests.distributed.sets import on_two_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@on_two_ranks
+def by_command(folder):
+    """What DeepSpeed's documentation names: the converter's command, and the script that lies beside a checkpoint."""
+    made = extended(2, "fp32", {}, loss_weight="rollout")
+    engine = build(made)
+    windows_of(engine, [3, 3])
+    engine.save_checkpoint(folder)
+    masters = fp32_weights(engine)
+    dist.barrier()
+    said = from_all(_command(folder) if dist.get_rank() == 0 else _script(folder))
+    state = torch.load(f"{folder}/fp32/pytorch_model.bin")
+    other = build({**made, "checkpoint": {"load_universal": True}})
+    path, _ = other.load_checkpoint(folder)
+    return {
+        "said": said,
+        "script": all(torch.equal(state[name], master) for name, master in masters.items()),
+        "path": path,
+        "stands": stands(other) == stands(engine),
+        "same": torch.equal(weights.vector(engine.module), weights.vector(other.module)),
+    }
+
+
+def _command(folder):
+    options = ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    folders = ["--input_folder", f"{folder}/global_step1", "--output_folder", f"{folder}/universal"]
+    module = ["-m", "deepspeed.checkpoint.ds_to_universal"]
+    done = subprocess.run([sys.executable, *module, *folders, *options], capture_output=True, text=True, check=False)
+    return [done.returncode, done.stderr[-2000:] if done.returncode else ""]
+
+
+def _script(folder):
+    # As a command it writes shards, with a package that DeepSpeed doesn't depend on.
+    script = runpy.run_path(f"{folder}/zero_to_fp32.py")
+    script["convert_zero_checkpoint_to_state_dict"](folder, f"{folder}/fp32", max_shard_size=None)
+    return [0, ""]
+
+
+@on_two_ranks
+def not_converted(folder):
+    """Checkpoints that DeepSpeed's converter does not know, with its message."""
+    results = {}
+    for name, made in (
+        ("ZeRO 0", config(0, "fp32", 4, "AdamW")),
+        ("SGD", config(1, "fp32", 4)),
+        ("SGD 3", config(3, "fp32", 4)),
+    ):
+        engine = build(made)
+        for seed in range(2):
+            one_pass(engine, seed)
+        engine.save_checkpoint(f"{folder}/{name}")
+        results[name] = converted(f"{folder}/{name}", 1)
+    return results
+
+
+class TestConversion:
+    def test_by_command_and_the_script_beside_the_checkpoint(self, two_ranks):
+        result = two_ranks.of(by_command)
+        assert result["said"] == [[0, ""], [0, ""]]
+        assert result["script"]
+        assert result["stands"]
+        assert result["same"]
+        assert "universal" in result["path"]
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("ZeRO 0", "can't find \\*_optim_states.pt"),
+            ("SGD", "KeyError: 'exp_avg'"),
+            ("SGD 3", "KeyError: 'exp_avg'"),
+        ],
+    )
+    def test_what_deepspeed_does_not_convert(self, two_ranks, name, said):
+        assert re.search(said, two_ranks.of(not_converted)[name])
+
+
+@on_two_ranks
+def bare(folder):
+    """From bare DeepSpeed to ds_parity and back, four rollouts a step; what each engine's LR was, step by step."""
+    results = {}
+    for stage in STAGES:
+        extended = config(stage, passes=4, lr_progress="rollout")
+        first = build_bare(extended)
+        for seed in range(10):
+            first.backward(forward(first, seed))
+            first.step()
+        first.save_checkpoint(f"{folder}/bare-{stage}")
+        rates = [first.get_lr()[0]]
+        said, stop_listening = listen()
+        engine = build(extended)
+        engine.load_checkpoint(f"{folder}/bare-{stage}")
+        stop_listening()
+        loaded = torch.equal(weights.vector(first.module), weights.vector(engine.module))
+        rates.append(engine.get_lr()[0])
+        steps = windows_of(engine, [1, 1])
+        rates.append(engine.get_lr()[0])
+        windows_of(engine, [3])  # one and a half nominal steps
+        rates.append(engine.get_lr()[0])
+        engine.save_checkpoint(f"{folder}/ds_parity-{stage}")
+        back = build_bare(extended)
+        path, state = back.load_checkpoint(f"{folder}/ds_parity-{stage}")
+        rates.append(back.get_lr()[0])
+        for seed in range(2):
+            back.backward(forward(back, seed))
+            back.step()
+        rates.append(back.get_lr()[0])
+        uninterrupted = build_bare(extended)
+        uninterrupted.load_checkpoint(f"{folder}/bare-{stage}")
+        for seed in range(2):
+            uninterrupted.backward(forward(uninterrupted, seed))
+            uninterrupted.step()
+        results[stage] = {
+            "rates": rates,
+            "said": said.getvalue(),
+            "loaded": loaded,
+            "step": [steps[0][0]["step"], steps[0][0]["rollouts"], engine.global_samples],
+            "as bare": steps[0][1] == weights.summary(weights.vector(uninterrupted.module)).checksum,
+            "back": [path is not None, "ds_parity" in state, back.global_steps],
+        }
+    return results
+
+
+def build_bare(extended):
+    """Bare DeepSpeed with what the extended configuration is rewritten to."""
+    model = perceptron()
+    plain = rewrite(extended, dist.get_world_size()).config
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain)
+    return engine
+
+
+class TestBareDeepSpeed:
+    def test_a_checkpoint_of_it_goes_on_in_ours_where_its_schedule_stood(self, two_ranks, stage):
+        """Five steps of four rollouts on the bare engine, then one on ds_parity's, then one of six."""
+        result = two_ranks.of(bare)[stage]
+        assert result["loaded"]
+        assert result["rates"][:4] == pytest.approx([0.025 + 0.0025 * at for at in (4, 4, 5, 6.5)])
+        assert result["step"] == [6, 4, 30]
+        assert result["as bare"]
+        assert result["said"].count("the window starts fresh") == 1
+
+    def test_ours_goes_on_in_it(self, two_ranks, stage):
+        """At a fractional place of the schedule, a step further with every step."""
+        result = two_ranks.of(bare)[stage]
+        assert result["rates"][4:] == pytest.approx([0.025 + 0.0025 * at for at in (6.5, 7.5)])
+        assert result["back"] == [True, True, 8]

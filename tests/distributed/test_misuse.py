@@ -1,0 +1,122 @@
+"""Calls that can't be right are refused with the rule and the way out."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.cells import config
+from tests.distributed.engines import Batch, build, forward, one_pass, refusal
+from tests.distributed.sets import on_two_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@on_two_ranks
+def misuse(folder):
+    """What each wrong call is answered with."""
+    engine = build(config(1, passes=8))
+    results = {
+        "negative": refusal(lambda: engine.backward(forward(engine, 0), rollouts=-1)),
+        "nan": refusal(lambda: engine.backward(forward(engine, 0), rollouts=float("nan"))),
+        "bool": refusal(lambda: engine.backward(forward(engine, 0), rollouts=True)),
+        "scale": refusal(lambda: engine.backward(forward(engine, 0), scale_wrt_gas=False)),
+        "step first": refusal(engine.step),
+        "boundary": refusal(lambda: engine.set_gradient_accumulation_boundary(True)),
+        "batch": refusal(lambda: engine.set_train_batch_size(4)),
+        "micro": refusal(lambda: engine.set_train_micro_batch_size(4)),
+        "coalesce": refusal(engine.coalesce_grad_reduction),
+    }
+    one_pass(engine, 1, rollouts=2)
+    results["foretell"] = refusal(engine.is_gradient_accumulation_boundary)
+    results["save"] = refusal(lambda: engine.save_checkpoint(folder))
+    results["tuple"] = refusal(lambda: engine.backward((forward(engine, 1), 0), rollouts=2))
+    engine.backward(forward(engine, 1), rollouts=2)
+    results["twice"] = refusal(lambda: engine.backward(forward(engine, 1), rollouts=2))
+    results["finish"] = refusal(engine.finish)
+    by_token = build(config(1, loss_weight="token"))
+    results["no tokens"] = refusal(lambda: by_token.backward(forward(by_token, 0)))
+    results["rollouts only"] = refusal(lambda: by_token.backward(forward(by_token, 0), rollouts=1))
+    by_prompt = build(config(1, count="prompt"))
+    results["no prompts"] = refusal(lambda: by_prompt.backward(forward(by_prompt, 0)))
+    results["prompts left out"] = refusal(lambda: by_prompt.backward(forward(by_prompt, 0), rollouts=4))
+    exact = build(config(1, passes=3, overshoot="error"))
+    results["overshoot"] = refusal(lambda: exact.backward(forward(exact, 0), rollouts=2))
+    dry = build(config(1))
+    results["stuck"] = refusal(lambda: list(dry.passes([] if dist.get_rank() else [Batch()], lookahead=3)))
+    skipping = build(config(1, passes=20))
+    batches = skipping.passes([Batch() for _ in range(3)], finish=False)
+    next(batches)
+    results["no backward"] = refusal(lambda: next(batches))
+    doubled = build(config(1, passes=20))
+    unstepped = build(config(1, passes=20))
+    for _ in unstepped.passes([Batch() for _ in range(4)], lookahead=4, finish=False):
+        unstepped.backward(forward(unstepped, 1))
+        results["no step in passes"] = refusal(lambda: unstepped.backward(forward(unstepped, 1)))
+        break
+    for _ in doubled.passes([Batch()], finish=False):
+        one_pass(doubled, 1)
+        results["two backwards"] = refusal(lambda: doubled.backward(forward(doubled, 1)))
+        results["foretell in passes"] = refusal(doubled.is_gradient_accumulation_boundary)
+    synced = build(config(1, passes=2))
+    with synced.no_sync():
+        results["no_sync"] = refusal(lambda: synced.backward(forward(synced, 0)))
+    by_rollout = {k: v for k, v in config(1, lr_progress="rollout").items() if k != "scheduler"}
+    results["plateau"] = refusal(lambda: build(by_rollout, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau))
+    return results
+
+
+MISUSE = {
+    "negative": "rollouts is -1: a count must be >= 0",
+    "nan": "rollouts is nan: a count must be a whole number",
+    "bool": "rollouts is True: a count must be a whole number",
+    "scale": "scale_wrt_gas=False.*leave scale_wrt_gas out",
+    "step first": "without a backward.*once after every backward",
+    "boundary": "ds_parity owns the boundary; remove the call",
+    "batch": "set gradient_accumulation_passes in the configuration",
+    "micro": "pass rollouts= to backward",
+    "coalesce": "ds_parity owns the boundary; remove it",
+    "foretell": "before backward.*ask between backward",
+    "save": "CheckpointError.*4 rollouts of 1 passes are pending.*finish",
+    "twice": "waits for its step",
+    "tuple": "got a tuple that is no loss",
+    "no step in passes": "waits for its step",
+    "no backward": "before the last had its backward.*left out of the stream",
+    "two backwards": "had its backward\\(\\) already",
+    "foretell in passes": "between two micro-batches of passes",
+    "finish": "call step\\(\\) first",
+    "no tokens": "without tokens=.*pass tokens=",
+    "rollouts only": "rollouts=1.*loss_weight is 'token'",
+    "no prompts": "without prompts=.*pass prompts=",
+    "prompts left out": "rollouts=4.*without prompts=.*count is 'prompt'.*"
+    "0 where their other rollouts are still to come",
+    "overshoot": "4 rollouts, 1 more than its target of 3.*choose 'carry' or 'reset'",
+    "stuck": "1 of 2 ranks have no micro-batch at all.*idle=micro_batch",
+    "no_sync": "inside no_sync.*leave no_sync",
+    "plateau": "ReduceLROnPlateau.*choose 'optimizer_step'",
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_refused_with_the_rule_and_the_way_out(two_ranks, case):
+    assert re.search(MISUSE[case], two_ranks.of(misuse)[case], re.DOTALL)
+
+
+@on_two_ranks
+def late_close(folder):
+    """A generator that was left and is closed while a newer one runs."""
+    engine = build(config(1, passes=20))
+    left = engine.passes([Batch() for _ in range(4)], finish=False)
+    next(left)
+    one_pass(engine, 1)
+    taken = 0
+    for _ in engine.passes([Batch() for _ in range(3)], finish=False):
+        left.close()
+        one_pass(engine, 1)
+        taken += 1
+    return {"taken": taken, "passes": engine.window.passes}
+
+
+def test_a_generator_that_is_closed_late_leaves_the_newer_one_alone(two_ranks):
+    assert two_ranks.of(late_close) == {"taken": 3, "passes": 4}

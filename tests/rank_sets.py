@@ -1,0 +1,167 @@
+"""Sets of ranks that test modules share: a module registers what its ranks run, and its tests read what came of it.
+
+A process start takes 5 to 10 seconds and an engine 0.3, so one start of a set serves all test modules. A module
+registers its calls while it is imported. Pytest imports all selected modules before it sets up the first fixture, so
+the fixture that starts the ranks knows every call of the selected modules and no other: a file that is run alone runs
+only its own calls.
+
+    @on_two_ranks
+    def boundaries(folder):
+        ...  # on every rank; what the first rank returns travels back as JSON
+
+    def test_where_boundaries_are(two_ranks):
+        assert two_ranks.of(boundaries)["seen"] == [3, 7, 11]
+
+Ranks import the test module to find the function. What a test module does on import must therefore be cheap, and must
+not touch the accelerator or the process group.
+"""
+
+from pathlib import Path
+
+from ds_parity.parity.probe.decomposition import ProbeResult
+from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.verification.verify import call, title
+from ds_parity.trace import read_trace
+
+ROOT = str(Path(__file__).parents[1])
+CANDIDATE = "ds_parity.parity.subjects.candidate:run"
+
+
+class RankSet:
+    """What a set of ranks runs in one start; as a decorator it registers a task, a function of `folder`.
+
+    The folder is a path of the task's own, in which nothing exists yet.
+
+    Attributes:
+        ranks: how many processes are started.
+        goes_on: whether a task needs what an earlier set has left.
+    """
+
+    def __init__(self, ranks, **options):
+        """Take the number of ranks, and options of `Job`."""
+        self.ranks, self.goes_on = ranks, False
+        self._options, self._registered = options, {}
+
+    def __call__(self, task):
+        """Register a task, and return it as it is."""
+        self._register(_title(task), _name(task), lambda folder, _: _task(task, folder))
+        return task
+
+    def first(self, task):
+        """Register a task that forks, to be run before all others.
+
+        Engines of ZeRO 3 stay in memory for good (DeepSpeed 0.19.8), each with 2 GB of addresses that nothing has touched.
+        Linux refuses to fork a process whose addresses have grown beyond the machine's memory.
+        """
+        self(task)
+        self._registered = {_title(task): self._registered.pop(_title(task)), **self._registered}
+        return task
+
+    def after(self, **tasks):
+        """Return a decorator for a task that goes on from what tasks of an earlier set have left.
+
+        Args:
+            tasks: by the name of the argument that is given the folder of each.
+        """
+
+        def register(task):
+            def make(folder, earlier):
+                left = {name: str(earlier.folder_of(other)) for name, other in tasks.items()}
+                return _task(task, folder, **left)
+
+            self.goes_on = True
+            self._register(_title(task), _name(task), make)
+            return task
+
+        return register
+
+    def call(self, function, **arguments):
+        """Register a function with plain arguments; several modules may ask for the same."""
+        made = _call(function, **arguments)
+        self._register(made.title, made, lambda *_: made)
+
+    def train(self, scenario, *engines):
+        """Register runs of a scenario, one with each engine, that leave traces; several modules may ask for one."""
+        if scenario.ranks * scenario.sequence_parallel != self.ranks:
+            raise ValueError(
+                f"{scenario.name} takes {scenario.ranks * scenario.sequence_parallel} ranks, not {self.ranks}"
+            )
+        for engine in engines:
+            self._register(title(scenario, engine), scenario, lambda folder, _, by=engine: call(scenario, by, folder))
+
+    def probe(self, scenario, subject=CANDIDATE):
+        """Register a probe: the coefficients with which micro-batches enter the steps of a subject."""
+        made = _probe(scenario, subject)
+        self._register(made.title, made, lambda *_: made)
+
+    def launch(self, folder, earlier=None):
+        """Start the ranks, run what is registered, and return a Launched.
+
+        Args:
+            folder: for all that the ranks leave.
+            earlier: the Launched from which tasks go on.
+        """
+        calls = tuple(make(folder, earlier) for _, make in self._registered.values())
+        job = Job(calls, folder / "ranks", self.ranks, import_from=(ROOT,), **self._options)
+        return Launched(folder, dict(zip(self._registered, run(job), strict=True)))
+
+    def _register(self, name, what, make):
+        # Two scenarios of one name would leave their traces in one file.
+        if self._registered.setdefault(name, (what, make))[0] != what:
+            raise ValueError(f"{name} is registered already, and is something else there")
+
+
+class Launched:
+    """What a set of ranks has left: results, and traces in `folder`."""
+
+    def __init__(self, folder, results):
+        self.folder, self._results = folder, results
+
+    def of(self, function, **arguments):
+        """Return what a registered task, or a function that was registered with these arguments, returned."""
+        return self._result(_title(function, **arguments))
+
+    def folder_of(self, task):
+        """Return the folder that a registered task was given."""
+        self.of(task)
+        return _folder(self.folder, task)
+
+    def trace(self, scenario, engine):
+        """Return the trace of a registered run."""
+        self._result(title(scenario, engine))
+        return read_trace(self.folder / scenario.name / f"{engine}.jsonl")
+
+    def probed(self, scenario, subject=CANDIDATE):
+        """Return what a registered probe measured."""
+        return ProbeResult(**self._result(_probe(scenario, subject).title))
+
+    def _result(self, name):
+        if name not in self._results:
+            raise LookupError(f"{name} was not run: register it in the test module that asserts on it")
+        return self._results[name]
+
+
+def _name(function):
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _title(function, **arguments):
+    given = ", ".join(f"{name}={value!r}" for name, value in sorted(arguments.items()))
+    return f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}{given and f'({given})'}"
+
+
+def _folder(folder, task):
+    return folder / _title(task)
+
+
+def _task(task, folder, **left):
+    return Call(_title(task), _name(task), {"folder": str(_folder(folder, task)), **left})
+
+
+def _call(function, **arguments):
+    return Call(_title(function, **arguments), _name(function), arguments)
+
+
+def _probe(scenario, subject):
+    arguments = {"scenario": scenario.to_json(), "subject": subject}
+    return Call(f"{scenario.name}: {subject}", "ds_parity.parity.probe.measure:probe", arguments)
