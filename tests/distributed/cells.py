@@ -178,4 +178,4 @@ def ready(path):
 
 def probe_call(scenario, subject):
     arguments = {"scenario": scenario.to_json(), "subject": subject}
-    return Call(f"{scenario.name}: {subject}", "ds_parity.parity.probe.measure:probe", arguments)
+    return Call(f"{scenario.name}: {subject}", "ds_parity.parity.probe.measure:probe_scenario", arguments)

@@ -16,7 +16,7 @@ import ranked_readme
 import ranked_resuming
 import ranked_sequence
 
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.verification.verify import call
 from ds_parity.trace import read_trace
 
@@ -48,7 +48,7 @@ class Launched:
 
 
 def launch(folder, calls, ranks, **options):
-    results = run(
+    results = run_job(
         Job(tuple(calls), folder / "ranks", ranks, timeout=1200, patience=400, import_from=(HERE,), **options)
     )
     return Launched(folder, {one.title: result for one, result in zip(calls, results, strict=True)})

@@ -5,7 +5,7 @@ from itertools import product
 import cells
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_parity.parity.matrix import attempt
+from ds_parity.parity.running.tasks import attempt_scenario
 
 TASKS = ["peaks"]
 CASES = [*product(cells.STAGES, cells.DTYPES)]
@@ -22,11 +22,13 @@ def name(stage, dtype):
 
 
 def _peaks(scenario, folder):
-    found = {engine: attempt.run(scenario, engine, folder, measured=True) for engine in ("ds_parity", "deepspeed-loop")}
+    found = {
+        engine: attempt_scenario(scenario, engine, folder, measured=True) for engine in ("ds_parity", "deepspeed-loop")
+    }
     unwatched = DeepSpeedEngine._take_model_step
     DeepSpeedEngine._take_model_step = _copying
     try:
-        found["copying"] = attempt.run(scenario, "ds_parity", folder, measured=True)
+        found["copying"] = attempt_scenario(scenario, "ds_parity", folder, measured=True)
     finally:
         DeepSpeedEngine._take_model_step = unwatched
     return found

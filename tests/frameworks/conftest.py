@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from ds_parity.parity.running.launch import Job, run
+from ds_parity.parity.running.launch import Job, run_job
 
 HERE = str(Path(__file__).parent)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
@@ -18,4 +18,4 @@ def found(tmp_path_factory):
         pytest.importorskip(package, reason="takes the extra hf: make test-hf")
     calls, folder = runs.calls(), tmp_path_factory.mktemp("frameworks") / "ranks"
     job = Job(tuple(calls), folder, timeout=900, patience=120, import_from=(HERE,), environment=OFFLINE)
-    return dict(zip([one.title for one in calls], run(job), strict=True))
+    return dict(zip([one.title for one in calls], run_job(job), strict=True))

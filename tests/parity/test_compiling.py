@@ -9,7 +9,7 @@ import pytest
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running import compiling, launch
 from ds_parity.parity.running.compiling import Compilers
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 
 # A launcher whose one rank begins a call, holds a lock for a while or is silent, and ends it.
 _RANK = """
@@ -130,7 +130,7 @@ def started(tmp_path, monkeypatch):
         environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
         job = Job((Call("a call", "x:y"),), folder, 1, timeout, environment=environment, patience=1.5)
         titles = []
-        return run(job, lambda done, title: titles.append(title)), titles
+        return run_job(job, lambda done, title: titles.append(title)), titles
 
     return start
 

@@ -23,7 +23,10 @@ READY = Path(__file__).parents[2] / "ds_configs" / "zero2_bf16.json"
         ("ds_parity.parity.data.model:no_such", r"'ds_parity\.parity\.data\.model:no_such'.*no attribute 'no_such'"),
         ("ds_parity.parity.data.model", r"'ds_parity\.parity\.data\.model'.*write package\.module:function"),
         ("", r"'' does not name a function"),
-        ("ds_parity.parity.data.model:VOCAB", r"'ds_parity\.parity\.data\.model:VOCAB' is a int: it must be a function"),
+        (
+            "ds_parity.parity.data.model:VOCAB",
+            r"'ds_parity\.parity\.data\.model:VOCAB' is a int: it must be a function",
+        ),
         (".model:build", r"'\.model:build'.*write package\.module:function"),
     ],
 )
@@ -87,11 +90,11 @@ class TestNoRankIsStarted:
 
     @pytest.fixture(autouse=True)
     def no_ranks(self, monkeypatch):
-        def run(job, progress=None):
+        def run_job(job, progress=None):
             raise AssertionError("ranks were started")
 
         for user in (verify, start):
-            monkeypatch.setattr(user, "run", run)
+            monkeypatch.setattr(user, "run_job", run_job)
 
     @pytest.mark.parametrize("option", ["model", "train"])
     def test_by_verify(self, option, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
 from ds_parity.parity.running.functions import refuse_unknown
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 
 
@@ -43,6 +43,6 @@ def probe_config(
     for name in (subject, scenario.model):
         refuse_unknown(name)
     arguments = {"scenario": scenario.to_json(), "subject": subject}
-    call = Call(f"probe of {subject}", "ds_parity.parity.probe.measure:probe", arguments)
-    found = run(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)
+    call = Call(f"probe of {subject}", "ds_parity.parity.probe.measure:probe_scenario", arguments)
+    found = run_job(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)
     return ProbeResult(**found[0]), TOLERANCE[scenario.dtype]

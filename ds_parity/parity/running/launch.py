@@ -52,7 +52,7 @@ class Job:
     patience: float | None = None
 
 
-def run(job: Job, progress: Callable[[int, str], None] = lambda done, title: None) -> list[Any]:
+def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title: None) -> list[Any]:
     """Start the ranks, run the job, return the first rank's results in the order of the calls.
 
     Args:

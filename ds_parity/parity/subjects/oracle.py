@@ -37,7 +37,7 @@ def weight(batch: MicroBatch, unit: str) -> int:
     return {"token": batch.tokens, "pass": int(not batch.idle)}.get(unit, batch.rollouts)
 
 
-def plan(passes: Passes, settings: Settings, lookahead: bool = False) -> list[PlannedWindow]:
+def windows_of(passes: Passes, settings: Settings, lookahead: bool = False) -> list[PlannedWindow]:
     """Cut the passes into windows.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.running.launch import Job, run
+from ds_parity.parity.running.launch import Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.verification.verify import Progress, calls, outcome
 
@@ -86,7 +86,7 @@ def calibrate(
     """
     folder = folder.resolve()
     job = Job(calls([(one, ("torch",)) for one in scenarios], folder), folder / "ranks", scenarios[0].ranks, timeout)
-    ran = run(job, progress)
+    ran = run_job(job, progress)
     comparisons = {one.name: outcome(one, "torch", folder).comparison for one in scenarios}
     return Calibration(comparisons, ran[0]["accelerator"])
 

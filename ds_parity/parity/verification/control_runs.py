@@ -10,16 +10,15 @@ from typing import Any
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.running.launch import Job, run
+from ds_parity.parity.running.launch import Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.subjects.controls.loop import Loop
 from ds_parity.parity.verification.control_scenarios import scenario
-from ds_parity.parity.verification.verify import Progress, call, outcome, title
+from ds_parity.parity.verification.verify import ATTEMPT_SCENARIO, Progress, call, outcome, title
 
 RANKS = 2
 CLEAN = ("ds_parity", "clean")
-_TRY = "ds_parity.parity.matrix.attempt:run"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def chosen(names: Iterable[str] | None, stage: int) -> tuple[type[Loop], ...]:
     return tuple(c for name, c in every.items() if stage in c.stages and (names is None or name in names))
 
 
-def plan(config: dict[str, Any], names: Iterable[str] | None = None) -> list[tuple[Scenario, str]]:
+def planned_runs(config: dict[str, Any], names: Iterable[str] | None = None) -> list[tuple[Scenario, str]]:
     """Return what to run: every scenario with the reference and the clean engines, and each control in its own.
 
     Raises:
@@ -109,9 +108,9 @@ def run_controls(
         HarnessError: ranks died, hung, or time ran out.
     """
     folder = folder.resolve()
-    wanted = plan(config, names)
-    calls = tuple(replace(call(shape, engine, folder), function=_TRY) for shape, engine in wanted)
-    answers = run(Job(calls, folder / "ranks", RANKS, timeout), progress)
+    wanted = planned_runs(config, names)
+    calls = tuple(replace(call(shape, engine, folder), function=ATTEMPT_SCENARIO) for shape, engine in wanted)
+    answers = run_job(Job(calls, folder / "ranks", RANKS, timeout), progress)
     raised = {one.title: answer.get("raised") for one, answer in zip(calls, answers, strict=True)}
     return tuple(
         _finding(shape, engine, folder, raised[title(shape, engine)]) for shape, engine in wanted if engine != "torch"

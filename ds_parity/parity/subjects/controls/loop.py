@@ -10,7 +10,7 @@ import torch
 from ds_parity.parity.running.layouts import Passes
 from ds_parity.parity.running.own_batches import Record, own_batches, own_rank, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
+from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize, metrics_of
 from ds_parity.parity.subjects.references.plain import ByHand
 from ds_parity.planning.rollout import MicroBatch
@@ -76,7 +76,7 @@ class Loop:
 
     def windows(self) -> list[PlannedWindow]:
         """Return which passes make a step, and what its losses are divided by."""
-        return plan(self.passes, self.settings, lookahead=True)
+        return windows_of(self.passes, self.settings, lookahead=True)
 
     def marks(self, index: int) -> bool:
         """Whether DeepSpeed is told that this pass is the boundary, before its backward."""

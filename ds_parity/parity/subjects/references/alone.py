@@ -12,20 +12,20 @@ from ds_parity.config import Settings
 from ds_parity.parity.running.layouts import Layout
 from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan
+from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 from ds_parity.parity.subjects.references.bare import metrics_of
 from ds_parity.parity.subjects.references.plain import ByHand, optimizer_and_scheduler
 from ds_parity.planning.rollout import Rollout
 from ds_parity.trace import StepRecord
 
 
-def run(scenario: Scenario, record: Record) -> nn.Module:
+def train_alone(scenario: Scenario, record: Record) -> nn.Module:
     """Run every window as one batch; the weights start as the engine's do, rounded to its type."""
     settings, layout, passes = scenario.settings, scenario.layout(), scenario.batches()
     model = _as_dtype(scenario.build(), scenario.storage).double()
     optimizer, scheduler = optimizer_and_scheduler(scenario, model)
     by_hand = ByHand(scheduler) if scheduler is not None and settings.lr_progress == "rollout" else None
-    for number, window in enumerate(plan(passes, settings), start=1):
+    for number, window in enumerate(windows_of(passes, settings), start=1):
         loss = window_loss(model, layout, window, settings)
         if loss is not None:
             optimizer.zero_grad()

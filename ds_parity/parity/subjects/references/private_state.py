@@ -27,7 +27,7 @@ def schedule_of(kind: str) -> Any:
 
 def is_deepspeeds_schedule(scheduler: Any) -> bool:
     """Whether a scheduler is one of DeepSpeed's own, all of which are functions of their step."""
-    return str(type(scheduler).__module__) == lr_schedules.__name__
+    return bool(type(scheduler).__module__ == lr_schedules.__name__)
 
 
 def keep_clip_norm(engine: Any) -> None:
