@@ -93,11 +93,18 @@ class Compilers:
 
 
 def _place(environment: Mapping[str, str]) -> tuple[Path, str]:
-    """The folder that this Python's extensions are compiled in, as far as torch needn't be asked, and where locks lie in it."""
+    """Return the folder that this Python's extensions are compiled in, and the pattern of their locks in it.
+
+    It is found as torch finds it (torch/utils/cpp_extension.py, `_get_build_directory`; torch/_appdirs.py,
+    `user_cache_dir`; 2.13.0), but for the accelerator in the folder's name, which only torch knows. Torch asks whether a
+    variable is there, not whether it says anything: an empty one makes the path relative, and so the current folder.
+    """
     chosen = environment.get("TORCH_EXTENSIONS_DIR")
-    if chosen:
-        return Path(chosen), "*/lock"
-    home = environment.get("HOME") or os.path.expanduser("~")  # noqa: PTH111  # Path.home() raises where there is none
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path(home, ".cache"))
+    if chosen is not None:
+        return Path(chosen).absolute(), "*/lock"
+    cache = environment.get("XDG_CACHE_HOME")
+    if cache is None:
+        home = environment.get("HOME", os.path.expanduser("~"))  # noqa: PTH111  # Path.home() raises where there is none
+        cache = f"{home.rstrip('/')}/.cache"
     version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return cache / "torch_extensions", f"{version}_*/*/lock"
+    return Path(cache, "torch_extensions").absolute(), f"{version}_*/*/lock"

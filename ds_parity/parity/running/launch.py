@@ -19,6 +19,11 @@ from typing import Any
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running.compiling import Compilers
 
+# Torch takes an empty one for the current folder (cpp_extension.py and _appdirs.py, 2.13.0), where it would leave what it
+# builds among the user's files. Unset, it builds in the user's cache, as the XDG base directory specification asks of an
+# empty variable too.
+_NEVER_EMPTY = ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -54,6 +59,9 @@ class Job:
 
 def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title: None) -> list[Any]:
     """Start the ranks, run the job, return the first rank's results in the order of the calls.
+
+    Ranks have this process's environment. An empty TORCH_EXTENSIONS_DIR or XDG_CACHE_HOME is dropped from it, because torch
+    would compile DeepSpeed's operators into the current folder.
 
     Args:
         job: what to run.
@@ -107,6 +115,7 @@ def _command(job: Job, port: int) -> list[str]:
 
 def _environment(job: Job) -> dict[str, str]:
     environment = {**os.environ, **job.environment}
+    environment = {name: value for name, value in environment.items() if value or name not in _NEVER_EMPTY}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products on CUDA ask for
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*job.import_from, environment.get("PYTHONPATH", "")]))
