@@ -1,4 +1,4 @@
-"""Functions by their names: what can't be found is refused with what is wrong, and before ranks are started where it can be."""
+"""Functions by their names: what can't be found is refused with what is wrong, before ranks are started if possible."""
 
 import json
 import sys

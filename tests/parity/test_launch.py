@@ -99,7 +99,11 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch, request):
     assert not left_behind(tmp_path)
 
 
-_SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', sys.argv[1]]); time.sleep(60)"
+_SLEEPER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]])
+time.sleep(60)
+"""
 
 
 def test_a_line_that_is_being_written_is_passed_over(tmp_path):

@@ -1,4 +1,4 @@
-"""The harness touches what DeepSpeed keeps to itself in a few named files only, so that a new version breaks only those.
+"""The harness touches what DeepSpeed keeps to itself in a few named files only: a new version breaks only those.
 
 `touched` reads any Python file: another room's test may import it and scan its own.
 """
@@ -80,7 +80,7 @@ def _names_it(value: object) -> bool:
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
-    """Yield the private names that a file defines itself: its functions, classes, variables, and attributes of its objects."""
+    """Yield the names that a file defines itself: its functions, classes, variables, and attributes of its objects."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

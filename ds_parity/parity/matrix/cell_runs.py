@@ -45,7 +45,7 @@ def run_cells(
     Args:
         cells: of the matrix.
         folder: for traces and the ranks' logs.
-        progress: told how many calls are done, and which one is under way.
+        progress: called with the number of calls that are done, and the title of the one under way.
         patience: seconds that a single call may take.
     """
     answers: Answers = {}

@@ -87,7 +87,7 @@ def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[flo
 
 
 def _directions(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each unit vector which direction it has, numbered from 0, and whether along it (1) or against it (-1)."""
+    """Return for each unit vector the number of its direction, from 0, and 1 along it or -1 against it."""
     cosines = units @ units.T
     one = 2 - 2 * np.abs(cosines) <= _ONE_DIRECTION**2
     first = one.argmax(axis=1)

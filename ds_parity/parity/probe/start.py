@@ -22,7 +22,7 @@ def probe_config(
     progress: Callable[[int, str], None] = lambda done, title: None,
     **options: Any,
 ) -> tuple[ProbeResult, float]:
-    """Probe a ragged window; returns what it came to, and the tolerance of the configuration's type.
+    """Probe a ragged window, and return the result and the tolerance of the configuration's type.
 
     Args:
         config: extended configuration.
@@ -44,5 +44,5 @@ def probe_config(
         refuse_unknown(name)
     arguments = {"scenario": scenario.to_json(), "subject": subject}
     call = Call(f"probe of {subject}", "ds_parity.parity.probe.measure:probe_scenario", arguments)
-    found = run_job(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)
-    return ProbeResult(**found[0]), TOLERANCE[scenario.dtype]
+    results = run_job(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)
+    return ProbeResult(**results[0]), TOLERANCE[scenario.dtype]

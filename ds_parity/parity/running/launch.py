@@ -19,9 +19,9 @@ from typing import Any
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running.compiling import Compilers
 
-# Torch takes an empty one for the current folder (cpp_extension.py and _appdirs.py, 2.13.0), where it would leave what it
-# builds among the user's files. Unset, it builds in the user's cache, as the XDG base directory specification asks of an
-# empty variable too.
+# Torch takes an empty one for the current folder (cpp_extension.py and _appdirs.py, 2.13.0), and would leave what it
+# builds among the user's files. Without the variable it builds in the user's cache, as the XDG base directory
+# specification asks of an empty variable too.
 _NEVER_EMPTY = ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
 
 
@@ -40,7 +40,7 @@ class Job:
 
     Attributes:
         calls: run in order on every rank.
-        folder: where what ranks say, their results and the log lie; made anew.
+        folder: of the log and of what ranks write, results included; it is emptied first.
         ranks: processes to start.
         timeout: seconds for the whole job.
         import_from: folders in which functions are looked up beside the installed packages.
@@ -60,12 +60,12 @@ class Job:
 def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title: None) -> list[Any]:
     """Start the ranks, run the job, return the first rank's results in the order of the calls.
 
-    Ranks have this process's environment. An empty TORCH_EXTENSIONS_DIR or XDG_CACHE_HOME is dropped from it, because torch
-    would compile DeepSpeed's operators into the current folder.
+    Ranks have this process's environment. An empty TORCH_EXTENSIONS_DIR or XDG_CACHE_HOME is dropped from it, because
+    torch would compile DeepSpeed's operators into the current folder.
 
     Args:
         job: what to run.
-        progress: told how many calls have finished, and the title of the one that runs.
+        progress: called with the number of calls that have finished, and the title of the one that runs.
 
     Raises:
         HarnessError: there is no launcher, a rank failed or died, or time ran out. No process is left behind.
@@ -88,7 +88,7 @@ def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title:
 
 
 def said(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
-    """Yield what a rank has said so far: lines with `started`, `finished` or `failed`."""
+    """Yield what a rank has written so far: lines with `started`, `finished` or `failed` (the number of a call)."""
     path = folder / f"rank{rank}.jsonl"
     if path.exists():
         for line in path.read_text().splitlines():

@@ -45,13 +45,13 @@ def engine_of(name: str) -> Callable[[Scenario, Record], Any]:
 
 
 class Around(Protocol):
-    """Told just before and just after a step is written down."""
+    """Called just before and just after a step is written down."""
 
     def before(self, module: nn.Module) -> None:
-        """Told before, with the module as the step left it."""
+        """Do what is to be done before, with the module as the step left it."""
 
     def after(self, module: nn.Module) -> None:
-        """Told after."""
+        """Do what is to be done after, with the module as the step left it."""
 
 
 def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Around | None = None) -> dict[str, Any]:
@@ -76,9 +76,9 @@ def attempt_scenario(scenario: dict[str, Any], engine: str, folder: str, measure
     """Run one scenario with one engine as `run_scenario`, and live to say what went wrong.
 
     Returns:
-        What `run_scenario` returns, or `raised`. With `measured` also `peaks`, the bytes that up to two windows after the
-        first held at most above what was held at their start, on this rank, and `parameters`, how many numbers the model
-        holds.
+        What `run_scenario` returns, or `raised`. With `measured` also `peaks`, the most bytes that lived at a time in
+        up to two windows after the first, above what lived at their start, on this rank; and `parameters`, how many
+        numbers the model has.
     """
     if not measured:
         return attempted(lambda: run_scenario(scenario, engine, folder))

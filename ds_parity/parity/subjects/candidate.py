@@ -49,9 +49,9 @@ def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
 
 
 def _stream(scenario: Scenario) -> list[MicroBatch]:
-    # Some scenarios say where idle passes are; streams just run dry.
-    told = scenario.shape == "planned" or scenario.drive == "loop"
-    return [batch for batch in own_batches(scenario) if told or not batch.idle]
+    # Some scenarios say where idle passes are; in the others, ranks just run out of data.
+    idle_included = scenario.shape == "planned" or scenario.drive == "loop"
+    return [batch for batch in own_batches(scenario) if idle_included or not batch.idle]
 
 
 def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:

@@ -101,7 +101,7 @@ def run_controls(
         folder: for traces and the ranks' log.
         names: of controls, None: all that are faults on its ZeRO stage.
         timeout: seconds for all of it.
-        progress: told how many runs have finished, and which one is under way.
+        progress: called with the number of runs that have finished, and the title of the one under way.
 
     Raises:
         ConfigError: a name is unknown, or the configuration can't be run.
@@ -119,11 +119,11 @@ def run_controls(
 
 def good(findings: Sequence[Finding]) -> bool:
     """Whether there are controls, all were caught, and no clean engine was."""
-    return any(not found.clean for found in findings) and all(found.good for found in findings)
+    return any(not one.clean for one in findings) and all(one.good for one in findings)
 
 
 def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> Finding:
     if raised is not None:
         return Finding(engine, shape.name, None, raised=raised)
-    found = outcome(shape, "torch", folder, engine)
-    return Finding(engine, shape.name, found.comparison, found.causes)
+    compared = outcome(shape, "torch", folder, engine)
+    return Finding(engine, shape.name, compared.comparison, compared.causes)

@@ -1,4 +1,4 @@
-"""`ds-parity verify`: one configuration, run by the references and by ours, compared."""
+"""`ds-parity verify`: one configuration, run by the references and by ds_parity, and compared."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def verify(
         folder: for traces and the ranks' log.
         ranks: processes to start.
         timeout: seconds for all of it.
-        progress: told how many runs have finished, and which one is under way.
+        progress: called with the number of runs that have finished, and the title of the one under way.
         import_from: folders in which ranks look up functions beside the installed packages.
         options: of `Scenario` (windows, seed, model, rollouts, max_tokens, train).
 

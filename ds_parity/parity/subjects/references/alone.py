@@ -57,11 +57,11 @@ def train_alone(scenario: Scenario, record: Record) -> nn.Module:
 
 def window_loss(model: nn.Module, layout: Layout, window: PlannedWindow, settings: Settings) -> torch.Tensor | None:
     """Return sum(weight * loss) / total of a window from one forward over all its rollouts; None where total is 0."""
-    rows = [held for row in layout[window.first : window.last + 1] for held in row if held]
-    if not rows or window.total == 0:
+    cells = [cell for row in layout[window.first : window.last + 1] for cell in row if cell]
+    if not cells or window.total == 0:
         return None
-    rollouts = [rollout for held in rows for rollout in held]
-    shares = _shares(rows, window.total, settings.loss_weight)
+    rollouts = [rollout for cell in cells for rollout in cell]
+    shares = _shares(cells, window.total, settings.loss_weight)
     inputs = collate(rollouts).inputs
     logits = model.policy(inputs["input_ids"])  # type: ignore[operator]
     logp = getattr(logits, "logits", logits)[:, :-1].double().log_softmax(-1)
@@ -74,15 +74,15 @@ def window_loss(model: nn.Module, layout: Layout, window: PlannedWindow, setting
     return loss
 
 
-def _shares(rows: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[float]:
+def _shares(cells: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[float]:
     """Return what each rollout's summed token loss is worth in the step."""
     shares = []
-    for held in rows:
-        for rollout in held:
+    for cell in cells:
+        for rollout in cell:
             if unit == "token":
                 shares.append(1 / total)
             elif unit == "pass":
-                shares.append(1 / max(rollout.loss_tokens, 1) / len(held) / total)
+                shares.append(1 / max(rollout.loss_tokens, 1) / len(cell) / total)
             else:
                 shares.append(1 / max(rollout.loss_tokens, 1) / total)
     return shares

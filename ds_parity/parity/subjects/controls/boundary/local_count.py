@@ -1,4 +1,7 @@
-"""local-count: each rank compares its own count with the global target: windows are as many times too long as there are ranks."""
+"""local-count: each rank compares its own count with the global target.
+
+Windows are as many times too long as there are ranks.
+"""
 
 from __future__ import annotations
 

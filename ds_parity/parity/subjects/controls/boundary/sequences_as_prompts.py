@@ -1,4 +1,7 @@
-"""sequences-as-prompts: sequences are counted where the target is one of prompts: steps grow with the solutions, or turns, of each."""
+"""sequences-as-prompts: sequences are counted where the target is one of prompts.
+
+The number of steps grows with the solutions, or turns, of each prompt.
+"""
 
 from __future__ import annotations
 
