@@ -46,7 +46,7 @@ def notes(results: Sequence[Result]) -> list[str]:
 
 
 def render(results: Sequence[Result]) -> Table:
-    """A row a variant, a column a ZeRO stage; numbers point to the notes."""
+    """Return a table with one row per variant and one column per ZeRO stage; numbers point to the notes."""
     table = Table(title="ds_parity against its references, by configuration and ZeRO stage")
     table.add_column("configuration")
     for stage in STAGES:
@@ -63,7 +63,7 @@ def render(results: Sequence[Result]) -> Table:
 
 
 def markdown(results: Sequence[Result], versions: str) -> str:
-    """The table for a README, with its notes and what it was made with."""
+    """Return the table for a README, with its notes and what it was made with."""
     known = notes(results)
     lines = [f"{summary(results)} ({versions}).", "", f"| | {' | '.join(f'ZeRO {stage}' for stage in STAGES)} |"]
     lines.append("|---" * (1 + len(STAGES)) + "|")
@@ -78,7 +78,7 @@ def markdown(results: Sequence[Result], versions: str) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many cells came to what, in words."""
+    """Return how many cells have which status, in words."""
     counts = {status: sum(result.status is status for result in results) for status in _STYLES}
     in_words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     return f"{len(results)} cells: {in_words}"

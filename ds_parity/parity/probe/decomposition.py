@@ -15,7 +15,8 @@ _NOT_FINITE = "a micro-batch's own gradient is not finite: nothing can be told; 
 # Coefficients are sums of thousands of terms, which average rounding out: the measured error is 100 times smaller.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
-# Unit vectors that lie no further apart are one direction: rounding parts those of equal micro-batches by 1e-7 in fp32.
+# Unit vectors that lie no further apart are one direction: rounding separates those of equal micro-batches by 1e-7 in
+# fp32.
 _ONE_DIRECTION = 1e-6
 
 

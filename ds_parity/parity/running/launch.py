@@ -131,21 +131,22 @@ def _free_port() -> int:
 def _watch(
     process: subprocess.Popen[bytes], job: Job, compilers: Compilers, progress: Callable[[int, str], None]
 ) -> int:
-    begun = heard = time.monotonic()
-    spoken = 0
+    begun = last_heard = time.monotonic()
+    lines_seen = 0
     while process.poll() is None:
         lines = list(said(job.folder, 0))
         now = time.monotonic()
         compilers.look(now)
-        if len(lines) != spoken or compilers.running:
-            heard, spoken = now, len(lines)
+        # A compiler at work is progress too, though no rank says so.
+        if len(lines) != lines_seen or compilers.running:
+            last_heard, lines_seen = now, len(lines)
         if now - begun > job.timeout:
             raise HarnessError(
                 f"the ranks did not finish within {job.timeout:g} s ({_where(job)}): they were ended; look at "
                 f"{job.folder / 'log.txt'}, or allow more time{compilers.blame}"
             )
-        # Before the first call come imports, which say nothing.
-        if job.patience is not None and spoken and now - heard > job.patience:
+        # Before the first call the ranks import DeepSpeed, which takes long and says nothing.
+        if job.patience is not None and lines_seen and now - last_heard > job.patience:
             raise HarnessError(
                 f"the ranks said nothing for {job.patience:g} s ({_where(job)}): they hang, and were ended; look at "
                 f"{job.folder / 'log.txt'}{compilers.blame}"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-# A thread of a collective lets its tensors go a moment after the collective has returned.
+# Seconds. The thread of a collective frees its tensors a moment after the collective has returned.
 _PATIENCE = 0.002
 
 

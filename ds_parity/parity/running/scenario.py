@@ -38,11 +38,11 @@ class Scenario:
         name: also the folder of its traces.
         config: the extended DeepSpeed configuration.
         ranks: data-parallel ranks.
-        shape: how rollouts are cut into micro-batches: `uniform` (one a micro-batch), `ragged` (0 to 5, windows that
-            hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
-            `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others), or
-            `planned` (`plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`), or `hollow`
-            (ragged, and the second window has no loss tokens).
+        shape: how rollouts are cut into micro-batches: `uniform` (one in each micro-batch), `ragged` (0 to 5, windows
+            that hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
+            `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others),
+            `planned` (by `plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`), or
+            `hollow` (ragged, and the second window has no loss tokens).
         windows: how many windows' worth of rollouts there are (>= 1).
         seed: of the model's weights, of the choice of rollouts and of the raggedness.
         drive: `loop` (counts given to every backward) or `passes` (the engine reads the stream).
@@ -57,7 +57,7 @@ class Scenario:
             processes run.
         collation: `padded` or `packed`.
         micro_batch_tokens: the most tokens in a planned micro-batch (>= 1).
-        turns: planned rollouts are cut into a sequence a turn (a line of the completion).
+        turns: planned rollouts are cut into one sequence for each turn (a line of the completion).
         train: `package.module:function` that is called with the engine and its micro-batches and trains; it alone then
             calls the model. None: the bundled loss and loop.
     """

@@ -39,7 +39,8 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
 
 
 def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
-    # Steps are taken down as they are settled: what the function does between its passes, and its metrics, are its own.
+    # Each step is recorded as it is settled: the function returns only at the end, and its metrics are its own. The
+    # driver is private to ds_parity's engine, which offers users `last_step` instead.
     def note(finished: Finished) -> None:
         record(finished.record.model_copy(update={"metrics": {}}), engine.module)
 

@@ -1,4 +1,4 @@
-"""Scenarios with sequence parallelism: the bundled decoder over DeepSpeed's own Ulysses attention, a slice a rank."""
+"""Scenarios with sequence parallelism: the bundled decoder over DeepSpeed's own Ulysses attention, one slice each."""
 
 from __future__ import annotations
 

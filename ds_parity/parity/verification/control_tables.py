@@ -13,7 +13,7 @@ from ds_parity.parity.verification.control_runs import Finding
 
 
 def render(findings: Sequence[Finding]) -> Table:
-    """One line an engine: caught at which step and by what, and what it was taken for."""
+    """Return a table with one row per engine: at which step and by what it was caught, and what it was taken for."""
     table = Table(title="controls: engines with one fault each, against the torch reference")
     for name in ("engine", "scenario", "result", "by", "bounds off", "diagnosed as"):
         table.add_column(name, justify="right" if name == "bounds off" else "left")

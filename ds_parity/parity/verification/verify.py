@@ -17,6 +17,7 @@ from ds_parity.parity.running.scenario import Scenario
 from ds_parity.trace import Trace, read_trace
 
 Progress = Callable[[int, str], None]
+# Ranks import these by name: the first ends the job where it raises, the second answers with the error.
 _RUN_SCENARIO = "ds_parity.parity.running.tasks:run_scenario"
 ATTEMPT_SCENARIO = "ds_parity.parity.running.tasks:attempt_scenario"
 TIERS = {"deepspeed": Tier.EXACT, "deepspeed-loop": Tier.EXACT, "torch": Tier.REASSOCIATED}

@@ -1,7 +1,7 @@
 """Reference `deepspeed-loop`: the bare engine with a moving boundary, driven by hand as RL trainers write it.
 
-It knows all counts beforehand. It shares no code with the engine under test; the division, the boundary, the correction
-and the scheduler's position are written out here once more.
+It knows all counts beforehand. It shares no code with the engine under test (tests/parity/test_reference_imports.py):
+the division, the boundary, the correction and the scheduler's position are written here a second time.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def _backward(
     notes.add(loss, units)
     averaged: float = scenario.ranks if engine.gradient_average else 1
     if engine.zero_optimization_stage() < 3:
-        # Gathered losses sum to so many times their gradient, and only ZeRO 3 averages over all who hold them.
+        # Every rank of a group gathers the whole loss, so the group's gradients sum to as many times their value; only
+        # ZeRO 3 averages over the group as well.
         averaged /= scenario.sequence_parallel
     share = averaged if settings.loss_reduction == "sum" else averaged * units
     divided = loss / (window.expected / share)
