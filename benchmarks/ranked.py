@@ -13,7 +13,7 @@ import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.parity.data.model import TinyDecoder
 from ds_parity.parity.running import weights
-from ds_parity.parity.running.memory import Held
+from ds_parity.parity.running.memory import LiveBytes
 from ds_parity.parity.running.own_batches import own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import weight
@@ -136,6 +136,6 @@ def memory(scenario):
 
 def _peak(run):
     gc.collect()
-    with Held() as allocated:
+    with LiveBytes() as allocated:
         run()
     return allocated.peak

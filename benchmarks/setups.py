@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 
 ROOT = Path(__file__).parents[1]
@@ -30,4 +30,4 @@ def scenario(stage=2, *, passes=8, ranks=2, shape="uniform", max_tokens=192, mod
 def launched(folder, function, calls, ranks=2):
     """Run the function with each of the arguments in one launched set of ranks; returns results under the same keys."""
     made = tuple(Call(str(key), function, arguments) for key, arguments in calls.items())
-    return dict(zip(calls, run(Job(made, folder, ranks, 540, IMPORTS)), strict=True))
+    return dict(zip(calls, run_job(Job(made, folder, ranks, 540, IMPORTS)), strict=True))

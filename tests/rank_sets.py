@@ -19,7 +19,7 @@ not touch the accelerator or the process group.
 from pathlib import Path
 
 from ds_parity.parity.probe.decomposition import ProbeResult
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.verification.verify import call, title
 from ds_parity.trace import read_trace
 
@@ -103,7 +103,7 @@ class RankSet:
         """
         calls = tuple(make(folder, earlier) for _, make in self._registered.values())
         job = Job(calls, folder / "ranks", self.ranks, import_from=(ROOT,), **self._options)
-        return Launched(folder, dict(zip(self._registered, run(job), strict=True)))
+        return Launched(folder, dict(zip(self._registered, run_job(job), strict=True)))
 
     def _register(self, name, what, make):
         # Two scenarios of one name would leave their traces in one file.
@@ -164,4 +164,4 @@ def _call(function, **arguments):
 
 def _probe(scenario, subject):
     arguments = {"scenario": scenario.to_json(), "subject": subject}
-    return Call(f"{scenario.name}: {subject}", "ds_parity.parity.probe.measure:probe", arguments)
+    return Call(f"{scenario.name}: {subject}", "ds_parity.parity.probe.measure:probe_scenario", arguments)

@@ -24,7 +24,7 @@ def controls(
     from ds_parity.parity.verification import control_tables
 
     extended = load_config(config)
-    with progress(len(harness.plan(extended, only))) as report:
+    with progress(len(harness.planned_runs(extended, only))) as report:
         found = harness.run_controls(extended, folder / "controls", names=only, timeout=timeout, progress=report)
     if as_json:
         print_json(

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_parity.parity.matrix import attempt
+from ds_parity.parity.running.tasks import attempt_scenario
 from tests.distributed import cells
 from tests.distributed.sets import on_two_ranks
 
@@ -27,12 +27,12 @@ def name(stage, dtype):
 
 def _peaks(scenario, folder):
     results = {
-        engine: attempt.run(scenario, engine, folder, measured=True) for engine in ("ds_parity", "deepspeed-loop")
+        engine: attempt_scenario(scenario, engine, folder, measured=True) for engine in ("ds_parity", "deepspeed-loop")
     }
     unwatched = DeepSpeedEngine._take_model_step
     DeepSpeedEngine._take_model_step = _copying
     try:
-        results["copying"] = attempt.run(scenario, "ds_parity", folder, measured=True)
+        results["copying"] = attempt_scenario(scenario, "ds_parity", folder, measured=True)
     finally:
         DeepSpeedEngine._take_model_step = unwatched
     return results

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_parity.parity.running.launch import Job, run
+from ds_parity.parity.running.launch import Job, run_job
 from tests.frameworks import runs
 
 ROOT = str(Path(__file__).parents[2])
@@ -18,4 +18,4 @@ def found(tmp_path_factory):
         pytest.importorskip(package, reason="takes the extra hf: make test-hf")
     calls, folder = runs.calls(), tmp_path_factory.mktemp("frameworks") / "ranks"
     job = Job(tuple(calls), folder, timeout=900, patience=120, import_from=(ROOT,), environment=OFFLINE)
-    return dict(zip([one.title for one in calls], run(job), strict=True))
+    return dict(zip([one.title for one in calls], run_job(job), strict=True))

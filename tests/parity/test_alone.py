@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
-from ds_parity.parity.subjects.references.alone import run, window_loss
+from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
+from ds_parity.parity.subjects.references.alone import train_alone, window_loss
 from tests.distributed import cells
 
 REDUCTIONS = ("mean", "sum")
@@ -37,7 +37,7 @@ def gradient(loss, model):
 def test_the_loss_of_a_window_is_the_weighted_sum_over_its_micro_batches(loss_weight, reduction, objective):
     wanted = scenario(loss_weight, reduction, objective)
     model, layout, passes = wanted.build().double(), wanted.layout(), wanted.batches()
-    windows = plan(passes, wanted.settings)
+    windows = windows_of(passes, wanted.settings)
     assert [window.open for window in windows] == [False, False, False, True]
     for window in windows:
         found = window_loss(model, layout, window, wanted.settings)
@@ -48,7 +48,7 @@ def test_the_loss_of_a_window_is_the_weighted_sum_over_its_micro_batches(loss_we
 def test_the_gradient_of_a_window_is_the_weighted_sum_of_its_micro_batches_gradients(loss_weight):
     wanted = scenario(loss_weight)
     model, layout, passes = wanted.build().double(), wanted.layout(), wanted.batches()
-    window = plan(passes, wanted.settings)[0]
+    window = windows_of(passes, wanted.settings)[0]
     parts = [
         weight(batch, loss_weight) / window.total * gradient(model(**batch.inputs), model)
         for row in passes[window.first : window.last + 1]
@@ -70,8 +70,8 @@ def test_a_window_of_idle_passes_has_no_loss():
 def test_a_run_writes_the_definitions_loss_and_the_norm_of_its_gradient_for_every_window():
     wanted = scenario("token")
     passes, lines = wanted.batches(), []
-    run(wanted, lambda line, module: lines.append(line))
-    windows = plan(passes, wanted.settings)
+    train_alone(wanted, lambda line, module: lines.append(line))
+    windows = windows_of(passes, wanted.settings)
     assert [line.step for line in lines] == [1, 2, 3, 4]
     assert [line.total for line in lines] == [window.total for window in windows]
     model = wanted.build().double()

@@ -1,6 +1,7 @@
 """Waiting for compilers: those that run are waited for and named, the lock of one that was killed is pointed at."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running import compiling, launch
 from ds_parity.parity.running.compiling import Compilers
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 
 # A launcher whose one rank begins a call, holds a lock for a while or is silent, and ends it.
 _RANK = """
@@ -115,6 +116,49 @@ class TestWhatLiesThere:
         assert found.path.samefile(lock)
         assert found.extension == "cpu_lion"
 
+    @pytest.mark.parametrize("name", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
+    def test_an_empty_folder_is_the_current_one_as_torch_takes_it(self, name, tmp_path, monkeypatch):
+        """Torch asks whether the variable is there, not whether it says anything."""
+        from torch.utils import cpp_extension
+
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setenv(name, "")
+        monkeypatch.chdir(tmp_path)
+        compilers = Compilers(dict(os.environ))
+        lock = Path(cpp_extension._get_build_directory("cpu_lion", verbose=False), "lock").absolute()
+        assert lock.is_relative_to(tmp_path)
+        lock.touch()
+        (found,) = compilers._locks()
+        assert found.path.samefile(lock)
+
+
+class TestNothingIsBuiltInTheCurrentFolder:
+    """Where ds_parity itself starts ranks: an empty variable is dropped, and torch takes its usual folder."""
+
+    @pytest.mark.parametrize("name", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
+    @pytest.mark.parametrize("by_job", [True, False])
+    def test_an_empty_folder_does_not_reach_the_ranks(self, name, by_job, tmp_path, monkeypatch):
+        monkeypatch.setenv(name, "" if not by_job else str(tmp_path))
+        job = Job((), tmp_path, environment={name: ""} if by_job else {})
+        assert name not in launch._environment(job)
+
+    def test_a_folder_that_is_named_reaches_them(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        assert launch._environment(Job((), tmp_path))["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
+
+    def test_torch_builds_elsewhere_then(self, tmp_path, monkeypatch):
+        """As torch itself says, in a process with the ranks' environment; it makes the folder that it names."""
+        for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.setenv(name, "")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        (tmp_path / "here").mkdir()
+        asks = "from torch.utils import cpp_extension as c; print(c._get_build_directory('cpu_lion', False))"
+        environment = launch._environment(Job((), tmp_path))
+        command, here = [sys.executable, "-c", asks], tmp_path / "here"
+        ran = subprocess.run(command, env=environment, cwd=here, capture_output=True, text=True, check=True)
+        assert list(here.iterdir()) == []
+        assert Path(ran.stdout.strip()).is_relative_to(tmp_path / "home")
+
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
@@ -130,7 +174,7 @@ def started(tmp_path, monkeypatch):
         environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
         job = Job((Call("a call", "x:y"),), folder, 1, timeout, environment=environment, patience=1.5)
         titles = []
-        return run(job, lambda done, title: titles.append(title)), titles
+        return run_job(job, lambda done, title: titles.append(title)), titles
 
     return start
 

@@ -8,7 +8,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
 from ds_parity.parity.verification import control_tables
-from ds_parity.parity.verification.control_runs import Finding, chosen, good, plan
+from ds_parity.parity.verification.control_runs import Finding, chosen, good, planned_runs
 from ds_parity.parity.verification.control_scenarios import NAMES, scenario
 
 BUGS = [
@@ -99,7 +99,7 @@ def test_a_hollow_scenario_has_one_window_without_loss_tokens():
 
 
 def test_only_faults_of_the_stage_are_run_each_in_its_scenario_beside_the_clean_engines():
-    on_two = plan({"zero_optimization": {"stage": 2}})
+    on_two = planned_runs({"zero_optimization": {"stage": 2}})
     names = [engine for _, engine in on_two]
     assert "last-backward-only" in names
     assert "late-boundary" not in names
@@ -109,7 +109,7 @@ def test_only_faults_of_the_stage_are_run_each_in_its_scenario_beside_the_clean_
 
 def test_an_unknown_control_or_scenario_is_refused_by_name():
     with pytest.raises(ConfigError, match="control 'nonsense': it must be one of boundary-off-by-one"):
-        plan({}, ["nonsense"])
+        planned_runs({}, ["nonsense"])
     with pytest.raises(ConfigError, match="control scenario 'nonsense'"):
         scenario("nonsense", {})
 

@@ -1,4 +1,4 @@
-"""Functions by their names: what can't be found is refused with what is wrong, and before ranks are started where it can be."""
+"""Functions by their names: what can't be found is refused with what is wrong, before ranks are started if possible."""
 
 import json
 import sys
@@ -90,11 +90,11 @@ class TestNoRankIsStarted:
 
     @pytest.fixture(autouse=True)
     def no_ranks(self, monkeypatch):
-        def run(job, progress=None):
+        def run_job(job, progress=None):
             raise AssertionError("ranks were started")
 
         for user in (verify, start):
-            monkeypatch.setattr(user, "run", run)
+            monkeypatch.setattr(user, "run_job", run_job)
 
     @pytest.mark.parametrize("option", ["model", "train"])
     def test_by_verify(self, option, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running import launch
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 
 HERE = str(Path(__file__).parent)
 
@@ -39,7 +39,7 @@ def test_results_come_back_in_order_and_progress_is_told(tmp_path, monkeypatch):
     port = launch._free_port()
     monkeypatch.setattr(launch, "_free_port", lambda: port)
     # Time enough for DeepSpeed to compile its ops, once a machine; the tests below find them compiled.
-    results = run(Job(calls, tmp_path / "ranks", 2, 300, (HERE,)), lambda done, title: seen.append((done, title)))
+    results = run_job(Job(calls, tmp_path / "ranks", 2, 300, (HERE,)), lambda done, title: seen.append((done, title)))
     assert results == [0, 1, 2]
     buffers = list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
     assert not buffers, "DeepSpeed's buffers of 66 MB a rank were left in memory"
@@ -51,7 +51,7 @@ def test_results_come_back_in_order_and_progress_is_told(tmp_path, monkeypatch):
 @pytest.mark.ranks
 def test_an_exception_on_one_rank_is_named_with_its_rank_and_ends_the_others(tmp_path):
     with pytest.raises(HarnessError, match=r"rank 1 failed in 'fail': ValueError: 7 is not what rank 1 wanted"):
-        run(job(tmp_path, "fail", rank=1))
+        run_job(job(tmp_path, "fail", rank=1))
     assert not left_behind(tmp_path)
 
 
@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_p
         r"rank 1 ended without saying why: killed|a rank ended with code \d+ in 'die' without saying why: it was killed"
     )
     with pytest.raises(HarnessError, match=told):
-        run(job(tmp_path, "die", rank=1))
+        run_job(job(tmp_path, "die", rank=1))
     assert time.monotonic() - begun < 120
     assert not left_behind(tmp_path)
 
@@ -72,14 +72,14 @@ def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_p
 @pytest.mark.slow
 def test_ranks_that_hang_are_ended_when_the_time_is_up(tmp_path):
     with pytest.raises(HarnessError, match=r"did not finish within 25 s \(in 'hang'\): they were ended"):
-        run(job(tmp_path, "hang", timeout=25))
+        run_job(job(tmp_path, "hang", timeout=25))
     assert not left_behind(tmp_path)
 
 
 def test_a_launcher_that_is_not_there_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: None)
     with pytest.raises(HarnessError, match=r"no `deepspeed` launcher beside .* install deepspeed"):
-        run(job(tmp_path, "echo", value=1))
+        run_job(job(tmp_path, "echo", value=1))
 
 
 def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch, request):
@@ -95,11 +95,15 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch, request):
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        run(job(tmp_path, "echo", value=1), interrupt)
+        run_job(job(tmp_path, "echo", value=1), interrupt)
     assert not left_behind(tmp_path)
 
 
-_SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', sys.argv[1]]); time.sleep(60)"
+_SLEEPER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]])
+time.sleep(60)
+"""
 
 
 def test_a_line_that_is_being_written_is_passed_over(tmp_path):

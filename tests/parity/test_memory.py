@@ -8,13 +8,13 @@ import threading
 import pytest
 import torch
 
-from ds_parity.parity.running.memory import Held, Peaks
+from ds_parity.parity.running.memory import LiveBytes, Peaks
 
 KEPT = torch.nn.Linear(100, 100, bias=False)
 
 
 def test_what_is_born_counts_until_it_is_gone():
-    with Held() as held:
+    with LiveBytes() as held:
         first = torch.zeros(1000)
         second = first + 1
         assert held.now == 8000
@@ -27,7 +27,7 @@ def test_what_is_born_counts_until_it_is_gone():
 
 def test_views_and_results_in_place_are_nothing_new():
     before = torch.zeros(1000)
-    with Held() as held:
+    with LiveBytes() as held:
         before.add_(1).view(10, 100)[3:].mul_(2)
         assert held.peak == 0
         parts = before.clone().chunk(4)
@@ -38,7 +38,7 @@ def test_views_and_results_in_place_are_nothing_new():
 
 def test_what_another_thread_lets_go_is_gone():
     """As a collective's thread does; the profiler that watched this one took it for kept."""
-    with Held() as held:
+    with LiveBytes() as held:
         told, box = threading.Event(), [torch.zeros(1000)]
         thread = threading.Thread(target=lambda: (told.wait(), box.clear()))
         thread.start()
@@ -50,7 +50,7 @@ def test_what_another_thread_lets_go_is_gone():
 
 @pytest.mark.parametrize(("patience", "peak"), [(0.5, 4000), (0.0, 8000)])
 def test_a_peak_that_goes_away_again_at_once_is_none(patience, peak):
-    with Held() as held:
+    with LiveBytes() as held:
         box = [torch.zeros(1000)]
         held.patience = patience
         threading.Timer(0.05, box.clear).start()

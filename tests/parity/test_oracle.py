@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_parity.config import parse
-from ds_parity.parity.subjects.oracle import plan, weight
+from ds_parity.parity.subjects.oracle import weight, windows_of
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 
@@ -79,14 +79,14 @@ def layouts(draw):
 @given(layouts())
 def test_oracle_and_ledger_cut_the_passes_at_the_same_boundaries(layout):
     wanted, passes = layout
-    found = [(w.first, w.last, w.open) for w in plan(passes, wanted)]
+    found = [(w.first, w.last, w.open) for w in windows_of(passes, wanted)]
     assert found == [(w.first, w.last, w.open) for w in by_ledger(passes, wanted, lookahead=False)]
 
 
 @given(layouts())
 def test_oracle_and_ledger_divide_a_step_by_the_same_total(layout):
     wanted, passes = layout
-    found = [w.total for w in plan(passes, wanted)]
+    found = [w.total for w in windows_of(passes, wanted)]
     assert found == [w.total for w in by_ledger(passes, wanted, lookahead=False)]
 
 
@@ -100,7 +100,7 @@ def closed_by_its_first_weight(window, passes, wanted):
 def test_oracle_and_ledger_expect_the_same_total_without_look_ahead(layout):
     """Bit for bit; a window that holds nothing of its weight divides no loss, and the next test has the rest."""
     wanted, passes = layout
-    for planned, found in zip(plan(passes, wanted), by_ledger(passes, wanted, lookahead=False), strict=True):
+    for planned, found in zip(windows_of(passes, wanted), by_ledger(passes, wanted, lookahead=False), strict=True):
         if planned.total and not closed_by_its_first_weight(planned, passes, wanted):
             assert planned.expected == found.expected
 
@@ -109,7 +109,7 @@ def test_oracle_and_ledger_expect_the_same_total_without_look_ahead(layout):
 def test_oracle_and_ledger_expect_the_total_itself_where_the_first_pass_that_weighs_something_is_the_boundary(layout):
     """Nothing is left to guess there, look-ahead or not."""
     wanted, passes = layout
-    for planned, found in zip(plan(passes, wanted), by_ledger(passes, wanted, lookahead=False), strict=True):
+    for planned, found in zip(windows_of(passes, wanted), by_ledger(passes, wanted, lookahead=False), strict=True):
         if planned.total and closed_by_its_first_weight(planned, passes, wanted):
             assert found.expected == found.total
             assert planned.expected == found.expected
@@ -119,7 +119,7 @@ def test_oracle_and_ledger_expect_the_total_itself_where_the_first_pass_that_wei
 def test_with_look_ahead_to_the_boundary_oracle_and_ledger_expect_the_total_itself(layout):
     """The boundary of a window that the data ends in is never seen ahead, so it is left out."""
     wanted, passes = layout
-    oracle, ledger = plan(passes, wanted, lookahead=True), by_ledger(passes, wanted, lookahead=True)
+    oracle, ledger = windows_of(passes, wanted, lookahead=True), by_ledger(passes, wanted, lookahead=True)
     for planned, found in zip(oracle, ledger, strict=True):
         if planned.total and not planned.open:
             assert planned.expected == found.expected == planned.total
@@ -128,7 +128,7 @@ def test_with_look_ahead_to_the_boundary_oracle_and_ledger_expect_the_total_itse
 @given(layouts())
 def test_oracle_and_ledger_stand_at_the_same_progress_while_every_window_weighs_something(layout):
     wanted, passes = layout
-    for planned, found in zip(plan(passes, wanted), by_ledger(passes, wanted, lookahead=False), strict=True):
+    for planned, found in zip(windows_of(passes, wanted), by_ledger(passes, wanted, lookahead=False), strict=True):
         if planned.total == 0:
             break
         assert planned.progress == found.progress
@@ -139,7 +139,7 @@ def test_a_window_without_weight_makes_no_progress():
     passes = [[batch(4, 0, 0)], [batch(4, 0, 10)]]
     wanted = settings(4, loss_weight="token")
     assert [w.progress for w in by_ledger(passes, wanted, lookahead=False)] == [0, 1]
-    assert [w.progress for w in plan(passes, wanted)] == [0, 1]
+    assert [w.progress for w in windows_of(passes, wanted)] == [0, 1]
 
 
 # By hand: target 4 on two ranks. The first window holds passes 0 to 2 and one rollout too many, so under carry the
@@ -164,7 +164,7 @@ PASSES = [
     ],
 )
 def test_totals_and_expected_totals_worked_out_by_hand(loss_weight, totals, expected):
-    windows = plan(PASSES, settings(4, loss_weight=loss_weight))
+    windows = windows_of(PASSES, settings(4, loss_weight=loss_weight))
     assert [(w.first, w.last, w.open) for w in windows] == [(0, 2, False), (3, 3, False), (4, 4, True)]
     assert [w.total for w in windows] == totals
     assert [w.expected for w in windows] == expected
@@ -172,9 +172,9 @@ def test_totals_and_expected_totals_worked_out_by_hand(loss_weight, totals, expe
 
 
 def test_under_reset_the_surplus_is_forgotten_and_prompts_are_counted_where_they_are_the_unit():
-    reset = plan(PASSES, settings(4, overshoot="reset"))
+    reset = windows_of(PASSES, settings(4, overshoot="reset"))
     assert [(w.first, w.last, w.open) for w in reset] == [(0, 2, False), (3, 4, False)]
-    prompts = plan(PASSES, settings(2, count="prompt"))
+    prompts = windows_of(PASSES, settings(2, count="prompt"))
     assert [(w.first, w.last, w.open, w.total) for w in prompts] == [
         (0, 1, False, 3.0),
         (2, 3, False, 5.0),
@@ -183,12 +183,12 @@ def test_under_reset_the_surplus_is_forgotten_and_prompts_are_counted_where_they
 
 
 def test_with_look_ahead_every_expected_total_is_the_total_where_the_window_reaches_its_target():
-    windows = plan(PASSES, settings(4, loss_weight="token"), lookahead=True)
+    windows = windows_of(PASSES, settings(4, loss_weight="token"), lookahead=True)
     assert [w.total for w in windows] == [53.0, 27.0, 9.0]
     assert [w.expected for w in windows if not w.open] == [53.0, 27.0]
 
 
 @pytest.mark.parametrize("loss_weight", WEIGHTS)
 def test_a_window_that_holds_nothing_has_total_0(loss_weight):
-    (window,) = plan([[batch(), batch()]], settings(4, loss_weight=loss_weight))
+    (window,) = windows_of([[batch(), batch()]], settings(4, loss_weight=loss_weight))
     assert (window.total, window.open) == (0.0, True)

@@ -16,7 +16,7 @@ JUDGES = (f"{SUBJECTS}.references", f"{SUBJECTS}.controls", f"{SUBJECTS}.oracle"
 
 # Data types and what makes data: settings, rollouts, micro-batches, traces, the losses that users call.
 DATA = ("config", "planning", "trace", "collation", "losses", "errors")
-# What starts ranks and hands a scenario to any subject; and sequence parallelism, which is DeepSpeed's own on both sides.
+# What starts ranks and hands a scenario to any subject; and sequence parallelism, DeepSpeed's own on both sides.
 HARNESS = ("parity.running", "parity.data", "parity.subjects.ulysses")
 ALLOWED = (*JUDGES, *(f"ds_parity.{room}" for room in (*DATA, *HARNESS)))
 # Packages that hold a docstring alone. The root is not among them: its names lead to the engine.

@@ -11,7 +11,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.running.shapes import leveled, streamed
-from ds_parity.parity.subjects.oracle import plan
+from ds_parity.parity.subjects.oracle import windows_of
 from ds_parity.planning.rollout import Rollout
 from tests.distributed import cells
 
@@ -41,7 +41,7 @@ def test_ragged_windows_hold_the_same_rollouts_on_any_number_of_ranks():
     for ranks in (1, 2, 4):
         wanted = scenario(ranks=ranks)
         layout = wanted.layout()
-        windows = plan(wanted.batches(), wanted.settings)
+        windows = windows_of(wanted.batches(), wanted.settings)
         held.append([flat(layout[w.first : w.last + 1]) for w in windows])
     assert held[0] == held[1] == held[2]
     assert [len(window) for window in held[0]] == [12] * 4
@@ -49,7 +49,7 @@ def test_ragged_windows_hold_the_same_rollouts_on_any_number_of_ranks():
 
 def test_overshooting_windows_go_beyond_the_target():
     wanted = scenario("overshoot", seed=3)
-    closed = plan(wanted.batches(), wanted.settings)
+    closed = windows_of(wanted.batches(), wanted.settings)
     assert any(w.total > w.expected for w in closed)
 
 
@@ -58,7 +58,7 @@ def test_uniform_windows_have_one_rollout_on_every_rank_in_every_pass(ranks):
     wanted = scenario("uniform", ranks=ranks, windows=2)
     layout = wanted.layout()
     assert {len(held) for row in layout for held in row} == {1}
-    assert [w.last - w.first + 1 for w in plan(wanted.batches(), wanted.settings)] == [12 // ranks] * 2
+    assert [w.last - w.first + 1 for w in windows_of(wanted.batches(), wanted.settings)] == [12 // ranks] * 2
 
 
 @pytest.mark.parametrize("micro", [1, 2])
@@ -115,8 +115,8 @@ def test_a_scenario_driven_by_passes_is_laid_out_as_streams():
 def test_short_takes_that_many_rollouts_off_the_end_and_leaves_the_last_window_open(shape, short):
     wanted = scenario(shape, short=short)
     assert Counter(flat(wanted.layout())) == Counter(flat(scenario(shape).layout())[: 4 * 12 - short])
-    assert [w.open for w in plan(wanted.batches(), wanted.settings)] == [False] * 3 + [True]
-    assert not any(w.open for w in plan(scenario(shape).batches(), wanted.settings))
+    assert [w.open for w in windows_of(wanted.batches(), wanted.settings)] == [False] * 3 + [True]
+    assert not any(w.open for w in windows_of(scenario(shape).batches(), wanted.settings))
 
 
 def test_a_scenario_without_the_key_is_refused():

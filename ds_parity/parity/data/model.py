@@ -78,7 +78,13 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def block_diagonal(
     mix: Callable[[Tensor, Tensor, Tensor], Tensor], heads: Sequence[Tensor], lengths: Sequence[int]
 ) -> Tensor:
-    """Attend inside each of the sequences that are packed along T, and to no other; `heads` (1, heads, T, channels) each."""
+    """Attend inside each of the sequences that are packed along T, and to no other.
+
+    Args:
+        mix: attention over one sequence.
+        heads: query, key and value, (1, heads, T, channels) each.
+        lengths: of the sequences in tokens; they sum to T.
+    """
     parts = zip(*(torch.split(one, list(lengths), dim=2) for one in heads), strict=True)
     return torch.cat([mix(*part) for part in parts], dim=2)
 

@@ -75,7 +75,7 @@ def shorten(rollouts: Iterable[Rollout], max_tokens: int) -> tuple[Rollout, ...]
 
 
 def line_turns(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
-    """Yield each rollout as a sequence a turn, its turns being the lines of its completion (the last one with EOS)."""
+    """Yield each rollout as one sequence per turn; its turns are the lines of its completion, the last one with EOS."""
     for number, rollout in enumerate(rollouts):
         breaks = (
             at + 1 for at in range(rollout.prompt_length, len(rollout.tokens) - 2) if rollout.tokens[at] == _NEWLINE

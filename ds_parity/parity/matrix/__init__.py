@@ -1,1 +1,1 @@
-"""The matrix: every DeepSpeed configuration that people run, each held against its references, in one launch of ranks."""
+"""The matrix: every DeepSpeed configuration that people run, checked against its references, in one launch of ranks."""

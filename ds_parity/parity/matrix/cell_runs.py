@@ -9,9 +9,9 @@ from typing import Any
 
 from ds_parity.errors import HarnessError
 from ds_parity.parity.matrix.cells import Cell
-from ds_parity.parity.running.launch import Call, Job, run, said
+from ds_parity.parity.running.launch import Call, Job, run_job, said
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.verification.verify import title
+from ds_parity.parity.verification.verify import ATTEMPT_SCENARIO, title
 
 Progress = Callable[[int, str], None]
 Answers = dict[str, dict[str, Any]]
@@ -25,7 +25,7 @@ def calls_of(cell: Cell, folder: Path) -> tuple[Call, ...]:
     if cell.refusal is not None:
         return ()
     if cell.stage in cell.variant.refused:
-        return (Call(f"{cell.name}: refusal", f"{_ATTEMPT}:refusal", {"scenario": cell.ragged.to_json()}),)
+        return (Call(f"{cell.name}: refusal", f"{_ATTEMPT}:attempt_engine", {"scenario": cell.ragged.to_json()}),)
     checks = cell.checks()
     calls = [_run(cell.ragged, engine, folder) for engine in ("deepspeed-loop", "torch") if engine in checks]
     calls.append(_run(cell.ragged, "ds_parity", folder))
@@ -33,7 +33,7 @@ def calls_of(cell: Cell, folder: Path) -> tuple[Call, ...]:
         calls += [_run(cell.uniform, engine, folder) for engine in ("deepspeed", "ds_parity")]
     if "probe" in checks:
         arguments = {"scenario": cell.probed.to_json(), "subject": _SUBJECT}
-        calls.append(Call(cell.probed.name, f"{_ATTEMPT}:probe", arguments))
+        calls.append(Call(cell.probed.name, f"{_ATTEMPT}:attempt_probe", arguments))
     return tuple(calls)
 
 
@@ -45,7 +45,7 @@ def run_cells(
     Args:
         cells: of the matrix.
         folder: for traces and the ranks' logs.
-        progress: told how many calls are done, and which one is under way.
+        progress: called with the number of calls that are done, and the title of the one under way.
         patience: seconds that a single call may take.
     """
     answers: Answers = {}
@@ -64,14 +64,14 @@ def run_cells(
 def _run(scenario: Scenario, engine: str, folder: Path) -> Call:
     measured = scenario.name.endswith("/ragged") and engine != "torch"
     arguments = {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder), "measured": measured}
-    return Call(title(scenario, engine), f"{_ATTEMPT}:run", arguments)
+    return Call(title(scenario, engine), ATTEMPT_SCENARIO, arguments)
 
 
 def _launch(job: Job, answers: Answers, progress: Progress) -> Sequence[Call]:
     """Run a job, note its answers, return the calls behind the one that ended it."""
     before = len(answers)
     try:
-        run(job, lambda done, at: progress(before + done, at))
+        run_job(job, lambda done, at: progress(before + done, at))
     except HarnessError as error:
         finished = _note(job, answers)
         if len(finished) < len(job.calls):

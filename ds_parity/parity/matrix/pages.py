@@ -25,7 +25,7 @@ def write(results: Sequence[Result], facts: Mapping[str, str], path: Path) -> No
         loader=PackageLoader("ds_parity.parity.matrix", "."), autoescape=True, undefined=StrictUndefined
     )
     page = environment.get_template("report.html.j2").render(
-        groups=[(group, list(held)) for group, held in groupby(rows(results), key=lambda row: row.group)],
+        groups=[(group, list(members)) for group, members in groupby(rows(results), key=lambda row: row.group)],
         notes=notes(results),
         summary=summary(results),
         good=equal(results),

@@ -37,7 +37,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One check of a cell. `corrected`: DeepSpeed's own run is wrong, ours is right."""
+    """One check of a cell. `corrected`: DeepSpeed's own run is wrong, ds_parity's is right."""
 
     check: str
     status: Status
@@ -54,10 +54,10 @@ class Result:
 
     @property
     def status(self) -> Status:
-        """The worst that was found."""
+        """The worst status of its checks."""
         order = (Status.FAILED, Status.DIFFERS, Status.REFUSED, Status.CORRECTED, Status.RIGHT)
-        found = {finding.status for finding in self.findings}
-        return next((status for status in order if status in found), Status.FAILED)
+        statuses = {finding.status for finding in self.findings}
+        return next((status for status in order if status in statuses), Status.FAILED)
 
     @property
     def good(self) -> bool:
@@ -80,7 +80,7 @@ def judge(cell: Cell, answers: Answers, folder: Path) -> Result:
     if cell.stage in cell.variant.refused:
         detail = "ds_parity takes a configuration that the matrix says it refuses"
         return Result(cell, (Finding("refusal", Status.DIFFERS, detail),), seconds)
-    return Result(cell, tuple(_found(check, cell, mine, folder) for check in CHECKS), seconds)
+    return Result(cell, tuple(_finding(check, cell, mine, folder) for check in CHECKS), seconds)
 
 
 def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
@@ -94,7 +94,7 @@ def _refusal(cell: Cell, reason: str) -> Finding:
     return Finding("refusal", expected, reason.removeprefix("1 fault: "))
 
 
-def _found(check: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
+def _finding(check: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
     if check in cell.left_out:
         return Finding(check, Status.LEFT_OUT, cell.left_out[check])
     try:
@@ -144,11 +144,11 @@ def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> F
 
 
 def _memory(cell: Cell, answers: Answers) -> Finding:
-    ours, by_hand = (_answer(answers, title(cell.ragged, engine)) for engine in ("ds_parity", "deepspeed-loop"))
-    if not ours["peaks"]:
+    ds_parity, by_hand = (_answer(answers, title(cell.ragged, engine)) for engine in ("ds_parity", "deepspeed-loop"))
+    if not ds_parity["peaks"]:
         return Finding("memory", Status.FAILED, "there was no second step to measure")
-    # A copy is there in every window; what a thread lets go late is not.
-    extra = (min(ours["peaks"]) - min(by_hand["peaks"])) / _gradient_bytes(cell.ragged, ours["parameters"])
+    # A copy is there in every window; what a thread frees late is not.
+    extra = (min(ds_parity["peaks"]) - min(by_hand["peaks"])) / _gradient_bytes(cell.ragged, ds_parity["parameters"])
     detail = f"peak of a step {extra:+.4f} of the gradients beside the engine driven by hand"
     return Finding("memory", Status.RIGHT if extra <= _MEMORY else Status.DIFFERS, detail)
 
@@ -160,5 +160,5 @@ def _gradient_bytes(scenario: Scenario, parameters: int) -> float:
 
 def equal(results: Iterable[Result]) -> bool:
     """Whether there are cells, and all are good."""
-    found = list(results)
-    return bool(found) and all(result.good for result in found)
+    every = list(results)
+    return bool(every) and all(result.good for result in every)

@@ -32,12 +32,12 @@ class Row:
 
 def rows(results: Sequence[Result]) -> list[Row]:
     """Gather the cells of a variant, in the order of the matrix."""
-    found = []
-    for (group, name), held in groupby(
+    by_variant = []
+    for (group, name), members in groupby(
         results, key=lambda result: (result.cell.variant.group, result.cell.variant.name)
     ):
-        found.append(Row(group, name, {result.cell.stage: result for result in held}))
-    return found
+        by_variant.append(Row(group, name, {result.cell.stage: result for result in members}))
+    return by_variant
 
 
 def notes(results: Sequence[Result]) -> list[str]:
@@ -46,14 +46,14 @@ def notes(results: Sequence[Result]) -> list[str]:
 
 
 def render(results: Sequence[Result]) -> Table:
-    """A row a variant, a column a ZeRO stage; numbers point to the notes."""
+    """Return a table with one row per variant and one column per ZeRO stage; numbers point to the notes."""
     table = Table(title="ds_parity against its references, by configuration and ZeRO stage")
     table.add_column("configuration")
     for stage in STAGES:
         table.add_column(f"ZeRO {stage}", justify="center")
     known = notes(results)
-    for _, held in groupby(rows(results), key=lambda row: row.group):
-        group = list(held)
+    for _, members in groupby(rows(results), key=lambda row: row.group):
+        group = list(members)
         table.add_row(f"[bold]{group[0].group}[/bold]")
         for row in group:
             cells = (row.cells.get(stage) for stage in STAGES)
@@ -63,12 +63,12 @@ def render(results: Sequence[Result]) -> Table:
 
 
 def markdown(results: Sequence[Result], versions: str) -> str:
-    """The table for a README, with its notes and what it was made with."""
+    """Return the table for a README, with its notes and what it was made with."""
     known = notes(results)
     lines = [f"{summary(results)} ({versions}).", "", f"| | {' | '.join(f'ZeRO {stage}' for stage in STAGES)} |"]
     lines.append("|---" * (1 + len(STAGES)) + "|")
-    for _, held in groupby(rows(results), key=lambda row: row.group):
-        group = list(held)
+    for _, members in groupby(rows(results), key=lambda row: row.group):
+        group = list(members)
         lines.append(f"| **{group[0].group}** |" + " |" * len(STAGES))
         for row in group:
             cells = " | ".join(_text(row.cells.get(stage), known) for stage in STAGES)
@@ -78,10 +78,10 @@ def markdown(results: Sequence[Result], versions: str) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many cells came to what, in words."""
+    """Return how many cells have which status, in words."""
     counts = {status: sum(result.status is status for result in results) for status in _STYLES}
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return f"{len(results)} cells: {told}"
+    in_words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return f"{len(results)} cells: {in_words}"
 
 
 def _text(result: Result | None, known: Sequence[str]) -> str:

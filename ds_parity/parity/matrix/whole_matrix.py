@@ -41,14 +41,14 @@ def chosen(subset: str | None) -> tuple[Cell, ...]:
     if subset is None or subset == "quick":
         return cells(quick=subset == "quick")
     wanted = subset.lower()
-    found = cells(v for v in VARIANTS if wanted in f"{v.group}: {v.name}".lower())
-    if not found:
+    named = cells(v for v in VARIANTS if wanted in f"{v.group}: {v.name}".lower())
+    if not named:
         groups = ", ".join(dict.fromkeys(variant.group for variant in VARIANTS))
         raise ConfigError(
-            f"--matrix {subset!r} names no row of the matrix: give 'quick', one of the groups {groups}, a part of a row's "
-            "name such as 'offload', or nothing for all"
+            f"--matrix {subset!r} names no row of the matrix: give 'quick', one of the groups {groups}, a part of a "
+            "row's name such as 'offload', or nothing for all"
         )
-    return found
+    return named
 
 
 def calls(wanted: Sequence[Cell], folder: Path) -> int:
@@ -99,5 +99,5 @@ def _plain(result: Result) -> dict[str, Any]:
 
 def _facts(answers: dict[str, dict[str, Any]]) -> dict[str, str]:
     facts = {name: version(name) for name in ("ds_parity", "deepspeed", "torch")}
-    told = {answer["accelerator"] for answer in answers.values() if "accelerator" in answer}
-    return facts | {"accelerator": max(told, key=len, default="unknown")}  # the longest says how fp16 was run, too
+    accelerators = {answer["accelerator"] for answer in answers.values() if "accelerator" in answer}
+    return facts | {"accelerator": max(accelerators, key=len, default="unknown")}  # the longest says how fp16 was run

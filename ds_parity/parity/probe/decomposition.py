@@ -15,7 +15,8 @@ _NOT_FINITE = "a micro-batch's own gradient is not finite: nothing can be told; 
 # Coefficients are sums of thousands of terms, which average rounding out: the measured error is 100 times smaller.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
-# Unit vectors that lie no further apart are one direction: rounding parts those of equal micro-batches by 1e-7 in fp32.
+# Unit vectors that lie no further apart are one direction: rounding separates those of equal micro-batches by 1e-7 in
+# fp32.
 _ONE_DIRECTION = 1e-6
 
 
@@ -87,7 +88,7 @@ def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[flo
 
 
 def _directions(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each unit vector which direction it has, numbered from 0, and whether along it (1) or against it (-1)."""
+    """Return for each unit vector the number of its direction, from 0, and 1 along it or -1 against it."""
     cosines = units @ units.T
     one = 2 - 2 * np.abs(cosines) <= _ONE_DIRECTION**2
     first = one.argmax(axis=1)

@@ -21,13 +21,13 @@ from ds_parity.parity.running import half_precision, weights
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import own_batches
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import plan, weight
+from ds_parity.parity.subjects.oracle import weight, windows_of
 
 # A step long enough that the update, not the weights, fills the digits of a bf16 weight.
 _RATE = {"fp32": 1.0, "bf16": 1024.0, "fp16": 1024.0}
 
 
-def probe(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
+def probe_scenario(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
     """Run one window of a scenario and decompose its update; called on every rank.
 
     Args:
@@ -39,7 +39,7 @@ def probe(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
     """
     wanted = prepared(Scenario.from_json(scenario))
     passes = wanted.batches()
-    window = plan(passes, wanted.settings)[0]
+    window = windows_of(passes, wanted.settings)[0]
     start, gradients = _gradients(wanted, window.last + 1)
     update = _update(wanted, start, resolve(subject))
     expected = [

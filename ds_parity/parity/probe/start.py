@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
 from ds_parity.parity.running.functions import refuse_unknown
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 
 
@@ -22,7 +22,7 @@ def probe_config(
     progress: Callable[[int, str], None] = lambda done, title: None,
     **options: Any,
 ) -> tuple[ProbeResult, float]:
-    """Probe a ragged window; returns what it came to, and the tolerance of the configuration's type.
+    """Probe a ragged window, and return the result and the tolerance of the configuration's type.
 
     Args:
         config: extended configuration.
@@ -43,6 +43,6 @@ def probe_config(
     for name in (subject, scenario.model):
         refuse_unknown(name)
     arguments = {"scenario": scenario.to_json(), "subject": subject}
-    call = Call(f"probe of {subject}", "ds_parity.parity.probe.measure:probe", arguments)
-    found = run(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)
-    return ProbeResult(**found[0]), TOLERANCE[scenario.dtype]
+    call = Call(f"probe of {subject}", "ds_parity.parity.probe.measure:probe_scenario", arguments)
+    results = run_job(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)
+    return ProbeResult(**results[0]), TOLERANCE[scenario.dtype]

@@ -1,7 +1,8 @@
 """Whether torch compiles extensions, DeepSpeed's operators among them, while ranks run: seen from outside.
 
-A file named `lock` lies beside an extension while a process compiles or loads it. All others wait for it without a word, also
-where who made it was killed and nobody will ever remove it (torch/utils/file_baton.py, read in 2.13.0).
+A file named `lock` lies beside an extension while a process compiles or loads it. All other processes wait for it and
+say nothing, even if the process that made it was killed and nobody will ever remove it (torch/utils/file_baton.py,
+2.13.0).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _BETWEEN_LOOKS = 1.0
 
 
 class Lock(NamedTuple):
-    """A lock by what stays the same as long as it lies there: no clock of the file server's is compared with ours."""
+    """A lock by what stays the same as long as it lies there: its times are never compared with our own clock."""
 
     path: Path
     inode: int
@@ -32,10 +33,10 @@ class Lock(NamedTuple):
 
 
 class Compilers:
-    """Compilers that run beside ranks.
+    """Watches compilers that run beside ranks.
 
     Args:
-        environment: of the ranks, who are started after this.
+        environment: of the ranks, which must be started after this.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -73,31 +74,39 @@ class Compilers:
         return "".join(
             f"; {self._may_wait(lock)}"
             if lock in self._before
-            else f"; torch was compiling {lock.extension}, which is ended too: delete {lock.path}, if no other run compiles it"
+            else f"; torch was compiling {lock.extension}, which is ended too: delete {lock.path}, if no other run "
+            "compiles it"
             for lock in self._locks()
         )
 
     def _may_wait(self, lock: Lock) -> str:
         return (
-            f"ranks that need {lock.extension} wait for a compilation that began before them: if no compiler runs, it was "
-            f"killed; delete {lock.path}"
+            f"ranks that need {lock.extension} wait for a compilation that began before them: if no compiler runs, it "
+            f"was killed; delete {lock.path}"
         )
 
     def _locks(self) -> list[Lock]:
-        found = []
+        locks = []
         for path in sorted(self._root.glob(self._pattern)):
-            with suppress(OSError):  # it has just ended, or isn't ours to look at
+            with suppress(OSError):  # it has just ended, or we may not read it
                 status = path.stat()
-                found.append(Lock(path, status.st_ino, status.st_mtime_ns))
-        return found
+                locks.append(Lock(path, status.st_ino, status.st_mtime_ns))
+        return locks
 
 
 def _place(environment: Mapping[str, str]) -> tuple[Path, str]:
-    """The folder that this Python's extensions are compiled in, as far as torch needn't be asked, and where locks lie in it."""
+    """Return the folder that this Python's extensions are compiled in, and the pattern of their locks in it.
+
+    The rule is torch's (`_get_build_directory` in torch/utils/cpp_extension.py, `user_cache_dir` in torch/_appdirs.py,
+    2.13.0), but for the accelerator in the folder's name, which only torch knows. Torch asks whether a variable is
+    there, not whether it says anything: an empty one makes the path relative to the current folder.
+    """
     chosen = environment.get("TORCH_EXTENSIONS_DIR")
-    if chosen:
-        return Path(chosen), "*/lock"
-    home = environment.get("HOME") or os.path.expanduser("~")  # noqa: PTH111  # Path.home() raises where there is none
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path(home, ".cache"))
+    if chosen is not None:
+        return Path(chosen).absolute(), "*/lock"
+    cache = environment.get("XDG_CACHE_HOME")
+    if cache is None:
+        home = environment.get("HOME", os.path.expanduser("~"))  # noqa: PTH111  # Path.home() raises where there is none
+        cache = f"{home.rstrip('/')}/.cache"
     version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return cache / "torch_extensions", f"{version}_*/*/lock"
+    return Path(cache, "torch_extensions").absolute(), f"{version}_*/*/lock"

@@ -1,4 +1,4 @@
-"""Functions of the user's by their names: models, loops and setups, as ranks import them."""
+"""A user's functions by their names: models, loops and setups, as ranks import them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ def resolve(name: str) -> Callable[..., Any]:
     Raises:
         ConfigError: there is no such module or function.
     """
-    module, _, function = name.partition(":")
+    module, _, path = name.partition(":")
     try:
-        found = operator.attrgetter(function)(importlib.import_module(module))
+        function = operator.attrgetter(path)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise _unknown(name, error) from error
-    if not callable(found):
-        raise ConfigError(f"{name!r} is a {type(found).__name__}: it must be a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ConfigError(f"{name!r} is a {type(function).__name__}: it must be a function")
+    return function  # type: ignore[no-any-return]
 
 
 def refuse_unknown(name: str, folders: Sequence[str] = ()) -> None:
-    """Raise ConfigError where ranks would look for a package in vain, before any is started.
+    """Refuse a function whose package no rank would find, before any rank is started.
 
     Nothing is imported: what a user's module does when it is, such as asking for the accelerator, belongs to the ranks.
 
     Args:
         name: as `resolve` takes it.
-        folders: in which ranks look beside the working directory, PYTHONPATH as it stands now, and the installed packages.
+        folders: where ranks look beside the working directory, PYTHONPATH as it stands now, and the installed packages.
+
+    Raises:
+        ConfigError: there is no such package, or the name is not of that form.
     """
     module, _, function = name.partition(":")
     if not function:
@@ -47,11 +50,11 @@ def refuse_unknown(name: str, folders: Sequence[str] = ()) -> None:
     if package == "__main__":
         raise _unknown(name, "the main module of ranks is another one: put the function into a module of its own")
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    if not package or not _found(package, [*folders, *inherited, str(Path.cwd())]):
+    if not package or not _can_be_found(package, [*folders, *inherited, str(Path.cwd())]):
         raise _unknown(name, f"no module named {module!r}")
 
 
-def _found(package: str, folders: list[str]) -> bool:
+def _can_be_found(package: str, folders: list[str]) -> bool:
     before = sys.path[:]
     sys.path[:0] = folders
     importlib.invalidate_caches()  # it may have been written since somebody looked

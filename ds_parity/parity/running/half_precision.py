@@ -1,4 +1,4 @@
-"""Half precision where DeepSpeed says no, and what it forgets to clear: for experiments on any machine, never for training.
+"""Half precision where DeepSpeed says no, and what it forgets to clear: for experiments only, never for training.
 
 DeepSpeed's CPU accelerator answers `is_fp16_supported()` by whether the processor multiplies fp16 matrices by itself;
 torch computes them all the same, only slower. CUDA answers yes, and nothing is changed there.
@@ -33,8 +33,8 @@ def accelerator(dtype: str) -> str:
 def fp16_allowed() -> Iterator[None]:
     """Let DeepSpeed build and run fp16 engines inside, whatever its accelerator says.
 
-    The question is asked while an engine is built (engine.py, `_do_sanity_check`, 0.19.8), and in every reduction on ZeRO 0
-    (`supported_dtypes()` in `split_half_float_double_sparse`): engines are to be run inside too.
+    DeepSpeed asks while an engine is built (engine.py, `_do_sanity_check`, 0.19.8), and in every reduction on ZeRO 0
+    (`supported_dtypes()` in `split_half_float_double_sparse`), so engines must be run inside too.
     """
     accelerator = get_accelerator()
     denied = not accelerator.is_fp16_supported()
@@ -50,8 +50,8 @@ def fp16_allowed() -> Iterator[None]:
 def forget_autocast() -> None:
     """Undo what a `torch_autocast` engine leaves behind in its process (runtime/torch_autocast.py, 0.19.8).
 
-    Two module globals are set by the first such engine and cleared by none: every later ZeRO engine would take it for
-    its own setting, and scale its losses after an fp16 one. Call it before each engine where many share a process.
+    The first such engine sets two module globals, and nothing clears them: every later ZeRO engine would take them for
+    its own setting, and scale its losses after an fp16 one. Call this before each engine where many share a process.
     """
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None

@@ -19,6 +19,11 @@ from typing import Any
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running.compiling import Compilers
 
+# Torch takes an empty one for the current folder (cpp_extension.py and _appdirs.py, 2.13.0), and would leave what it
+# builds among the user's files. Without the variable it builds in the user's cache, as the XDG base directory
+# specification asks of an empty variable too.
+_NEVER_EMPTY = ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -35,7 +40,7 @@ class Job:
 
     Attributes:
         calls: run in order on every rank.
-        folder: where what ranks say, their results and the log lie; made anew.
+        folder: of the log and of what ranks write, results included; it is emptied first.
         ranks: processes to start.
         timeout: seconds for the whole job.
         import_from: folders in which functions are looked up beside the installed packages.
@@ -52,12 +57,15 @@ class Job:
     patience: float | None = None
 
 
-def run(job: Job, progress: Callable[[int, str], None] = lambda done, title: None) -> list[Any]:
+def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title: None) -> list[Any]:
     """Start the ranks, run the job, return the first rank's results in the order of the calls.
+
+    Ranks have this process's environment. An empty TORCH_EXTENSIONS_DIR or XDG_CACHE_HOME is dropped from it, because
+    torch would compile DeepSpeed's operators into the current folder.
 
     Args:
         job: what to run.
-        progress: told how many calls have finished, and the title of the one that runs.
+        progress: called with the number of calls that have finished, and the title of the one that runs.
 
     Raises:
         HarnessError: there is no launcher, a rank failed or died, or time ran out. No process is left behind.
@@ -80,7 +88,7 @@ def run(job: Job, progress: Callable[[int, str], None] = lambda done, title: Non
 
 
 def said(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
-    """Yield what a rank has said so far: lines with `started`, `finished` or `failed`."""
+    """Yield what a rank has written so far: lines with `started`, `finished` or `failed` (the number of a call)."""
     path = folder / f"rank{rank}.jsonl"
     if path.exists():
         for line in path.read_text().splitlines():
@@ -107,6 +115,7 @@ def _command(job: Job, port: int) -> list[str]:
 
 def _environment(job: Job) -> dict[str, str]:
     environment = {**os.environ, **job.environment}
+    environment = {name: value for name, value in environment.items() if value or name not in _NEVER_EMPTY}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products on CUDA ask for
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*job.import_from, environment.get("PYTHONPATH", "")]))
@@ -122,21 +131,22 @@ def _free_port() -> int:
 def _watch(
     process: subprocess.Popen[bytes], job: Job, compilers: Compilers, progress: Callable[[int, str], None]
 ) -> int:
-    begun = heard = time.monotonic()
-    spoken = 0
+    begun = last_heard = time.monotonic()
+    lines_seen = 0
     while process.poll() is None:
         lines = list(said(job.folder, 0))
         now = time.monotonic()
         compilers.look(now)
-        if len(lines) != spoken or compilers.running:
-            heard, spoken = now, len(lines)
+        # A compiler at work is progress too, though no rank says so.
+        if len(lines) != lines_seen or compilers.running:
+            last_heard, lines_seen = now, len(lines)
         if now - begun > job.timeout:
             raise HarnessError(
                 f"the ranks did not finish within {job.timeout:g} s ({_where(job)}): they were ended; look at "
                 f"{job.folder / 'log.txt'}, or allow more time{compilers.blame}"
             )
-        # Before the first call come imports, which say nothing.
-        if job.patience is not None and spoken and now - heard > job.patience:
+        # Before the first call the ranks import DeepSpeed, which takes long and says nothing.
+        if job.patience is not None and lines_seen and now - last_heard > job.patience:
             raise HarnessError(
                 f"the ranks said nothing for {job.patience:g} s ({_where(job)}): they hang, and were ended; look at "
                 f"{job.folder / 'log.txt'}{compilers.blame}"

@@ -21,7 +21,11 @@ _MOST_PASSES = 9
 
 
 def finishing(keys: Sequence[Hashable]) -> list[int]:
-    """Return, for prompts or rollouts in the order in which they are run, 1 where one is the last of its key and 0 elsewhere."""
+    """Return 1 where a sequence is the last of its key, and 0 elsewhere.
+
+    Args:
+        keys: of prompts or rollouts, one for each sequence, in the order in which they are run.
+    """
     last = {key: index for index, key in enumerate(keys)}
     return [int(last[key] == index) for index, key in enumerate(keys)]
 
@@ -33,15 +37,15 @@ def collate_layout(
 
     A prompt, or a rollout of several turns, is finished by its last sequence: passes first, then ranks.
     """
-    run = [rollout for row in layout for held in row for rollout in held]
+    run = [rollout for row in layout for cell in row for rollout in cell]
     prompts = iter(finishing([rollout.prompt_id for rollout in run]))
     rollouts = iter(finishing([rollout_key(rollout, index) for index, rollout in enumerate(run)]))
 
-    def collated(held: Sequence[Rollout]) -> MicroBatch:
-        finished = [sum(islice(flags, len(held))) for flags in (rollouts, prompts)]
-        return collate(held, layout=collation, rollouts=finished[0], prompts=finished[1])
+    def collated(cell: Sequence[Rollout]) -> MicroBatch:
+        finished = [sum(islice(flags, len(cell))) for flags in (rollouts, prompts)]
+        return collate(cell, layout=collation, rollouts=finished[0], prompts=finished[1])
 
-    return tuple(tuple(collated(held) for held in row) for row in layout)
+    return tuple(tuple(collated(cell) for cell in row) for row in layout)
 
 
 def planned_layout(plan: Plan) -> Layout:
@@ -99,22 +103,22 @@ def ragged_layout(
         _check_enough(rollouts, target * windows, f"{windows} windows of {target} rollouts")
     rng = random.Random(seed)
     counts: list[list[int]] = []
-    held = 0
+    consumed = 0
     for window in range(windows):
-        size = min(target - held % target, len(rollouts) - held)
+        size = min(target - consumed % target, len(rollouts) - consumed)
         if size == 0:
             break
         cut = _cut_window(size, n_ranks, max_rollouts, window, rng)
         if not same_windows:
-            _overshoot(cut[-1], max_rollouts, len(rollouts) - held - size, rng)
-        held += sum(map(sum, cut))
+            _overshoot(cut[-1], max_rollouts, len(rollouts) - consumed - size, rng)
+        consumed += sum(map(sum, cut))
         counts += cut
     source = iter(rollouts)
     return tuple(tuple(tuple(islice(source, count)) for count in row) for row in counts)
 
 
 def _cut_window(size: int, n_ranks: int, most: int, window: int, rng: random.Random) -> list[list[int]]:
-    """Return [pass][rank] counts that sum to `size`, none above `most`, the last pass not empty."""
+    """Return counts[pass][rank] that sum to `size`, none above `most`, the last pass not empty."""
     idle_start = window % 2 == 0
     idle_end = window % 3 == 0 and n_ranks > 1  # a single rank can't both be idle and close the window
     fewest = math.ceil((math.ceil(size / most) + idle_start + idle_end) / n_ranks)

@@ -13,19 +13,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-# A thread of a collective lets its tensors go a moment after the collective has returned.
+# Seconds. The thread of a collective frees its tensors a moment after the collective has returned.
 _PATIENCE = 0.002
 
 
-class Held(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that are born under it; enter it as a context.
 
     Dispatch is watched, not the allocator: torch's profiler, which sees a CPU's allocations, doesn't see what other
     threads free, and took what gloo's threads free for kept (in one window out of five).
 
     Attributes:
-        now: bytes held.
-        peak: the most that was held since the start, or since it was set.
+        now: bytes that live.
+        peak: the most that lived at a time since the start, or since it was set.
         patience: seconds that a new peak is given to go away again.
     """
 
@@ -58,26 +58,26 @@ class Held(TorchDispatchMode):
 
 
 class Peaks:
-    """Watches up to two windows after the first, what writes a step down left out.
+    """Watches up to two windows after the first, without what writes a step down.
 
-    Each from its last backward on, where gradients are corrected and stepped: before, activations and DeepSpeed's buckets
-    hide a copy of them.
+    Each window is watched from its last backward on, where gradients are corrected and stepped: before, activations and
+    DeepSpeed's buckets would hide a copy of them.
 
     Attributes:
-        bytes: for each window, what it held at most after its last backward, above what was held at its start.
-        parameters: how many numbers the model holds.
+        bytes: for each window, the most that lived after its last backward, above what lived at its start.
+        parameters: how many numbers the model has.
     """
 
     def __init__(self) -> None:
         self.bytes: list[int] = []
         self.parameters = 0
-        self._held: Held | None = None
+        self._live: LiveBytes | None = None
         self._unwatched = (DeepSpeedEngine.forward, DeepSpeedEngine.backward)
 
     def before(self, module: nn.Module) -> None:
         """End a window."""
-        if self._held is not None:
-            self.bytes.append(self._held.peak)
+        if self._live is not None:
+            self.bytes.append(self._live.peak)
         self.end()
 
     def after(self, module: nn.Module) -> None:
@@ -85,28 +85,28 @@ class Peaks:
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
         if len(self.bytes) < 2:
             gc.collect()
-            self._held = Held()
-            self._held.__enter__()  # type: ignore[no-untyped-call]
-            self._watch(self._held)
+            self._live = LiveBytes()
+            self._live.__enter__()  # type: ignore[no-untyped-call]
+            self._watch(self._live)
 
     def end(self) -> None:
         """Stop watching; a window that no step has ended is not counted."""
-        if self._held is not None:
+        if self._live is not None:
             DeepSpeedEngine.forward, DeepSpeedEngine.backward = self._unwatched
-            self._held.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._held = None
+            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._live = None
 
-    def _watch(self, held: Held) -> None:
+    def _watch(self, live: LiveBytes) -> None:
         forward, backward = self._unwatched
 
         def entering(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            held.patience = 0.0
+            live.patience = 0.0
             return forward(engine, *args, **kwargs)
 
         def returning(engine: Any, *args: Any, **kwargs: Any) -> Any:
             result = backward(engine, *args, **kwargs)
             time.sleep(_PATIENCE)
-            held.peak, held.patience = held.now, _PATIENCE
+            live.peak, live.patience = live.now, _PATIENCE
             return result
 
         DeepSpeedEngine.forward, DeepSpeedEngine.backward = entering, returning

@@ -38,11 +38,11 @@ class Scenario:
         name: also the folder of its traces.
         config: the extended DeepSpeed configuration.
         ranks: data-parallel ranks.
-        shape: how rollouts are cut into micro-batches: `uniform` (one a micro-batch), `ragged` (0 to 5, windows that
-            hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
-            `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others), or
-            `planned` (`plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`), or `hollow`
-            (ragged, and the second window has no loss tokens).
+        shape: how rollouts are cut into micro-batches: `uniform` (one in each micro-batch), `ragged` (0 to 5, windows
+            that hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
+            `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others),
+            `planned` (by `plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`), or
+            `hollow` (ragged, and the second window has no loss tokens).
         windows: how many windows' worth of rollouts there are (>= 1).
         seed: of the model's weights, of the choice of rollouts and of the raggedness.
         drive: `loop` (counts given to every backward) or `passes` (the engine reads the stream).
@@ -51,15 +51,15 @@ class Scenario:
         rollouts: a JSON Lines file of the user's own, None: the bundled ones.
         short: rollouts that the last window of `ragged` and `overshoot` lacks (0 to target - 1); it stays open.
         objective: `policy_gradient` or `nll`.
-        setup: `package.module:function`, called with the model, returns keywords of `initialize` (parameters, a client's
-            optimizer, a client's scheduler), None: all parameters of the model.
+        setup: `package.module:function`, called with the model, returns keywords of `initialize` (parameters, a
+            client's optimizer, a client's scheduler), None: all parameters of the model.
         sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
             processes run.
         collation: `padded` or `packed`.
         micro_batch_tokens: the most tokens in a planned micro-batch (>= 1).
-        turns: planned rollouts are cut into a sequence a turn (a line of the completion).
-        train: `package.module:function` that is called with the engine and its micro-batches and trains; the model is then
-            called by it alone. None: the bundled loss and loop.
+        turns: planned rollouts are cut into one sequence for each turn (a line of the completion).
+        train: `package.module:function` that is called with the engine and its micro-batches and trains; it alone then
+            calls the model. None: the bundled loss and loop.
     """
 
     name: str
@@ -89,8 +89,8 @@ class Scenario:
             raise ConfigError(f"scenario {self.name!r}: turns in {self.shape!r} windows, must be in 'planned' ones")
         if self.collation == "packed" and self.sequence_parallel > 1:
             raise ConfigError(
-                f"scenario {self.name!r}: packed rollouts over {self.sequence_parallel} sequence-parallel ranks: the bundled "
-                "attention takes whole rows there; choose collation 'padded'"
+                f"scenario {self.name!r}: packed rollouts over {self.sequence_parallel} sequence-parallel ranks: the "
+                "bundled attention takes whole rows there; choose collation 'padded'"
             )
 
     @property
@@ -103,8 +103,8 @@ class Scenario:
         settings = parse(self.config)
         if settings is None:
             raise ConfigError(
-                f"scenario {self.name!r}: the configuration has no gradient_accumulation_passes, so there is nothing to "
-                "compare with bare DeepSpeed; add the key"
+                f"scenario {self.name!r}: the configuration has no gradient_accumulation_passes, so there is "
+                "nothing to compare with bare DeepSpeed; add the key"
             )
         return settings
 
@@ -185,14 +185,14 @@ class Scenario:
     ) -> Layout:
         same = self.shape != "overshoot" if same_windows is None else same_windows
         # The last window of `overshoot` may have gone to the one before it.
-        held = pool[: target * windows]
-        return ragged_layout(held, self.ranks, target, windows, seed, same_windows=same) if windows else ()
+        rollouts = pool[: target * windows]
+        return ragged_layout(rollouts, self.ranks, target, windows, seed, same_windows=same) if windows else ()
 
     def _plan(self, settings: Settings) -> Plan:
         if self.turns and settings.loss_weight != "token":
             raise ConfigError(
-                f"scenario {self.name!r}: turns with loss_weight {settings.loss_weight!r}: the bundled loss is a mean over "
-                "whole rollouts there; choose 'token'"
+                f"scenario {self.name!r}: turns with loss_weight {settings.loss_weight!r}: the bundled loss is a "
+                "mean over whole rollouts there; choose 'token'"
             )
         a_prompt = 4 if settings.count == "prompt" else 1  # the bundled rollouts have four solutions a prompt
         pool: Iterable[Rollout] = self._pool(settings.target * self.windows * a_prompt)
@@ -207,8 +207,8 @@ class Scenario:
         )
         if len(planned.windows) < self.windows:
             raise ConfigError(
-                f"scenario {self.name!r}: the rollouts fill {len(planned.windows)} planned windows, {self.windows} were asked "
-                "for; give more rollouts, or ask for fewer windows"
+                f"scenario {self.name!r}: the rollouts fill {len(planned.windows)} planned windows, {self.windows} "
+                "were asked for; give more rollouts, or ask for fewer windows"
             )
         return planned
 
@@ -220,11 +220,13 @@ class Scenario:
                 f"{self.ranks} ranks leave a remainder of {left}; choose another number of ranks"
             )
         tokens = _LEVEL if settings.loss_weight == "token" else None
-        held = settings.target // settings.gradient_accumulation_passes
+        per_batch = settings.target // settings.gradient_accumulation_passes
         pool = self._pool(settings.target * self.windows, tokens)
-        rows = uniform_layout(self.ranks * held, passes * self.windows, pool)
+        rows = uniform_layout(self.ranks * per_batch, passes * self.windows, pool)
         return tuple(
-            tuple(tuple(one for cell in row[at : at + held] for one in cell) for at in range(0, len(row), held))
+            tuple(
+                tuple(one for cell in row[at : at + per_batch] for one in cell) for at in range(0, len(row), per_batch)
+            )
             for row in rows
         )
 

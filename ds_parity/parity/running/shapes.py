@@ -1,4 +1,4 @@
-"""Layouts and rollouts bent into a shape: streams, totals that the first pass foretells wrongly, nothing to learn from."""
+"""Layouts and rollouts brought into a shape: streams, misleading first passes, windows with nothing to learn from."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from ds_parity.planning.rollout import Rollout
 
 
 def streamed(layout: Layout, ranks: int) -> Layout:
-    """Return the layout as streams give it: each rank's micro-batches without gaps, idle only when it has run dry."""
-    streams = [[held[rank] for held in layout if held[rank]] for rank in range(ranks)]
+    """Return the layout as streams give it: each rank's micro-batches without gaps, idle only once they are used up."""
+    streams = [[row[rank] for row in layout if row[rank]] for rank in range(ranks)]
     passes = max(len(stream) for stream in streams)
     return tuple(tuple(stream[i] if i < len(stream) else () for stream in streams) for i in range(passes))
 
 
 def sloped(layout: Layout, target: int, *, rising: bool) -> Layout:
-    """Return the layout with rollouts cut short, so that the first pass of a window foretells its total wrongly.
+    """Return the layout with rollouts cut short, so that the first pass of a window leads to a wrong expected total.
 
     Those of each window's first pass that holds any are cut to 4 loss tokens and the others to 48, or the other way
     round: where tokens weigh, the correction is by a factor of up to 12.
     """
     first, other = (4, 48) if rising else (48, 4)
-    rows, held, opened = [], 0, True
+    rows, consumed, opened = [], 0, True
     for row in layout:
         tokens = first if opened else other
         rows.append(tuple(tuple(_cut(one, tokens) for one in cell) for cell in row))
         count = sum(map(len, row))
-        opened = (opened and count == 0) or (held + count) // target > held // target
-        held += count
+        opened = (opened and count == 0) or (consumed + count) // target > consumed // target
+        consumed += count
     return tuple(rows)
 
 
 def hollow(layout: Layout, target: int) -> Layout:
     """Return the layout with the completions of its second window's rollouts cut away: nothing there has a loss."""
-    rows, held = [], 0
+    rows, consumed = [], 0
     for row in layout:
-        rows.append(tuple(tuple(_cut(one, 0) for one in cell) for cell in row) if held // target == 1 else row)
-        held += sum(map(len, row))
+        in_second = consumed // target == 1
+        rows.append(tuple(tuple(_cut(one, 0) for one in cell) for cell in row) if in_second else row)
+        consumed += sum(map(len, row))
     return tuple(rows)
 
 
@@ -47,5 +48,5 @@ def _cut(rollout: Rollout, tokens: int) -> Rollout:
 
 
 def leveled(rollouts: Sequence[Rollout], tokens: int) -> tuple[Rollout, ...]:
-    """Return the rollouts with at least `tokens` loss tokens, cut to that many: where tokens weigh, these are uniform."""
+    """Return the rollouts that have at least `tokens` loss tokens, cut to that many: all weigh the same by tokens."""
     return tuple(_cut(rollout, tokens) for rollout in rollouts if rollout.loss_tokens >= tokens)

@@ -1,7 +1,11 @@
-"""What the ranks can be asked to do: functions of plain values that return plain values, found by name."""
+"""What the ranks can be asked to do: functions of plain values that return plain values, found by name.
+
+The subjects lie above this room, and are imported by their names when a rank runs them.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,37 +14,44 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_parity.parity.running import half_precision
+from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.memory import Peaks
 from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.running.recording import Recorder
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects import candidate
-from ds_parity.parity.subjects.controls.known import known
-from ds_parity.parity.subjects.controls.loop import Loop
-from ds_parity.parity.subjects.references import alone, fixed, hand_driven
 from ds_parity.trace import StepRecord
 
-ENGINES: dict[str, Callable[[Scenario, Record], Any]] = {
-    "ds_parity": candidate.run,
-    "deepspeed": fixed.run,
-    "deepspeed-loop": hand_driven.run,
-    "torch": alone.run,
-    "clean": Loop.run,
+_SUBJECTS = "ds_parity.parity.subjects"
+_ENGINES = {
+    "ds_parity": f"{_SUBJECTS}.candidate:run",
+    "deepspeed": f"{_SUBJECTS}.references.fixed:run_with_fixed_steps",
+    "deepspeed-loop": f"{_SUBJECTS}.references.hand_driven:drive_by_hand",
+    "torch": f"{_SUBJECTS}.references.alone:train_alone",
+    "clean": f"{_SUBJECTS}.controls.loop:Loop.run",
 }
+_CONTROLS = f"{_SUBJECTS}.controls.known:known"
 
 
 def engine_of(name: str) -> Callable[[Scenario, Record], Any]:
-    """Return the engine under test, a reference, or a control."""
-    return ENGINES[name] if name in ENGINES else known()[name].run
+    """Return the engine under test, a reference, or a control: a function of a scenario that hands over its steps.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    if name in _ENGINES:
+        return resolve(_ENGINES[name])
+    run: Callable[[Scenario, Record], Any] = resolve(_CONTROLS)()[name].run
+    return run
 
 
 class Around(Protocol):
-    """Told just before and just after a step is written down."""
+    """Called just before and just after a step is written down."""
 
     def before(self, module: nn.Module) -> None:
-        """Told before, with the module as the step left it."""
+        """Do what is to be done before, with the module as the step left it."""
 
     def after(self, module: nn.Module) -> None:
-        """Told after."""
+        """Do what is to be done after, with the module as the step left it."""
 
 
 def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Around | None = None) -> dict[str, Any]:
@@ -59,6 +70,32 @@ def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Aro
     if alone_on_first:
         dist.barrier()
     return {"accelerator": half_precision.accelerator(wanted.dtype)}
+
+
+def attempt_scenario(scenario: dict[str, Any], engine: str, folder: str, measured: bool = False) -> dict[str, Any]:
+    """Run one scenario with one engine as `run_scenario`, and live to say what went wrong.
+
+    Returns:
+        What `run_scenario` returns, or `raised`. With `measured` also `peaks`, the most bytes that lived at a time in
+        up to two windows after the first, above what lived at their start, on this rank; and `parameters`, how many
+        numbers the model has.
+    """
+    if not measured:
+        return attempted(lambda: run_scenario(scenario, engine, folder))
+    meter = Peaks()
+    answer = attempted(lambda: run_scenario(scenario, engine, folder, around=meter))
+    meter.end()
+    return {**answer, "peaks": meter.bytes, "parameters": meter.parameters}
+
+
+def attempted(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `action` returns, or its error as `raised`, so that one failure doesn't end the job of all."""
+    # A configuration fails alike on all ranks; where it doesn't, the ranks hang, and the job is ended and begun anew.
+    try:
+        return dict(action())
+    except Exception as error:
+        traceback.print_exc()
+        return {"raised": f"{type(error).__name__}: {error}"}
 
 
 def _watched(record: Record, around: Around) -> Record:

@@ -1,6 +1,7 @@
-"""One rank of a launched set: runs the job's calls one after another and says how each went.
+"""One rank of a launched set: it runs the job's calls one after another and writes down how each went.
 
-Started as `deepspeed --module ds_parity.parity.running.worker JOB`; what it says goes to the job's folder, a line at a time.
+It is started as `deepspeed --module ds_parity.parity.running.worker JOB`, and writes one line of JSON at a time to
+`rank<N>.jsonl` in the job's folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ds_parity.parity.running.functions import resolve
 
 
 def main(path: str) -> int:
-    """Run the calls of a job; 0 where all ran, 1 at the first that raised."""
+    """Run the calls of a job, and return 0; at the first call that raises, end the process with exit code 1."""
     job = json.loads(Path(path).read_text())
     sys.path[:0] = job["import_from"]
     logging.getLogger("DeepSpeed").setLevel("ERROR")
@@ -50,7 +51,7 @@ def main(path: str) -> int:
 
 
 def _make_repeatable() -> None:
-    # Kernels that add in a random order would part two runs of the same engine, and EXACT means bit for bit.
+    # Kernels that add in a random order would make two runs of the same engine differ, and EXACT means bit for bit.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in its stubs
 

@@ -39,7 +39,8 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
 
 
 def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
-    # Steps are taken down as they are settled: what the function does between its passes, and its metrics, are its own.
+    # Each step is recorded as it is settled: the function returns only at the end, and its metrics are its own. The
+    # driver is private to ds_parity's engine, which offers users `last_step` instead.
     def note(finished: Finished) -> None:
         record(finished.record.model_copy(update={"metrics": {}}), engine.module)
 
@@ -49,9 +50,9 @@ def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
 
 
 def _stream(scenario: Scenario) -> list[MicroBatch]:
-    # Some scenarios say where idle passes are; streams just run dry.
-    told = scenario.shape == "planned" or scenario.drive == "loop"
-    return [batch for batch in own_batches(scenario) if told or not batch.idle]
+    # Some scenarios say where idle passes are; in the others, ranks just run out of data.
+    idle_included = scenario.shape == "planned" or scenario.drive == "loop"
+    return [batch for batch in own_batches(scenario) if idle_included or not batch.idle]
 
 
 def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:

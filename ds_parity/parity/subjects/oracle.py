@@ -1,6 +1,6 @@
-"""What every window should hold, from full knowledge of all ranks' micro-batches: the definition, written plainly.
+"""What every window should contain, from full knowledge of all ranks' micro-batches: the definition, written plainly.
 
-The references step by this, and never by the window machine that they are there to check.
+The references take their steps by this, and never by the window machine that they are there to check.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def weight(batch: MicroBatch, unit: str) -> int:
     return {"token": batch.tokens, "pass": int(not batch.idle)}.get(unit, batch.rollouts)
 
 
-def plan(passes: Passes, settings: Settings, lookahead: bool = False) -> list[PlannedWindow]:
+def windows_of(passes: Passes, settings: Settings, lookahead: bool = False) -> list[PlannedWindow]:
     """Cut the passes into windows.
 
     Args:
@@ -47,8 +47,8 @@ def plan(passes: Passes, settings: Settings, lookahead: bool = False) -> list[Pl
     """
     windows: list[PlannedWindow] = []
     consumed = opened = first = applied = 0
-    for index, held in enumerate(passes):
-        consumed += sum(_units(batch, settings) for batch in held)
+    for index, row in enumerate(passes):
+        consumed += sum(_units(batch, settings) for batch in row)
         limit = opened + settings.target
         if settings.overshoot == "carry":
             limit = (opened // settings.target + 1) * settings.target
@@ -73,7 +73,7 @@ def _units(batch: MicroBatch, settings: Settings) -> int:
 
 
 def _weights(window: Passes, settings: Settings) -> list[int]:
-    return [sum(weight(batch, settings.loss_weight) for batch in held) for held in window]
+    return [sum(weight(batch, settings.loss_weight) for batch in row) for row in window]
 
 
 def _total(window: Passes, settings: Settings) -> float:
@@ -93,4 +93,4 @@ def _expected(window: Passes, settings: Settings, needed: int) -> float:
 
 def _first_with_a_gradient(window: Passes, settings: Settings) -> int | None:
     weights = _weights(window, settings)
-    return next((i for i, held in enumerate(window) if weights[i] or any(batch.tokens for batch in held)), None)
+    return next((i for i, row in enumerate(window) if weights[i] or any(batch.tokens for batch in row)), None)

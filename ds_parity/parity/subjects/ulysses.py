@@ -1,4 +1,4 @@
-"""Scenarios with sequence parallelism: the bundled decoder over DeepSpeed's own Ulysses attention, a slice a rank."""
+"""Scenarios with sequence parallelism: the bundled decoder over DeepSpeed's own Ulysses attention, one slice each."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class SequenceParallel(PolicyGradient):
     def __init__(self, whole: Any, group: Any) -> None:
         if not isinstance(whole.policy, TinyDecoder):
             raise ConfigError(
-                f"sequence_parallel with a {type(whole.policy).__name__}: only the bundled decoder can be sliced; leave "
-                "`model` as it is, or use sequence_parallel 1"
+                f"sequence_parallel with a {type(whole.policy).__name__}: only the bundled decoder can be sliced; "
+                "leave `model` as it is, or use sequence_parallel 1"
             )
         super().__init__(whole.policy, whole.loss_weight, whole.loss_reduction, whole.objective)
         self._group = group
@@ -81,10 +81,10 @@ class SequenceParallel(PolicyGradient):
 
 
 def gathered(tensor: Tensor, group: Any) -> Tensor:
-    """Return every rank's tensor, stacked along a new last dimension; backward adds up the gradients of all who gathered.
+    """Return every rank's tensor, stacked along a new last dimension; backward adds up the gradients of all ranks.
 
-    The same as `torch.distributed.nn.functional.all_gather`, which in torch 2.13 raises in backward over gloo in a group
-    that has no rank 0.
+    It does what `torch.distributed.nn.functional.all_gather` does, which in torch 2.13 raises in backward over gloo in
+    a group that has no rank 0.
     """
     return _Gathered.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.running.launch import Job, run
+from ds_parity.parity.running.launch import Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.verification.verify import Progress, calls, outcome
 
@@ -73,34 +73,35 @@ def calibrate(
     timeout: float = 3600.0,
     progress: Progress = lambda done, title: None,
 ) -> Calibration:
-    """Run scenarios with the torch reference and with ours, and compare.
+    """Run scenarios with the torch reference and with ds_parity, and compare.
 
     Args:
         scenarios: all on the same number of ranks.
         folder: for traces and the ranks' log.
         timeout: seconds for all of it.
-        progress: told how many runs have finished, and which one is under way.
+        progress: called with the number of runs that have finished, and the title of the one under way.
 
     Raises:
         HarnessError: ranks died, hung, or time ran out.
     """
     folder = folder.resolve()
     job = Job(calls([(one, ("torch",)) for one in scenarios], folder), folder / "ranks", scenarios[0].ranks, timeout)
-    ran = run(job, progress)
+    ran = run_job(job, progress)
     comparisons = {one.name: outcome(one, "torch", folder).comparison for one in scenarios}
     return Calibration(comparisons, ran[0]["accelerator"])
 
 
 def measured(comparison: Comparison) -> dict[str, float]:
     """Return the greatest difference per quantity, in units of eps * sqrt(rollouts so far)."""
-    rollouts, found = 0, dict.fromkeys(QUANTITIES, 0.0)
+    rollouts, greatest = 0, dict.fromkeys(QUANTITIES, 0.0)
     for row in comparison.rows:
         rollouts += (row.candidate.rollouts or 0) if row.candidate else 0
         for quantity in QUANTITIES:
             difference = getattr(row, quantity)
             if difference is not None:
-                found[quantity] = max(found[quantity], difference / EPS[comparison.dtype] / max(rollouts, 1) ** 0.5)
-    return found
+                units = difference / EPS[comparison.dtype] / max(rollouts, 1) ** 0.5
+                greatest[quantity] = max(greatest[quantity], units)
+    return greatest
 
 
 def _drawn(rng: random.Random, name: str, ranks: int) -> Scenario:

@@ -21,13 +21,13 @@ class Signal:
     quantity: str
 
 
-def signal(found: Finding) -> Signal | None:
+def signal(finding: Finding) -> Signal | None:
     """Return the strongest signal of the first step that differs.
 
-    None where something differs there that must be equal bit for bit (rollouts, LR), or nothing does: no noise could hide that,
-    or no signal is there.
+    None where something differs there that must be equal bit for bit (rollouts, LR), which no noise could hide; and
+    where nothing differs, so that there is no signal.
     """
-    differences = found.comparison.differences if found.comparison else ()
+    differences = finding.comparison.differences if finding.comparison else ()
     steps = [it.step for it in differences if it.step is not None]
     here = [it for it in differences if steps and it.step == min(steps)]
     if not all(it.bound and it.difference is not None for it in here):
@@ -36,17 +36,17 @@ def signal(found: Finding) -> Signal | None:
 
 
 def noise(findings: Iterable[Finding]) -> dict[str, float]:
-    """Return by quantity the greatest part of a bound that a clean engine has used up (in [0, 1] where none was caught)."""
-    found: dict[str, float] = {}
+    """Return by quantity the greatest part of a bound that a clean engine used, in [0, 1] where none was caught."""
+    greatest: dict[str, float] = {}
     for it in (it for one in findings if one.clean and one.comparison for it in one.comparison.measured):
-        found[it.field] = max(found.get(it.field, 0.0), it.difference / it.bound)
-    return found
+        greatest[it.field] = max(greatest.get(it.field, 0.0), it.difference / it.bound)
+    return greatest
 
 
 def margins(findings: Sequence[Finding]) -> dict[str, float]:
     """Return by quantity how many times the greatest noise the weakest signal is; of quantities that have both."""
-    heard = noise(findings)
+    noises = noise(findings)
     weakest: dict[str, float] = {}
-    for one in filter(None, (signal(found) for found in findings if not found.clean)):
+    for one in filter(None, (signal(finding) for finding in findings if not finding.clean)):
         weakest[one.quantity] = min(one.bounds, weakest.get(one.quantity, one.bounds))
-    return {name: bounds / heard[name] for name, bounds in weakest.items() if heard.get(name)}
+    return {name: bounds / noises[name] for name, bounds in weakest.items() if noises.get(name)}

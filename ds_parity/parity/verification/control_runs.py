@@ -10,16 +10,15 @@ from typing import Any
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.running.launch import Job, run
+from ds_parity.parity.running.launch import Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.subjects.controls.loop import Loop
 from ds_parity.parity.verification.control_scenarios import scenario
-from ds_parity.parity.verification.verify import Progress, call, outcome, title
+from ds_parity.parity.verification.verify import ATTEMPT_SCENARIO, Progress, call, outcome, title
 
 RANKS = 2
 CLEAN = ("ds_parity", "clean")
-_TRY = "ds_parity.parity.matrix.attempt:run"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def chosen(names: Iterable[str] | None, stage: int) -> tuple[type[Loop], ...]:
     return tuple(c for name, c in every.items() if stage in c.stages and (names is None or name in names))
 
 
-def plan(config: dict[str, Any], names: Iterable[str] | None = None) -> list[tuple[Scenario, str]]:
+def planned_runs(config: dict[str, Any], names: Iterable[str] | None = None) -> list[tuple[Scenario, str]]:
     """Return what to run: every scenario with the reference and the clean engines, and each control in its own.
 
     Raises:
@@ -102,16 +101,16 @@ def run_controls(
         folder: for traces and the ranks' log.
         names: of controls, None: all that are faults on its ZeRO stage.
         timeout: seconds for all of it.
-        progress: told how many runs have finished, and which one is under way.
+        progress: called with the number of runs that have finished, and the title of the one under way.
 
     Raises:
         ConfigError: a name is unknown, or the configuration can't be run.
         HarnessError: ranks died, hung, or time ran out.
     """
     folder = folder.resolve()
-    wanted = plan(config, names)
-    calls = tuple(replace(call(shape, engine, folder), function=_TRY) for shape, engine in wanted)
-    answers = run(Job(calls, folder / "ranks", RANKS, timeout), progress)
+    wanted = planned_runs(config, names)
+    calls = tuple(replace(call(shape, engine, folder), function=ATTEMPT_SCENARIO) for shape, engine in wanted)
+    answers = run_job(Job(calls, folder / "ranks", RANKS, timeout), progress)
     raised = {one.title: answer.get("raised") for one, answer in zip(calls, answers, strict=True)}
     return tuple(
         _finding(shape, engine, folder, raised[title(shape, engine)]) for shape, engine in wanted if engine != "torch"
@@ -120,11 +119,11 @@ def run_controls(
 
 def good(findings: Sequence[Finding]) -> bool:
     """Whether there are controls, all were caught, and no clean engine was."""
-    return any(not found.clean for found in findings) and all(found.good for found in findings)
+    return any(not one.clean for one in findings) and all(one.good for one in findings)
 
 
 def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> Finding:
     if raised is not None:
         return Finding(engine, shape.name, None, raised=raised)
-    found = outcome(shape, "torch", folder, engine)
-    return Finding(engine, shape.name, found.comparison, found.causes)
+    compared = outcome(shape, "torch", folder, engine)
+    return Finding(engine, shape.name, compared.comparison, compared.causes)

@@ -15,6 +15,21 @@ _FAR = {"clipped": 5.0, "unclipped": 1.0}
 # So high that nothing is clipped: without the key ZeRO 0 takes no norm in fp32, and many a fault shows there first.
 _NEVER = 1e9
 _KEPT = ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast", "zero_allow_untested_optimizer")
+_OVERSHOOTING: dict[str, Any] = {"shape": "overshoot", "windows": 5, "short": 5}
+# What a scenario changes in the section of ds_parity, and in the shape.
+_SECTIONS: dict[str, dict[str, Any]] = {
+    "rollouts": {"loss_weight": "rollout"},
+    "prompts": {"count": "prompt"},
+    "progress": {"lr_progress": "rollout"},
+}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "uniform": {"shape": "uniform", "windows": 4, "short": 0},
+    "clipped": {"objective": "nll"},
+    "unclipped": {"objective": "nll", "max_tokens": 40},
+    "prompts": {"shape": "planned", "windows": 3, "short": 0, "micro_batch_tokens": 500},
+    "hollow": {"shape": "hollow", "windows": 5, "short": 0},
+    "sharded": {"ranks": 1, "sequence_parallel": 2},
+}
 _SIZE: dict[str, Any] = {"model": "ds_parity.parity.data.model:build_tiny", "max_tokens": 160}
 
 
@@ -34,32 +49,14 @@ def scenario(name: str, config: dict[str, Any], seed: int = 3) -> Scenario:
     """
     if name not in NAMES:
         raise ConfigError(f"control scenario {name!r}: it must be one of {', '.join(NAMES)}")
-    section: dict[str, Any] = {"loss_weight": "token"}
-    shape: dict[str, Any] = {"shape": "overshoot", "windows": 5, "short": 5}
-    clipping = _NEVER
-    if name == "rollouts":
-        section = {"loss_weight": "rollout"}
-    elif name == "uniform":
-        shape = {"shape": "uniform", "windows": 4}
-    elif name == "clipped":
-        clipping, shape = 0.5, {**shape, "objective": "nll"}
-    elif name == "unclipped":
-        shape = {**shape, "objective": "nll", "max_tokens": 40}
-    elif name == "prompts":
-        section |= {"count": "prompt"}
-        shape = {"shape": "planned", "windows": 3, "micro_batch_tokens": 500}
-    elif name == "progress":
-        section |= {"lr_progress": "rollout"}
-    elif name == "hollow":
-        shape = {"shape": "hollow", "windows": 5}
-    elif name == "sharded":
-        shape |= {"ranks": 1, "sequence_parallel": 2}
+    section = {"loss_weight": "token", **_SECTIONS.get(name, {})}
+    shape = {**_OVERSHOOTING, **_SHAPES.get(name, {})}
     kept = {key: config[key] for key in _KEPT if key in config}
     extended = {
         **kept,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_passes": 4 if name == "prompts" else 12,
-        "gradient_clipping": clipping,
+        "gradient_clipping": 0.5 if name == "clipped" else _NEVER,
         **_update(_FAR.get(name, _LR)),
         "zero_allow_untested_optimizer": True,
         "ds_parity": section,

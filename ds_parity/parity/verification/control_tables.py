@@ -13,24 +13,29 @@ from ds_parity.parity.verification.control_runs import Finding
 
 
 def render(findings: Sequence[Finding]) -> Table:
-    """One line an engine: caught at which step and by what, and what it was taken for."""
+    """Return a table with one row per engine: at which step and by what it was caught, and what it was taken for."""
     table = Table(title="controls: engines with one fault each, against the torch reference")
     for name in ("engine", "scenario", "result", "by", "bounds off", "diagnosed as"):
         table.add_column(name, justify="right" if name == "bounds off" else "left")
-    for found in findings:
-        table.add_row(*_cells(found), style=None if found.good else "bold red")
+    for finding in findings:
+        table.add_row(*_cells(finding), style=None if finding.good else "bold red")
     return table
 
 
 def summary(findings: Sequence[Finding]) -> str:
     """Return how many were caught and named, how many clean runs there were, and the margin."""
-    faults = [found for found in findings if not found.clean]
-    clean = [found for found in findings if found.clean]
-    caught, named = sum(found.caught for found in faults), sum(found.named for found in faults)
-    alarms = sum(not found.good for found in clean)
-    told = f"{caught} of {len(faults)} faults caught, {named} named first; {alarms} false alarms in {len(clean)} clean runs"
-    found = ", ".join(f"{times:,.0f} in {name}" for name, times in margins(findings).items())
-    return f"{told}; the weakest signal over the greatest noise: {found}" if found else told
+    faults = [finding for finding in findings if not finding.clean]
+    clean = [finding for finding in findings if finding.clean]
+    caught, named = sum(finding.caught for finding in faults), sum(finding.named for finding in faults)
+    alarms = sum(not finding.good for finding in clean)
+    caught_and_alarms = (
+        f"{caught} of {len(faults)} faults caught, {named} named first; "
+        f"{alarms} false alarms in {len(clean)} clean runs"
+    )
+    times_noise = ", ".join(f"{times:,.0f} in {name}" for name, times in margins(findings).items())
+    if not times_noise:
+        return caught_and_alarms
+    return f"{caught_and_alarms}; the weakest signal over the greatest noise: {times_noise}"
 
 
 def notes() -> list[str]:
@@ -42,31 +47,31 @@ def plain(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return the findings as plain values."""
     return [
         {
-            "engine": found.name,
-            "scenario": found.scenario,
-            "clean": found.clean,
-            "caught": found.caught,
-            "step": found.comparison.first.step if found.comparison and found.comparison.first else None,
-            "field": found.comparison.first.field if found.comparison and found.comparison.first else None,
-            "signal": strongest.bounds if (strongest := signal(found)) else None,
-            "raised": found.raised,
-            "causes": [{"name": c.name, "likelihood": c.likelihood, "evidence": c.evidence} for c in found.causes],
+            "engine": finding.name,
+            "scenario": finding.scenario,
+            "clean": finding.clean,
+            "caught": finding.caught,
+            "step": finding.comparison.first.step if finding.comparison and finding.comparison.first else None,
+            "field": finding.comparison.first.field if finding.comparison and finding.comparison.first else None,
+            "signal": strongest.bounds if (strongest := signal(finding)) else None,
+            "raised": finding.raised,
+            "causes": [{"name": c.name, "likelihood": c.likelihood, "evidence": c.evidence} for c in finding.causes],
         }
-        for found in findings
+        for finding in findings
     ]
 
 
-def _cells(found: Finding) -> tuple[str, ...]:
-    first = found.comparison.first if found.comparison else None
-    if found.raised is not None:
-        result, by = "raised", found.raised.splitlines()[0][:60]
+def _cells(finding: Finding) -> tuple[str, ...]:
+    first = finding.comparison.first if finding.comparison else None
+    if finding.raised is not None:
+        result, by = "raised", finding.raised.splitlines()[0][:60]
     elif first is None:
-        result, by = ("equal", "") if found.clean else ("MISSED", "")
+        result, by = ("equal", "") if finding.clean else ("MISSED", "")
     else:
-        result = ("FALSE ALARM" if found.clean else "caught") + (f" at step {first.step}" if first.step else "")
+        result = ("FALSE ALARM" if finding.clean else "caught") + (f" at step {first.step}" if first.step else "")
         by = first.field
-    strongest = None if found.clean else signal(found)
-    cause = found.causes[0].name if found.causes else ""
-    if cause and not found.clean and cause != found.name:
-        cause += " (alike)" if found.named else " (wrong)"
-    return found.name, found.scenario, result, by, f"{strongest.bounds:,.0f}" if strongest else "", cause
+    strongest = None if finding.clean else signal(finding)
+    cause = finding.causes[0].name if finding.causes else ""
+    if cause and not finding.clean and cause != finding.name:
+        cause += " (alike)" if finding.named else " (wrong)"
+    return finding.name, finding.scenario, result, by, f"{strongest.bounds:,.0f}" if strongest else "", cause

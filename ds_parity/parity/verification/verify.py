@@ -1,4 +1,4 @@
-"""`ds-parity verify`: one configuration, run by the references and by ours, compared."""
+"""`ds-parity verify`: one configuration, run by the references and by ds_parity, and compared."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import Cause, diagnose
 from ds_parity.parity.running.functions import refuse_unknown
-from ds_parity.parity.running.launch import Call, Job, run
+from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.trace import Trace, read_trace
 
 Progress = Callable[[int, str], None]
+# Ranks import these by name: the first ends the job where it raises, the second answers with the error.
+_RUN_SCENARIO = "ds_parity.parity.running.tasks:run_scenario"
+ATTEMPT_SCENARIO = "ds_parity.parity.running.tasks:attempt_scenario"
 TIERS = {"deepspeed": Tier.EXACT, "deepspeed-loop": Tier.EXACT, "torch": Tier.REASSOCIATED}
 
 
@@ -101,7 +104,7 @@ def title(scenario: Scenario, engine: str) -> str:
 def call(scenario: Scenario, engine: str, folder: Path) -> Call:
     """Return the call that leaves the trace of a scenario, as an engine runs it, in `folder`."""
     arguments = {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)}
-    return Call(title(scenario, engine), "ds_parity.parity.running.tasks:run_scenario", arguments)
+    return Call(title(scenario, engine), _RUN_SCENARIO, arguments)
 
 
 def calls(runs: list[tuple[Scenario, tuple[str, ...]]], folder: Path) -> tuple[Call, ...]:
@@ -128,7 +131,7 @@ def verify(
         folder: for traces and the ranks' log.
         ranks: processes to start.
         timeout: seconds for all of it.
-        progress: told how many runs have finished, and which one is under way.
+        progress: called with the number of runs that have finished, and the title of the one under way.
         import_from: folders in which ranks look up functions beside the installed packages.
         options: of `Scenario` (windows, seed, model, rollouts, max_tokens, train).
 
@@ -140,7 +143,7 @@ def verify(
     for name in filter(None, (options.get("model"), options.get("train"))):
         refuse_unknown(name, import_from)
     folder = folder.resolve()
-    ran = run(Job(calls(runs, folder), folder / "ranks", ranks, timeout, import_from=import_from), progress)
+    ran = run_job(Job(calls(runs, folder), folder / "ranks", ranks, timeout, import_from=import_from), progress)
     return judge(runs, left_out, folder, ran[0]["accelerator"])
 
 

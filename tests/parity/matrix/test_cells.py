@@ -6,7 +6,7 @@ from ds_parity.parity.matrix.cells import CHECKS, Cell, cells, merged
 from ds_parity.parity.matrix.known_faults import FAULTS
 from ds_parity.parity.matrix.variants import STAGES, VARIANTS
 from ds_parity.parity.running.functions import resolve
-from ds_parity.parity.subjects.oracle import plan
+from ds_parity.parity.subjects.oracle import windows_of
 
 ALL = cells()
 # What engine/ refuses can only be seen with an engine.
@@ -18,7 +18,7 @@ def by_name(name, stage):
 
 
 def factors(cell):
-    return [w.expected / w.total for w in plan(cell.ragged.batches(), cell.ragged.settings)]
+    return [w.expected / w.total for w in windows_of(cell.ragged.batches(), cell.ragged.settings)]
 
 
 def test_every_cell_has_a_name_of_its_own_and_a_stage_that_exists():
@@ -71,12 +71,12 @@ def test_the_ragged_windows_of_a_cell_need_a_correction(name):
 
 
 def test_windows_of_one_pass_and_of_forty():
-    one = plan(
+    one = windows_of(
         by_name("one pass on each rank", 2).ragged.batches(), by_name("one pass on each rank", 2).ragged.settings
     )
     forty = by_name("40 passes on each rank", 2).ragged
     assert {window.last - window.first for window in one} == {0}
-    assert {window.last - window.first for window in plan(forty.batches(), forty.settings)} == {39}
+    assert {window.last - window.first for window in windows_of(forty.batches(), forty.settings)} == {39}
 
 
 def test_the_probe_keeps_a_setup_that_freezes_and_no_other():

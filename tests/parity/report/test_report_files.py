@@ -60,7 +60,7 @@ def ran(monkeypatch):
             left(Path(one.arguments["folder"]) / scenario["name"] / f"{engine}.jsonl", trace(3, odd, **header))
         return [{"accelerator": "cpu, made by hand"}]
 
-    monkeypatch.setattr(harness, "run", run)
+    monkeypatch.setattr(harness, "run_job", run)
     return jobs
 
 

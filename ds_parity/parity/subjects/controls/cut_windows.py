@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ds_parity.config import Settings
 from ds_parity.parity.running.layouts import Passes
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan
+from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 
 
 def cut(passes: Passes, settings: Settings, ends: Iterable[int]) -> list[PlannedWindow]:
@@ -17,7 +17,7 @@ def cut(passes: Passes, settings: Settings, ends: Iterable[int]) -> list[Planned
     for first, after in zip(starts, [*starts[1:], len(passes)], strict=True):
         if first == after:
             continue
-        (window,) = plan(passes[first:after], whole, lookahead=True)
+        (window,) = windows_of(passes[first:after], whole, lookahead=True)
         open_end = after == len(passes) and after - 1 not in starts
         windows.append(replace(window, first=first, last=after - 1, expected=window.total, open=open_end))
     return windows

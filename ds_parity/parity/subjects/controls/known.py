@@ -1,4 +1,4 @@
-"""The controls, found in their files."""
+"""The controls, gathered from their files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WITHOUT_TRACE = {
 @cache
 def known() -> dict[str, type[Loop]]:
     """Return every control by its name, in the order of rooms and names."""
-    found: dict[str, type[Loop]] = {}
+    controls_by_name: dict[str, type[Loop]] = {}
     for module in pkgutil.walk_packages(controls.__path__, f"{controls.__name__}."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, type) and issubclass(value, Loop) and value.__module__ == module.name and value.name:
-                found[value.name] = value
-    return found
+                controls_by_name[value.name] = value
+    return controls_by_name

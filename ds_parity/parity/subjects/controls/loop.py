@@ -1,4 +1,4 @@
-"""The bare engine driven by hand, and right: every decision is a method, and a control overrides the one that it gets wrong."""
+"""The bare engine driven by hand, and right: every decision is a method, and a control overrides one of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ds_parity.parity.running.layouts import Passes
 from ds_parity.parity.running.own_batches import Record, own_batches, own_rank, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
+from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize, metrics_of
 from ds_parity.parity.subjects.references.plain import ByHand
 from ds_parity.planning.rollout import MicroBatch
@@ -22,10 +22,10 @@ class Loop:
     Attributes:
         name: of the fault, as people look it up.
         seen: where it was seen.
-        scenario: in which of `scenarios.py` it shows.
+        scenario: in which of `control_scenarios.py` it shows.
         stages: of ZeRO on which it is a fault.
         like: faults whose traces look the same, in which case any of them is a right diagnosis.
-        told: gradient accumulation steps that DeepSpeed is told, None: the configuration's.
+        accumulation_steps: what DeepSpeed is given as gradient_accumulation_steps, None: the configuration's.
         rank: this one, among those that hold different micro-batches.
         window: the window that is being run.
         number: of the window, from 1.
@@ -36,14 +36,14 @@ class Loop:
     scenario: ClassVar[str] = "tokens"
     stages: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
     like: ClassVar[tuple[str, ...]] = ()
-    told: ClassVar[int | None] = None
+    accumulation_steps: ClassVar[int | None] = None
 
     def __init__(self, wanted: Scenario) -> None:
         self.wanted, self.settings = wanted, wanted.settings
         self.passes, self.rank = self.batches(), own_rank(wanted)
         self.own = own_batches(wanted, self.passes)
         self.idle = stand_in(wanted)
-        self.engine: Any = initialize(self.of_engine(), self.told)
+        self.engine: Any = initialize(self.of_engine(), self.accumulation_steps)
         self.scheduler, self.engine.lr_scheduler = self.engine.lr_scheduler, None
         self.by_hand = ByHand(self.scheduler) if self.settings.lr_progress == "rollout" and self.scheduler else None
         self.notes = StepNotes(self.engine, wanted, self.passes)
@@ -76,10 +76,10 @@ class Loop:
 
     def windows(self) -> list[PlannedWindow]:
         """Return which passes make a step, and what its losses are divided by."""
-        return plan(self.passes, self.settings, lookahead=True)
+        return windows_of(self.passes, self.settings, lookahead=True)
 
     def marks(self, index: int) -> bool:
-        """Whether DeepSpeed is told that this pass is the boundary, before its backward."""
+        """Whether this pass is announced to DeepSpeed as the boundary, before its backward."""
         return index == self.window.last and self.window.total > 0
 
     def total(self, index: int) -> float:
@@ -105,11 +105,11 @@ class Loop:
         return loss * 0.0
 
     def noted(self, loss: torch.Tensor, batch: MicroBatch, index: int) -> tuple[torch.Tensor, float]:
-        """Return what the trace is told of a loss, and what it weighs there."""
+        """Return the loss of a micro-batch for the trace, and what it weighs there."""
         return loss, self.units(batch)
 
     def loss(self, reported: float) -> float:
-        """Return the step's loss as the trace is told."""
+        """Return the step's loss as it is written to the trace."""
         return reported
 
     def metrics(self, batches: list[MicroBatch]) -> dict[str, float]:

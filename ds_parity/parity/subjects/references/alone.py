@@ -12,20 +12,20 @@ from ds_parity.config import Settings
 from ds_parity.parity.running.layouts import Layout
 from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan
+from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 from ds_parity.parity.subjects.references.bare import metrics_of
 from ds_parity.parity.subjects.references.plain import ByHand, optimizer_and_scheduler
 from ds_parity.planning.rollout import Rollout
 from ds_parity.trace import StepRecord
 
 
-def run(scenario: Scenario, record: Record) -> nn.Module:
+def train_alone(scenario: Scenario, record: Record) -> nn.Module:
     """Run every window as one batch; the weights start as the engine's do, rounded to its type."""
     settings, layout, passes = scenario.settings, scenario.layout(), scenario.batches()
     model = _as_dtype(scenario.build(), scenario.storage).double()
     optimizer, scheduler = optimizer_and_scheduler(scenario, model)
     by_hand = ByHand(scheduler) if scheduler is not None and settings.lr_progress == "rollout" else None
-    for number, window in enumerate(plan(passes, settings), start=1):
+    for number, window in enumerate(windows_of(passes, settings), start=1):
         loss = window_loss(model, layout, window, settings)
         if loss is not None:
             optimizer.zero_grad()
@@ -57,11 +57,11 @@ def run(scenario: Scenario, record: Record) -> nn.Module:
 
 def window_loss(model: nn.Module, layout: Layout, window: PlannedWindow, settings: Settings) -> torch.Tensor | None:
     """Return sum(weight * loss) / total of a window from one forward over all its rollouts; None where total is 0."""
-    rows = [held for row in layout[window.first : window.last + 1] for held in row if held]
-    if not rows or window.total == 0:
+    cells = [cell for row in layout[window.first : window.last + 1] for cell in row if cell]
+    if not cells or window.total == 0:
         return None
-    rollouts = [rollout for held in rows for rollout in held]
-    shares = _shares(rows, window.total, settings.loss_weight)
+    rollouts = [rollout for cell in cells for rollout in cell]
+    shares = _shares(cells, window.total, settings.loss_weight)
     inputs = collate(rollouts).inputs
     logits = model.policy(inputs["input_ids"])  # type: ignore[operator]
     logp = getattr(logits, "logits", logits)[:, :-1].double().log_softmax(-1)
@@ -74,15 +74,15 @@ def window_loss(model: nn.Module, layout: Layout, window: PlannedWindow, setting
     return loss
 
 
-def _shares(rows: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[float]:
+def _shares(cells: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[float]:
     """Return what each rollout's summed token loss is worth in the step."""
     shares = []
-    for held in rows:
-        for rollout in held:
+    for cell in cells:
+        for rollout in cell:
             if unit == "token":
                 shares.append(1 / total)
             elif unit == "pass":
-                shares.append(1 / max(rollout.loss_tokens, 1) / len(held) / total)
+                shares.append(1 / max(rollout.loss_tokens, 1) / len(cell) / total)
             else:
                 shares.append(1 / max(rollout.loss_tokens, 1) / total)
     return shares

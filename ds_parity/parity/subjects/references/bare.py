@@ -25,7 +25,7 @@ def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = Non
 
     Args:
         scenario: what it is for.
-        gradient_accumulation_steps: what DeepSpeed is told in place of the configuration's.
+        gradient_accumulation_steps: what DeepSpeed is given in place of the configuration's.
         managed: False: the loop says by its calls of step() where boundaries are (`managed_gradient_accumulation`).
     """
     module, mpu = ulysses.placed(scenario)
@@ -72,11 +72,11 @@ class StepNotes:
             dist.all_gather_object(gathered, total)
             # Ranks that share a micro-batch have gathered the same loss of it.
             total = torch.stack(gathered[:: self._sequence_parallel]).sum()
-        held = self._passes[window.first : window.last + 1]
-        batches = [batch for row in held for batch in row]
+        rows = self._passes[window.first : window.last + 1]
+        batches = [batch for row in rows for batch in row]
         return StepRecord(
             step=number,
-            passes=len(held),
+            passes=len(rows),
             idle_passes=sum(batch.idle for batch in batches),
             rollouts=sum(batch.rollouts for batch in batches),
             prompts=sum(batch.prompts for batch in batches),

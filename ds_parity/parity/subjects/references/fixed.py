@@ -6,11 +6,11 @@ from typing import Any
 
 from ds_parity.parity.running.own_batches import Record, own_batches
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import plan
+from ds_parity.parity.subjects.oracle import windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 
 
-def run(scenario: Scenario, record: Record) -> Any:
+def run_with_fixed_steps(scenario: Scenario, record: Record) -> Any:
     """Run an unchanged DeepSpeed loop: DeepSpeed decides the boundary, divides the loss and moves the scheduler.
 
     With `managed_gradient_accumulation: false` the loop calls step() at the boundary only, as it must there.
@@ -18,7 +18,7 @@ def run(scenario: Scenario, record: Record) -> Any:
     managed = scenario.config.get("managed_gradient_accumulation", True)
     engine = initialize(scenario, managed=managed)
     passes = scenario.batches()
-    windows = iter(plan(passes, scenario.settings))
+    windows = iter(windows_of(passes, scenario.settings))
     notes = StepNotes(engine, scenario, passes)
     for number, batch in enumerate(own_batches(scenario), start=1):
         loss = engine(**batch.inputs)

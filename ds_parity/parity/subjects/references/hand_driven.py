@@ -1,7 +1,7 @@
 """Reference `deepspeed-loop`: the bare engine with a moving boundary, driven by hand as RL trainers write it.
 
-It knows all counts beforehand. It shares no code with the engine under test; the division, the boundary, the correction
-and the scheduler's position are written out here once more.
+It knows all counts beforehand. It shares no code with the engine under test (tests/parity/test_reference_imports.py):
+the division, the boundary, the correction and the scheduler's position are written here a second time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan, weight
+from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 from ds_parity.parity.subjects.references.plain import ByHand
 from ds_parity.parity.subjects.references.private_state import corrected_step, missing_loss_scale, scales_losses
 from ds_parity.planning.rollout import MicroBatch
 
 
-def run(scenario: Scenario, record: Record) -> Any:
+def drive_by_hand(scenario: Scenario, record: Record) -> Any:
     """Run the scenario with `set_gradient_accumulation_boundary` before every backward."""
-    loop = Loop(scenario, record)
+    loop = HandDriven(scenario, record)
     if scenario.train is not None:
-        driven = Driven(loop)
-        resolve(scenario.train)(driven, driven.passes())
+        engine = TrainableEngine(loop)
+        resolve(scenario.train)(engine, engine.passes())
         return loop.engine
     for index in range(loop.passes):
         loop.backward(index, loop.engine(**loop.runs(index).inputs))
@@ -35,7 +35,7 @@ def run(scenario: Scenario, record: Record) -> Any:
     return loop.engine
 
 
-class Loop:
+class HandDriven:
     """The passes of one rank, one after the other.
 
     Attributes:
@@ -52,7 +52,7 @@ class Loop:
         self._idle, self._notes = stand_in(scenario), StepNotes(self.engine, scenario, batches)
         self._by_hand = _take_scheduler(self.engine) if self._settings.lr_progress == "rollout" else None
         ahead = _looks_ahead(scenario)
-        windows = plan(batches, self._settings, lookahead=ahead)
+        windows = windows_of(batches, self._settings, lookahead=ahead)
         if ahead and max(w.last - w.first for w in windows) >= self._settings.lookahead:
             raise ConfigError(
                 "deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest"
@@ -85,10 +85,10 @@ class Loop:
         self._record(line, self.engine.module)
 
 
-class Driven(wrapt.ObjectProxy[Any]):
+class TrainableEngine(wrapt.ObjectProxy[Any]):
     """The bare engine with the calls of a training function: what `ds_parity.initialize` returns takes the same."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: HandDriven) -> None:
         super().__init__(loop.engine)
         self._self_loop = loop
         self._self_index = -1
@@ -138,7 +138,8 @@ def _backward(
     notes.add(loss, units)
     averaged: float = scenario.ranks if engine.gradient_average else 1
     if engine.zero_optimization_stage() < 3:
-        # Gathered losses sum to so many times their gradient, and only ZeRO 3 averages over all who hold them.
+        # Every rank of a group gathers the whole loss, so the group's gradients sum to as many times their value; only
+        # ZeRO 3 averages over the group as well.
         averaged /= scenario.sequence_parallel
     share = averaged if settings.loss_reduction == "sum" else averaged * units
     divided = loss / (window.expected / share)

@@ -1,4 +1,4 @@
-"""Torch's own optimizer and scheduler for what a scenario gives DeepSpeed, and where a scheduler stands by hand."""
+"""Torch's own optimizer and scheduler for what a scenario gives DeepSpeed, and a scheduler that is moved by hand."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient; `closure` is not used."""
         for group in self.param_groups:
-            ours, kept = group["betas"]
+            mixing, keeping = group["betas"]
             for parameter in (p for p in group["params"] if p.grad is not None):
                 momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                direction = self.sign(momentum * ours + parameter.grad * (1 - ours))
+                direction = self.sign(momentum * mixing + parameter.grad * (1 - mixing))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
-                momentum.mul_(kept).add_(parameter.grad, alpha=1 - kept)
+                momentum.mul_(keeping).add_(parameter.grad, alpha=1 - keeping)
 
     @staticmethod
     def sign(momentum: torch.Tensor) -> torch.Tensor:
@@ -84,8 +84,8 @@ def optimizer_and_scheduler(scenario: Scenario, model: nn.Module) -> tuple[torch
 def _by_name(config: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
     section = config.get("optimizer", {})
     kind = str(section.get("type", ""))
-    found = _OPTIMIZERS.get(kind.lower()) or _torch(kind) or _torch(kind.capitalize())
-    if found is None:
+    optimizer = _OPTIMIZERS.get(kind.lower()) or _torch(kind) or _torch(kind.capitalize())
+    if optimizer is None:
         raise ConfigError(
             f"optimizer.type is {section.get('type')!r}: the torch reference knows {', '.join(_OPTIMIZERS)} and what "
             "torch.optim has; choose one of these for the comparison"
@@ -97,15 +97,16 @@ def _by_name(config: dict[str, Any], parameters: list[Any]) -> torch.optim.Optim
         kind.lower() == "lion"
         and config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "cpu"
     ):
-        found = CPULion
+        optimizer = CPULion
     if kind.lower() == "adam" and not section.get("params", {}).get("adam_w_mode", True):
-        found = torch.optim.Adam
-    return found(parameters, **options)  # type: ignore[no-any-return]
+        optimizer = torch.optim.Adam
+    return optimizer(parameters, **options)  # type: ignore[no-any-return]
 
 
 def _torch(kind: str) -> Any:
-    found = getattr(torch.optim, kind, None)
-    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
+    optimizer = getattr(torch.optim, kind, None)
+    is_one = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    return optimizer if is_one else None
 
 
 class ByHand:
@@ -119,7 +120,12 @@ class ByHand:
         self._reached = self._progress = Fraction(0)
 
     def advance(self, reached: Fraction, applied: bool) -> None:
-        """Go on by what a window held, in targets, where its step was applied; `reached` is what all windows held so far."""
+        """Go on by what a window contained, where its step was applied.
+
+        Args:
+            reached: what all windows contained so far, in targets.
+            applied: whether this window's step was.
+        """
         share, self._reached = reached - self._reached, reached
         if not applied:
             return

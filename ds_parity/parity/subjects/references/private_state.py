@@ -1,7 +1,7 @@
 """What the references and the controls read and write of DeepSpeed's own state: no other file of theirs touches it.
 
-It was read in DeepSpeed 0.19.8. Nothing here is taken from the engine under test, which has its own `internals`: if both
-were one piece of code, an error in it would cancel out of every comparison.
+It was read in DeepSpeed 0.19.8. Nothing here is taken from the engine under test, which has its own `internals`: in one
+piece of code for both, an error would cancel out of every comparison.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def schedule_of(kind: str) -> Any:
 
 def is_deepspeeds_schedule(scheduler: Any) -> bool:
     """Whether a scheduler is one of DeepSpeed's own, all of which are functions of their step."""
-    return str(type(scheduler).__module__) == lr_schedules.__name__
+    return bool(type(scheduler).__module__ == lr_schedules.__name__)
 
 
 def keep_clip_norm(engine: Any) -> None:
     """Let the engine keep the norm by which it clips fp32 gradients on ZeRO 0.
 
-    DeepSpeed computes that norm and drops it (engine.py, `clip_fp32_gradients`), so that `get_global_grad_norm()` would be
+    DeepSpeed computes that norm and drops it (engine.py, `clip_fp32_gradients`), so `get_global_grad_norm()` would be
     None there and nothing could be compared. The call is the same, only its result is kept.
     """
 
@@ -46,7 +46,10 @@ def keep_clip_norm(engine: Any) -> None:
 
 
 def loss_scale(engine: Any) -> float | None:
-    """Return the fp16 loss scale as DeepSpeed logs it (engine.py, `_get_optimizer_loss_scale`), None in other precisions."""
+    """Return the fp16 loss scale as DeepSpeed logs it, None in other precisions.
+
+    The rule is that of engine.py, `_get_optimizer_loss_scale`, which older versions lack.
+    """
     if not engine.fp16_enabled():
         return None
     # The wrappers without ZeRO keep it in a section of its own, ZeRO's optimizers in themselves.

@@ -1,4 +1,7 @@
-"""boundary-off-by-one: `micro_step % n == 0`, tested before the pass is counted: the first step is made of one pass, every other is shifted."""
+"""boundary-off-by-one: `micro_step % n == 0`, tested before the pass is counted.
+
+The first step is made of one pass, and every other one is shifted.
+"""
 
 from __future__ import annotations
 

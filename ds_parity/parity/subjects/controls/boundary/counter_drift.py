@@ -1,4 +1,4 @@
-"""counter-drift: the engine counts passes, the loop rollouts, and their windows part company."""
+"""counter-drift: the engine counts passes, the loop rollouts, and their windows drift apart."""
 
 from __future__ import annotations
 

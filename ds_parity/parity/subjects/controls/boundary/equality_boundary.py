@@ -16,9 +16,9 @@ class EqualityBoundary(Loop):
 
     def windows(self) -> list[PlannedWindow]:
         """End a window where rollouts come to a multiple of the target exactly, or the data ends."""
-        ends, held = [], 0
+        ends, consumed = [], 0
         for index, row in enumerate(self.passes):
-            held += sum(batch.rollouts for batch in row)
-            if held % self.settings.target == 0:
+            consumed += sum(batch.rollouts for batch in row)
+            if consumed % self.settings.target == 0:
                 ends.append(index)
         return cut(self.passes, self.settings, ends)

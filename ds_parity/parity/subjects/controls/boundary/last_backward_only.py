@@ -11,7 +11,7 @@ class LastBackwardOnly(Loop):
     name = "last-backward-only"
     seen = "OpenRLHF's dynamic batches, open-instruct #1498, DeepSpeed #7981"
     stages = (1, 2)
-    told = 1
+    accumulation_steps = 1
     like = ("mid-window-checkpoint",)
 
     def marks(self, index: int) -> bool:

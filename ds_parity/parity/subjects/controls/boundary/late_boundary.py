@@ -1,4 +1,7 @@
-"""late-boundary: the flag is set before step() and not before the last backward: on ZeRO 0 nothing is reduced, and ranks part."""
+"""late-boundary: the flag is set before step() and not before the last backward.
+
+On ZeRO 0 nothing is reduced, and the weights of the ranks fall out of sync.
+"""
 
 from __future__ import annotations
 

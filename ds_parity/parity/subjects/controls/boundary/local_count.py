@@ -1,9 +1,12 @@
-"""local-count: each rank compares its own count with the global target: windows are as many times too long as there are ranks."""
+"""local-count: each rank compares its own count with the global target.
+
+Windows are as many times too long as there are ranks.
+"""
 
 from __future__ import annotations
 
 from ds_parity.parity.subjects.controls.loop import Loop
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan
+from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 
 
 class LocalCount(Loop):
@@ -18,4 +21,4 @@ class LocalCount(Loop):
         longer = self.settings.model_copy(
             update={"gradient_accumulation_passes": self.settings.gradient_accumulation_passes * self.wanted.ranks}
         )
-        return plan(self.passes, longer, lookahead=True)
+        return windows_of(self.passes, longer, lookahead=True)

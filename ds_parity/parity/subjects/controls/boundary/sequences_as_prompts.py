@@ -1,9 +1,12 @@
-"""sequences-as-prompts: sequences are counted where the target is one of prompts: steps grow with the solutions, or turns, of each."""
+"""sequences-as-prompts: sequences are counted where the target is one of prompts.
+
+The number of steps grows with the solutions, or turns, of each prompt.
+"""
 
 from __future__ import annotations
 
 from ds_parity.parity.subjects.controls.loop import Loop
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan
+from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 
 
 class SequencesAsPrompts(Loop):
@@ -15,4 +18,4 @@ class SequencesAsPrompts(Loop):
 
     def windows(self) -> list[PlannedWindow]:
         """Count rollouts towards a target of prompts."""
-        return plan(self.passes, self.settings.model_copy(update={"count": "rollout"}), lookahead=True)
+        return windows_of(self.passes, self.settings.model_copy(update={"count": "rollout"}), lookahead=True)

@@ -1,4 +1,7 @@
-"""sticky-boundary: the flag of the last boundary still stands in the next window's first pass, which ZeRO 1 and 2 then lose."""
+"""sticky-boundary: the flag of the last boundary still stands in the next window's first pass.
+
+ZeRO 1 and 2 then lose that pass.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,6 @@ class SilentTruncation(Loop):
     def batches(self) -> Passes:
         """Drop the odd rollout of each micro-batch."""
         even = (
-            tuple(held[: max(1, len(held) // 2 * 2)] if held else () for held in row) for row in self.wanted.layout()
+            tuple(cell[: max(1, len(cell) // 2 * 2)] if cell else () for cell in row) for row in self.wanted.layout()
         )
         return collate_layout(tuple(even))

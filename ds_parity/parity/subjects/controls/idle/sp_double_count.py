@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_parity.parity.subjects.controls.loop import Loop
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan
+from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 
 
 class SpDoubleCount(Loop):
@@ -18,4 +18,4 @@ class SpDoubleCount(Loop):
         section = {
             "gradient_accumulation_passes": self.settings.gradient_accumulation_passes // self.wanted.sequence_parallel
         }
-        return plan(self.passes, self.settings.model_copy(update=section), lookahead=True)
+        return windows_of(self.passes, self.settings.model_copy(update=section), lookahead=True)

@@ -1,4 +1,7 @@
-"""dp-mean-left-in: divided by the global total, and DeepSpeed's mean over ranks not undone: smaller by exactly the number of ranks."""
+"""dp-mean-left-in: divided by the global total, and DeepSpeed's mean over ranks is not undone.
+
+The gradient is too small by exactly the number of ranks.
+"""
 
 from __future__ import annotations
 

@@ -13,5 +13,5 @@ class HalfBroadcast(Loop):
     like = ("mean-of-micro-batches",)
 
     def total(self, index: int) -> float:
-        """Return what the first rank would hold if all held as much."""
+        """Return what the total would be if every rank had as much as this one."""
         return float(sum(self.units(row[self.rank]) for row in self.rows) or 1) * self.wanted.ranks

@@ -1,4 +1,7 @@
-"""sp-factor-by-stage: ZeRO 3 averages over sequence-parallel ranks too, other stages do not: off by their number on stage 3 alone."""
+"""sp-factor-by-stage: ZeRO 3 averages over sequence-parallel ranks too, other stages do not.
+
+One factor for all stages is off by the number of those ranks, on stage 3 alone.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class ResetGatedByLogging(Loop):
     like = ("accuracy-of-means",)
 
     def metrics(self, batches: list[MicroBatch]) -> dict[str, float]:
-        """Keep what the window before held."""
+        """Keep the micro-batches of the window before."""
         kept = getattr(self, "kept", [])
         self.kept = [] if kept else batches
         return super().metrics([*kept, *batches])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_parity.parity.subjects.controls.loop import Loop
-from ds_parity.parity.subjects.oracle import PlannedWindow, plan
+from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 
 
 class ResumeResetsWindow(Loop):
@@ -18,5 +18,5 @@ class ResumeResetsWindow(Loop):
         """Resume after the second window."""
         before = super().windows()[:2]
         start = before[-1].last + 1
-        after = plan(self.passes[start:], self.settings, lookahead=True)
+        after = windows_of(self.passes[start:], self.settings, lookahead=True)
         return before + [replace(w, first=w.first + start, last=w.last + start) for w in after]

@@ -1,4 +1,7 @@
-"""scheduler-per-dynamic-step: one scheduler step an update, of which there are more, or fewer, than the nominal ones the budget was made for."""
+"""scheduler-per-dynamic-step: one scheduler step for each update.
+
+There are more updates, or fewer, than the nominal ones that the budget was made for.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,6 @@ class SchedulerPerDynamicStep(Loop):
     scenario = "progress"
 
     def move(self, applied: bool) -> None:
-        """Move it by a step, whatever the window held."""
+        """Move it by a step, whatever the window contained."""
         if applied:
             self.scheduler.step()

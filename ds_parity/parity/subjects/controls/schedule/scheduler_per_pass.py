@@ -1,4 +1,7 @@
-"""scheduler-per-pass: the scheduler is stepped on every pass: the LR is as many times too fast as windows have passes."""
+"""scheduler-per-pass: the scheduler is stepped on every pass.
+
+The LR moves as many times too fast as windows have passes.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,145 @@
+"""The harness touches what DeepSpeed keeps to itself in a few named files only: a new version breaks only those.
+
+`touched` reads any Python file: another room's test may import it and scan its own.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PARITY = Path(__file__).parents[2] / "ds_parity" / "parity"
+
+# DeepSpeed documents what its package itself exports; these rooms it moves about as it likes.
+PRIVATE_ROOMS = ("runtime", "ops", "utils", "sequence")
+_ROOM = re.compile(rf"deepspeed\.(?:{'|'.join(PRIVATE_ROOMS)})(?:\.\w+)*")
+
+# State that has no underscore and is no interface either: nothing documents it, and versions rename it.
+STATE = {
+    *("loss_scale_config", "cur_scale", "cur_iter", "dynamic_loss_scale", "loss_scaler", "use_grad_scaling"),
+    *("custom_loss_scaler", "external_loss_scale", "override_loss_scale", "clip_fp32_gradients", "basic_optimizer"),
+    *("torch_autocast_gradscaler", "torch_autocast_z0_gradscaler", "averaged_gradients", "all_grad_tensors"),
+    *("fp32_groups_gradients_flat", "fp32_groups_has_gradients", "bit16_groups", "micro_step_id", "micro_steps"),
+    *("clear_hp_grads", "clear_lp_grads", "reset_cpu_buffers", "setup_buckets", "get_gradient_for_reduction"),
+    *("reduce_ready_partitions_and_remove_grads", "overlapping_partition_gradients_reduce_epilogue"),
+    *("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"),
+}
+
+# Whole files that may, each with what it is for.
+ALLOWED = {
+    "running/half_precision.py": "clears what a torch_autocast engine leaves in its process",
+    "subjects/references/private_state.py": "all that the references and the controls touch",
+    "subjects/ulysses.py": "DeepSpeed's own sequence parallelism, which a user imports from the same places",
+}
+# Single names elsewhere, each with why it is not DeepSpeed's private state.
+EXCUSED = {
+    ("matrix/setups.py", "deepspeed.ops.adam"): "where DeepSpeed's documentation imports DeepSpeedCPUAdam from",
+    ("running/memory.py", "_cdata"): "torch's, as its own torch.multiprocessing.reductions tells storages apart",
+    ("running/worker.py", "_exit"): "os._exit is Python's own",
+    ("subjects/candidate.py", "_self_driver"): "ds_parity's own engine, not DeepSpeed's",
+}
+
+
+def touched(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of each use of DeepSpeed's private rooms, or of somebody else's private attribute."""
+    tree = ast.parse(text)
+    own = set(_defined(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, name) for name in _imported(node) if _ROOM.fullmatch(name))
+        elif isinstance(node, ast.Attribute):
+            whole = _ROOM.fullmatch(ast.unparse(node))
+            if whole or node.attr in STATE or _is_foreign(node, own):
+                yield node.lineno, whole[0] if whole else node.attr
+        elif isinstance(node, ast.Constant) and _names_it(node.value):
+            yield node.lineno, str(node.value)
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if node.module == "deepspeed":
+        return [f"deepspeed.{alias.name}" for alias in node.names]
+    return [node.module or ""]
+
+
+def _is_foreign(node: ast.Attribute, own: set[str]) -> bool:
+    private = node.attr.startswith("_") and not node.attr.startswith("__")
+    return private and not _by_itself(node) and node.attr not in own
+
+
+def _by_itself(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def _names_it(value: object) -> bool:
+    # As getattr, setattr and import_module take a name.
+    return isinstance(value, str) and (value in STATE or _ROOM.fullmatch(value) is not None)
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file defines itself: its functions, classes, variables, and attributes of its objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _by_itself(node):
+            yield node.attr
+
+
+def harness() -> dict[str, list[tuple[int, str]]]:
+    """What each file of the harness touches."""
+    return {str(path.relative_to(PARITY)): list(touched(path.read_text())) for path in sorted(PARITY.rglob("*.py"))}
+
+
+def test_only_the_named_files_of_the_harness_touch_what_deepspeed_keeps_to_itself():
+    beyond = [
+        f"{file}:{line}: {name}"
+        for file, uses in harness().items()
+        for line, name in uses
+        if file not in ALLOWED and (file, name) not in EXCUSED
+    ]
+    assert not beyond, f"move this into one of {', '.join(ALLOWED)}: {beyond}"
+
+
+def test_every_permission_is_still_used():
+    used = harness()
+    assert [file for file in ALLOWED if not used.get(file)] == []
+    assert [one for one in EXCUSED if one[1] not in [name for _, name in used.get(one[0], [])]] == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "name"),
+    [
+        ("from deepspeed.runtime.engine import DeepSpeedEngine", "deepspeed.runtime.engine"),
+        ("from deepspeed import runtime", "deepspeed.runtime"),
+        ("def f():\n    import deepspeed.utils.groups", "deepspeed.utils.groups"),
+        ("import deepspeed\nx = deepspeed.ops.adam", "deepspeed.ops.adam"),
+        (
+            "from importlib import import_module\nx = import_module('deepspeed.sequence.layer')",
+            "deepspeed.sequence.layer",
+        ),
+        ("def f(engine):\n    return engine._global_grad_norm", "_global_grad_norm"),
+        ("def f(engine):\n    engine.optimizer.external_loss_scale = 1", "external_loss_scale"),
+        ("def f(optimizer):\n    return getattr(optimizer, 'averaged_gradients', None)", "averaged_gradients"),
+    ],
+)
+def test_what_is_planted_is_found_by_its_name(planted, name):
+    assert name in [found for _, found in touched(planted)]
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import deepspeed\nx = deepspeed.initialize, deepspeed.DeepSpeedEngine, deepspeed.zero.GatheredParameters",
+        "from deepspeed.accelerator import get_accelerator",
+        "class A:\n    def f(self):\n        self._x = 1\n    def g(self, other):\n        return other._x == self._y",
+        "def f(engine):\n    return engine.__class__, engine.optimizer.param_groups",
+        "x = 'read in deepspeed.runtime.engine, 0.19.8'",
+    ],
+)
+def test_what_is_public_or_the_files_own_is_not_found(planted):
+    assert list(touched(planted)) == []
