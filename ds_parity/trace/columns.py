@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,19 @@ class Column:
 
     values: Array
     known: Array
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsColumn:
+    """The weights after some steps: n checksums, norms and sketches, and where there are any. Elsewhere they are empty."""
+
+    checksums: Array
+    norms: Array
+    sketches: Sequence[Sequence[float]]
+    known: Array
+
+
+_NO_WEIGHTS: tuple[str, float, Sequence[float]] = ("", 0.0, ())
 
 
 class Columns:
@@ -80,27 +92,26 @@ class Columns:
         """A float, or a metric by its prefixed name; (n,)."""
         return _column(self.values(name), np.float64)
 
-    def lists(self, name: str) -> Column | None:
-        """`lr`, or the sketches of weights: (n, width) floats; None where steps have other widths."""
-        rows = self.fields[name]
-        there = known(rows)
-        if name == "weights":
-            rows = [None if it is None else it[2] for it in rows]
-        widths = {len(row) for row in rows if row is not None}
-        if len(widths) > 1:
-            return None
-        empty = (0.0,) * (widths.pop() if widths else 0)
-        flat = list(chain.from_iterable(rows if there.all() else (empty if row is None else row for row in rows)))
-        return Column(np.array(flat, dtype=float).reshape(len(rows), len(empty)), there)
+    def widths(self) -> Array:
+        """How many LRs each step has, one a parameter group; (n,) integers, 0 where it has none."""
+        return np.array([0 if row is None else len(row) for row in self.fields["lr"]], dtype=np.int64)
 
-    def norms(self) -> Column:
-        """Of the weights; (n,) floats."""
-        return _column([None if it is None else it[1] for it in self.fields["weights"]], np.float64)
+    def rates(self, width: int) -> Column:
+        """LRs, one a parameter group, filled up with zeros to (n, width) floats; no step may have more than `width`."""
+        rows = self.fields["lr"]
+        padded = ((*row, *(0.0,) * (width - len(row))) if row is not None else (0.0,) * width for row in rows)
+        return Column(np.array(list(chain.from_iterable(padded)), dtype=float).reshape(len(rows), width), known(rows))
 
-    @cached_property
-    def checksums(self) -> Array:
-        """Of the weights; (n,) texts, empty where there are none."""
-        return np.array([it[0] if it is not None else "" for it in self.fields["weights"]], dtype=object)
+    def weights(self) -> WeightsColumn:
+        """What is known of the weights after each step."""
+        rows = [_NO_WEIGHTS if it is None else it for it in self.fields["weights"]]
+        checksums, norms, sketches = zip(*rows, strict=True)
+        return WeightsColumn(
+            checksums=np.array(checksums, dtype=object),
+            norms=np.array(norms, dtype=float),
+            sketches=sketches,
+            known=known(self.fields["weights"]),
+        )
 
 
 def known(values: Sequence[Any]) -> Array:

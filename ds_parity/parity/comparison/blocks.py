@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ds_parity.parity.comparison.alignment import Aligned
-from ds_parity.parity.comparison.ruler import Pair
 from ds_parity.trace.columns import SIZE, Columns, TraceFile
 from ds_parity.trace.records import StepRecord
 
@@ -28,14 +27,14 @@ class Block:
     reference: Columns | None
     candidate: Columns | None
 
-    def pair(self, at: int) -> Pair:
-        """One step, by its place."""
+    def records(self, at: int) -> tuple[StepRecord | None, StepRecord | None]:
+        """What the reference and the candidate say of one step, by its place; None for the trace that lacks it."""
         a = self.reference.record(at) if self.reference is not None else None
         b = self.candidate.record(at) if self.candidate is not None else None
-        return Pair(self.steps[at], a, b, self.terms[at])
+        return a, b
 
 
-def held(aligned: Aligned) -> Iterator[Block]:
+def in_memory(aligned: Aligned) -> Iterator[Block]:
     """Blocks of traces in memory; of a step that a trace has twice, the last."""
     a = {record.step: record for record in aligned.reference.steps}
     b = {record.step: record for record in aligned.candidate.steps}

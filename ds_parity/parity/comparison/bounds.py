@@ -1,8 +1,6 @@
 """How far two traces may lie apart, and how their distance is measured."""
 
 import math
-import operator
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -84,28 +82,6 @@ def eps(dtype: str) -> float:
     return EPS[dtype]
 
 
-def bits(value: object) -> object:
-    """What is equal for two values when they are equal bit for bit: -0.0 is not 0.0, and weights are their checksum."""
-    if isinstance(value, float):
-        return struct.pack("<d", value)
-    if isinstance(value, tuple):
-        return tuple(bits(item) for item in value)
-    return value.checksum if isinstance(value, Weights) else value
-
-
-def plainly_equal(a: object, b: object) -> bool:
-    """Whether two values are equal in every tier, told quickly; False may also mean that a closer look is needed."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float):
-        return a == b and a != 0.0  # 0.0 is not -0.0, and NaN equals nothing
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(plainly_equal, a, b))
-    if isinstance(a, Weights) and isinstance(b, Weights):
-        return a.checksum == b.checksum and plainly_equal((a.norm, *a.sketch), (b.norm, *b.sketch))
-    return isinstance(a, int) and a == b
-
-
 def has_nan(value: object) -> bool:
     """Whether a value is NaN or holds one."""
     if isinstance(value, tuple):
@@ -115,45 +91,7 @@ def has_nan(value: object) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def signed(reference: float, candidate: float, floor: float = 0.0) -> float:
-    """(candidate - reference) / max(|reference|, floor); 0 where both are equal, infinite or NaN where undefined."""
-    if reference == candidate:
-        return 0.0
-    scale = max(abs(reference), floor)
-    difference = candidate - reference
-    return difference / scale if scale else math.copysign(math.inf, difference)
-
-
-def gap(reference: object, candidate: object, floor: float = 0.0) -> float:
-    """How far two values of one field lie apart (>= 0, or NaN).
-
-    Counts: the difference. Floats: the relative difference, over no less than `floor`. Tuples: the greatest of their
-    items, infinite where their lengths differ. Weights: their distance over the norm of the reference.
-    """
-    if isinstance(reference, Weights) and isinstance(candidate, Weights):
-        return _weights_gap(reference, candidate)
-    if isinstance(reference, tuple) and isinstance(candidate, tuple):
-        if len(reference) != len(candidate):
-            return math.inf
-        return greatest(gap(a, b, floor) for a, b in zip(reference, candidate, strict=True))
-    if isinstance(reference, int) and isinstance(candidate, int):
-        return float(abs(reference - candidate))
-    if isinstance(reference, float) and isinstance(candidate, float):
-        return abs(signed(reference, candidate, floor))
-    return math.nan
-
-
 def greatest(values: Iterable[float]) -> float:
     """The greatest of some gaps, 0 for none; NaN if one is NaN, which `max` would lose."""
     known = list(values)
     return math.nan if any(math.isnan(value) for value in known) else max(known, default=0.0)
-
-
-def _weights_gap(reference: Weights, candidate: Weights) -> float:
-    """The difference of the norms, which the distance is never below, or the sketched distance if that is greater."""
-    norms = abs(signed(reference.norm, candidate.norm))
-    a, b = reference.sketch, candidate.sketch
-    if len(a) != len(b) or all(map(operator.eq, a, b)):  # not a == b, to which a NaN object equals itself
-        return norms
-    distance = math.dist(a, b) / math.sqrt(len(a))
-    return greatest((norms, distance / reference.norm if 0 < reference.norm < math.inf else math.inf))

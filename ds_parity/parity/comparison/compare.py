@@ -13,11 +13,11 @@ import numpy as np
 
 from ds_parity.parity.comparison import notes
 from ds_parity.parity.comparison.alignment import NO_ROLLOUTS, Aligned, align
-from ds_parity.parity.comparison.blocks import Blocks, held, streamed
+from ds_parity.parity.comparison.blocks import Blocks, in_memory, streamed
 from ds_parity.parity.comparison.bounds import LEAST_LOSS, Tier, eps
 from ds_parity.parity.comparison.fields import NAMES, Comparison, Difference, present, value_of
-from ds_parity.parity.comparison.ledger import Ledger
 from ds_parity.parity.comparison.ruler import Ruler
+from ds_parity.parity.comparison.tally import Tally
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.records import METRIC
@@ -75,30 +75,30 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     """
     with _uncollected():
         made = setting(reference, candidate, tier, dtype)
-        ledger = Ledger(made.ruler).take(made.blocks())
-    rows, hidden = ledger.rows()
-    unfit, biases = tuple(_unfit(reference, candidate, ledger)), tuple(ledger.biases())
-    nothing = () if unfit or biases or ledger.differences or ledger.shared else (_NOTHING,)
-    absent = [name for name in NAMES if not _present(reference, candidate, name, ledger)]
+        tally = Tally(made.ruler).take(made.blocks())
+    rows, hidden = tally.rows()
+    unfit, biases = tuple(_unfit(reference, candidate, tally)), tuple(tally.biases())
+    nothing = () if unfit or biases or tally.differences or tally.shared else (_NOTHING,)
+    absent = [name for name in NAMES if not _present(reference, candidate, name, tally)]
     unread = chain.from_iterable(names for names, _ in made.rules)
     return Comparison(
         tier=tier,
         dtype=dtype,
-        differences=(*unfit, *ledger.differences, *biases, *nothing),
-        found=ledger.found(unfit, (*biases, *nothing)),
-        steps=ledger.steps,
+        differences=(*unfit, *tally.differences, *biases, *nothing),
+        found=tally.found(unfit, (*biases, *nothing)),
+        steps=tally.steps,
         rows=rows,
         hidden=hidden,
-        held=ledger.held,
-        measured=ledger.measured,
+        held=tally.held,
+        measured=tally.measured,
         not_compared=tuple(dict.fromkeys((*absent, *unread))),
         notes=(
             *notes.of_headers(reference, candidate),
             *notes.of_reading(reference, candidate),
             *made.notes,
             *notes.of_rules(made.rules, absent),
-            *notes.of_digits(reference, candidate, made.ruler, ledger.slack),
-            *(notes.of_bounds(made.ruler, ledger.terms) if ledger.steps else ()),
+            *notes.of_digits(reference, candidate, made.ruler, tally.slack),
+            *(notes.of_bounds(made.ruler, tally.terms) if tally.steps else ()),
         ),
     )
 
@@ -135,7 +135,7 @@ def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     assert isinstance(candidate, Trace)
     aligned = align(reference, candidate)
     ruler = _ruler(aligned, tier, dtype, left_out)
-    return Setting(reference, candidate, ruler, lambda: held(aligned), rules, aligned.notes)
+    return Setting(reference, candidate, ruler, lambda: in_memory(aligned), rules, aligned.notes)
 
 
 def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
@@ -183,17 +183,17 @@ def _floors(reference: Trace) -> dict[str, float]:
     return found
 
 
-def _present(reference: Trace | TraceFile, candidate: Trace | TraceFile, name: str, ledger: Ledger) -> bool:
+def _present(reference: Trace | TraceFile, candidate: Trace | TraceFile, name: str, tally: Tally) -> bool:
     """Whether a trace has a field, be it in a step that is left out."""
     both = (reference, candidate)
-    return name in ledger.seen or any(present(trace, name) for trace in both if isinstance(trace, Trace))
+    return name in tally.seen or any(present(trace, name) for trace in both if isinstance(trace, Trace))
 
 
-def _unfit(reference: Trace | TraceFile, candidate: Trace | TraceFile, ledger: Ledger) -> Iterator[Difference]:
+def _unfit(reference: Trace | TraceFile, candidate: Trace | TraceFile, tally: Tally) -> Iterator[Difference]:
     """Steps that are absent altogether, or doubled; a file with a doubled one can't be read."""
     a, b = (
         len(trace.steps) if isinstance(trace, Trace) else held.steps
-        for trace, held in zip((reference, candidate), ledger.held, strict=True)
+        for trace, held in zip((reference, candidate), tally.held, strict=True)
     )
     for side, trace, count in (("reference", reference, a), ("candidate", candidate, b)):
         if not count:

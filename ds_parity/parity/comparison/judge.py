@@ -1,4 +1,4 @@
-"""A block of steps, field by field: what `rows` says of each step, computed for all of them at once."""
+"""The verdict on a block of steps, field by field: the one place that decides what differs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ds_parity.parity.comparison import distances
 from ds_parity.parity.comparison.blocks import Block
-from ds_parity.parity.comparison.fields import FIELDS, Field, How
-from ds_parity.parity.comparison.rows import field_differences
+from ds_parity.parity.comparison.fields import FIELDS
 from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace.columns import Array, Column, Columns, known
 from ds_parity.trace.quick import COUNTS
 from ds_parity.trace.records import METRIC
-
-# A sum of squares is rounded here otherwise than in math.dist: so near to a bound, a step is judged by itself.
-_NEAR = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,9 @@ class Apart:
 
     Attributes:
         known: both traces have it; (n,).
-        gap: how far it lies apart (>= 0, or NaN), meaningless where it isn't known; (n,).
+        gap: how far it lies apart (>= 0, or NaN), meaningless where it isn't known; (n,). Counts: the difference.
+            Floats: relative, over no less than the ruler's scale. LRs: the greatest of the groups, infinite where their
+            numbers differ. Weights: their distance over the norm of the reference.
         limit: what the gap may be; (n,), 0 where it must be equal bit for bit.
         slack: the part of the limit that the digits leave open which it was written with; (n,).
         differs: it is not within its limit; (n,).
@@ -41,52 +40,40 @@ class Apart:
     differs: Array
 
 
-def judge(block: Block, ruler: Ruler) -> dict[str, Apart]:
+Judged = dict[str, Apart]
+
+
+def judge(block: Block, ruler: Ruler) -> Judged:
     """Judge every compared field of a block, or `step` where one of the traces doesn't have its steps."""
     a, b = block.reference, block.candidate
     none = np.zeros(len(block.steps))
     if a is None or b is None:
         return {"step": Apart(none.astype(bool), none, none, none, np.ones(len(none), dtype=bool))}
-    names = {name for side in (a, b) for held in side.fields["metrics"] for name in held}
-    fields = (*FIELDS, *(Field(METRIC + name, How.BOUNDED) for name in sorted(names)))
-    left_out = {field.name for field in fields if field.name.startswith(METRIC) and "metrics" in ruler.left_out}
-    left_out |= ruler.left_out
-    return {field.name: _apart(field, block, a, b, ruler) for field in fields if field.name not in left_out}
+    names = [field.name for field in FIELDS if field.name not in ruler.left_out]
+    if "metrics" not in ruler.left_out:
+        names += sorted({METRIC + name for side in (a, b) for metrics in side.fields["metrics"] for name in metrics})
+    return {name: _apart(name, block, a, b, ruler) for name in names}
 
 
 def limits(name: str, block: Block, ruler: Ruler) -> Array:
-    """The bound of a field in every step of a block; (n,)."""
+    """The bound of a field in every step of a block, 0 where it must be equal bit for bit; (n,)."""
+    if not ruler.bounds(name):
+        return np.zeros(len(block.steps))
     bound = ruler.bound(name, 1)
     return np.asarray(bound.constant * bound.eps * np.sqrt(np.maximum(np.array(block.terms, dtype=float), 1.0)))
 
 
-def signed(reference: Array, candidate: Array, floor: float) -> Array:
-    """`bounds.signed` of many numbers."""
-    with np.errstate(all="ignore"):
-        difference = candidate - reference
-        scale = np.abs(reference)
-        scale = np.where(floor > scale, floor, scale)
-        found = np.where(scale == 0, np.copysign(np.inf, difference), difference / scale)
-    return np.where(reference == candidate, 0.0, found)
-
-
-def _apart(field: Field, block: Block, a: Columns, b: Columns, ruler: Ruler) -> Apart:
-    name = field.name
-    if name in ruler.written:
-        return _one_by_one(field, block, ruler)
-    bound = limits(name, block, ruler) if ruler.bounds(field) else None
-    if (values := a.values(name)) == b.values(name) and _plain(name, values):
+def _apart(name: str, block: Block, a: Columns, b: Columns, ruler: Ruler) -> Apart:
+    bound = limits(name, block, ruler)
+    values = a.values(name)
+    if name not in ruler.written and values == b.values(name) and _plain(name, values):
         none = np.zeros(len(values))
-        return Apart(known(values), none, none if bound is None else bound, none, none.astype(bool))
-    if name == "lr":
-        found = _rates(a.lists(name), b.lists(name))
-    elif name == "weights":
-        found = _weights(a, b, bound)
-    elif name in COUNTS or name == "skipped":
-        found = _counts(a.counts(name), b.counts(name))
-    else:
-        found = _figures(a.floats(name), b.floats(name), ruler.scale(name), bound)
-    return _one_by_one(field, block, ruler) if found is None else _exactly(field, block, ruler, found)
+        return Apart(known(values), none, bound, none, none.astype(bool))
+    if name in COUNTS or name == "skipped":
+        return _counts(a.counts(name), b.counts(name))
+    if name == "weights":
+        return _weights(a, b, bound, ruler)
+    return _floats(name, a, b, bound, ruler)
 
 
 def _plain(name: str, values: Sequence[Any]) -> bool:
@@ -103,85 +90,50 @@ def _plain(name: str, values: Sequence[Any]) -> bool:
 
 
 def _counts(x: Column, y: Column) -> Apart:
-    return _found(x, y, np.abs(x.values - y.values).astype(float), x.values != y.values)
+    none = np.zeros(len(x.known))
+    both = x.known & y.known
+    differs = (x.known != y.known) | (both & (x.values != y.values))
+    return Apart(both, np.abs(x.values - y.values).astype(float), none, none, differs)
 
 
-def _figures(x: Column, y: Column, floor: float, bound: Array | None) -> Apart:
-    gap = np.abs(signed(x.values, y.values, floor))
-    return _found(x, y, gap, _nan(x) | _nan(y) | (_unlike(x, y) if bound is None else ~(gap <= bound)), bound)
+def _floats(name: str, a: Columns, b: Columns, bound: Array, ruler: Ruler) -> Apart:
+    """A float of every step, or the LRs of its parameter groups: a step is as far apart as its farthest number."""
+    x, y, inside = _side_by_side(name, a, b)
+    both, scale = x.known & y.known, ruler.scale(name)
+    same_width = inside[0] == inside[1]
+    gap = distances.greatest_of_rows(np.abs(distances.signed(x.values, y.values, scale)))
+    gap = np.where(same_width, gap, np.inf)
+    equal = gap <= bound if ruler.bounds(name) else ~distances.other_bits(x.values, y.values).any(axis=1)
+    slack = np.zeros(len(both))
+    if name in ruler.written:
+        leaves = ruler.slack(name, x.values, y.values)
+        size = distances.over(x.values, scale)
+        with np.errstate(all="ignore"):
+            near = np.abs(x.values - y.values) <= bound[:, None] * size + leaves
+            share = np.where((size > 0) & (size < np.inf), leaves / size, 0.0)
+        finite = np.isfinite(x.values) & np.isfinite(y.values)
+        equal |= np.where(finite, near, x.values == y.values).all(axis=1)
+        counted = np.arange(x.values.shape[1]) < np.minimum(*inside)[:, None]
+        slack = np.where(both, distances.greatest_of_rows(np.where(counted, share, 0.0)), 0.0)
+    nan = (np.isnan(x.values) | np.isnan(y.values)).any(axis=1)
+    differs = (x.known != y.known) | (both & (nan | ~same_width | ~equal))
+    return Apart(both, gap, bound + slack, slack, differs)
 
 
-def _rates(x: Column | None, y: Column | None) -> Apart | None:
-    if x is None or y is None:
-        return None
-    if x.values.shape == y.values.shape:
-        gap = np.abs(signed(x.values, y.values, 0.0)).max(axis=1, initial=0.0)
-        return _found(x, y, gap, _nan(x) | _nan(y) | _unlike(x, y).any(axis=1))
-    return _found(x, y, np.full(len(x.known), np.inf), np.ones(len(x.known)))
+def _side_by_side(name: str, a: Columns, b: Columns) -> tuple[Column, Column, tuple[Array, Array]]:
+    """Both traces' numbers, each (n, width), filled up with zeros; and how many of each step are its own, each (n,)."""
+    if name == "lr":
+        widths = a.widths(), b.widths()
+        width = int(max(it.max(initial=0) for it in widths))
+        return a.rates(width), b.rates(width), widths
+    x, y = (Column(it.values[:, None], it.known) for it in (a.floats(name), b.floats(name)))
+    ones = np.ones(len(x.known), dtype=int)
+    return x, y, (ones, ones)
 
 
-def _weights(a: Columns, b: Columns, bound: Array | None) -> Apart | None:
-    x, y = a.lists("weights"), b.lists("weights")
-    if x is None or y is None:
-        return None
-    norms = a.norms(), b.norms()
-    nan = _nan(x) | _nan(y) | _nan(norms[0]) | _nan(norms[1])
-    alike = x.values.shape == y.values.shape
-    gap = _distance(*norms, x.values, y.values) if alike else np.abs(signed(norms[0].values, norms[1].values, 0.0))
-    if bound is None:
-        return _found(x, y, gap, nan | (a.checksums != b.checksums))
-    return _found(x, y, gap, nan | ~(gap <= bound) | (not alike), bound)
-
-
-def _distance(norm: Column, other: Column, a: Array, b: Array) -> Array:
-    """`bounds.gap` of weights."""
-    norms = np.abs(signed(norm.values, other.values, 0.0))
-    size = norm.values
-    if not a.shape[1]:
-        return norms
-    with np.errstate(all="ignore"):
-        difference = np.abs(a - b)
-        most = difference.max(axis=1)
-        squares = np.square(difference / most[:, None]).sum(axis=1)
-        distance = most * np.sqrt(squares / a.shape[1])
-        distance = np.where(np.isinf(difference).any(axis=1), np.inf, distance) / size
-    unfit = ~((size > 0) & (size < np.inf))
-    return np.where((a == b).all(axis=1), norms, np.maximum(norms, np.where(unfit, np.inf, distance)))
-
-
-def _unlike(x: Column, y: Column) -> Array:
-    """Whether bits differ."""
-    return np.asarray(x.values.view(np.int64) != y.values.view(np.int64))
-
-
-def _nan(x: Column) -> Array:
-    return np.asarray(np.isnan(x.values.reshape(len(x.known), -1)).any(axis=1))
-
-
-def _found(x: Column, y: Column, gap: Array, apart: Array, bound: Array | None = None) -> Apart:
-    both, none = x.known & y.known, np.zeros(len(gap))
-    return Apart(both, gap, none if bound is None else bound, none, (x.known != y.known) | (both & apart.astype(bool)))
-
-
-def _exactly(field: Field, block: Block, ruler: Ruler, found: Apart) -> Apart:
-    if field.name == "weights" and ruler.bounds(field):
-        near = found.known & (np.abs(found.gap - found.limit) <= _NEAR * found.limit)
-        for at in np.flatnonzero(near).tolist():
-            found.differs[at] = any(field_differences(field, block.pair(at), ruler))
-    return found
-
-
-def _one_by_one(field: Field, block: Block, ruler: Ruler) -> Apart:
-    """What has no columns, and what was rounded when it was written."""
-    name, count = field.name, len(block.steps)
-    bound = limits(name, block, ruler) if ruler.bounds(field) else np.zeros(count)
-    pairs = [block.pair(at) for at in range(count)]
-    gaps = [ruler.gap(pair, name) for pair in pairs]
-    slack = np.array([ruler.slack(pair, name) for pair in pairs])
-    return Apart(
-        known=np.array([gap is not None for gap in gaps]),
-        gap=np.array([np.nan if gap is None else gap for gap in gaps]),
-        limit=bound + slack,
-        slack=slack,
-        differs=np.array([any(field_differences(field, pair, ruler)) for pair in pairs]),
-    )
+def _weights(a: Columns, b: Columns, bound: Array, ruler: Ruler) -> Apart:
+    x, y = a.weights(), b.weights()
+    gap, nan, same_width = distances.of_weights(x, y)
+    equal = same_width & (gap <= bound) if ruler.bounds("weights") else x.checksums == y.checksums
+    both = x.known & y.known
+    return Apart(both, gap, bound, np.zeros(len(both)), (x.known != y.known) | (both & (nan | ~equal)))

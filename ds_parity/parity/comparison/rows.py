@@ -1,56 +1,56 @@
-"""One step of two traces: how far each field lies apart, and which of them may not."""
+"""One step as it is shown: how far its quantities lie apart, and why some of its fields differ. What differs `judge` says."""
 
 from collections.abc import Iterator
 
-from ds_parity.parity.comparison.bounds import bits, plainly_equal
-from ds_parity.parity.comparison.fields import FIELDS, Difference, Field, How, Row, shown, unlike
-from ds_parity.parity.comparison.ruler import Pair, Ruler
-from ds_parity.trace.records import METRIC
+from ds_parity.parity.comparison.blocks import Block
+from ds_parity.parity.comparison.fields import Difference, Row, shown, unlike, value_of
+from ds_parity.parity.comparison.judge import Judged
+from ds_parity.parity.comparison.ruler import Ruler
 
 
-def row(pair: Pair, ruler: Ruler) -> Row:
-    """One step, with its differences."""
+def row(block: Block, judged: Judged, at: int, ruler: Ruler) -> Row:
+    """Put the verdict on one step into words.
+
+    Args:
+        block: some steps.
+        judged: the verdict on each of them, field by field.
+        at: the step's place in the block.
+        ruler: what the verdict was made with.
+    """
     return Row(
-        step=pair.step,
-        candidate=pair.candidate,
-        terms=pair.terms,
-        loss=ruler.gap(pair, "loss"),
-        lr=ruler.gap(pair, "lr"),
-        grad_norm=ruler.gap(pair, "grad_norm"),
-        weights=ruler.gap(pair, "weights"),
-        differences=tuple(_step_differences(pair, ruler)),
+        step=block.steps[at],
+        candidate=block.records(at)[1],
+        terms=block.terms[at],
+        loss=_gap(judged, "loss", at),
+        lr=_gap(judged, "lr", at),
+        grad_norm=_gap(judged, "grad_norm", at),
+        weights=_gap(judged, "weights", at),
+        differences=tuple(_differences(block, judged, at, ruler)),
     )
 
 
-def _step_differences(pair: Pair, ruler: Ruler) -> Iterator[Difference]:
-    step, a, b = pair.step, pair.reference, pair.candidate
-    if a is None or b is None:
-        why = f"step {step} is in the {'candidate' if a is None else 'reference'} only"
-        yield Difference(step, "step", None if a is None else step, None if b is None else step, None, None, why)
-        return
-    metrics = sorted(a.metrics.keys() | b.metrics.keys()) if "metrics" not in ruler.left_out else ()
-    for field in (*FIELDS, *(Field(METRIC + name, How.BOUNDED) for name in metrics)):
-        if field.name not in ruler.left_out:
-            yield from field_differences(field, pair, ruler)
+def _gap(judged: Judged, name: str, at: int) -> float | None:
+    apart = judged.get(name)
+    return float(apart.gap[at]) if apart is not None and apart.known[at] else None
 
 
-def field_differences(field: Field, pair: Pair, ruler: Ruler) -> Iterator[Difference]:
-    """The difference of a field that both records are asked for, if it is one."""
-    name = field.name
-    a, b = pair.values(name)
-    if (a is None and b is None) or plainly_equal(a, b):
-        return
-    apart = ruler.gap(pair, name)
-    bounded = ruler.bounds(field)
-    bound = ruler.bound(name, pair.terms) if bounded else None
-    why = unlike(name, a, b, bounded)
-    if why is None and bound is None and bits(a) != bits(b) and not ruler.excused(pair, name):
-        why = f"{name} must be equal bit for bit"
-        why = f"{name} is further off than {written} leave open" if (written := ruler.digits(name)) else why
-    within = bound is not None and (apart is not None and apart <= bound.relative)
-    if why is None and bound is not None and not within and not ruler.excused(pair, name, bound.relative):
-        why = f"{name} is further off than adding in another order explains ({bound})"
-        why = f"{why}, and {written} leave open" if (written := ruler.digits(name)) else why
-    if why is not None:
-        limit = (bound.relative if bound else 0.0) + ruler.slack(pair, name)
-        yield Difference(pair.step, name, shown(a, bounded), shown(b, bounded), apart, limit, why)
+def _differences(block: Block, judged: Judged, at: int, ruler: Ruler) -> Iterator[Difference]:
+    step, (a, b) = block.steps[at], block.records(at)
+    for name in (name for name, apart in judged.items() if apart.differs[at]):
+        if a is None or b is None:
+            why = f"step {step} is in the {'candidate' if a is None else 'reference'} only"
+            yield Difference(step, name, None if a is None else step, None if b is None else step, None, None, why)
+            continue
+        x, y, bounded = value_of(a, name), value_of(b, name), ruler.bounds(name)
+        why = unlike(name, x, y, bounded) or _rule(name, block.terms[at], ruler)
+        limit = float(judged[name].limit[at])
+        yield Difference(step, name, shown(x, bounded), shown(y, bounded), _gap(judged, name, at), limit, why)
+
+
+def _rule(name: str, terms: int, ruler: Ruler) -> str:
+    """The rule that two values broke which could have been equal."""
+    written = ruler.digits(name)
+    if ruler.bounds(name):
+        why = f"{name} is further off than adding in another order explains ({ruler.bound(name, terms)})"
+        return f"{why}, and {written} leave open" if written else why
+    return f"{name} is further off than {written} leave open" if written else f"{name} must be equal bit for bit"

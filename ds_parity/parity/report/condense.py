@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from ds_parity.parity.comparison.fields import Comparison, HiddenRows, Row
-from ds_parity.parity.comparison.ledger import DIFFERING, ENDS
+from ds_parity.parity.comparison.tally import DIFFERING, ENDS
 from ds_parity.parity.report.terminal import cells, hidden_rows, in_order
 
 WHOLE = 60

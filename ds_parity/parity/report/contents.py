@@ -59,7 +59,11 @@ class Compared:
     @property
     def steps(self) -> tuple[int, int]:
         """The first and the last of either trace, which must have one."""
-        return self.comparison.rows[0].step, self.comparison.rows[-1].step
+        compared = [self.comparison.rows[0].step, self.comparison.rows[-1].step]
+        # Rows lack the steps that a foreign trace does not log. The other trace has them, and they are drawn.
+        memory = [side.trace for side in (self.reference, self.candidate) if isinstance(side.trace, Trace)]
+        steps = [*compared, *(record.step for trace in memory for record in trace.steps)]
+        return min(steps), max(steps)
 
     def setting(self) -> Setting:
         """The traces, ready to be gone through again."""

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_parity.parity.comparison.compare import Setting
-from ds_parity.parity.comparison.fields import FIELDS
 from ds_parity.parity.comparison.judge import judge, limits
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import Columns, TraceFile, columns_of
@@ -21,7 +20,6 @@ DENSE = 400
 """Steps of a line; more become a band from the least to the greatest of a stretch of steps."""
 _STRETCHES = 250
 _GROUPS = 8
-_FIELDS = {field.name: field for field in FIELDS}
 # Sums of what is drawn must not overflow.
 _DRAWABLE = 1e100
 
@@ -184,8 +182,7 @@ def gaps(setting: Setting, names: Sequence[str]) -> dict[str, Gaps]:
         judged = judge(block, setting.ruler)
         x = np.array(block.steps, dtype=float)
         for name, (within, over, bound, odd) in found.items():
-            allowed = limits(name, block, setting.ruler) if setting.ruler.bounds(_FIELDS[name]) else np.zeros(len(x))
-            bound.add(x, allowed)
+            bound.add(x, limits(name, block, setting.ruler))
             apart = judged.get("step") or judged.get(name)
             if apart is None:
                 continue

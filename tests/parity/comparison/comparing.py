@@ -59,14 +59,6 @@ def two_traces(draw, kept=st.integers(0, 9), most=3):  # noqa: B008  strategies 
     return tuple(sides)
 
 
-@st.composite
-def two_runs(draw):
-    """Two traces as files hold them: steps follow one another. One may begin later, and end earlier, than the other."""
-    a, b = draw(two_traces(kept=st.just(True), most=6))
-    first, last = draw(st.sampled_from([(0, 6), (0, 6), (0, 6), (0, 3), (2, 6), (1, 1)]))
-    return a, Trace(b.header, b.steps[first:last])
-
-
 def on_disk(path, trace):
     """A trace as a file that is read piece by piece."""
     with TraceWriter(path, trace.header) as writer:

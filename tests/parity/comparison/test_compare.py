@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison import blocks
-from ds_parity.parity.comparison.bounds import EPS, LEAST_LOSS, Bound, C, Tier, gap, greatest, has_nan
+from ds_parity.parity.comparison.bounds import EPS, LEAST_LOSS, Bound, C, Tier, greatest, has_nan
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import BOUNDED
 from ds_parity.trace import Trace
@@ -371,14 +371,14 @@ def test_a_dtype_without_a_bound_is_refused():
 
 
 def test_a_difference_from_zero_is_infinite_and_nan_is_never_lost():
-    assert gap(0.0, 1e-300) == math.inf
-    assert gap(weights(norm=0.0), weights(norm=0.0, sketch=(3.0, -4.1))) == math.inf
-    assert gap(weights(norm=math.inf), weights(norm=math.inf, sketch=(3.0, -4.1))) == math.inf
     assert math.isnan(greatest([1.0, math.nan, 2.0]))
-    assert math.isnan(gap(1.0, None))
-    unknown = weights(sketch=(math.nan, 1.0))
-    assert math.isnan(gap(unknown, unknown))
     assert has_nan((1.0, (math.nan,)))
+    for norm in (0.0, math.inf):
+        one, other = (changed(weights=weights(norm=norm, sketch=(3.0, last))) for last in (-4.0, -4.1))
+        assert compare(one, other, REASSOCIATED).first.difference == math.inf
+    tiny = changed(grad_norm=1e-300)
+    zero = trace(*(record(step, grad_norm=0.0) for step in (1, 2, 3)))
+    assert compare(zero, tiny, REASSOCIATED).first.difference == math.inf
 
 
 def same(a, b):

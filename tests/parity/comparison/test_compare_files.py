@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_parity.errors import TraceError
-from ds_parity.parity.comparison import ledger
+from ds_parity.parity.comparison import blocks, tally
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare, setting
 from ds_parity.parity.diagnosis import diagnose
@@ -19,7 +19,8 @@ from ds_parity.parity.report.series import MOST, gaps, run
 from ds_parity.trace import Trace, columns
 from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.foreign import open_pair
-from tests.parity.comparison.comparing import on_disk, record, trace, two_runs, two_traces, weights
+from tests.parity.comparison.comparing import on_disk, record, trace, two_traces, weights
+from tests.parity.comparison.moved import runs
 
 EXACT, REASSOCIATED = Tier.EXACT, Tier.REASSOCIATED
 BOTH = pytest.mark.parametrize("tier", [EXACT, REASSOCIATED])
@@ -30,28 +31,18 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("traces")
 
 
-def told(comparison):
-    """All that a comparison says, but for the last digit of distances: a step by itself is summed in another order."""
-    found = [(it.name, it.count, it.first) for it in comparison.found]
-    return repr(replace(comparison, found=(), measured=())), repr(found), [it.field for it in comparison.measured]
-
-
-def used_up(comparison):
-    return [it.difference / it.bound for it in comparison.measured]
-
-
-@BOTH
-@settings(max_examples=60, deadline=None)
-@given(two_runs(), st.sampled_from([1, 900, 1 << 17]))
-def test_a_file_is_compared_as_the_trace_in_memory_whatever_is_read_at_once(folder, tier, traces, size):
-    files = [on_disk(folder / side, held) for side, held in zip("ab", traces, strict=True)]
+@settings(max_examples=120, deadline=None)
+@given(runs(), st.sampled_from([1, 900, 1 << 17]), st.sampled_from([1, 3, columns.SIZE]))
+def test_a_file_is_compared_as_the_trace_in_memory_whatever_is_read_at_once(folder, drawn, size, held):
+    (tier, dtype), traces = drawn
+    files = [on_disk(folder / side, one) for side, one in zip("ab", traces, strict=True)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(columns, "BYTES", size)
-        streamed = compare(*files, tier)
+        patched.setattr(blocks, "SIZE", held)
+        streamed = compare(*files, tier, dtype)
         causes = diagnose(*files, streamed)
-    whole = compare(*traces, tier)
-    assert told(streamed) == told(whole)
-    assert used_up(streamed) == pytest.approx(used_up(whole), nan_ok=True)
+    whole = compare(*traces, tier, dtype)
+    assert repr(streamed) == repr(whole)
     assert causes == diagnose(*traces, whole)
 
 
@@ -62,10 +53,10 @@ def test_what_is_not_kept_of_long_traces_is_counted(tier, traces):
     whole = compare(*traces, tier)
     with pytest.MonkeyPatch.context() as patched:
         for name in ("WHOLE", "ENDS", "DIFFERING"):
-            patched.setattr(ledger, name, 1)
+            patched.setattr(tally, name, 1)
         short = compare(*traces, tier)
     assert (short.equal, short.steps, short.count) == (whole.equal, whole.steps, whole.count)
-    assert told(replace(short, differences=(), rows=(), hidden=())) == told(replace(whole, differences=(), rows=()))
+    assert repr(replace(short, differences=(), rows=(), hidden=())) == repr(replace(whole, differences=(), rows=()))
     assert repr(short.first) == repr(whole.first)
     places = {row.step: at for at, row in enumerate(whole.rows)}
     assert len(short.rows) + sum(it.count for it in short.hidden) == whole.steps

@@ -165,6 +165,16 @@ class TestAxisOfSteps:
         known = candidate.get_xdata()[np.isfinite(candidate.get_ydata())]
         assert (known[0], known[-1]) == pytest.approx((4, steps + 3), abs=4 if steps > 5 else 0)
 
+    @pytest.mark.parametrize("swap", [False, True])
+    def test_steps_that_another_trainer_does_not_log_are_drawn_of_the_run_that_has_them(self, draw, swap):
+        whole = trace(9)
+        logged = tuple(one for one in whole.steps if one.step in (3, 5, 7))
+        sparse = Trace(whole.header.model_copy(update={"records": ("loss",)}), logged)
+        pair = (sparse, whole) if swap else (whole, sparse)
+        axes = panel(draw(*pair, tier=REASSOCIATED)["curves"], "loss")
+        drawn = only(axes, "candidate" if swap else "reference")
+        assert drawn.get_xdata()[np.isfinite(drawn.get_ydata())].tolist() == [*range(1, 10)]
+
 
 class TestWindows:
     def test_counts_of_both_runs_stand_over_zero(self, draw):

@@ -1,16 +1,22 @@
-"""What comparing comes to, block by block: as much as can be shown, and sums of the rest. It does not grow with the traces."""
+"""What comparing comes to, block by block: as much as can be shown, and sums of the rest.
+
+It does not grow with the traces.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_parity.parity.comparison.blocks import Block
 from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.distances import signed
 from ds_parity.parity.comparison.fields import (
     BOUNDED,
     NAMES,
@@ -21,7 +27,7 @@ from ds_parity.parity.comparison.fields import (
     Measured,
     Row,
 )
-from ds_parity.parity.comparison.judge import Apart, judge, signed
+from ds_parity.parity.comparison.judge import Apart, Judged, judge
 from ds_parity.parity.comparison.rows import row
 from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace.columns import Array, Columns
@@ -32,7 +38,14 @@ ENDS, DIFFERING = 10, 20
 """Of more steps: rows at either end, and of those that differ."""
 
 
-_Entry = tuple[int, Block, int, int]  # a row's place, where it is found, and how many before it differ
+class _Entry(NamedTuple):
+    """Where a row is found that may be shown: its place among all, its block and its place there."""
+
+    place: int
+    block: Block
+    judged: Judged
+    at: int
+    differing_before: int
 
 
 @dataclass
@@ -51,7 +64,7 @@ class _Means:
 
 
 @dataclass
-class Ledger:
+class Tally:
     """Takes blocks in their order."""
 
     ruler: Ruler
@@ -70,7 +83,7 @@ class Ledger:
     _last: deque[_Entry] = field(default_factory=lambda: deque(maxlen=ENDS))
     _held: dict[str, Held] = field(default_factory=lambda: {"reference": Held(0, 0), "candidate": Held(0, 0)})
 
-    def take(self, blocks: Iterable[Block]) -> Ledger:
+    def take(self, blocks: Iterable[Block]) -> Tally:
         """Take all blocks; returns itself."""
         for block in blocks:
             self._take(block)
@@ -96,13 +109,11 @@ class Ledger:
 
     def rows(self) -> tuple[tuple[Row, ...], tuple[HiddenRows, ...]]:
         """The rows to show, and what lies between them: every row of few steps."""
-        for place, block, at, before in (*self._first, *self._last):
-            if place not in self._rows:
-                self._rows[place] = row(block.pair(at), self.ruler), before
+        self._show((*self._first, *self._last))
         if self.steps <= WHOLE:
             return tuple(self._rows[place][0] for place in range(self.steps)), ()
         differing = [place for place, (kept, _) in sorted(self._rows.items()) if kept.differences][:DIFFERING]
-        wanted = {*range(ENDS), *differing, *(place for place, *_ in self._last)}
+        wanted = {*range(ENDS), *differing, *(entry.place for entry in self._last)}
         wanted |= {place - 1 for place in differing[:1] if place}
         chosen = [(place, *self._rows[place]) for place in sorted(wanted)]
         hidden = []
@@ -125,13 +136,13 @@ class Ledger:
                 yield Difference(None, f"{name}, mean", a, b, mean, bound, why)
 
     def _take(self, block: Block) -> None:
-        found = judge(block, self.ruler)
+        judged = judge(block, self.ruler)
         differs = np.zeros(len(block.steps), dtype=bool)
-        for apart in found.values():
+        for apart in judged.values():
             differs |= apart.differs
         self._look_at(block)
-        self._keep(block, differs, found)
-        for name, apart in found.items():
+        self._keep(block, differs, judged)
+        for name, apart in judged.items():
             self.shared |= bool(apart.known.any())
             if name in self.ruler.written:
                 self.slack[name] = max(self.slack.get(name, 0.0), float(apart.slack.max()))
@@ -150,51 +161,56 @@ class Ledger:
                 self._held[side] = self._held[side].and_also(columns.fields["rollouts"])
                 self.seen |= {name for name in NAMES if name not in self.seen and _present(columns, name)}
 
-    def _keep(self, block: Block, differs: Array, found: dict[str, Apart]) -> None:
+    def _keep(self, block: Block, differs: Array, judged: Judged) -> None:
         """Keep rows and differences, as long as there are not too many."""
         before = self.differing + np.cumsum(differs) - differs
-        rows: dict[int, Row] = {}
-
-        def at(place: int) -> Row:
-            if place not in rows:
-                rows[place] = row(block.pair(place), self.ruler)
-            return rows[place]
-
         apart = np.flatnonzero(differs).tolist()
-        wanted = {*apart[: max(0, DIFFERING - self.differing)]}
-        if apart and not self.differing and apart[0]:
-            wanted.add(apart[0] - 1)
-        elif apart and not self.differing and self._last:
-            place, last, of, count = self._last[-1]
-            self._rows.setdefault(place, (row(last.pair(of), self.ruler), count))
-        self._rows |= {self.steps + place: (at(place), int(before[place])) for place in sorted(wanted)}
-        for place in apart:
-            if len(self.differences) >= WHOLE:
-                break
-            self.differences += at(place).differences
-        for name, one in sorted(found.items(), key=lambda entry: int(entry[1].differs.argmax())):
-            if one.differs.any():
-                first = at(int(one.differs.argmax())) if name not in self._fields else None
-                self._count(name, one, first)
-        entries = [(self.steps + place, block, place, count) for place, count in enumerate(before.tolist())]
-        if self.steps < WHOLE:
-            self._first = (self._first + entries)[: WHOLE if self.steps + len(entries) <= WHOLE else ENDS]
-        self._last.extend(entries[-ENDS:])
 
-    def _count(self, name: str, apart: Apart, first: Row | None) -> None:
-        known = apart.gap[apart.differs & apart.known]
-        furthest = float(known.max()) if len(known) else None
-        if first is not None:
-            (difference,) = (it for it in first.differences if it.field == name)
-            self._fields[name] = FieldFound(name, int(apart.differs.sum()), difference, furthest)
-        else:
-            held = self._fields[name]
-            self._fields[name] = held.and_also(FieldFound(name, int(apart.differs.sum()), held.first, furthest))
+        def entry(at: int) -> _Entry:
+            return _Entry(self.steps + at, block, judged, at, int(before[at]))
+
+        @cache
+        def worded(at: int) -> Row:
+            return row(block, judged, at, self.ruler)
+
+        if apart and not self.differing:  # the step before the first that differs is shown too
+            self._show([entry(apart[0] - 1)] if apart[0] else [*self._last][-1:])
+        for at in apart[: max(0, DIFFERING - self.differing)]:
+            self._rows[self.steps + at] = worded(at), int(before[at])
+        for at in apart[: max(0, WHOLE - len(self.differences))]:  # each has one difference or more
+            if len(self.differences) < WHOLE:
+                self.differences += worded(at).differences
+        self._count(judged, worded)
+        count = len(differs)
+        if self.steps < WHOLE:
+            most = WHOLE if self.steps + count <= WHOLE else ENDS
+            self._first = [*self._first, *map(entry, range(count))][:most]
+        self._last.extend(map(entry, range(max(0, count - ENDS), count)))
+
+    def _show(self, entries: Iterable[_Entry]) -> None:
+        """Keep rows, unless they are kept already."""
+        for place, block, judged, at, before in entries:
+            if place not in self._rows:
+                self._rows[place] = row(block, judged, at, self.ruler), before
+
+    def _count(self, judged: Judged, worded: Callable[[int], Row]) -> None:
+        """Count the differences of each field, in the order in which fields first differ."""
+        places = {name: int(apart.differs.argmax()) for name, apart in judged.items() if apart.differs.any()}
+        for name, first in sorted(places.items(), key=lambda item: item[1]):
+            apart, known = judged[name], self._fields.get(name)
+            gaps = apart.gap[apart.differs & apart.known]
+            furthest, count = float(gaps.max()) if len(gaps) else None, int(apart.differs.sum())
+            if known is not None:
+                self._fields[name] = known.and_also(FieldFound(name, count, known.first, furthest))
+            else:
+                (difference,) = (it for it in worded(first).differences if it.field == name)
+                self._fields[name] = FieldFound(name, count, difference, furthest)
 
     def _measure(self, name: str, block: Block, apart: Apart) -> None:
         places = np.flatnonzero(apart.known)
         gap, limit = apart.gap[places], apart.limit[places]
-        part = np.where(np.isnan(gap), np.inf, gap / limit)
+        with np.errstate(over="ignore"):
+            part = np.where(np.isnan(gap), np.inf, gap / limit)
         most = int(part.argmax())
         if name not in self._measured or part[most] > self._measured[name][0]:
             step = block.steps[places[most]]
