@@ -3,20 +3,17 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from ds_parity.errors import ConfigError
 from ds_parity.trace import Weights
 
 
-class Tier(str, Enum):
+class Tier(StrEnum):
     """How like two traces must be: bit for bit, or the same sums added up in another order."""
 
     EXACT = "exact"
     REASSOCIATED = "reassociated"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 # Machine epsilon: the distance from 1 to the next number.

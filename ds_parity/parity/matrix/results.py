@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ds_parity.parity.verification.verify import outcome, title
 _MEMORY = 0.1
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """What a check, or a cell, came to."""
 
     RIGHT = "right"
@@ -30,9 +30,6 @@ class Status(str, Enum):
     LEFT_OUT = "left out"
     DIFFERS = "differs"
     FAILED = "failed"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
