@@ -86,7 +86,7 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     state = client_state.get(_KEY)
     if state is None:
         _LOG.warning("the checkpoint holds no ds_parity state (bare DeepSpeed wrote it): the window starts fresh")
-        state = _of_bare(driver)
+        state = driver.boundary.counters.state_of_bare(driver.ledger.rules)
     _refuse_other_counting(driver, state)
     if scheduler:
         _refuse_other_progress(driver, state)
@@ -128,19 +128,3 @@ def _groups(driver: Driver) -> list[dict[str, Any]]:
     plain = (bool, int, float, str, tuple, list, type(None))
     groups = driver.engine.optimizer.param_groups
     return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]
-
-
-def _of_bare(driver: Driver) -> dict[str, Any]:
-    # Every step that bare DeepSpeed applied is one nominal step: its scheduler stands there.
-    engine, rules = driver.engine, driver.ledger.rules
-    applied = (engine.global_steps - engine.skipped_steps) * rules.target
-    return {
-        "target": rules.target,
-        "count": rules.count,
-        "passes": engine.micro_steps,
-        "windows": engine.global_steps,
-        "consumed": applied,
-        "origin": applied,
-        "rollouts": engine.global_samples,
-        "progress_units": applied,
-    }

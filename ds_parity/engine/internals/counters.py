@@ -12,8 +12,10 @@ tests/engine/test_internals.py. What they mean:
 
 from __future__ import annotations
 
+from typing import Any
+
 from ds_parity.engine.internals.surface import Engine
-from ds_parity.window import Ledger
+from ds_parity.window import Ledger, Rules
 
 
 class Counters:
@@ -60,3 +62,21 @@ class Counters:
         engine.micro_steps = ledger.passes  # finish() steps without a pass
         if engine.tput_timer.step_elapsed_time == 0:
             self._current = 0
+
+    def state_of_bare(self, rules: Rules) -> dict[str, Any]:
+        """Return the state of a ledger, as far as it follows from the counters that bare DeepSpeed has loaded.
+
+        Every step that bare DeepSpeed applied is one nominal step: its scheduler stands there.
+        """
+        engine = self._engine
+        applied = (engine.global_steps - engine.skipped_steps) * rules.target
+        return {
+            "target": rules.target,
+            "count": rules.count,
+            "passes": engine.micro_steps,
+            "windows": engine.global_steps,
+            "consumed": applied,
+            "origin": applied,
+            "rollouts": engine.global_samples,
+            "progress_units": applied,
+        }

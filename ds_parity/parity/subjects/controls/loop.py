@@ -13,6 +13,7 @@ from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize, metrics_of
 from ds_parity.parity.subjects.references.plain import ByHand
+from ds_parity.parity.subjects.references.private_state import averages_over_ranks
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -92,7 +93,7 @@ class Loop:
 
     def averaged(self) -> float:
         """Return what DeepSpeed divides the sum over ranks by, less what ranks of a group add up too often."""
-        ranks = self.wanted.ranks if self.engine.gradient_average else 1
+        ranks = self.wanted.ranks if averages_over_ranks(self.engine) else 1
         beyond = self.wanted.sequence_parallel if self.engine.zero_optimization_stage() < 3 else 1
         return ranks / beyond
 

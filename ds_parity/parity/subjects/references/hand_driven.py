@@ -18,7 +18,12 @@ from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 from ds_parity.parity.subjects.references.plain import ByHand
-from ds_parity.parity.subjects.references.private_state import corrected_step, missing_loss_scale, scales_losses
+from ds_parity.parity.subjects.references.private_state import (
+    averages_over_ranks,
+    corrected_step,
+    missing_loss_scale,
+    scales_losses,
+)
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -136,7 +141,7 @@ def _backward(
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return
     notes.add(loss, units)
-    averaged: float = scenario.ranks if engine.gradient_average else 1
+    averaged: float = scenario.ranks if averages_over_ranks(engine) else 1
     if engine.zero_optimization_stage() < 3:
         # Every rank of a group gathers the whole loss, so the group's gradients sum to as many times their value; only
         # ZeRO 3 averages over the group as well.

@@ -156,3 +156,8 @@ def lose_gradients(engine: Any) -> None:
 def lose_optimizer_state(engine: Any) -> None:
     """Make the optimizer begin anew, with no momentum, on the weights as they are."""
     engine.basic_optimizer.state.clear()
+
+
+def averages_over_ranks(engine: Any) -> bool:
+    """Whether DeepSpeed divides the sum of all ranks' gradients, as it does unless `gradient_allreduce_op` is `sum`."""
+    return bool(engine.gradient_average)
