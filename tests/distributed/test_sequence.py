@@ -126,7 +126,7 @@ SUM = 1.0 + 2.0 + 4.0 + 8.0
 
 
 class TestWhatDeepSpeedDoes:
-    """engine/internals/normalize.py and engine/internals/groups.py rely on it; each rank's gradient is 2^rank."""
+    """engine/internals/base.py, zero3.py and groups.py rely on it; each rank's gradient is 2^rank."""
 
     def test_zero_3_divides_by_all_ranks_and_the_others_by_the_data_parallel_ones(self, four_ranks):
         result = four_ranks.of(divisors)

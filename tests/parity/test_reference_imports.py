@@ -79,7 +79,7 @@ def test_references_controls_and_the_oracle_reach_no_module_of_the_engine_under_
 @pytest.mark.parametrize(
     ("where", "line", "way"),
     [
-        ("references.bare", "from ds_parity.engine.internals.normalize import loss_scale", "ds_parity.engine"),
+        ("references.bare", "from ds_parity.engine.internals.adapter import choose", "ds_parity.engine"),
         ("controls.loop", "from ds_parity.engine import driver", "controls.loop > ds_parity.engine.driver"),
         ("oracle", "import ds_parity.window", "oracle > ds_parity.window"),
         ("references.alone", "from ds_parity.parity.subjects.candidate import run", "candidate"),
