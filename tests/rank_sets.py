@@ -50,7 +50,7 @@ class RankSet:
     def first(self, task):
         """Register a task that forks, to be run before all others.
 
-        Engines of ZeRO 3 stay in memory for good (DeepSpeed 0.19.8), each with 2 GB of addresses that nothing has touched.
+        Engines of ZeRO 3 stay in memory for good (DeepSpeed 0.19.8), each with 2 GB of addresses that nothing touches.
         Linux refuses to fork a process whose addresses have grown beyond the machine's memory.
         """
         self(task)

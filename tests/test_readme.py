@@ -22,10 +22,10 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [line.split("#")[0] for line in re.findall(r"^ +(ds-parity .*)$", README, re.MULTILINE)]
 # Where each of its Python blocks is run.
 RUN = {
-    "In your trainer": "tests/distributed/ranked_readme.py",
-    "Frameworks": "tests/frameworks/ranked_frameworks.py",
-    "Planning: rollouts to micro-batches": "tests/distributed/ranked_readme.py",
-    "With your own model and tokenizer": "tests/distributed/ranked_readme.py",
+    "In your trainer": "tests/distributed/test_readme_blocks.py",
+    "Frameworks": "tests/frameworks/test_readme_section.py",
+    "Planning: rollouts to micro-batches": "tests/distributed/test_readme_blocks.py",
+    "With your own model and tokenizer": "tests/distributed/test_readme_blocks.py",
     "From PipelineRL": "here, as part of tools/from_pipelinerl/after.py",
     "The harness": "here",
 }

@@ -1,21 +1,13 @@
-"""One launched set of ranks for all frameworks: their imports alone take longer than what they do here."""
-
-from pathlib import Path
+"""The launched ranks as a fixture, started once in a session; without the extra hf tests are skipped with a reason."""
 
 import pytest
 
-from ds_parity.parity.running.launch import Job, run_job
-from tests.frameworks import runs
-
-ROOT = str(Path(__file__).parents[2])
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+from tests.frameworks.small import on_two_ranks
 
 
 @pytest.fixture(scope="session")
-def found(tmp_path_factory):
-    """What every call came to, by its title."""
+def two_ranks(tmp_path_factory):
+    """What two ranks have left."""
     for package in ("accelerate", "trl"):
         pytest.importorskip(package, reason="takes the extra hf: make test-hf")
-    calls, folder = runs.calls(), tmp_path_factory.mktemp("frameworks") / "ranks"
-    job = Job(tuple(calls), folder, timeout=900, patience=120, import_from=(ROOT,), environment=OFFLINE)
-    return dict(zip([one.title for one in calls], run_job(job), strict=True))
+    return on_two_ranks.launch(tmp_path_factory.mktemp("frameworks"))

@@ -1,7 +1,7 @@
 """Ranks made by fork: a start costs a second where the launcher takes ten, so that ranks may die by the hundred.
 
-A server of its own imports torch and DeepSpeed once and runs nothing; each run is forked from it. What the ranks do is as
-real as under the launcher: processes of their own, gloo, DeepSpeed's engines, and the interpreter's own end.
+A server of its own imports torch and DeepSpeed once and runs nothing; each run is forked from it. What the ranks do is
+as real as under the launcher: processes of their own, gloo, DeepSpeed's engines, and the interpreter's own end.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Forks:
         )
 
     def run(self, function, ranks, timeout, **arguments):
-        """Run `module:function` on every rank; return an Outcome a rank. No rank is left behind.
+        """Run a function of a module on every rank; return an Outcome a rank. No rank is left behind.
 
         Args:
             function: called as function(rank, **arguments).
@@ -60,7 +60,8 @@ class Forks:
             timeout: seconds after which those that still run are ended, counted from when all have started.
             arguments: plain values.
         """
-        request = {"function": function, "ranks": ranks, "timeout": timeout, "arguments": arguments}
+        name = f"{function.__module__}:{function.__name__}"
+        request = {"function": name, "ranks": ranks, "timeout": timeout, "arguments": arguments}
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         answer = self._server.stdout.readline()
@@ -84,7 +85,9 @@ def serve():
     """Answer requests, a line each, until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import deepspeed  # noqa: F401  # so that forks have it, and what it says is no answer
+    # So that forks have them, and that what they print is no answer.
+    import deepspeed  # noqa: F401
+    import pytest  # noqa: F401
     import torch
 
     from ds_parity.parity.running.launch import _free_port, _free_shared_memory

@@ -1,0 +1,104 @@
+"""The code of the README's section on frameworks runs as it stands there, on two ranks."""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+
+from tests.frameworks.small import fresh_state, model, on_two_ranks, recorded, sentences
+
+pytestmark = [pytest.mark.hf, pytest.mark.ranks]
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def blocks(language):
+    section = README.read_text().split("### Frameworks")[1].split("\n### ")[0].split("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+@contextlib.contextmanager
+def inside(folder):
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def readme():
+    """The code of the README's section on frameworks, run as it stands there."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    with tempfile.TemporaryDirectory() as folder, inside(folder):
+        Path("ds_config.json").write_text(blocks("json")[0])
+        passes = json.loads(blocks("json")[0])["gradient_accumulation_passes"]
+        engines, windows = [], []
+        trainer_block, accelerate_block, own_block = blocks("python")
+        # These two must know of a machine without a GPU; everything else is the README's.
+        host = {
+            "use_cpu": get_accelerator().device_name() == "cpu",
+            "accelerator_config": {"use_configured_state": True},
+        }
+        names = {
+            "Trainer": recorded(transformers.Trainer),
+            "TrainingArguments": functools.partial(
+                transformers.TrainingArguments, report_to=[], save_strategy="no", **host
+            ),
+            "Accelerator": Accelerator,
+            "DeepSpeedPlugin": DeepSpeedPlugin,
+            "data": sentences(4 * passes),
+        }
+        for block in (trainer_block, accelerate_block + own_block):
+            fresh_state()
+            net = model()
+            own = {
+                "model": net,
+                "optimizer": torch.optim.AdamW(net.parameters()),
+                "loader": torch.utils.data.DataLoader(names["data"], batch_size=2),
+                "stream": stream(passes // 2),
+            }
+            own["scheduler"] = torch.optim.lr_scheduler.ConstantLR(own["optimizer"])
+            space = {**names, **own}
+            exec(compile(block, "README.md", "exec"), space)
+            engine = space["trainer"].model_wrapped if "trainer" in space else space["model"]
+            engines.append(type(engine).__name__)
+            windows.append([engine.window.index, engine.window.target])
+            if "installation" in space:
+                space["installation"].uninstall()
+        return {"engines": engines, "windows": windows}
+
+
+class Batch:
+    """A micro-batch of one rank, of as many rollouts as it says."""
+
+    def __init__(self, rollouts):
+        self.rollouts, self.prompts, self.tokens = rollouts, 0, 12 * rollouts
+        rows = sentences(max(1, rollouts))
+        self.inputs = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def stream(passes):
+    return [Batch(1 + (number + dist.get_rank()) % 3) for number in range(passes)]
+
+
+on_two_ranks.call(readme)
+
+
+def test_the_code_of_the_readme_trains(two_ranks):
+    ran = two_ranks.of(readme)
+    assert ran["engines"] == ["FrameworkEngine"] * 2
+    (trained, target), (looped, same) = ran["windows"]
+    assert target == same
+    assert trained >= 1
+    assert looped >= 2

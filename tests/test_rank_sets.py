@@ -1,0 +1,88 @@
+"""A set of ranks runs each registered call once, and says which calls nobody registered."""
+
+import pytest
+
+from ds_parity.parity.running.scenario import Scenario
+from tests import rank_sets
+from tests.rank_sets import RankSet
+
+SCENARIO = Scenario("one", {"gradient_accumulation_passes": 4})
+
+
+def task(folder):
+    """A task of this module."""
+
+
+def another(folder, saved):
+    """A task that goes on from what the first one has left."""
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """A function that launches a set without any rank: the result of a call is the call."""
+    jobs = []
+
+    def run(job):
+        jobs.append(job)
+        return list(job.calls)
+
+    monkeypatch.setattr(rank_sets, "run", run)
+    return lambda rank_set, *earlier: (rank_set.launch(tmp_path, *earlier), jobs[-1])
+
+
+def test_a_task_is_found_by_itself_and_has_a_folder_of_its_own(launched, tmp_path):
+    pair = RankSet(2)
+    assert pair(task) is task
+    result, job = launched(pair)
+    assert result.of(task).function == "tests.test_rank_sets:task"
+    assert result.of(task).arguments == {"folder": str(result.folder_of(task))}
+    assert result.folder_of(task).parent == tmp_path
+    assert (job.ranks, job.import_from) == (2, (rank_sets.ROOT,))
+
+
+def test_what_several_modules_ask_for_runs_once_in_the_order_of_registration(launched):
+    pair = RankSet(2)
+    for _ in range(2):
+        pair.train(SCENARIO, "torch", "ds_parity")
+        pair.probe(SCENARIO)
+        pair.call(task, folder="here")
+        pair(task)
+    _, job = launched(pair)
+    assert [one.function.rpartition(":")[2] for one in job.calls] == [*["run_scenario"] * 2, "probe", "task", "task"]
+
+
+def test_a_task_that_forks_runs_before_the_others(launched):
+    pair = RankSet(2)
+    pair.train(SCENARIO, "torch")
+    pair.first(task)
+    assert launched(pair)[1].calls[0].function.endswith(":task")
+
+
+def test_a_task_goes_on_from_the_folder_of_an_earlier_set(launched):
+    pair, four = RankSet(2), RankSet(4)
+    pair(task)
+    four.after(saved=task)(another)
+    earlier, _ = launched(pair)
+    result, _ = launched(four, earlier)
+    assert (pair.goes_on, four.goes_on) == (False, True)
+    assert result.of(another).arguments["saved"] == str(earlier.folder_of(task))
+
+
+def test_two_scenarios_of_one_name_are_refused():
+    pair = RankSet(2)
+    pair.train(SCENARIO, "torch")
+    with pytest.raises(ValueError, match="one: torch is registered already"):
+        pair.train(Scenario("one", {"gradient_accumulation_passes": 8}), "torch")
+
+
+def test_a_scenario_of_another_number_of_ranks_is_refused():
+    with pytest.raises(ValueError, match="one takes 2 ranks, not 4"):
+        RankSet(4).train(SCENARIO, "torch")
+
+
+def test_what_nobody_registered_is_named(launched):
+    result, _ = launched(RankSet(2))
+    with pytest.raises(LookupError, match=r"test_rank_sets\.task was not run: register it"):
+        result.of(task)
+    with pytest.raises(LookupError, match="one: torch was not run"):
+        result.trace(SCENARIO, "torch")
