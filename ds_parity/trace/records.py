@@ -82,7 +82,7 @@ class Weights(_Line):
 
 
 class StepRecord(_Line):
-    """One step: what its window held, and what the optimizer did with it.
+    """One step: what its window contained, and what the optimizer did with it.
 
     Every field but `step` can be None: a foreign trainer may not record it. ds_parity's own traces hold all counts, the
     total, the LR and `skipped`.

@@ -117,7 +117,7 @@ def _lines(path: str | Path) -> Iterator[bytes]:
 def _whole(line: bytes) -> dict[str, Any]:
     """Return what a whole line holds, nothing of one that is cut short."""
     try:
-        held = json.loads(line) if line.endswith(b"\n") else None
+        value = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
-        held = None
-    return held if isinstance(held, dict) else {}
+        value = None
+    return value if isinstance(value, dict) else {}

@@ -49,8 +49,8 @@ class Ruler:
 
     def slack(self, name: str, reference: Array, candidate: Array) -> Array:
         """How far numbers may lie apart (>= 0, absolute) by the digits alone that they were written with; their shape."""
-        found = np.zeros(reference.shape)
+        slack = np.zeros(reference.shape)
         for precision, values in zip(self.written[name], (reference, candidate), strict=True):
             if precision is not None:
-                found += np.array([precision.slack(it) for it in values.ravel().tolist()]).reshape(values.shape)
-        return found
+                slack += np.array([precision.slack(it) for it in values.ravel().tolist()]).reshape(values.shape)
+        return slack

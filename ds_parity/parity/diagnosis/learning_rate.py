@@ -17,14 +17,14 @@ def causes(view: View) -> Iterator[Cause]:
     b = [y.lr[0] for _, y in view.pairs if y.lr]
     if len(a) < len(view.pairs) or len(b) < len(view.pairs):
         return
-    yield from _told_off(view, a, b)
+    yield from _logged_off(view, a, b)
     if view.first == 0:
         yield from _from_the_start(view, a, b)
     else:
         yield from _later(view, a, b)
 
 
-def _told_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+def _logged_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     # A scheduler that is really a step off trains otherwise, and what it trains shows it: weights at once, the norm where it
     # is written in full, a loss of four digits hardly.
     agree = view.compared_after_the_first
@@ -32,9 +32,9 @@ def _told_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         return
     rounded = view.reference.precision.keys() | view.candidate.precision.keys()
     likelihood = 0.98 if "weights" in agree else 0.92 if "grad_norm" in agree and "grad_norm" not in rounded else 0.6
-    for told, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
-        if all(near(y, x, 1e-6) for x, y in zip(due, told, strict=True)):
-            said = f"the LR of each step is that of the {when} ({told[0]:.4g}, {told[1]:.4g}, ...); {', '.join(agree)} agree"
+    for logged, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
+        if all(near(y, x, 1e-6) for x, y in zip(due, logged, strict=True)):
+            said = f"the LR of each step is that of the {when} ({logged[0]:.4g}, {logged[1]:.4g}, ...); {', '.join(agree)} agree"
             yield Cause("lr-reported-a-step-off", likelihood, said)
 
 
@@ -63,13 +63,13 @@ def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         )
     moves_a = [y - x for x, y in pairwise(a)]
     moves_b = [y - x for x, y in pairwise(b)]
-    held = [pair[0].rollouts or 0 for pair in view.pairs][:-1]
-    shares = [move / count for move, count in zip(moves_a, held, strict=True) if move and count]
-    if len(set(held)) > 1 and alike(shares[1:], 1e-3) and alike([m for m in moves_b if m][:3], 0.05):
+    rollouts = [pair[0].rollouts or 0 for pair in view.pairs][:-1]
+    shares = [move / count for move, count in zip(moves_a, rollouts, strict=True) if move and count]
+    if len(set(rollouts)) > 1 and alike(shares[1:], 1e-3) and alike([m for m in moves_b if m][:3], 0.05):
         yield Cause(
             "scheduler-per-dynamic-step",
             0.9,
-            f"the reference's LR moves with the rollouts of each window ({held}), the candidate's by whole steps",
+            f"the reference's LR moves with the rollouts of each window ({rollouts}), the candidate's by whole steps",
         )
     still = sum(not y and bool(x) for x, y in zip(moves_a, moves_b, strict=True))
     whole = [m for m in moves_b if m]

@@ -12,7 +12,7 @@ from ds_parity.trace import Trace
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what would cut windows as the candidate's are cut."""
-    a, b = _held(view.reference), _held(view.candidate)
+    a, b = _rollouts(view.reference), _rollouts(view.candidate)
     if not (a and b and a[0] and b[0] and _mean(a) and _mean(b)):
         return
     yield from _end(a, b)
@@ -21,7 +21,7 @@ def causes(view: View) -> Iterator[Cause]:
     yield from _counter(view, a, b)
 
 
-def _held(trace: Trace) -> list[int]:
+def _rollouts(trace: Trace) -> list[int]:
     """Return the rollouts of every step; none where a trainer doesn't record them."""
     known = [record.rollouts for record in trace.steps if record.rollouts is not None]
     return known if len(known) == len(trace.steps) else []
@@ -75,7 +75,7 @@ def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
         yield Cause("sp-double-count", 0.5, f"windows are {pace:.2g} times too short")
     if near(b[0] / a[0], view.ranks, 0.2) and view.ranks > 1 and near(1 / pace, view.ranks, 0.35):
         yield Cause("local-count", 0.85, f"windows are {1 / pace:.2g} times too long on {view.ranks} ranks")
-    one, other = (held.rollouts or 0 for held in view.comparison.held)
+    one, other = (totals.rollouts or 0 for totals in view.comparison.held)
     fewer = other < one and b != a[: len(b)]
     if fewer and all(y <= x for x, y in zip(a[:2], b[:2], strict=False)) and 0.7 < pace < 1.4:
         yield Cause(
@@ -106,5 +106,5 @@ def _counter(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
 
 def _mean(values: list[int]) -> float:
     # The last window is often short.
-    held = values[:-1] or values
-    return sum(held) / len(held)
+    whole = values[:-1] or values
+    return sum(whole) / len(whole)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_parity.errors import TraceError
-from ds_parity.trace.foreign.source import Row, Source
+from ds_parity.trace.foreign.source import Source, SourceRow
 
 _DELIMITERS = ",\t;"
 
@@ -41,7 +41,7 @@ def _header(path: Path) -> tuple[str, list[str]]:
     return delimiter, header
 
 
-def _rows(path: Path, delimiter: str, header: list[str]) -> Iterator[Row]:
+def _rows(path: Path, delimiter: str, header: list[str]) -> Iterator[SourceRow]:
     whole = _ends_whole(path)
     lines = _lines(path, delimiter)
     next(lines)
@@ -53,7 +53,7 @@ def _rows(path: Path, delimiter: str, header: list[str]) -> Iterator[Row]:
             why = "cut short: its writer was stopped in mid-line" if cut else "a row has a cell for each column"
             raise TraceError(f"{path}, line {number}: {len(values)} cells where the header has {len(header)}: {why}")
         cells = zip(header, map(str.strip, values), strict=True)
-        yield Row(f"line {number}", {column: cell for column, cell in cells if column and cell})
+        yield SourceRow(f"line {number}", {column: cell for column, cell in cells if column and cell})
 
 
 def _lines(path: Path, delimiter: str) -> Iterator[tuple[int, list[str], bool]]:
