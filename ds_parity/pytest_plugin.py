@@ -3,8 +3,8 @@
     def test_parity(ds_parity_verify):
         ds_parity_verify("ds_config.json", model="my_project.model:build", rollouts="tests/rollouts.jsonl")
 
-A failure shows the table of steps, the first difference and its likely causes. With `golden="trace.jsonl"` the steps are
-also compared with a trace that was kept; `--ds-parity-update` writes it anew.
+A failure shows the table of steps, the first difference and its likely causes. With `golden="trace.jsonl"` the steps
+are also compared with a trace that was kept; `--ds-parity-update` writes it anew.
 """
 
 from __future__ import annotations

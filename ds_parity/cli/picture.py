@@ -19,9 +19,9 @@ _ROWS = 20
 def figures(planned: Plan) -> dict[str, Any]:
     """Return what a plan comes to, as plain values.
 
-    `computed`: tokens that micro-batches compute on, of them `padding` stand for nothing; `waited`: what ranks could have
-    computed while they waited for the longest micro-batch of a pass; `busiest`: the most that a rank computes beside the
-    mean of all.
+    `computed`: tokens that micro-batches compute on, of which `padding` stand for nothing; `waited`: what ranks could
+    have computed while they waited for the longest micro-batch of a pass; `busiest`: the most that a rank computes
+    beside the mean of all.
     """
     computed = sum(int(window.sizes.sum()) for window in planned.windows)
     filled = sum(int(planned.lengths[window.rollouts].sum()) for window in planned.windows)

@@ -25,7 +25,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A field of some steps: n values, or n rows of values, and where there is one. Elsewhere stands a number of no meaning."""
+    """A field of some steps: n values, or n rows of values, and where there is one. Elsewhere numbers mean nothing."""
 
     values: Array
     known: Array
@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class WeightsColumn:
-    """The weights after some steps: n checksums, norms and sketches, and where there are any. Elsewhere they are empty."""
+    """The weights after some steps: n checksums, norms and sketches, and where they are known; elsewhere empty."""
 
     checksums: Array
     norms: Array

@@ -1,4 +1,4 @@
-"""Many lines of a trace at once. What is not as `TraceWriter` writes it is left to the slow way, which knows every rule."""
+"""Many lines of a trace at once. What `TraceWriter` would write otherwise is left to the slow way."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -82,7 +82,8 @@ def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def _parsed(lines: Sequence[bytes], parse: Callable[[bytes], list[Any]]) -> list[Any]:
-    # No valid step holds `}` and `{` with nothing but a comma between them, so lines can't make up for each other's faults.
+    # No valid step holds `}` and `{` with nothing but a comma between them, so lines can't make up for the faults of
+    # others.
     joined = b",".join(lines)
     alone = joined.count(b"}\n,{") == len(lines) - 1
     _require(alone and joined.startswith(b"{") and joined.endswith(b"}\n"))

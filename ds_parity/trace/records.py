@@ -23,8 +23,8 @@ Float = Annotated[float, BeforeValidator(_number)]
 METRIC = "metrics."  # what stands before the name of a metric, where fields are named
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FieldName = Literal[
-    "passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "loss", "lr", "grad_norm", "loss_scale", "skipped",
-    "weights", "metrics",
+    "passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "loss", "lr", "grad_norm", "loss_scale",
+    "skipped", "weights", "metrics",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Writing a trace, one whole line at a time: a run that dies, or a full disk, leaves every finished step; one resumed goes on."""
+"""Writing a trace, one whole line at a time: a run that dies, or a full disk, leaves all finished steps."""
 
 import json
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ class TraceWriter:
         keep: bytes of the trace that stands there to go on behind, in place of a header (`end_of_step`).
 
     Raises:
-        TraceError: from here and from every method: the file can't be made or written. The trace ends with the last line
-            that was whole, and is closed.
+        TraceError: from here and from every method: the file can't be made or written. The trace ends with the last
+            line that was whole, and is closed.
     """
 
     def __init__(self, path: str | Path, header: Header, keep: int = 0) -> None:

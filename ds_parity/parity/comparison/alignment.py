@@ -156,8 +156,8 @@ def _counts(trace: Trace) -> bool:
 def _gap_notes(name: str, trace: Trace, unlogged: set[int]) -> Iterator[str]:
     if unlogged:
         yield (
-            f"the {name} ({trace.header.engine}) logs one step in {stride(trace)}: {len(unlogged)} steps that it does not "
-            "log are left out"
+            f"the {name} ({trace.header.engine}) logs one step in {stride(trace)}: {len(unlogged)} steps that it does "
+            "not log are left out"
         )
         if not trace.mean_loss:
             yield (

@@ -51,8 +51,8 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
 
     Always bit for bit: steps, passes, rollouts, prompts, tokens, total, lr, skipped. Passes are left out where the
     number of ranks differs or a side is `torch`, since the ranks decide them. The EXACT tier compares all else bit for
-    bit too; the REASSOCIATED tier bounds loss, gradient norm, weights and metrics, and the mean signed difference of the
-    first two.
+    bit too; the REASSOCIATED tier bounds loss, gradient norm, weights and metrics, and the mean signed difference of
+    loss and gradient norm.
     NaN, an absent field, a missing step and a trace without steps are differences, whatever the other trace has.
 
     Of a foreign trace (`Header.records`), what its trainer does not record is left out, and steps that it does not log
@@ -121,7 +121,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier, dtype: str = "fp32") -> Setting:
-    """Make two traces ready to be compared; of a file all steps are read once, for the scale of its losses and norms."""
+    """Make two traces ready to be compared. A file is read once for it, for the scale of its losses and norms."""
     rules = notes.rules(reference, candidate, tier)
     left_out = frozenset(chain.from_iterable(names for names, _ in rules))
     if isinstance(reference, TraceFile) and isinstance(candidate, TraceFile):

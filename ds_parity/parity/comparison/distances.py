@@ -1,4 +1,4 @@
-"""How far values of many steps lie apart, and which of them are alike: arithmetic on arrays, the same for every block size."""
+"""How far values of many steps lie apart, and which are alike. Results do not depend on how many are taken at once."""
 
 from __future__ import annotations
 

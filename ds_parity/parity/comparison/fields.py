@@ -159,7 +159,7 @@ class FieldFound:
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """Rows between two that are shown: the steps of those two, how many lie between them, and how many of these differ."""
+    """Rows between two that are shown: the steps of those two, how many lie between, and how many of these differ."""
 
     after: int
     before: int

@@ -131,7 +131,8 @@ class Tally:
             if self.ruler.tier is Tier.EXACT or means.count < 2:
                 continue
             mean, a, b, terms, slack = (means.sums / means.count).tolist()
-            # Rounding to few digits may err to one side for ever, as where a loss no longer moves: it doesn't average out.
+            # Rounding to few digits may err to one side for ever, as where a loss no longer moves: it does not average
+            # out.
             bound = self.ruler.bound(name, terms).mean(means.count) + slack
             if not abs(mean) <= bound:
                 why = f"{name} is off to one side over {means.count} steps: rounding averages out, a bias does not"

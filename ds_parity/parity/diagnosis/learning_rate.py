@@ -25,8 +25,8 @@ def causes(view: View) -> Iterator[Cause]:
 
 
 def _logged_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    # A scheduler that is really a step off trains otherwise, and what it trains shows it: weights at once, the norm where it
-    # is written in full, a loss of four digits hardly.
+    # A scheduler that is really a step off trains otherwise, and what it trains shows it: weights at once, the norm
+    # where it is written in full, a loss of four digits hardly.
     agree = view.compared_after_the_first
     if view.fields - {"lr"} or len(set(a)) < 3 or not agree:
         return
@@ -34,7 +34,8 @@ def _logged_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     likelihood = 0.98 if "weights" in agree else 0.92 if "grad_norm" in agree and "grad_norm" not in rounded else 0.6
     for logged, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
         if all(near(y, x, 1e-6) for x, y in zip(due, logged, strict=True)):
-            said = f"the LR of each step is that of the {when} ({logged[0]:.4g}, {logged[1]:.4g}, ...); {', '.join(agree)} agree"
+            shown = f"({logged[0]:.4g}, {logged[1]:.4g}, ...)"
+            said = f"the LR of each step is that of the {when} {shown}; {', '.join(agree)} agree"
             yield Cause("lr-reported-a-step-off", likelihood, said)
 
 
@@ -48,7 +49,8 @@ def _from_the_start(view: View, a: list[float], b: list[float]) -> Iterator[Caus
     yield Cause(
         "scheduler-per-pass",
         0.9,
-        f"before step {view.step(0)} is taken the LR has moved{steps} ({a[0]:.4g} to {b[0]:.4g}){_windows(view.passes[0])}",
+        f"before step {view.step(0)} is taken the LR has moved{steps} "
+        f"({a[0]:.4g} to {b[0]:.4g}){_windows(view.passes[0])}",
     )
 
 
@@ -98,7 +100,8 @@ def _anew(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         yield Cause(
             "resume-resets-schedule",
             0.97,
-            f"from step {view.step(first)} on the LR goes as from step {view.step(starts[0])} on ({after[0]:.4g}, where {a[first]:.4g} was due)",
+            f"from step {view.step(first)} on the LR goes as from step {view.step(starts[0])} on "
+            f"({after[0]:.4g}, where {a[first]:.4g} was due)",
         )
 
 

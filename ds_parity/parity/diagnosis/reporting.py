@@ -23,7 +23,10 @@ def causes(view: View) -> Iterator[Cause]:
 def _loss(view: View) -> Iterator[Cause]:
     ratios = [ratio for ratio in view.ratios("loss") if ratio is not None]
     if alike(ratios) and ratios[0] and near(1 / ratios[0], max(view.passes)):
-        said = f"the loss is {ratios[0]:.5g} times the reference's, weights and norms agree; windows have {view.passes[0]} passes"
+        said = (
+            f"the loss is {ratios[0]:.5g} times the reference's, weights and norms agree; "
+            f"windows have {view.passes[0]} passes"
+        )
         yield Cause("returned-loss-scaled", 0.9, said)
     elif alike(ratios):
         yield Cause(

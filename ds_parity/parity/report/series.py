@@ -150,7 +150,7 @@ class _Band:
 
 
 class _Points:
-    """Points in the order of their steps, thinned as they come: the last of their rows is what is kept the extremes of."""
+    """Points in the order of their steps, thinned as they come so that the extremes of their last row are kept."""
 
     def __init__(self, rows: int) -> None:
         self.kept: Array = np.empty((rows, 0))

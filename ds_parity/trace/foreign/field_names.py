@@ -34,7 +34,7 @@ class ChosenColumns:
 
 
 def parse_maps(options: Iterable[str]) -> Maps:
-    """Field to columns, from `name=column` options. `lr` may be given once a parameter group; `name=` leaves a field out.
+    """Field to columns, from `name=column` options. `lr` may be given once a parameter group; `name=` omits a field.
 
     Raises:
         ConfigError: an option without `=`, another name, or a second column where a step has one value.

@@ -31,7 +31,8 @@ def _header(path: Path) -> tuple[str, list[str]]:
     header = next(_lines(path, delimiter), (1, [], True))[1]
     if len(header) < 2:
         raise TraceError(
-            f"{path}, line 1: {line.strip()!r:.60} is neither the header of a CSV file (two columns or more) nor of a trace"
+            f"{path}, line 1: {line.strip()!r:.60} is neither the header of a CSV file (two columns or more) nor of "
+            "a trace"
         )
     doubled = [column for column, times in Counter(header).items() if column and times > 1]
     if doubled:

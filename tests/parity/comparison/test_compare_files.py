@@ -1,4 +1,4 @@
-"""Files are compared piece by piece: to the same verdict as traces in memory, in memory that does not grow with them."""
+"""Files are compared piece by piece, to the same verdict as traces in memory. Memory does not grow with them."""
 
 import math
 import subprocess
