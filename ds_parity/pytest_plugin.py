@@ -3,8 +3,8 @@
     def test_parity(ds_parity_verify):
         ds_parity_verify("ds_config.json", model="my_project.model:build", rollouts="tests/rollouts.jsonl")
 
-A failure shows the table of steps, the first difference and its likely causes. With `golden="trace.jsonl"` the steps are
-also held against a trace that was kept; `--ds-parity-update` writes it anew.
+A failure shows the table of steps, the first difference and its likely causes. With `golden="trace.jsonl"` the steps
+are also compared with a trace that was kept; `--ds-parity-update` writes it anew.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Verification]:
-    """Return a function that trains with the reference engines and with ours, and fails where they differ.
+    """Return a function that trains with the reference engines and with ds_parity's, and fails where they differ.
 
     Its arguments are those of `ds-parity verify`: `config` (a path, or a dict), and by name `ranks`, `windows`, `seed`,
-    `model`, `rollouts`, `max_tokens`, `train`, `timeout`; and `golden`, a trace to hold the steps against. Paths are
+    `model`, `rollouts`, `max_tokens`, `train`, `timeout`; and `golden`, a trace to compare the steps with. Paths are
     relative to the test's folder. It returns what was compared.
     """
 
@@ -58,15 +58,15 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
         where = (str(here), str(request.config.rootpath))
         verified = harness.verify(extended, tmp_path, import_from=where, **options)
         if not verified.equal:
-            pytest.fail("\n\n".join(map(_told, verified.outcomes)), pytrace=False)
+            pytest.fail("\n\n".join(map(_shown, verified.outcomes)), pytrace=False)
         if golden:
-            _hold(verified.outcomes[-1], here / golden, update=update)
+            _compare_with_golden(verified.outcomes[-1], here / golden, update=update)
         return verified
 
     return verify
 
 
-def _told(outcome: Outcome) -> str:
+def _shown(outcome: Outcome) -> str:
     from rich.console import Console
 
     from ds_parity.parity.report.terminal import causes, render, verdict
@@ -78,7 +78,7 @@ def _told(outcome: Outcome) -> str:
     return "\n".join([outcome.title, table, verdict(outcome.comparison), *explained])
 
 
-def _hold(outcome: Outcome, golden: Path, *, update: bool) -> None:
+def _compare_with_golden(outcome: Outcome, golden: Path, *, update: bool) -> None:
     from dataclasses import replace
 
     from ds_parity.parity.comparison.bounds import Tier
@@ -96,12 +96,13 @@ def _hold(outcome: Outcome, golden: Path, *, update: bool) -> None:
     kept = read_trace(golden)
     comparison = compare(kept, trace, Tier.REASSOCIATED, outcome.scenario.dtype)
     if not comparison.equal:
-        held = replace(
+        against_golden = replace(
             outcome, reference=f"golden {golden}", comparison=comparison, causes=diagnose(kept, trace, comparison)
         )
         commit = (kept.header.versions or {}).get("commit", "unknown")
         pytest.fail(
-            f"{_told(held)}\n{golden} was written at commit {commit}; write it anew with {_UPDATE}", pytrace=False
+            f"{_shown(against_golden)}\n{golden} was written at commit {commit}; write it anew with {_UPDATE}",
+            pytrace=False,
         )
 
 

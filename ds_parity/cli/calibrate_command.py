@@ -24,17 +24,17 @@ def calibrate(
 
     drawn = harness.drawn(scenarios, seed, ranks)
     with progress(2 * len(drawn)) as report:
-        found = harness.calibrate(drawn, folder / "calibrate", timeout=timeout, progress=report)
+        calibration = harness.calibrate(drawn, folder / "calibrate", timeout=timeout, progress=report)
     if as_json:
         keys = ("type", "quantity", "measured", "in_force", "scenarios")
-        rows = [dict(zip(keys, row, strict=True)) for row in found.table()]
-        print_json({"alarms": found.alarms, "constants": rows, "accelerator": found.accelerator})
+        rows = [dict(zip(keys, row, strict=True)) for row in calibration.table()]
+        print_json({"alarms": calibration.alarms, "constants": rows, "accelerator": calibration.accelerator})
     else:
-        for dtype, quantity, measured, in_force, count in found.table():
+        for dtype, quantity, measured, in_force, count in calibration.table():
             line = f"{dtype:5} {quantity:10} measured {measured:8.4f}, in force {in_force:6.3f}, {count} scenarios"
             out.print(line, markup=False, highlight=False)
-        for name in found.alarms:
+        for name in calibration.alarms:
             out.print(f"false alarm: {name}", markup=False, highlight=False)
-        out.print(f"ran on: {found.accelerator}", markup=False, highlight=False, soft_wrap=True)
-        verdict(not found.alarms, f"{len(found.alarms)} false alarms in {len(drawn)} clean scenarios")
-    raise typer.Exit(1 if found.alarms else 0)
+        out.print(f"ran on: {calibration.accelerator}", markup=False, highlight=False, soft_wrap=True)
+        verdict(not calibration.alarms, f"{len(calibration.alarms)} false alarms in {len(drawn)} clean scenarios")
+    raise typer.Exit(1 if calibration.alarms else 0)

@@ -54,9 +54,9 @@ def verdict(good: bool, sentence: str) -> None:
     out.print(("PASS: " if good else "FAIL: ") + sentence, style="bold green" if good else "bold red", highlight=False)
 
 
-def plain_causes(found: Sequence[Cause]) -> list[dict[str, Any]]:
+def plain_causes(causes: Sequence[Cause]) -> list[dict[str, Any]]:
     """Return causes as plain values."""
-    return [{**asdict(cause), "remedy": cause.remedy} for cause in found]
+    return [{**asdict(cause), "remedy": cause.remedy} for cause in causes]
 
 
 def plain(comparison: Comparison) -> dict[str, Any]:

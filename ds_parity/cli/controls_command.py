@@ -25,18 +25,18 @@ def controls(
 
     extended = load_config(config)
     with progress(len(harness.planned_runs(extended, only))) as report:
-        found = harness.run_controls(extended, folder / "controls", names=only, timeout=timeout, progress=report)
+        findings = harness.run_controls(extended, folder / "controls", names=only, timeout=timeout, progress=report)
     if as_json:
         print_json(
             {
-                "good": harness.good(found),
-                "summary": control_tables.summary(found),
-                "findings": control_tables.plain(found),
+                "good": harness.good(findings),
+                "summary": control_tables.summary(findings),
+                "findings": control_tables.plain(findings),
             }
         )
     else:
-        out.print(control_tables.render(found))
+        out.print(control_tables.render(findings))
         for note in control_tables.notes():
             out.print(f"not run: {note}", markup=False, highlight=False, soft_wrap=True)
-        verdict(harness.good(found), control_tables.summary(found))
-    raise typer.Exit(0 if harness.good(found) else 1)
+        verdict(harness.good(findings), control_tables.summary(findings))
+    raise typer.Exit(0 if harness.good(findings) else 1)

@@ -19,12 +19,12 @@ _ROWS = 20
 def figures(planned: Plan) -> dict[str, Any]:
     """Return what a plan comes to, as plain values.
 
-    `computed`: tokens that micro-batches compute on, of them `padding` stand for nothing; `waited`: what ranks could have
-    computed while they waited for the longest micro-batch of a pass; `busiest`: the most that a rank computes beside the
-    mean of all.
+    `computed`: tokens that micro-batches compute on, of which `padding` stand for nothing; `waited`: what ranks could
+    have computed while they waited for the longest micro-batch of a pass; `busiest`: the most that a rank computes
+    beside the mean of all.
     """
     computed = sum(int(window.sizes.sum()) for window in planned.windows)
-    held = sum(int(planned.lengths[window.rollouts].sum()) for window in planned.windows)
+    filled = sum(int(planned.lengths[window.rollouts].sum()) for window in planned.windows)
     done = sum(window.sizes.sum(axis=0) for window in planned.windows)
     fewest = planned.fewest_passes()
     return {
@@ -36,7 +36,7 @@ def figures(planned: Plan) -> dict[str, Any]:
         "of_fewest": planned.passes / fewest if fewest else None,
         "idle_passes": planned.idle_passes,
         "computed": computed,
-        "padding": computed - held,
+        "padding": computed - filled,
         "waited": sum(window.waited_tokens for window in planned.windows),
         "busiest": float(done.max() / done.mean()) if planned.windows else None,
     }

@@ -34,15 +34,15 @@ def plan(
 
     options: dict[str, Any] = {"count": count, "layout": layout, "oversize": oversize}
     planned = planned_for(load_rollouts(rollouts), dp_world_size=ranks, target=target, max_tokens=max_tokens, **options)
-    found = picture.figures(planned)
+    figures = picture.figures(planned)
     if report is not None:
         picture.write_pngs(planned, report)
     if as_json:
-        print_json(found)
+        print_json(figures)
         return
     out.print(picture.table(planned))
     if planned.windows:
         out.print("window 0:\n" + picture.drawn(planned.windows[0], max_tokens), markup=False, highlight=False)
-    for name, value in found.items():
+    for name, value in figures.items():
         shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if value is not None else "-"
         out.print(f"{name.replace('_', ' ')}: {shown}", markup=False, highlight=False)

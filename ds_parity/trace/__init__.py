@@ -1,4 +1,4 @@
-"""Traces: what every step of a run held and did, as JSON Lines. Knows neither torch nor DeepSpeed."""
+"""Traces: what every step of a run contained and did, as JSON Lines. Knows neither torch nor DeepSpeed."""
 
 from ds_parity.trace.digits import Precision
 from ds_parity.trace.reader import iter_steps, read_header, read_trace

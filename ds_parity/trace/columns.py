@@ -25,7 +25,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A field of some steps: n values, or n rows of values, and where there is one. Elsewhere stands a number of no meaning."""
+    """A field of some steps: n values, or n rows of values, and where there is one. Elsewhere numbers mean nothing."""
 
     values: Array
     known: Array
@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class WeightsColumn:
-    """The weights after some steps: n checksums, norms and sketches, and where there are any. Elsewhere they are empty."""
+    """The weights after some steps: n checksums, norms and sketches, and where they are known; elsewhere empty."""
 
     checksums: Array
     norms: Array
@@ -81,7 +81,7 @@ class Columns:
     def values(self, name: str) -> Sequence[Any]:
         """A field, or a metric by its prefixed name: n values."""
         if name.startswith(METRIC):
-            return [held.get(name.removeprefix(METRIC)) for held in self.fields["metrics"]]
+            return [metrics.get(name.removeprefix(METRIC)) for metrics in self.fields["metrics"]]
         return self.fields[name]
 
     def counts(self, name: str) -> Column:
@@ -130,7 +130,7 @@ def _column(values: Sequence[Any], kind: type) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """A trace of ds_parity's own that is read again and again, and never held.
+    """A trace of ds_parity's own that is read again and again, and never kept in memory.
 
     Attributes:
         header: line 1.
@@ -149,11 +149,11 @@ class TraceFile:
         """All steps, some at a time. Raises TraceError as `iter_steps` does."""
         before: int | None = None
         for number, lines in self._lines():
-            held = self._columns(number, lines)
-            for at, step in enumerate(held.steps):
+            columns = self._columns(number, lines)
+            for at, step in enumerate(columns.steps):
                 follows(self.path, number + at, step, before)
                 before = step
-            yield held
+            yield columns
 
     def figures(self) -> Iterator[Fields]:
         """`rollouts`, `loss`, `grad_norm` and `metrics` of all steps, some at a time; nothing else is checked.
@@ -169,13 +169,13 @@ class TraceFile:
 
     def excerpt(self, first: int, last: int) -> Trace:
         """The steps from `first` to `last` as a trace in memory."""
-        found = (
+        wanted = (
             columns.record(at)
             for columns in self.columns()
             for at, step in enumerate(columns.steps)
             if first <= step <= last
         )
-        return Trace(self.header, tuple(islice(found, last - first + 1)))
+        return Trace(self.header, tuple(islice(wanted, last - first + 1)))
 
     def _lines(self) -> Iterator[tuple[int, list[bytes]]]:
         """Line numbers, and the lines from there on."""

@@ -67,8 +67,8 @@ class Digits:
         fixed = sum(it.decimals == decimals for it in known)
         floating = sum(it.significant == significant for it in known)
         used = max(fixed, floating)
-        told = any(it.padded for it in known) or (used >= 2 and 2 * used >= len(known))
-        if decimals <= 0 or significant > (_SINGLE if single else _DOUBLE) or not told:
+        evident = any(it.padded for it in known) or (used >= 2 and 2 * used >= len(known))
+        if decimals <= 0 or significant > (_SINGLE if single else _DOUBLE) or not evident:
             return Precision(single=True) if single else None
         if fixed >= floating:
             return Precision(decimals=decimals, single=single)

@@ -1,4 +1,4 @@
-"""Many lines of a trace at once. What is not as `TraceWriter` writes it is left to the slow way, which knows every rule."""
+"""Many lines of a trace at once. What `TraceWriter` would write otherwise is left to the slow way."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -82,7 +82,8 @@ def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def _parsed(lines: Sequence[bytes], parse: Callable[[bytes], list[Any]]) -> list[Any]:
-    # No valid step holds `}` and `{` with nothing but a comma between them, so lines can't make up for each other's faults.
+    # No valid step holds `}` and `{` with nothing but a comma between them, so lines can't make up for the faults of
+    # others.
     joined = b",".join(lines)
     alone = joined.count(b"}\n,{") == len(lines) - 1
     _require(alone and joined.startswith(b"{") and joined.endswith(b"}\n"))
@@ -100,21 +101,21 @@ def _require(condition: bool) -> None:
 
 
 def _whole(values: Sequence[Any], least: int, types: set[type]) -> None:
-    found = {*map(type, values)}
-    _require(found <= types)
-    known = [value for value in values if value is not None] if _NONE in found else values
+    kinds = {*map(type, values)}
+    _require(kinds <= types)
+    known = [value for value in values if value is not None] if _NONE in kinds else values
     _require(not known or (min(known) >= least and max(known) < _LIMIT))
 
 
 def _floats(values: Sequence[Any], types: set[type]) -> Sequence[Any]:
     """Values with the words for NaN and the infinities replaced."""
-    found = {*map(type, values)}
-    if found <= types:
+    kinds = {*map(type, values)}
+    if kinds <= types:
         return values
-    if str in found:
+    if str in kinds:
         values = [NOT_FINITE.get(value, value) if type(value) is str else value for value in values]
-        found = {*map(type, values)}
-    _require(found <= {*types, int})
+        kinds = {*map(type, values)}
+    _require(kinds <= {*types, int})
     _require(all(abs(value) <= _EXACT for value in values if type(value) is int))
     return values
 

@@ -51,7 +51,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def pieces(path: str | Path, size: int) -> Iterator[tuple[int, list[bytes]]]:
-    """Whole lines, of about `size` bytes together, with the number of the first. Raises TraceError as `iter_steps` does."""
+    """Whole lines, about `size` bytes at once, and the number of the first. Raises TraceError as `iter_steps` does."""
     number = 1
     try:
         with Path(path).open("rb") as file:

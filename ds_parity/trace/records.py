@@ -23,8 +23,8 @@ Float = Annotated[float, BeforeValidator(_number)]
 METRIC = "metrics."  # what stands before the name of a metric, where fields are named
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FieldName = Literal[
-    "passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "loss", "lr", "grad_norm", "loss_scale", "skipped",
-    "weights", "metrics",
+    "passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "loss", "lr", "grad_norm", "loss_scale",
+    "skipped", "weights", "metrics",
 ]  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class Weights(_Line):
 
 
 class StepRecord(_Line):
-    """One step: what its window held, and what the optimizer did with it.
+    """One step: what its window contained, and what the optimizer did with it.
 
     Every field but `step` can be None: a foreign trainer may not record it. ds_parity's own traces hold all counts, the
     total, the LR and `skipped`.

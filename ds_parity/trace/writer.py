@@ -1,4 +1,4 @@
-"""Writing a trace, one whole line at a time: a run that dies, or a full disk, leaves every finished step; one resumed goes on."""
+"""Writing a trace, one whole line at a time: a run that dies, or a full disk, leaves all finished steps."""
 
 import json
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ class TraceWriter:
         keep: bytes of the trace that stands there to go on behind, in place of a header (`end_of_step`).
 
     Raises:
-        TraceError: from here and from every method: the file can't be made or written. The trace ends with the last line
-            that was whole, and is closed.
+        TraceError: from here and from every method: the file can't be made or written. The trace ends with the last
+            line that was whole, and is closed.
     """
 
     def __init__(self, path: str | Path, header: Header, keep: int = 0) -> None:
@@ -117,7 +117,7 @@ def _lines(path: str | Path) -> Iterator[bytes]:
 def _whole(line: bytes) -> dict[str, Any]:
     """Return what a whole line holds, nothing of one that is cut short."""
     try:
-        held = json.loads(line) if line.endswith(b"\n") else None
+        value = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
-        held = None
-    return held if isinstance(held, dict) else {}
+        value = None
+    return value if isinstance(value, dict) else {}

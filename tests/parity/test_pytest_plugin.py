@@ -71,7 +71,7 @@ def test_a_golden_that_is_not_there_is_told_without_ranks(project):
 @pytest.mark.slow
 class TestWithRanks:
     def test_a_users_own_loop_runs_in_both_engines_and_its_golden_is_held(self, project, pytester):
-        """Bit for bit against the engine driven by hand; each call of the fixture starts ranks, so few are here."""
+        """Bit for bit against the engine driven by hand. Each call of the fixture starts ranks, so there are few."""
         call = f'ds_parity_verify("ds_config.json", {OPTIONS}, train="training:nll", golden="golden.jsonl")'
         project(call, "--ds-parity-update").assert_outcomes(passed=1)
         golden = (pytester.path / "golden.jsonl").read_text()

@@ -1,1 +1,1 @@
-"""Two traces held against each other: steps aligned, judged by bounds, differences kept."""
+"""Two traces compared: steps aligned, judged by bounds, differences kept."""

@@ -35,7 +35,7 @@ def align(reference: Trace, candidate: Trace) -> Aligned:
     A foreign trace logs one step in so many, the distance that most of its steps have. A step that it lacks is left out
     of the other trace only where none was due: one that is missing, and all that follow an early end, stay. Where its
     loss is the mean over the steps since the one before it, so becomes the other's; where it can't, for want of a
-    step, the loss is unknown. A single LR is held against each of several parameter groups.
+    step, the loss is unknown. A single LR is checked against each of several parameter groups.
     """
     a, b = _unlogged(reference, candidate), _unlogged(candidate, reference)
     notes = (*_gap_notes("candidate", candidate, a), *_gap_notes("reference", reference, b))
@@ -140,11 +140,11 @@ def _grouped(trace: Trace, steps: tuple[StepRecord, ...], groups: int) -> tuple[
 def _terms(reference: Trace, candidate: Trace) -> dict[int, int]:
     """Rollouts so far, of the reference, or of the candidate where the reference counts none; else steps."""
     counting = next((trace for trace in (reference, candidate) if _counts(trace)), None)
-    held = {record.step: record.rollouts or 0 for record in counting.steps} if counting else {}
+    rollouts = {record.step: record.rollouts or 0 for record in counting.steps} if counting else {}
     steps = sorted({*_steps(reference), *_steps(candidate)})
     terms, total = {}, 0
     for step in steps:
-        total = total + held.get(step, 0) if counting else step - steps[0] + 1
+        total = total + rollouts.get(step, 0) if counting else step - steps[0] + 1
         terms[step] = total
     return terms
 
@@ -156,8 +156,8 @@ def _counts(trace: Trace) -> bool:
 def _gap_notes(name: str, trace: Trace, unlogged: set[int]) -> Iterator[str]:
     if unlogged:
         yield (
-            f"the {name} ({trace.header.engine}) logs one step in {stride(trace)}: {len(unlogged)} steps that it does not "
-            "log are left out"
+            f"the {name} ({trace.header.engine}) logs one step in {stride(trace)}: {len(unlogged)} steps that it does "
+            "not log are left out"
         )
         if not trace.mean_loss:
             yield (

@@ -19,20 +19,22 @@ class Tier(StrEnum):
 # Machine epsilon: the distance from 1 to the next number.
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 
-# In units of eps * sqrt(rollouts). Measured by `ds-parity calibrate` (seeds 0 and 1): 400 random clean scenarios over ZeRO 0-3 on 2 ranks, SGD
-# and AdamW, all loss weights, padded and packed, against the torch reference (fp64, the whole window as one batch);
-# DeepSpeed 0.19.8, torch 2.13.0 on a CPU. The greatest seen, loss / grad_norm / weights:
+# In units of eps * sqrt(rollouts). Measured by `ds-parity calibrate` (seeds 0 and 1): 400 random clean scenarios over
+# ZeRO 0-3 on 2 ranks, SGD and AdamW, all loss weights, padded and packed, against the torch reference (fp64, the whole
+# window as one batch); DeepSpeed 0.19.8, torch 2.13.0 on a CPU. The greatest seen, loss / grad_norm / weights:
 #     fp32  1.85 / 1.44 / 2.46
 #     bf16  0.18 / 0.23 / 0.040
-# times 3 to 4. Weights lie below 0.085 but for AdamW, which divides by the root of the second moment: where a gradient is
-# nothing but rounding, it moves a weight by a whole learning rate. bf16 lies lower: its forward errors average out over
-# tokens. fp16 is not measured, but taken from bf16, and fp64 from fp32. A false alarm is a reason to look for a bug first.
+# times 3 to 4. Weights lie below 0.085 but for AdamW, which divides by the root of the second moment: where a gradient
+# is nothing but rounding, it moves a weight by a whole learning rate. bf16 lies lower: its forward errors average out
+# over tokens. fp16 is not measured, but taken from bf16, and fp64 from fp32. A false alarm is a reason to look for a
+# bug first.
 _WIDE = {"loss": 5.5, "grad_norm": 4.5, "weights": 7.5}
 _HALF = {"loss": 0.7, "grad_norm": 0.9, "weights": 0.16}
 C = {"fp64": _WIDE, "fp32": _WIDE, "bf16": _HALF, "fp16": _HALF}
 
 # Losses are compared relative to the greatest of the reference, and to no less than this: a policy gradient's loss is a
-# difference of terms of the order 1 and more (advantages of variance 1, log probabilities): next to 0 it is as exact as they.
+# difference of terms of the order 1 and more (advantages of variance 1, log probabilities): next to 0 it is as exact as
+# they are.
 LEAST_LOSS = 0.5
 
 

@@ -32,7 +32,7 @@ class Setting:
     Attributes:
         reference: the trace that is right.
         candidate: the trace in question.
-        ruler: what they are held to.
+        ruler: what they are measured with.
         blocks: their steps side by side, from the first on with every call.
         rules: fields that are left out, and why.
         notes: on how the steps were brought side by side.
@@ -51,8 +51,8 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
 
     Always bit for bit: steps, passes, rollouts, prompts, tokens, total, lr, skipped. Passes are left out where the
     number of ranks differs or a side is `torch`, since the ranks decide them. The EXACT tier compares all else bit for
-    bit too; the REASSOCIATED tier bounds loss, gradient norm, weights and metrics, and the mean signed difference of the
-    first two.
+    bit too; the REASSOCIATED tier bounds loss, gradient norm, weights and metrics, and the mean signed difference of
+    loss and gradient norm.
     NaN, an absent field, a missing step and a trace without steps are differences, whatever the other trace has.
 
     Of a foreign trace (`Header.records`), what its trainer does not record is left out, and steps that it does not log
@@ -121,7 +121,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier, dtype: str = "fp32") -> Setting:
-    """Make two traces ready to be compared; of a file all steps are read once, for the scale of its losses and norms."""
+    """Make two traces ready to be compared. A file is read once for it, for the scale of its losses and norms."""
     rules = notes.rules(reference, candidate, tier)
     left_out = frozenset(chain.from_iterable(names for names, _ in rules))
     if isinstance(reference, TraceFile) and isinstance(candidate, TraceFile):
@@ -147,7 +147,7 @@ def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
         counts = counts or any(count is not None for count in fields["rollouts"])
         floors["loss"] = max(floors.get("loss", LEAST_LOSS), _greatest(fields["loss"]))
         for name in set().union(*fields["metrics"]):
-            values = [held.get(name) for held in fields["metrics"]]
+            values = [metrics.get(name) for metrics in fields["metrics"]]
             floors[METRIC + name] = max(floors.get(METRIC + name, 0.0), _greatest(values))
         norms.extend(norm for norm in fields["grad_norm"] if norm is not None)
     return {**floors, "grad_norm": _usual(norms)} if floors else floors, counts
@@ -174,13 +174,13 @@ def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str]) -
 
 def _floors(reference: Trace) -> dict[str, float]:
     names = {METRIC + name for record in reference.steps for name in record.metrics} | {"loss"}
-    found = {}
+    floors = {}
     for name in names:
         values = (value_of(record, name) for record in reference.steps)
-        found[name] = _greatest([value for value in values if isinstance(value, float)])
-    found["loss"] = max(found["loss"], LEAST_LOSS)
-    found["grad_norm"] = _usual([step.grad_norm for step in reference.steps if step.grad_norm is not None])
-    return found
+        floors[name] = _greatest([value for value in values if isinstance(value, float)])
+    floors["loss"] = max(floors["loss"], LEAST_LOSS)
+    floors["grad_norm"] = _usual([step.grad_norm for step in reference.steps if step.grad_norm is not None])
+    return floors
 
 
 def _present(reference: Trace | TraceFile, candidate: Trace | TraceFile, name: str, tally: Tally) -> bool:
@@ -192,8 +192,8 @@ def _present(reference: Trace | TraceFile, candidate: Trace | TraceFile, name: s
 def _unfit(reference: Trace | TraceFile, candidate: Trace | TraceFile, tally: Tally) -> Iterator[Difference]:
     """Steps that are absent altogether, or doubled; a file with a doubled one can't be read."""
     a, b = (
-        len(trace.steps) if isinstance(trace, Trace) else held.steps
-        for trace, held in zip((reference, candidate), tally.held, strict=True)
+        len(trace.steps) if isinstance(trace, Trace) else totals.steps
+        for trace, totals in zip((reference, candidate), tally.held, strict=True)
     )
     for side, trace, count in (("reference", reference, a), ("candidate", candidate, b)):
         if not count:

@@ -1,4 +1,4 @@
-"""How far values of many steps lie apart, and which of them are alike: arithmetic on arrays, the same for every block size."""
+"""How far values of many steps lie apart, and which are alike. Results do not depend on how many are taken at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def signed(reference: Array, candidate: Array, floor: float) -> Array:
     with np.errstate(all="ignore"):
         difference = candidate - reference
         scale = over(reference, floor)
-        found = np.where(scale == 0, np.copysign(np.inf, difference), difference / scale)
-    return np.where(reference == candidate, 0.0, found)
+        relative = np.where(scale == 0, np.copysign(np.inf, difference), difference / scale)
+    return np.where(reference == candidate, 0.0, relative)
 
 
 def over(reference: Array, floor: float) -> Array:

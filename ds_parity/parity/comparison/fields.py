@@ -159,7 +159,7 @@ class FieldFound:
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """Rows between two that are shown: the steps of those two, how many lie between them, and how many of these differ."""
+    """Rows between two that are shown: the steps of those two, how many lie between, and how many of these differ."""
 
     after: int
     before: int
@@ -168,17 +168,17 @@ class HiddenRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TraceTotals:
     """What a trace holds in all: steps, and rollouts (None where a step doesn't tell)."""
 
     steps: int
     rollouts: int | None
 
-    def and_also(self, rollouts: Sequence[int | None]) -> Held:
+    def and_also(self, rollouts: Sequence[int | None]) -> TraceTotals:
         """Together with more steps."""
         known = [count for count in rollouts if count is not None]
-        told = self.rollouts is not None and len(known) == len(rollouts)
-        return Held(self.steps + len(rollouts), (self.rollouts or 0) + sum(known) if told else None)
+        counted = self.rollouts is not None and len(known) == len(rollouts)
+        return TraceTotals(self.steps + len(rollouts), (self.rollouts or 0) + sum(known) if counted else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Comparison:
     steps: int
     rows: tuple[Row, ...]
     hidden: tuple[HiddenRows, ...]
-    held: tuple[Held, Held]
+    held: tuple[TraceTotals, TraceTotals]
     measured: tuple[Measured, ...]
     not_compared: tuple[str, ...]
     notes: tuple[str, ...]

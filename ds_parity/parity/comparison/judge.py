@@ -77,7 +77,7 @@ def _apart(name: str, block: Block, a: Columns, b: Columns, ruler: Ruler) -> Apa
 
 
 def _plain(name: str, values: Sequence[Any]) -> bool:
-    """Whether values that equal others are so bit for bit: they hold neither NaN, which may be the same object, nor zeros."""
+    """Whether values that equal others are so bit for bit: none is NaN, which may be the same object, or a zero."""
     if name in COUNTS or name == "skipped":
         return True
     if name == "weights":

@@ -85,8 +85,8 @@ def of_digits(
             most = slack.get(name, 0.0)
             little = ": equal within it proves little" if most > _LOOSE else ""
             yield (
-                f"the {side} wrote {name} with {precision}: held to half a unit in the last place, up to {most:.2g} of the "
-                f"value{little}"
+                f"the {side} wrote {name} with {precision}: held to half a unit in the last place, up to {most:.2g} of "
+                f"the value{little}"
             )
 
 

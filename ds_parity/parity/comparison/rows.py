@@ -1,4 +1,4 @@
-"""One step as it is shown: how far its quantities lie apart, and why some of its fields differ. What differs `judge` says."""
+"""One step as it is shown: how far its quantities lie apart, and why fields differ. `judge` decides which do."""
 
 from collections.abc import Iterator
 

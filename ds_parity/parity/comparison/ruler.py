@@ -1,4 +1,4 @@
-"""How far two records of one step may lie apart: the bound of their tier, and the digits that they were written with."""
+"""How far two records of a step may lie apart: the bound of their tier, and the digits that they were written with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from ds_parity.trace.records import METRIC
 class Ruler:
     """What bounds depend on. Losses and metrics can be near 0, so `floors` are the greatest of the reference.
 
-    A gradient can be near 0 too, where the rollouts of a window cancel, and is as exact as they are: its norm's floor is
-    the median of the reference's.
+    A gradient can be near 0 too, where the rollouts of a window cancel, and is as exact as they are: its norm's floor
+    is the median of the reference's.
 
     `written` holds, per field, how the traces wrote it: a number that was rounded may be any that rounds to it.
     """
@@ -38,7 +38,7 @@ class Ruler:
         return Bound(C[self.dtype]["loss" if name.startswith(METRIC) else name], self.eps, terms)
 
     def scale(self, name: str) -> float:
-        """What a field's differences are at least relative to: a number that was rounded to 0 is no nearer than that."""
+        """What differences of a field are at least relative to: a number that was rounded to 0 is no nearer to it."""
         rounded = (it.slack(0.0) for it in self.written.get(name, ()) if it is not None)
         return max(self.floors.get(name, 0.0), *rounded, 0.0)
 
@@ -48,9 +48,9 @@ class Ruler:
         return " and ".join(known)
 
     def slack(self, name: str, reference: Array, candidate: Array) -> Array:
-        """How far numbers may lie apart (>= 0, absolute) by the digits alone that they were written with; their shape."""
-        found = np.zeros(reference.shape)
+        """How far numbers may lie apart (>= 0, absolute) by the digits that they were written with; of their shape."""
+        slack = np.zeros(reference.shape)
         for precision, values in zip(self.written[name], (reference, candidate), strict=True):
             if precision is not None:
-                found += np.array([precision.slack(it) for it in values.ravel().tolist()]).reshape(values.shape)
-        return found
+                slack += np.array([precision.slack(it) for it in values.ravel().tolist()]).reshape(values.shape)
+        return slack

@@ -22,10 +22,10 @@ from ds_parity.parity.comparison.fields import (
     NAMES,
     Difference,
     FieldFound,
-    Held,
     HiddenRows,
     Measured,
     Row,
+    TraceTotals,
 )
 from ds_parity.parity.comparison.judge import Apart, Judged, judge
 from ds_parity.parity.comparison.rows import row
@@ -81,7 +81,9 @@ class Tally:
     _rows: dict[int, tuple[Row, int]] = field(default_factory=dict)
     _first: list[_Entry] = field(default_factory=list)
     _last: deque[_Entry] = field(default_factory=lambda: deque(maxlen=ENDS))
-    _held: dict[str, Held] = field(default_factory=lambda: {"reference": Held(0, 0), "candidate": Held(0, 0)})
+    _held: dict[str, TraceTotals] = field(
+        default_factory=lambda: {"reference": TraceTotals(0, 0), "candidate": TraceTotals(0, 0)}
+    )
 
     def take(self, blocks: Iterable[Block]) -> Tally:
         """Take all blocks; returns itself."""
@@ -90,7 +92,7 @@ class Tally:
         return self
 
     @property
-    def held(self) -> tuple[Held, Held]:
+    def held(self) -> tuple[TraceTotals, TraceTotals]:
         """What the reference and the candidate hold."""
         return self._held["reference"], self._held["candidate"]
 
@@ -129,7 +131,8 @@ class Tally:
             if self.ruler.tier is Tier.EXACT or means.count < 2:
                 continue
             mean, a, b, terms, slack = (means.sums / means.count).tolist()
-            # Rounding to few digits may err to one side for ever, as where a loss no longer moves: it doesn't average out.
+            # Rounding to few digits may err to one side for ever, as where a loss no longer moves: it does not average
+            # out.
             bound = self.ruler.bound(name, terms).mean(means.count) + slack
             if not abs(mean) <= bound:
                 why = f"{name} is off to one side over {means.count} steps: rounding averages out, a bias does not"

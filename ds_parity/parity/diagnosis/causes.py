@@ -28,7 +28,8 @@ REMEDIES = {
     "dp-mean-left-in": "multiply the loss by the data-parallel size: DeepSpeed averages over ranks",
     "gas-scaled-twice": "pass scale_wrt_gas=False, or don't divide by the number of passes yourself",
     "sp-factor-by-stage": "ZeRO 3 averages over sequence-parallel ranks too, other stages don't: correct for the stage",
-    "constant-factor": "look for a factor of this size: a batch size, a world size, a loss that is summed and not averaged",
+    "constant-factor": "look for a factor of this size: a batch size, a world size, a loss that is summed and not "
+    "averaged",
     "idle-counted": "leave idle passes out of the denominator",
     "target-not-actual": "divide by what the window held, not by the target",
     "wrong-window": "divide by the total of the window itself, not of the one before",

@@ -9,7 +9,7 @@ from ds_parity.parity.diagnosis.view import View, alike, near
 
 
 def causes(view: View) -> Iterator[Cause]:
-    """Yield what would change the gradient so; asked at the first step that differs, when weights were still the same."""
+    """Yield what would change the gradient so, asked at the first step that differs: weights were still the same."""
     if "skipped" in view.at_first or _not_finite(view):
         yield from _nan(view)
     elif "lr" in view.at_first:

@@ -17,24 +17,25 @@ def causes(view: View) -> Iterator[Cause]:
     b = [y.lr[0] for _, y in view.pairs if y.lr]
     if len(a) < len(view.pairs) or len(b) < len(view.pairs):
         return
-    yield from _told_off(view, a, b)
+    yield from _logged_off(view, a, b)
     if view.first == 0:
         yield from _from_the_start(view, a, b)
     else:
         yield from _later(view, a, b)
 
 
-def _told_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    # A scheduler that is really a step off trains otherwise, and what it trains shows it: weights at once, the norm where it
-    # is written in full, a loss of four digits hardly.
+def _logged_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    # A scheduler that is really a step off trains otherwise, and what it trains shows it: weights at once, the norm
+    # where it is written in full, a loss of four digits hardly.
     agree = view.compared_after_the_first
     if view.fields - {"lr"} or len(set(a)) < 3 or not agree:
         return
     rounded = view.reference.precision.keys() | view.candidate.precision.keys()
     likelihood = 0.98 if "weights" in agree else 0.92 if "grad_norm" in agree and "grad_norm" not in rounded else 0.6
-    for told, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
-        if all(near(y, x, 1e-6) for x, y in zip(due, told, strict=True)):
-            said = f"the LR of each step is that of the {when} ({told[0]:.4g}, {told[1]:.4g}, ...); {', '.join(agree)} agree"
+    for logged, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
+        if all(near(y, x, 1e-6) for x, y in zip(due, logged, strict=True)):
+            shown = f"({logged[0]:.4g}, {logged[1]:.4g}, ...)"
+            said = f"the LR of each step is that of the {when} {shown}; {', '.join(agree)} agree"
             yield Cause("lr-reported-a-step-off", likelihood, said)
 
 
@@ -48,7 +49,8 @@ def _from_the_start(view: View, a: list[float], b: list[float]) -> Iterator[Caus
     yield Cause(
         "scheduler-per-pass",
         0.9,
-        f"before step {view.step(0)} is taken the LR has moved{steps} ({a[0]:.4g} to {b[0]:.4g}){_windows(view.passes[0])}",
+        f"before step {view.step(0)} is taken the LR has moved{steps} "
+        f"({a[0]:.4g} to {b[0]:.4g}){_windows(view.passes[0])}",
     )
 
 
@@ -63,13 +65,13 @@ def _later(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         )
     moves_a = [y - x for x, y in pairwise(a)]
     moves_b = [y - x for x, y in pairwise(b)]
-    held = [pair[0].rollouts or 0 for pair in view.pairs][:-1]
-    shares = [move / count for move, count in zip(moves_a, held, strict=True) if move and count]
-    if len(set(held)) > 1 and alike(shares[1:], 1e-3) and alike([m for m in moves_b if m][:3], 0.05):
+    rollouts = [pair[0].rollouts or 0 for pair in view.pairs][:-1]
+    shares = [move / count for move, count in zip(moves_a, rollouts, strict=True) if move and count]
+    if len(set(rollouts)) > 1 and alike(shares[1:], 1e-3) and alike([m for m in moves_b if m][:3], 0.05):
         yield Cause(
             "scheduler-per-dynamic-step",
             0.9,
-            f"the reference's LR moves with the rollouts of each window ({held}), the candidate's by whole steps",
+            f"the reference's LR moves with the rollouts of each window ({rollouts}), the candidate's by whole steps",
         )
     still = sum(not y and bool(x) for x, y in zip(moves_a, moves_b, strict=True))
     whole = [m for m in moves_b if m]
@@ -98,7 +100,8 @@ def _anew(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         yield Cause(
             "resume-resets-schedule",
             0.97,
-            f"from step {view.step(first)} on the LR goes as from step {view.step(starts[0])} on ({after[0]:.4g}, where {a[first]:.4g} was due)",
+            f"from step {view.step(first)} on the LR goes as from step {view.step(starts[0])} on "
+            f"({after[0]:.4g}, where {a[first]:.4g} was due)",
         )
 
 

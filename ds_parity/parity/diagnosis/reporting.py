@@ -1,4 +1,4 @@
-"""The same training, told otherwise."""
+"""The same training, logged in another way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def causes(view: View) -> Iterator[Cause]:
 def _loss(view: View) -> Iterator[Cause]:
     ratios = [ratio for ratio in view.ratios("loss") if ratio is not None]
     if alike(ratios) and ratios[0] and near(1 / ratios[0], max(view.passes)):
-        said = f"the loss is {ratios[0]:.5g} times the reference's, weights and norms agree; windows have {view.passes[0]} passes"
+        said = (
+            f"the loss is {ratios[0]:.5g} times the reference's, weights and norms agree; "
+            f"windows have {view.passes[0]} passes"
+        )
         yield Cause("returned-loss-scaled", 0.9, said)
     elif alike(ratios):
         yield Cause(
@@ -36,16 +39,16 @@ def _loss(view: View) -> Iterator[Cause]:
 def _metrics(view: View) -> Iterator[Cause]:
     for name in sorted({name for a, b in view.pairs for name in a.metrics.keys() & b.metrics.keys()}):
         values = [(a.metrics.get(name), b.metrics.get(name), a.rollouts or 0) for a, b in view.pairs]
-        told = [(x, y, count) for x, y, count in values if x is not None and y is not None]
-        if any(math.isnan(y) and not math.isnan(x) for x, y, _ in told):
+        known = [(x, y, count) for x, y, count in values if x is not None and y is not None]
+        if any(math.isnan(y) and not math.isnan(x) for x, y, _ in known):
             yield Cause(
                 "nan-in-metric-reduce", 0.95, f"{name} is NaN where the reference has a number; all else agrees"
             )
             continue
-        if all(x == y for x, y, _ in told):
+        if all(x == y for x, y, _ in known):
             continue
-        kept = _accumulates(told)
-        listed = ", ".join(f"{y:.4g} for {x:.4g}" for x, y, _ in told[:4])
+        kept = _accumulates(known)
+        listed = ", ".join(f"{y:.4g} for {x:.4g}" for x, y, _ in known[:4])
         yield Cause(
             "reset-gated-by-logging",
             0.9 if kept else 0.2,
@@ -54,10 +57,10 @@ def _metrics(view: View) -> Iterator[Cause]:
         yield Cause("accuracy-of-means", 0.7, f"{name}: {listed}; all else agrees")
 
 
-def _accumulates(told: list[tuple[float, float, int]]) -> bool:
+def _accumulates(known: list[tuple[float, float, int]]) -> bool:
     """Whether a step that is off is the mean of it and the one before."""
     fits = []
-    for (x, _, m), (y, found, n) in pairwise(told):
-        if found != y and m + n:
-            fits.append(near(found, (x * m + y * n) / (m + n), 1e-6))
+    for (x, _, m), (y, value, n) in pairwise(known):
+        if value != y and m + n:
+            fits.append(near(value, (x * m + y * n) / (m + n), 1e-6))
     return bool(fits) and all(fits)

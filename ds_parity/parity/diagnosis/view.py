@@ -41,8 +41,8 @@ class View:
     @cached_property
     def pairs(self) -> list[tuple[StepRecord, StepRecord]]:
         """Steps that both have."""
-        found = {record.step: record for record in self.candidate.steps}
-        return [(record, found[record.step]) for record in self.reference.steps if record.step in found]
+        by_step = {record.step: record for record in self.candidate.steps}
+        return [(record, by_step[record.step]) for record in self.reference.steps if record.step in by_step]
 
     @cached_property
     def ranks(self) -> int:
@@ -52,7 +52,7 @@ class View:
     @cached_property
     def fields(self) -> set[str]:
         """Fields that differ in any step of the whole traces; metrics as one."""
-        return {_plain(found.name) for found in self.comparison.found}
+        return {_plain(difference.name) for difference in self.comparison.found}
 
     @cached_property
     def first(self) -> int:
@@ -77,8 +77,8 @@ class View:
         """Which of weights, gradient norm and loss both sides hold in every step after the first but skipped ones."""
         later = [pair for pair in self.pairs[1:] if not pair[0].skipped]
         names = ("weights", "grad_norm", "loss")
-        held = {name: all(getattr(one, name) is not None for pair in later for one in pair) for name in names}
-        return [name for name in names if later and held[name]]
+        in_every_step = {name: all(getattr(one, name) is not None for pair in later for one in pair) for name in names}
+        return [name for name in names if later and in_every_step[name]]
 
     @property
     def same_windows(self) -> bool:
@@ -97,14 +97,14 @@ class View:
     @cached_property
     def passes(self) -> list[int]:
         """Passes of each window, from the side that isn't the torch reference."""
-        ours = self.candidate.header.engine != "torch"
-        return [(b if ours else a).passes or 0 for a, b in self.pairs]
+        of_candidate = self.candidate.header.engine != "torch"
+        return [(b if of_candidate else a).passes or 0 for a, b in self.pairs]
 
     @cached_property
     def idle(self) -> list[int]:
         """Idle passes of each window, from the same side."""
-        ours = self.candidate.header.engine != "torch"
-        return [(b if ours else a).idle_passes or 0 for a, b in self.pairs]
+        of_candidate = self.candidate.header.engine != "torch"
+        return [(b if of_candidate else a).idle_passes or 0 for a, b in self.pairs]
 
 
 def _plain(field: str) -> str:

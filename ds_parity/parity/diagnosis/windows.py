@@ -12,7 +12,7 @@ from ds_parity.trace import Trace
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what would cut windows as the candidate's are cut."""
-    a, b = _held(view.reference), _held(view.candidate)
+    a, b = _rollouts(view.reference), _rollouts(view.candidate)
     if not (a and b and a[0] and b[0] and _mean(a) and _mean(b)):
         return
     yield from _end(a, b)
@@ -21,7 +21,7 @@ def causes(view: View) -> Iterator[Cause]:
     yield from _counter(view, a, b)
 
 
-def _held(trace: Trace) -> list[int]:
+def _rollouts(trace: Trace) -> list[int]:
     """Return the rollouts of every step; none where a trainer doesn't record them."""
     known = [record.rollouts for record in trace.steps if record.rollouts is not None]
     return known if len(known) == len(trace.steps) else []
@@ -48,7 +48,8 @@ def _start(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
         yield Cause(
             "boundary-off-by-one",
             0.9,
-            f"step {view.step(0)} is one pass of {b[0]} rollouts, every step after it as long as the reference's ({a[1:3]})",
+            f"step {view.step(0)} is one pass of {b[0]} rollouts, every step after it as long as the reference's "
+            f"({a[1:3]})",
         )
 
 
@@ -65,7 +66,8 @@ def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
         yield Cause(
             "sequences-as-prompts",
             0.9,
-            f"{_mean(b):.1f} rollouts a step, near the reference's {prompts} prompts, which have {_mean(a):.1f} rollouts",
+            f"{_mean(b):.1f} rollouts a step, near the reference's {prompts} prompts, "
+            f"which have {_mean(a):.1f} rollouts",
         )
     elif pace > 1.3 and view.ranks == 1:
         yield Cause(
@@ -75,7 +77,7 @@ def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
         yield Cause("sp-double-count", 0.5, f"windows are {pace:.2g} times too short")
     if near(b[0] / a[0], view.ranks, 0.2) and view.ranks > 1 and near(1 / pace, view.ranks, 0.35):
         yield Cause("local-count", 0.85, f"windows are {1 / pace:.2g} times too long on {view.ranks} ranks")
-    one, other = (held.rollouts or 0 for held in view.comparison.held)
+    one, other = (totals.rollouts or 0 for totals in view.comparison.held)
     fewer = other < one and b != a[: len(b)]
     if fewer and all(y <= x for x, y in zip(a[:2], b[:2], strict=False)) and 0.7 < pace < 1.4:
         yield Cause(
@@ -91,7 +93,8 @@ def _counter(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
     wholes = list(accumulate(b))[:-1]
     target = round(sum(a[:-1]) / max(1, len(a[:-1])))
     if len(b) < len(a) and b[0] > 1.5 * a[0]:
-        said = f"step {view.step(0)} goes on for {b[0]} rollouts, past {sum(b[0] > x for x in accumulate(a))} boundaries of the reference"
+        passed = sum(b[0] > x for x in accumulate(a))
+        said = f"step {view.step(0)} goes on for {b[0]} rollouts, past {passed} boundaries of the reference"
         yield Cause("equality-boundary", 0.7 if wholes and not near(b[0] / a[0], view.ranks, 0.2) else 0.4, said)
     if same and len(set(passes)) == 1 and len(passes) > 1:
         yield Cause("counter-drift", 0.8, f"every window has {passes[0]} passes, whatever they hold ({b[:4]} rollouts)")
@@ -99,12 +102,12 @@ def _counter(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
         yield Cause(
             "resume-resets-window",
             0.7,
-            f"steps {view.step(0)} to {view.step(0) + same - 1} are alike, then windows are counted anew: {b[same]} rollouts in place of {a[same]}, of about "
-            f"{target}",
+            f"steps {view.step(0)} to {view.step(0) + same - 1} are alike, then windows are counted anew: "
+            f"{b[same]} rollouts in place of {a[same]}, of about {target}",
         )
 
 
 def _mean(values: list[int]) -> float:
     # The last window is often short.
-    held = values[:-1] or values
-    return sum(held) / len(held)
+    whole = values[:-1] or values
+    return sum(whole) / len(whole)

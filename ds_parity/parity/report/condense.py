@@ -13,7 +13,7 @@ WHOLE = 60
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """A line of the table: cells, or where `cells` is empty a note of the steps that are left out there."""
 
     cells: tuple[str, ...]
@@ -21,7 +21,7 @@ class Line:
     note: str = ""
 
 
-def lines(comparison: Comparison) -> tuple[Line, ...]:
+def lines(comparison: Comparison) -> tuple[TableLine, ...]:
     """Return a line a step; of many steps the first, the last, and the first that differ with the step before them."""
     rows, hidden = comparison.rows, comparison.hidden
     if not hidden and len(rows) > WHOLE:
@@ -29,7 +29,9 @@ def lines(comparison: Comparison) -> tuple[Line, ...]:
         hidden = tuple(_hidden(rows, kept))
         rows = tuple(rows[at] for at in kept)
     return tuple(
-        Line((), note=hidden_rows(one)) if isinstance(one, HiddenRows) else Line(cells(one), bool(one.differences))
+        TableLine((), note=hidden_rows(one))
+        if isinstance(one, HiddenRows)
+        else TableLine(cells(one), bool(one.differences))
         for one in in_order(rows, hidden)
     )
 

@@ -55,7 +55,7 @@ class Decades:
         return height
 
     def put_on(self, axes: Any, *, with_top: bool) -> None:
-        """Give an axes its limits, ticks and the line of 0; with the line of what is no number where it is asked for."""
+        """Give an axes its limits, ticks and the line of 0; and the line of what is no number where it is asked for."""
         ticks = {self.foot: "0"}
         if self.low is not None and self.high is not None:
             every = max(1, math.ceil((self.high - self.low) / _TICKS))

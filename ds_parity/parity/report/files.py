@@ -61,10 +61,10 @@ def write(contents: Contents, folder: Path | None, junit: Path | None) -> tuple[
 
 
 def _named(contents: Contents, drawn: tuple[tuple[Picture, ...], ...]) -> Iterator[tuple[str, Picture]]:
-    for at, (compared, held) in enumerate(zip(contents.compared, drawn, strict=True), start=1):
+    for at, (compared, its_pictures) in enumerate(zip(contents.compared, drawn, strict=True), start=1):
         words = f"{compared.scenario} {compared.reference.trace.header.engine}".lower()
         name = re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:60]
-        for picture in held:
+        for picture in its_pictures:
             yield f"{at}-{name}-{picture.name}.png", picture
 
 

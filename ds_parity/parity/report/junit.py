@@ -50,11 +50,11 @@ def _case(suite: Element, compared: Compared) -> None:
     case = _named(suite, compared.scenario, compared.against)
     if comparison.first is not None:
         failure = SubElement(case, "failure", message=_clean(sentence(comparison.first)), type="difference")
-        failure.text = _clean(_told(compared))
+        failure.text = _clean(_failure(compared))
     SubElement(case, "system-out").text = _clean(verdict(comparison))
 
 
-def _told(compared: Compared) -> str:
+def _failure(compared: Compared) -> str:
     differences = compared.comparison.differences
     shown = [sentence(difference) for difference in differences[:_MOST]]
     left = compared.comparison.count - len(shown)
@@ -67,4 +67,4 @@ def _named(suite: Element, classname: str, name: str) -> Element:
 
 
 def _clean(text: str) -> str:
-    return _UNWRITABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNWRITABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

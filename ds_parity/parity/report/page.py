@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ds_parity._version import __version__
 from ds_parity.parity.comparison.fields import Difference, FieldFound
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.report.condense import Line, lines
+from ds_parity.parity.report.condense import TableLine, lines
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Contents, Side
 from ds_parity.parity.report.plots import Picture
 from ds_parity.parity.report.terminal import COLUMNS, verdict
@@ -34,7 +34,7 @@ class _Section:
     causes: tuple[Cause, ...]
     pictures: tuple[Picture, ...]
     found: tuple[FieldFound, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[TableLine, ...]
 
 
 def render(contents: Contents, drawn: tuple[tuple[Picture, ...], ...]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from ds_parity.errors import ConfigError
 from ds_parity.parity.report.contents import Compared
 from ds_parity.parity.report.decades import Decades
-from ds_parity.parity.report.series import Gaps, Line, Run, gaps, run, thinned
+from ds_parity.parity.report.series import Gaps, Line, Run, gaps, read_run, thinned
 
 # Okabe and Ito's colours. Reference and candidate are told apart by width and dashes too, differences by their marks.
 _ORANGE, _BLUE, _VERMILION, _GREEN, _GREY = "#E69F00", "#0072B2", "#D55E00", "#009E73", "#606060"
@@ -69,9 +69,9 @@ def pictures(compared: Compared) -> tuple[Picture, ...]:
     if not compared.comparison.rows:
         return ()
     names = [name for name, _ in (*_CURVES, *_WINDOWS)]
-    a, b = (run(side.trace, names, compared.steps) for side in (compared.reference, compared.candidate))
-    found = gaps(compared.setting(), [name for name, _ in _MEASURED])
-    shown = _Shown(compared, a, b, found)
+    a, b = (read_run(side.trace, names, compared.steps) for side in (compared.reference, compared.candidate))
+    apart = gaps(compared.setting(), [name for name, _ in _MEASURED])
+    shown = _Shown(compared, a, b, apart)
     drawn: tuple[tuple[str, str, Callable[[_Shown], bytes]], ...] = (
         ("curves", "loss, gradient norm and learning rate of both runs, step by step", _curves),
         ("differences", "how far the runs lie apart, step by step, with what they may", _differences),
@@ -117,11 +117,11 @@ def _stack(figure: Any, shown: _Shown, fields: Sequence[tuple[str, str]], **styl
 def _lines(axes: Any, shown: _Shown, name: str, style: dict[str, Any]) -> int:
     """Draw a field of both runs; returns the number of lines."""
     drawn = 0
-    for side, held, look, height in (
+    for side, one, look, height in (
         ("reference", shown.reference, _REFERENCE, 0.94),
         ("candidate", shown.candidate, _CANDIDATE, 0.86),
     ):
-        for line in held.lines[name]:
+        for line in one.lines[name]:
             if line.finite:
                 label = side if line.stretch == 1 else f"{side}: least and greatest of {line.stretch} steps"
                 (_values if line.stretch == 1 else _band)(axes, line, label, {**look, **style})
@@ -171,26 +171,26 @@ def _differences(shown: _Shown) -> bytes:
     return _png(shown.compared, (10, 7), draw)
 
 
-def _gaps(axes: Any, found: Gaps) -> None:
-    scale = Decades.over(found.within[1], found.over[1], found.bound[1])
-    size = 6 if len(found.within[0]) + len(found.over[0]) <= _FEW else 3
+def _gaps(axes: Any, shown: Gaps) -> None:
+    scale = Decades.over(shown.within[1], shown.over[1], shown.bound[1])
+    size = 6 if len(shown.within[0]) + len(shown.over[0]) <= _FEW else 3
     bound = {"color": "black", "linestyle": "--", "linewidth": 1.3}
-    if scale.foot_only and not len(found.odd) and not len(found.over[0]):
+    if scale.foot_only and not len(shown.odd) and not len(shown.over[0]):
         _say(axes, "0 at every step: equal bit for bit", 0.6)
-    if len(found.bound[0]) == 1:
-        axes.axhline(scale(found.bound[1])[0], label="bound", **bound)
+    if len(shown.bound[0]) == 1:
+        axes.axhline(scale(shown.bound[1])[0], label="bound", **bound)
     else:
-        axes.plot(found.bound[0], scale(found.bound[1]), label="bound", **bound)
+        axes.plot(shown.bound[0], scale(shown.bound[1]), label="bound", **bound)
     dots = {"linestyle": "", "markersize": size}
-    axes.plot(found.within[0], scale(found.within[1]), label="within its bound", marker="o", color=_BLUE, **dots)
+    axes.plot(shown.within[0], scale(shown.within[1]), label="within its bound", marker="o", color=_BLUE, **dots)
     over = {**dots, "markersize": size + 2, "marker": "D", "color": _VERMILION, "markeredgecolor": "black"}
-    if len(found.over[0]):
-        axes.plot(found.over[0], scale(found.over[1]), label="differs", markeredgewidth=0.5, **over)
-    if len(found.odd):
-        top = np.full(len(found.odd), scale.top)
+    if len(shown.over[0]):
+        axes.plot(shown.over[0], scale(shown.over[1]), label="differs", markeredgewidth=0.5, **over)
+    if len(shown.odd):
+        top = np.full(len(shown.odd), scale.top)
         mark = {"marker": "X", "markersize": 9, "color": _VERMILION, "markeredgecolor": "black"}
-        axes.plot(found.odd, top, linestyle="", label="differs: NaN, infinite or in one run only", **mark)
-    scale.put_on(axes, with_top=bool(len(found.odd)))
+        axes.plot(shown.odd, top, linestyle="", label="differs: NaN, infinite or in one run only", **mark)
+    scale.put_on(axes, with_top=bool(len(shown.odd)))
 
 
 def _png(compared: Compared, size: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
@@ -206,9 +206,9 @@ def _png(compared: Compared, size: tuple[float, float], draw: Callable[[Any], No
         FigureCanvasAgg(figure)
         draw(figure)
         _finish(figure, compared)
-        held = BytesIO()
-        figure.savefig(held, format="png", metadata={"Software": None})
-    return held.getvalue()
+        written = BytesIO()
+        figure.savefig(written, format="png", metadata={"Software": None})
+    return written.getvalue()
 
 
 def _finish(figure: Any, compared: Compared) -> None:

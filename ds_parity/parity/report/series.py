@@ -86,7 +86,7 @@ class Run:
     skipped: Array
 
 
-def run(trace: Trace | TraceFile, names: Sequence[str], steps: tuple[int, int]) -> Run:
+def read_run(trace: Trace | TraceFile, names: Sequence[str], steps: tuple[int, int]) -> Run:
     """Read what is drawn of a trace, in one go.
 
     Args:
@@ -104,7 +104,7 @@ def run(trace: Trace | TraceFile, names: Sequence[str], steps: tuple[int, int]) 
                     bands[name].append(_Band(steps))
                 bands[name][at].add(x, values)
         skipped.add(x[columns.counts("skipped").values == 1])
-    return Run({name: _unlike(it.line() for it in held) for name, held in bands.items()}, *skipped.taken())
+    return Run({name: _unlike(it.line() for it in groups) for name, groups in bands.items()}, *skipped.taken())
 
 
 def _values(columns: Columns, name: str) -> list[Sequence[float | None]]:
@@ -150,22 +150,22 @@ class _Band:
 
 
 class _Points:
-    """Points in the order of their steps, thinned as they come: the last of their rows is what is kept the extremes of."""
+    """Points in the order of their steps, thinned as they come so that the extremes of their last row are kept."""
 
     def __init__(self, rows: int) -> None:
-        self.held: Array = np.empty((rows, 0))
+        self.kept: Array = np.empty((rows, 0))
 
     def add(self, *rows: Array) -> None:
-        self.held = np.concatenate([self.held, np.array(rows, dtype=float)], axis=1)
-        if self.held.shape[1] > 8 * MOST:
+        self.kept = np.concatenate([self.kept, np.array(rows, dtype=float)], axis=1)
+        if self.kept.shape[1] > 8 * MOST:
             self._thin()
 
     def taken(self) -> tuple[Array, ...]:
         self._thin()
-        return tuple(self.held)
+        return tuple(self.kept)
 
     def _thin(self) -> None:
-        self.held = self.held[:, thinned(self.held[-1])]
+        self.kept = self.kept[:, thinned(self.kept[-1])]
 
 
 def line(at: Sequence[int], values: Sequence[float | None], steps: tuple[int, int]) -> Line:
@@ -177,11 +177,11 @@ def line(at: Sequence[int], values: Sequence[float | None], steps: tuple[int, in
 
 def gaps(setting: Setting, names: Sequence[str]) -> dict[str, Gaps]:
     """Return the differences of some quantities (`loss`, `lr`, `grad_norm`, `weights`), which are read in one go."""
-    found = {name: (_Points(2), _Points(2), _Points(2), _Points(1)) for name in names}
+    points = {name: (_Points(2), _Points(2), _Points(2), _Points(1)) for name in names}
     for block in setting.blocks():
         judged = judge(block, setting.ruler)
         x = np.array(block.steps, dtype=float)
-        for name, (within, over, bound, odd) in found.items():
+        for name, (within, over, bound, odd) in points.items():
             bound.add(x, limits(name, block, setting.ruler))
             apart = judged.get("step") or judged.get(name)
             if apart is None:
@@ -192,7 +192,7 @@ def gaps(setting: Setting, names: Sequence[str]) -> dict[str, Gaps]:
             odd.add(x[~drawn & (apart.known | apart.differs)])
     return {
         name: Gaps(within.taken(), over.taken(), bound.taken(), *odd.taken())  # type: ignore[arg-type]
-        for name, (within, over, bound, odd) in found.items()
+        for name, (within, over, bound, odd) in points.items()
     }
 
 
@@ -206,9 +206,9 @@ def thinned(y: Array) -> Array:
 
 def _extremes(y: Array, stretch: Array) -> Iterator[int]:
     yield from (int(stretch[0]), int(stretch[-1]))
-    held = y[stretch]
-    broken = np.isnan(held)
+    values = y[stretch]
+    broken = np.isnan(values)
     if not broken.all():
-        yield from (int(stretch[np.nanargmin(held)]), int(stretch[np.nanargmax(held)]))
+        yield from (int(stretch[np.nanargmin(values)]), int(stretch[np.nanargmax(values)]))
     if broken.any():
         yield int(stretch[np.argmax(broken)])

@@ -39,10 +39,10 @@ def in_order(rows: Iterable[Row], hidden: Iterable[HiddenRows]) -> Iterator[Row 
 
 def hidden_rows(rows: HiddenRows) -> str:
     """What is not shown, in a sentence."""
-    told = (
+    differing = (
         f"{rows.differing} of them {'differs' if rows.differing == 1 else 'differ'}" if rows.differing else "all equal"
     )
-    return f"{number(rows.count, 'step')} left out between {rows.after} and {rows.before}: {told}"
+    return f"{number(rows.count, 'step')} left out between {rows.after} and {rows.before}: {differing}"
 
 
 def verdict(comparison: Comparison) -> str:
@@ -63,14 +63,14 @@ def verdict(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def causes(found: Sequence[Cause], most: int = 3) -> list[str]:
+def causes(explained: Sequence[Cause], most: int = 3) -> list[str]:
     """What would explain the differences, in lines: the likeliest first, each with its numbers and its remedy."""
     lines = []
-    for cause in found[:most]:
+    for cause in explained[:most]:
         lines.append(f"likely cause ({cause.likelihood:.0%}): {cause.name}: {cause.evidence}")
         lines.append(f"    remedy: {cause.remedy}")
-    if len(found) > most:
-        lines.append(f"    less likely: {', '.join(cause.name for cause in found[most:])}")
+    if len(explained) > most:
+        lines.append(f"    less likely: {', '.join(cause.name for cause in explained[most:])}")
     return lines
 
 
@@ -143,8 +143,8 @@ def coefficients(measured: list[list[float]], expected: list[list[float]]) -> Ta
     for rank in range(ranks):
         table.add_column(f"rank {rank}", justify="right")
     largest = max(max(row) for row in expected)
-    for index, (found, wanted) in enumerate(zip(measured, expected, strict=True)):
-        cells = [_coefficient(a, b, largest) for a, b in zip(found, wanted, strict=True)]
+    for index, (got, wanted) in enumerate(zip(measured, expected, strict=True)):
+        cells = [_coefficient(a, b, largest) for a, b in zip(got, wanted, strict=True)]
         table.add_row(str(index), *cells)
     return table
 

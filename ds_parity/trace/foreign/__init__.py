@@ -1,4 +1,4 @@
-"""Traces that other trainers leave behind, read as ours: JSON Lines, CSV, transformers, TensorBoard, Weights & Biases."""
+"""Traces of other trainers, read as ds_parity's: JSON Lines, CSV, transformers, TensorBoard, Weights & Biases."""
 
 from ds_parity.trace.foreign.field_names import NAMES, parse_maps
 from ds_parity.trace.foreign.read import open_pair, read_any, read_pair

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ds_parity.errors import TraceError
 from ds_parity.trace.digits import Digits, Precision
-from ds_parity.trace.foreign.field_names import COUNTS, Columns, Maps, choose
-from ds_parity.trace.foreign.source import Row, Source
+from ds_parity.trace.foreign.field_names import COUNTS, ChosenColumns, Maps, choose
+from ds_parity.trace.foreign.source import Source, SourceRow
 from ds_parity.trace.records import Header, StepRecord, Trace
 
 _ROUNDED = ("loss", "lr", "grad_norm", "loss_scale", "total")
@@ -17,7 +17,7 @@ _UNKNOWN = dict.fromkeys((*COUNTS, "total", "loss", "lr", "grad_norm", "skipped"
 
 
 @dataclass(slots=True)
-class _Held:
+class _Gathered:
     """What rows come to: step to column to number, in the order of the file, and each field's digits."""
 
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -39,12 +39,12 @@ def build(source: Source, maps: Maps, mean_loss: bool = False) -> Trace:
         TraceError: a column is absent or ambiguous; a cell is no number; a step is not a whole number from 1; a step
             has two values of a field; there is no step at all.
     """
-    found = dict.fromkeys(column for row in source.rows() for column in row.cells)
-    if not found:
+    present = dict.fromkeys(column for row in source.rows() for column in row.cells)
+    if not present:
         raise TraceError(f"{source.path}: it holds no row with a value: a trace has at least one step")
-    columns = choose(source, found, maps)
-    held = _hold(source, columns)
-    order = list(held.steps)
+    columns = choose(source, present, maps)
+    gathered = _gather(source, columns)
+    order = list(gathered.steps)
     notes = [
         *source.notes,
         *columns.notes,
@@ -52,36 +52,36 @@ def build(source: Source, maps: Maps, mean_loss: bool = False) -> Trace:
     ]
     return Trace(
         header=_header(source, columns),
-        steps=tuple(_record(step, held.steps[step], columns) for step in sorted(order)),
-        precision=dict(_precision(held, source.single)),
+        steps=tuple(_record(step, gathered.steps[step], columns) for step in sorted(order)),
+        precision=dict(_precision(gathered, source.single)),
         mean_loss=source.mean_loss or mean_loss,
         every=source.every,
         notes=tuple(notes),
     )
 
 
-def _header(source: Source, columns: Columns) -> Header:
+def _header(source: Source, columns: ChosenColumns) -> Header:
     unknown = dict.fromkeys(("scenario", "seed", "versions", "device", "ranks", "config_hash"))
     records = tuple(name for name in columns.of if name != "step")
     return Header(**unknown, engine=source.engine, records=records)  # type: ignore[arg-type]
 
 
-def _hold(source: Source, columns: Columns) -> _Held:
-    held = _Held()
+def _gather(source: Source, columns: ChosenColumns) -> _Gathered:
+    gathered = _Gathered()
     field_of = {column: name for name, wanted in columns.of.items() if name != "step" for column in wanted}
     for row in source.rows():
         known = {column: row.cells[column] for column in field_of if column in row.cells}
         if known:
-            step = held.steps.setdefault(_step(source, row, columns), {})
-            _merge(source, row, step, known, field_of, held.digits)
-    if not held.steps:
+            step = gathered.steps.setdefault(_step(source, row, columns), {})
+            _merge(source, row, step, known, field_of, gathered.digits)
+    if not gathered.steps:
         raise TraceError(f"{source.path}: no row has a step: a trace has at least one")
-    return held
+    return gathered
 
 
 def _merge(
     source: Source,
-    row: Row,
+    row: SourceRow,
     step: dict[str, float],
     known: dict[str, str],
     field_of: dict[str, str],
@@ -102,7 +102,7 @@ def _merge(
             digits[name].add(text)
 
 
-def _step(source: Source, row: Row, columns: Columns) -> int:
+def _step(source: Source, row: SourceRow, columns: ChosenColumns) -> int:
     (column,) = columns.of["step"]
     if column not in row.cells:
         raise TraceError(f"{_at(source, row)}: the row has values but no step ({column!r})")
@@ -118,7 +118,7 @@ def _step(source: Source, row: Row, columns: Columns) -> int:
     return step
 
 
-def _number(source: Source, row: Row, column: str, text: str) -> float:
+def _number(source: Source, row: SourceRow, column: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -130,7 +130,7 @@ def _number(source: Source, row: Row, column: str, text: str) -> float:
     return number
 
 
-def _record(step: int, cells: dict[str, float], columns: Columns) -> StepRecord:
+def _record(step: int, cells: dict[str, float], columns: ChosenColumns) -> StepRecord:
     values: dict[str, object] = {**_UNKNOWN, "step": step}
     for name, wanted in columns.of.items():
         known = tuple(cells[column] for column in wanted if column in cells)
@@ -140,12 +140,12 @@ def _record(step: int, cells: dict[str, float], columns: Columns) -> StepRecord:
     return StepRecord(**values)  # type: ignore[arg-type]
 
 
-def _precision(held: _Held, single: bool) -> Iterator[tuple[str, Precision]]:
-    for name, digits in held.digits.items():
+def _precision(gathered: _Gathered, single: bool) -> Iterator[tuple[str, Precision]]:
+    for name, digits in gathered.digits.items():
         precision = digits.precision(single) if digits.texts else None
         if precision is not None:
             yield name, precision
 
 
-def _at(source: Source, row: Row) -> str:
+def _at(source: Source, row: SourceRow) -> str:
     return f"{source.path}, {row.place}"

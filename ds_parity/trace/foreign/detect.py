@@ -63,8 +63,9 @@ def _text(path: Path, head: bytes) -> Source | None:
         return None
     if isinstance(first, dict) and first.keys() == StepRecord.model_fields.keys() and isinstance(first["lr"], list):
         raise TraceError(
-            f"{path}, line 1: a step of a ds_parity trace, and not its header: the file's first line is lost; put the first "
-            "line of that trace, or of another of the same run, before it (with a key more, it is read as another trainer's)"
+            f"{path}, line 1: a step of a ds_parity trace, and not its header: the file's first line is lost; put the "
+            "first line of that trace, or of another of the same run, before it (with a key more, it is read as "
+            "another trainer's)"
         )
     return json_lines(path) if isinstance(first, dict) and "log_history" not in first else _whole(path)
 

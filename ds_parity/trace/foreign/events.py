@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import ConfigError, TraceError
-from ds_parity.trace.foreign.source import Row, Source
+from ds_parity.trace.foreign.source import Source, SourceRow
 
 PATTERN = "*tfevents*"
 _FRAME = struct.Struct("<QI")  # the length of a record and its checksum; after the record comes another checksum
@@ -30,13 +30,13 @@ def events(path: Path, files: list[Path]) -> Source:
     return Source(path, "tensorboard", partial(_rows, files), step="step", single=True)
 
 
-def _rows(files: list[Path]) -> Iterator[Row]:
+def _rows(files: list[Path]) -> Iterator[SourceRow]:
     for path in files:
         _require_whole(path)
         for number, event in enumerate(_events(path), start=1):
             scalars = {value.tag: text for value in event.summary.value if (text := _scalar(path, value)) is not None}
             if scalars:
-                yield Row(f"event {number} of {path.name}", {**scalars, "step": str(event.step)})
+                yield SourceRow(f"event {number} of {path.name}", {**scalars, "step": str(event.step)})
 
 
 def _events(path: Path) -> Iterator[Any]:

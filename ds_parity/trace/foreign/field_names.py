@@ -25,7 +25,7 @@ Maps = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ChosenColumns:
     """The columns that hold a step's fields; `shift` is added to each step."""
 
     of: dict[str, tuple[str, ...]]
@@ -34,7 +34,7 @@ class Columns:
 
 
 def parse_maps(options: Iterable[str]) -> Maps:
-    """Field to columns, from `name=column` options. `lr` may be given once a parameter group; `name=` leaves a field out.
+    """Field to columns, from `name=column` options. `lr` may be given once a parameter group; `name=` omits a field.
 
     Raises:
         ConfigError: an option without `=`, another name, or a second column where a step has one value.
@@ -53,18 +53,18 @@ def parse_maps(options: Iterable[str]) -> Maps:
     return maps
 
 
-def choose(source: Source, found: Iterable[str], maps: Maps) -> Columns:
+def choose(source: Source, present: Iterable[str], maps: Maps) -> ChosenColumns:
     """The columns of a step's fields.
 
     Args:
         source: for its names in messages.
-        found: the columns that hold a value somewhere.
+        present: the columns that hold a value somewhere.
         maps: what was asked for; every other field is looked for under known names.
 
     Raises:
         TraceError: a column that was asked for is absent; several have a known name; none has one.
     """
-    columns = dict.fromkeys(found)
+    columns = dict.fromkeys(present)
     maps = {"step": (source.step,), **maps} if source.step else maps
     shift = 0
     of: dict[str, tuple[str, ...]] = {}
@@ -75,10 +75,10 @@ def choose(source: Source, found: Iterable[str], maps: Maps) -> Columns:
         of[name] = tuple(_asked(source, name, column, columns) for column in wanted)
     guessed = {name: guess for name in _KNOWN if name not in of if (guess := _guess(source, name, columns))}
     of |= {name: (column,) for name, column in guessed.items()}
-    of = {name: held for name, held in of.items() if held}
+    of = {name: chosen for name, chosen in of.items() if chosen}
     _require(source, of, columns)
     _refuse_shared(source, of)
-    return Columns(of, shift, tuple(_notes(guessed, shift)))
+    return ChosenColumns(of, shift, tuple(_notes(guessed, shift)))
 
 
 def _shifted(wanted: str, columns: Iterable[str]) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import TraceError
-from ds_parity.trace.foreign.source import Row, Source
+from ds_parity.trace.foreign.source import Source, SourceRow
 
 
 def json_lines(path: Path) -> Source:
@@ -20,13 +20,13 @@ def json_lines(path: Path) -> Source:
     return Source(path, engine, partial(_rows, path))
 
 
-def json_rows(path: Path, engine: str, values: list[Any], name: str) -> Iterator[Row]:
+def json_rows(path: Path, engine: str, values: list[Any], name: str) -> Iterator[SourceRow]:
     """The rows of a list that was read whole; `name` is that of an item in messages."""
     for number, value in enumerate(values, start=1):
         place = f"{name} {number}"
         if not isinstance(value, dict):
             raise TraceError(f"{path}, {place}: {engine}: {value!r:.60} is no object")
-        yield Row(place, cells(value))
+        yield SourceRow(place, cells(value))
 
 
 def parse(text: str | bytes) -> Any:
@@ -44,11 +44,11 @@ def cells(value: dict[str, Any]) -> dict[str, str]:
     return {column: str(cell) for column, cell in known}
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[SourceRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield Row(f"line {number}", _object(path, number, line))
+                yield SourceRow(f"line {number}", _object(path, number, line))
 
 
 def _object(path: Path, number: int, line: bytes) -> dict[str, str]:

@@ -63,8 +63,8 @@ def _own(path: Path) -> TraceFile | None:
     """A trace of ds_parity's own; None for what is not one that can be read piece by piece."""
     try:
         with path.open("rb") as file:
-            told = b'"schema_version"' in file.read(_HEAD)
-        trace = TraceFile.open(path) if told else None
+            has_header = b'"schema_version"' in file.read(_HEAD)
+        trace = TraceFile.open(path) if has_header else None
     except (OSError, TraceError):
         return None  # `read_pair` finds it again, and says of which kind it is not
     return None if trace is None or trace.header.foreign else trace

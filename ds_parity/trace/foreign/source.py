@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """What was logged at once: its place in the file, for messages, and column to text; empty cells are left out."""
 
     place: str
@@ -31,7 +31,7 @@ class Source:
 
     path: Path
     engine: str
-    rows: Callable[[], Iterator[Row]]
+    rows: Callable[[], Iterator[SourceRow]]
     step: str | None = None
     single: bool = False
     mean_loss: bool = False

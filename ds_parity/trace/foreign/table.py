@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_parity.errors import TraceError
-from ds_parity.trace.foreign.source import Row, Source
+from ds_parity.trace.foreign.source import Source, SourceRow
 
 _DELIMITERS = ",\t;"
 
@@ -31,7 +31,8 @@ def _header(path: Path) -> tuple[str, list[str]]:
     header = next(_lines(path, delimiter), (1, [], True))[1]
     if len(header) < 2:
         raise TraceError(
-            f"{path}, line 1: {line.strip()!r:.60} is neither the header of a CSV file (two columns or more) nor of a trace"
+            f"{path}, line 1: {line.strip()!r:.60} is neither the header of a CSV file (two columns or more) nor of "
+            "a trace"
         )
     doubled = [column for column, times in Counter(header).items() if column and times > 1]
     if doubled:
@@ -41,7 +42,7 @@ def _header(path: Path) -> tuple[str, list[str]]:
     return delimiter, header
 
 
-def _rows(path: Path, delimiter: str, header: list[str]) -> Iterator[Row]:
+def _rows(path: Path, delimiter: str, header: list[str]) -> Iterator[SourceRow]:
     whole = _ends_whole(path)
     lines = _lines(path, delimiter)
     next(lines)
@@ -53,7 +54,7 @@ def _rows(path: Path, delimiter: str, header: list[str]) -> Iterator[Row]:
             why = "cut short: its writer was stopped in mid-line" if cut else "a row has a cell for each column"
             raise TraceError(f"{path}, line {number}: {len(values)} cells where the header has {len(header)}: {why}")
         cells = zip(header, map(str.strip, values), strict=True)
-        yield Row(f"line {number}", {column: cell for column, cell in cells if column and cell})
+        yield SourceRow(f"line {number}", {column: cell for column, cell in cells if column and cell})
 
 
 def _lines(path: Path, delimiter: str) -> Iterator[tuple[int, list[str], bool]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_parity.errors import TraceError
 from ds_parity.trace.foreign.lines import json_rows
-from ds_parity.trace.foreign.source import Row, Source
+from ds_parity.trace.foreign.source import Source, SourceRow
 
 
 def trainer_state(path: Path, state: dict[str, Any]) -> Source:
@@ -39,7 +39,7 @@ def trainer_state(path: Path, state: dict[str, Any]) -> Source:
     )
 
 
-def _steps(path: Path, history: list[Any]) -> Iterator[Row]:
+def _steps(path: Path, history: list[Any]) -> Iterator[SourceRow]:
     for row in json_rows(path, "log_history", history, "entry"):
         if "loss" in row.cells:
-            yield Row(row.place, row.cells)
+            yield SourceRow(row.place, row.cells)

@@ -1,4 +1,4 @@
-"""The verdict on two traces once more, a step and a number at a time: slow and plain, to check what is computed in bulk."""
+"""The verdict on two traces once more, a step and a number at a time: slow, plain, and what the bulk is checked by."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""Pairs of traces of which the second is the first with its numbers moved: not at all, to the bound, or out of this world."""
+"""Pairs of traces of which the second is the first with its numbers moved: not at all, to the bound, or far beyond."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ def ulps(value, count):
 
 @st.composite
 def moved(draw, value, bound):
-    """A number, the same, or moved by a few ulps, to its bound or a few ulps beside it, far away, or none that is left."""
+    """A number, the same, or moved by a few ulps, to its bound or a few ulps beside it, or far away."""
     if value is None or draw(st.booleans()):
         return value
     if draw(SELDOM):
@@ -68,6 +68,7 @@ def other(draw, given, step, dtype):
     changed["lr"] = draw(st.sampled_from([given["lr"]] * 19 + [None, (), (1e-3,), (1e-3, ulps(1e-4, 1))]))
     changed["metrics"] = {name: draw(moved(it, allowed["loss"] * 0.5)) for name, it in given["metrics"].items()}
     changed |= {"tokens": 101} if draw(SELDOM) else {}
+    changed |= {"rollouts": None} if draw(SELDOM) else {}
     changed |= {"skipped": True} if draw(SELDOM) else {}
     changed["weights"] = draw(other_weights(given["weights"], allowed["weights"]))
     return changed

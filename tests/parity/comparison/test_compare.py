@@ -450,7 +450,7 @@ def all_within_bounds(reference, candidate, tier):
 
 @pytest.mark.parametrize("norm", [2.8e-8, 1e-12, 0.0])
 def test_a_gradient_that_cancels_is_as_exact_as_what_cancels(norm):
-    """Four equal solutions of one prompt: the reference came to 1e-16, an engine to 2.8e-8, where others come to 1.3."""
+    """Four equal solutions of one prompt: the reference came to 1e-16, another to 2.8e-8, where others are 1.3."""
     sound, ours = (
         trace(*(record(n, grad_norm=it) for n, it in enumerate([1.3, 1.0, last], 1))) for last in (1e-16, norm)
     )

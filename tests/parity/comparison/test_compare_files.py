@@ -1,4 +1,4 @@
-"""Files are compared piece by piece: to the same verdict as traces in memory, in memory that does not grow with them."""
+"""Files are compared piece by piece, to the same verdict as traces in memory. Memory does not grow with them."""
 
 import math
 import subprocess
@@ -15,7 +15,7 @@ from ds_parity.parity.comparison import blocks, tally
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare, setting
 from ds_parity.parity.diagnosis import diagnose
-from ds_parity.parity.report.series import MOST, gaps, run
+from ds_parity.parity.report.series import MOST, gaps, read_run
 from ds_parity.trace import Trace, columns
 from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.foreign import open_pair
@@ -172,7 +172,7 @@ class TestPictures:
         return long(3000), noisy
 
     def test_lines_and_skipped_steps(self, folder, pair):
-        held, read = (run(it, self.names, self.steps) for it in (pair[1], on_disk(folder / "b", pair[1])))
+        held, read = (read_run(it, self.names, self.steps) for it in (pair[1], on_disk(folder / "b", pair[1])))
         assert {name: len(lines) for name, lines in read.lines.items()} == {"loss": 1, "lr": 2, "rollouts": 1}
         for name in self.names:
             for one, other in zip(held.lines[name], read.lines[name], strict=True):

@@ -1,4 +1,4 @@
-"""What is computed for many steps at once is what a step by itself comes to: each verdict, gap, limit, count and bias."""
+"""What is computed for many steps at once is what each by itself comes to: verdict, gap, limit, count and bias."""
 
 import math
 import random
@@ -47,7 +47,8 @@ def by_blocks(comparison):
         (row.step, row.terms, row.loss, row.lr, row.grad_norm, row.weights, *named(row.differences))
         for row in comparison.rows
     ]
-    alike = [it for it in comparison.found if it.name != "step" or it.first.step]  # but for "the traces share no field"
+    # All but that the traces share no field, which no step says.
+    alike = [it for it in comparison.found if it.name != "step" or it.first.step]
     found = [(it.name, it.count, it.first.step, it.furthest) for it in alike]
     measured = [(it.field, it.step, it.difference, it.bound) for it in comparison.measured]
     return repr(rows), repr(found), repr(measured)
@@ -91,7 +92,8 @@ def test_every_verdict_gap_and_limit_of_every_step_and_field(drawn, size):
     assert by_blocks(comparison) == by_steps(pair, tier, dtype)
 
 
-AT_THE_BOUND = {  # a field's value, what its bound is relative to, and the changes to a record that give it another value
+# A field's value, what its bound is relative to, and the changes to a record that give it another value.
+AT_THE_BOUND = {
     "loss": (0.5, 0.5, lambda value: {"loss": value}),
     "grad_norm": (2.0, 2.0, lambda value: {"grad_norm": value}),
     "metrics.reward": (0.25, 0.25, lambda value: {"metrics": {"reward": value}}),
@@ -114,6 +116,25 @@ def test_the_last_ulp_that_is_allowed_and_the_first_that_is_not(field, dtype):
         equal.append(comparison.equal)
     assert equal == sorted(equal, reverse=True)
     assert {*equal} == {True, False}
+
+
+HARD = {
+    "zeros of both signs": [{name: value} for value in (0.0, -0.0) for name in ("loss", "grad_norm", "total")],
+    "zero rates": [{"lr": lr} for lr in ((0.0, 1.0), (-0.0, 1.0), (0.0,), ())],
+    "NaN behind one checksum": [
+        {"weights": weights(sketch=it)} for it in ((3.0, 1.0), (math.nan, 1.0), (math.inf, 1.0))
+    ],
+    "a norm that is NaN": [{"weights": weights(norm=norm)} for norm in (10.0, math.nan, 0.0)],
+    "counts of one trace": [{name: it} for it in (None, 0) for name in ("rollouts", "tokens")],
+}
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("case", HARD)
+def test_each_of_some_values_against_each_other(case, tier):
+    for one, other in product(HARD[case], HARD[case]):
+        pair = trace(record(1, **one)), trace(record(1, **other))
+        assert by_blocks(compare(*pair, tier)) == by_steps(pair, tier, "fp32")
 
 
 @pytest.mark.parametrize("tier", list(Tier))

@@ -122,7 +122,8 @@ class TestCompare:
 
     def test_pyplot_is_not_touched_and_torch_not_loaded(self, traces, tmp_path):
         code = (
-            f"import sys; sys.argv = ['x', 'compare', {str(traces[0])!r}, {str(traces[0])!r}, '--report', {str(tmp_path)!r}]\n"
+            f"import sys\npath = {str(traces[0])!r}\n"
+            f"sys.argv = ['x', 'compare', path, path, '--report', {str(tmp_path)!r}]\n"
             "from ds_parity.cli import app\napp(standalone_mode=False)\n"
             "assert 'matplotlib' in sys.modules\nassert not {'matplotlib.pyplot', 'torch'} & set(sys.modules)"
         )

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.report.plots import pictures
-from ds_parity.parity.report.series import MOST, line, run, thinned
+from ds_parity.parity.report.series import MOST, line, read_run, thinned
 from ds_parity.trace import Trace
 from tests.parity.report.reported import EXACT, REASSOCIATED, compared, record, trace, weights
 
@@ -320,9 +320,10 @@ class TestThinning:
 
     def test_groups_that_are_all_alike_are_one_line_and_more_than_eight_are_not_drawn(self):
         many = Trace(trace().header, (record(1, lr=(1.0, 1.0)), record(2, lr=(1.0, 1.0))))
-        assert len(run(many, ["lr"], (1, 2)).lines["lr"]) == 1
+        assert len(read_run(many, ["lr"], (1, 2)).lines["lr"]) == 1
         assert (
-            len(run(Trace(many.header, (record(1, lr=tuple(map(float, range(99)))),)), ["lr"], (1, 1)).lines["lr"]) == 8
+            len(read_run(Trace(many.header, (record(1, lr=tuple(map(float, range(99)))),)), ["lr"], (1, 1)).lines["lr"])
+            == 8
         )
 
 
