@@ -1,4 +1,4 @@
-"""Hugging Face models keep packed rollouts apart by their positions, but only without a cache, which is not their default."""
+"""Hugging Face models keep packed rollouts apart by their positions, but only without a cache (not their default)."""
 
 import pytest
 import torch
