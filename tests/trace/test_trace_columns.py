@@ -50,7 +50,7 @@ ODD = [
 ]  # fmt: skip
 HELD = [
     {"checksum": check, "norm": norm, "sketch": sketch}
-    for check in ("a" * 64, "A" * 64, "a" * 63 + "\n", "a" * 64 + "\n", 3)
+    for check in ("a" * 64, "a" * 63, "A" * 64, "a" * 63 + "\n", "a" * 64 + "\n", 3)
     for norm in (1.0, 2, "NaN", None, True)
     for sketch in ([], [1.0, "Infinity"], [1, 2], [None], None, {})
 ]
