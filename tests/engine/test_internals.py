@@ -11,7 +11,8 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from ds_parity.engine.internals import guards
-from ds_parity.engine.internals.guards import GUARDS, ZERO3, Guard, changed, missing, touched_names, users
+from ds_parity.engine.internals.guard_list import GUARDS, changed
+from ds_parity.engine.internals.guards import ZERO3, Guard, missing, touched_names, users
 
 ENGINE_FILES = guards.Path(guards.__file__).parents[1]
 

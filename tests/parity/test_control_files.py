@@ -8,7 +8,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
 from ds_parity.parity.verification import control_tables
-from ds_parity.parity.verification.control_runs import Finding, chosen, good, planned_runs
+from ds_parity.parity.verification.control_runs import ControlFinding, chosen, good, planned_runs
 from ds_parity.parity.verification.control_scenarios import NAMES, scenario
 
 BUGS = [
@@ -131,19 +131,19 @@ class TestVerdict:
 
 @pytest.fixture
 def fault():
-    return Finding("idle-nan", "tokens", None, (Cause("zero-denominator", 0.5, "x"),), raised="KeyError: 1")
+    return ControlFinding("idle-nan", "tokens", None, (Cause("zero-denominator", 0.5, "x"),), raised="KeyError: 1")
 
 
 @pytest.fixture
 def clean():
-    return Finding("clean", "tokens", None)
+    return ControlFinding("clean", "tokens", None)
 
 
 @pytest.fixture
 def missed():
-    return Finding("idle-counted", "tokens", None)
+    return ControlFinding("idle-counted", "tokens", None)
 
 
 @pytest.fixture
 def alarm():
-    return Finding("ds_parity", "tokens", None, raised="ValueError: no")
+    return ControlFinding("ds_parity", "tokens", None, raised="ValueError: no")

@@ -16,8 +16,9 @@ OLDEST = (0, 19, 8)
 With 0.19.5 this package's own tests fail on fp16 (steps by NaN on ZeRO 3, an autocast loss scale that goes elsewhere)
 and in resuming a sequence-parallel run; 0.19.6 and 0.19.7 were not tried. 0.19.4 and older keep no account of the
 parameters that a pass has used, so that gradients of those that it left out can't be put right (`zero12.py`,
-`zero3.py`). Further back DeepSpeed's own accumulation is wrong: up to 0.18.9 with CPU offload on ZeRO 1 and 2 (DeepSpeed #7967) and in bf16
-with fp32 accumulation on ZeRO 1 (#7985), up to 0.18.5 in bf16 on ZeRO 0 (#7839)."""
+`zero3.py`). Further back DeepSpeed's own accumulation is wrong: up to 0.18.9 with CPU offload on ZeRO 1 and 2
+(DeepSpeed #7967) and in bf16 with fp32 accumulation on ZeRO 1 (#7985), up to 0.18.5 in bf16 on ZeRO 0 (#7839).
+"""
 BELOW = (0, 20)
 """No release of it has been read."""
 _WAY_OUT = "pip install 'deepspeed>=0.19.8,<0.20' (0.19.8 is the one that ds_parity is developed with)"

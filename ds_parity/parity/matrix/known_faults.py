@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Fault:
+class KnownFault:
     """One fault of DeepSpeed.
 
     Attributes:
@@ -28,17 +28,17 @@ class Fault:
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault(
+        KnownFault(
             "fp16_growing_scale",
             "a step at which the dynamic loss scale grows is unscaled by the new scale, and applied at half its size",
             "corrected: the scale is held for the step",
         ),
-        Fault(
+        KnownFault(
             "fp16_zero0_unscaled_loss",
             "fp16 on ZeRO 0 does not scale the loss but divides by the loss scale: every gradient is too small by it",
             "corrected: the loss is scaled",
         ),
-        Fault(
+        KnownFault(
             "autocast_fp16_clipping",
             "clipping acts on the gradient that is still scaled, so each step is cut to the limit / 65536",
             "corrected: unscaled before the clip",

@@ -33,7 +33,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CellFinding:
     """One check of a cell. `corrected`: DeepSpeed's own run is wrong, ds_parity's is right."""
 
     check: str
@@ -46,7 +46,7 @@ class Result:
     """One cell."""
 
     cell: Cell
-    findings: tuple[Finding, ...]
+    findings: tuple[CellFinding, ...]
     seconds: float
 
     @property
@@ -76,7 +76,7 @@ def judge(cell: Cell, answers: Answers, folder: Path) -> Result:
         return Result(cell, (_refusal(cell, refused),), seconds)
     if cell.stage in cell.variant.refused:
         detail = "ds_parity takes a configuration that the matrix says it refuses"
-        return Result(cell, (Finding("refusal", Status.DIFFERS, detail),), seconds)
+        return Result(cell, (CellFinding("refusal", Status.DIFFERS, detail),), seconds)
     return Result(cell, tuple(_finding(check, cell, mine, folder) for check in CHECKS), seconds)
 
 
@@ -86,14 +86,14 @@ def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
     return said.removeprefix("ConfigError: ") if said is not None and said.startswith("ConfigError: ") else None
 
 
-def _refusal(cell: Cell, reason: str) -> Finding:
+def _refusal(cell: Cell, reason: str) -> CellFinding:
     expected = Status.REFUSED if cell.stage in cell.variant.refused else Status.DIFFERS
-    return Finding("refusal", expected, reason.removeprefix("1 fault: "))
+    return CellFinding("refusal", expected, reason.removeprefix("1 fault: "))
 
 
-def _finding(check: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
+def _finding(check: str, cell: Cell, answers: Answers, folder: Path) -> CellFinding:
     if check in cell.left_out:
-        return Finding(check, Status.LEFT_OUT, cell.left_out[check])
+        return CellFinding(check, Status.LEFT_OUT, cell.left_out[check])
     try:
         if check == "probe":
             return _probe(cell, answers)
@@ -101,9 +101,9 @@ def _finding(check: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
             return _memory(cell, answers)
         return _comparison(check, cell, answers, folder)
     except _UnansweredError as error:
-        return Finding(check, Status.FAILED, str(error))
+        return CellFinding(check, Status.FAILED, str(error))
     except DsParityError as error:
-        return Finding(check, Status.FAILED, f"{type(error).__name__}: {error}")
+        return CellFinding(check, Status.FAILED, f"{type(error).__name__}: {error}")
 
 
 class _UnansweredError(Exception):
@@ -117,15 +117,15 @@ def _answer(answers: Answers, at: str) -> dict[str, Any]:
     return answer
 
 
-def _probe(cell: Cell, answers: Answers) -> Finding:
+def _probe(cell: Cell, answers: Answers) -> CellFinding:
     answer = _answer(answers, cell.probed.name)
     result = ProbeResult(**{name: value for name, value in answer.items() if name != "seconds"})
     limit = TOLERANCE[cell.probed.dtype]
     detail = f"{result.pattern} (greatest error {result.error:.2g} of {limit:g} allowed)"
-    return Finding("probe", Status.RIGHT if result.within(limit) else Status.DIFFERS, detail)
+    return CellFinding("probe", Status.RIGHT if result.within(limit) else Status.DIFFERS, detail)
 
 
-def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> Finding:
+def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> CellFinding:
     scenario = cell.uniform if reference == "deepspeed" else cell.ragged
     for engine in (reference, "ds_parity"):
         _answer(answers, title(scenario, engine))
@@ -133,21 +133,21 @@ def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> F
     fault = FAULTS.get(cell.variant.faults.get(cell.stage, "")) if reference == "deepspeed" else None
     if comparison.equal:
         mended = f"; {fault.name} is not to be seen here: has DeepSpeed mended it?" if fault else ""
-        return Finding(reference, Status.RIGHT, f"{comparison.steps} steps equal{mended}")
+        return CellFinding(reference, Status.RIGHT, f"{comparison.steps} steps equal{mended}")
     assert comparison.first is not None
     if fault is not None:
-        return Finding(reference, Status.CORRECTED, f"DeepSpeed: {fault.what} ({fault.script}); {fault.ours}")
-    return Finding(reference, Status.DIFFERS, sentence(comparison.first))
+        return CellFinding(reference, Status.CORRECTED, f"DeepSpeed: {fault.what} ({fault.script}); {fault.ours}")
+    return CellFinding(reference, Status.DIFFERS, sentence(comparison.first))
 
 
-def _memory(cell: Cell, answers: Answers) -> Finding:
+def _memory(cell: Cell, answers: Answers) -> CellFinding:
     ds_parity, by_hand = (_answer(answers, title(cell.ragged, engine)) for engine in ("ds_parity", "deepspeed-loop"))
     if not ds_parity["peaks"]:
-        return Finding("memory", Status.FAILED, "there was no second step to measure")
+        return CellFinding("memory", Status.FAILED, "there was no second step to measure")
     # A copy is there in every window; what a thread frees late is not.
     extra = (min(ds_parity["peaks"]) - min(by_hand["peaks"])) / _gradient_bytes(cell.ragged, ds_parity["parameters"])
     detail = f"peak of a step {extra:+.4f} of the gradients beside the engine driven by hand"
-    return Finding("memory", Status.RIGHT if extra <= _MEMORY else Status.DIFFERS, detail)
+    return CellFinding("memory", Status.RIGHT if extra <= _MEMORY else Status.DIFFERS, detail)
 
 
 def _gradient_bytes(scenario: Scenario, parameters: int) -> float:

@@ -22,7 +22,7 @@ _STYLES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class MatrixRow:
     """A variant: what its cells came to, by ZeRO stage."""
 
     group: str
@@ -30,13 +30,13 @@ class Row:
     cells: dict[int, Result]
 
 
-def rows(results: Sequence[Result]) -> list[Row]:
+def rows(results: Sequence[Result]) -> list[MatrixRow]:
     """Gather the cells of a variant, in the order of the matrix."""
     by_variant = []
     for (group, name), members in groupby(
         results, key=lambda result: (result.cell.variant.group, result.cell.variant.name)
     ):
-        by_variant.append(Row(group, name, {result.cell.stage: result for result in members}))
+        by_variant.append(MatrixRow(group, name, {result.cell.stage: result for result in members}))
     return by_variant
 
 

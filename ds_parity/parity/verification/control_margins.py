@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ds_parity.parity.verification.control_runs import Finding
+from ds_parity.parity.verification.control_runs import ControlFinding
 
 
 @dataclass(frozen=True, order=True)
@@ -21,7 +21,7 @@ class Signal:
     quantity: str
 
 
-def signal(finding: Finding) -> Signal | None:
+def signal(finding: ControlFinding) -> Signal | None:
     """Return the strongest signal of the first step that differs.
 
     None where something differs there that must be equal bit for bit (rollouts, LR), which no noise could hide; and
@@ -35,7 +35,7 @@ def signal(finding: Finding) -> Signal | None:
     return max((Signal(it.difference / it.bound, it.field) for it in here if it.difference and it.bound), default=None)
 
 
-def noise(findings: Iterable[Finding]) -> dict[str, float]:
+def noise(findings: Iterable[ControlFinding]) -> dict[str, float]:
     """Return by quantity the greatest part of a bound that a clean engine used, in [0, 1] where none was caught."""
     greatest: dict[str, float] = {}
     for it in (it for one in findings if one.clean and one.comparison for it in one.comparison.measured):
@@ -43,7 +43,7 @@ def noise(findings: Iterable[Finding]) -> dict[str, float]:
     return greatest
 
 
-def margins(findings: Sequence[Finding]) -> dict[str, float]:
+def margins(findings: Sequence[ControlFinding]) -> dict[str, float]:
     """Return by quantity how many times the greatest noise the weakest signal is; of quantities that have both."""
     noises = noise(findings)
     weakest: dict[str, float] = {}

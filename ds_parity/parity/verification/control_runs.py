@@ -22,7 +22,7 @@ CLEAN = ("ds_parity", "clean")
 
 
 @dataclass(frozen=True)
-class Finding:
+class ControlFinding:
     """What came of one engine in one scenario.
 
     Attributes:
@@ -93,7 +93,7 @@ def run_controls(
     names: Iterable[str] | None = None,
     timeout: float = 900.0,
     progress: Progress = lambda done, title: None,
-) -> tuple[Finding, ...]:
+) -> tuple[ControlFinding, ...]:
     """Run controls and clean engines on two ranks, and compare all with the torch reference.
 
     Args:
@@ -117,13 +117,13 @@ def run_controls(
     )
 
 
-def good(findings: Sequence[Finding]) -> bool:
+def good(findings: Sequence[ControlFinding]) -> bool:
     """Whether there are controls, all were caught, and no clean engine was."""
     return any(not one.clean for one in findings) and all(one.good for one in findings)
 
 
-def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> Finding:
+def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> ControlFinding:
     if raised is not None:
-        return Finding(engine, shape.name, None, raised=raised)
+        return ControlFinding(engine, shape.name, None, raised=raised)
     compared = outcome(shape, "torch", folder, engine)
-    return Finding(engine, shape.name, compared.comparison, compared.causes)
+    return ControlFinding(engine, shape.name, compared.comparison, compared.causes)

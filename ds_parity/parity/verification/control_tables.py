@@ -9,10 +9,10 @@ from rich.table import Table
 
 from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE
 from ds_parity.parity.verification.control_margins import margins, signal
-from ds_parity.parity.verification.control_runs import Finding
+from ds_parity.parity.verification.control_runs import ControlFinding
 
 
-def render(findings: Sequence[Finding]) -> Table:
+def render(findings: Sequence[ControlFinding]) -> Table:
     """Return a table with one row per engine: at which step and by what it was caught, and what it was taken for."""
     table = Table(title="controls: engines with one fault each, against the torch reference")
     for name in ("engine", "scenario", "result", "by", "bounds off", "diagnosed as"):
@@ -22,7 +22,7 @@ def render(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summary(findings: Sequence[ControlFinding]) -> str:
     """Return how many were caught and named, how many clean runs there were, and the margin."""
     faults = [finding for finding in findings if not finding.clean]
     clean = [finding for finding in findings if finding.clean]
@@ -43,7 +43,7 @@ def notes() -> list[str]:
     return [f"{name}: {why}" for name, why in WITHOUT_TRACE.items()]
 
 
-def plain(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def plain(findings: Sequence[ControlFinding]) -> list[dict[str, Any]]:
     """Return the findings as plain values."""
     return [
         {
@@ -61,7 +61,7 @@ def plain(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     ]
 
 
-def _cells(finding: Finding) -> tuple[str, ...]:
+def _cells(finding: ControlFinding) -> tuple[str, ...]:
     first = finding.comparison.first if finding.comparison else None
     if finding.raised is not None:
         result, by = "raised", finding.raised.splitlines()[0][:60]

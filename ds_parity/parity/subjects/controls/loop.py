@@ -12,8 +12,8 @@ from ds_parity.parity.running.own_batches import Record, own_batches, own_rank, 
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize, metrics_of
-from ds_parity.parity.subjects.references.plain import ByHand
 from ds_parity.parity.subjects.references.private_state import averages_over_ranks
+from ds_parity.parity.subjects.references.torch_counterparts import ByHand
 from ds_parity.planning.rollout import MicroBatch
 
 

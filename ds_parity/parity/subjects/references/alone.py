@@ -14,7 +14,7 @@ from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 from ds_parity.parity.subjects.references.bare import metrics_of
-from ds_parity.parity.subjects.references.plain import ByHand, optimizer_and_scheduler
+from ds_parity.parity.subjects.references.torch_counterparts import ByHand, optimizer_and_scheduler
 from ds_parity.planning.rollout import Rollout
 from ds_parity.trace import StepRecord
 

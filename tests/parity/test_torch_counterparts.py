@@ -10,7 +10,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.matrix import setups
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.references.plain import ByHand, CPULion, Lion, optimizer_and_scheduler
+from ds_parity.parity.subjects.references.torch_counterparts import ByHand, CPULion, Lion, optimizer_and_scheduler
 from tests.distributed import cells
 
 SETUPS = "ds_parity.parity.matrix.setups"

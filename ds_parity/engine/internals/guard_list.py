@@ -1,0 +1,361 @@
+"""The guards: what the code of DeepSpeed around the names that are used must still do, as read in DeepSpeed 0.19.8.
+
+A guard names the file that relies on it and says what it relies on; guards.py says how it is checked.
+"""
+
+from __future__ import annotations
+
+from ds_parity.engine.internals.guards import (
+    BF16,
+    ENGINE,
+    FP16,
+    RUNTIME,
+    TIMER,
+    UNFUSED,
+    ZERO3,
+    ZERO12,
+    Guard,
+    missing,
+)
+
+_OF_ZERO = (ZERO12, ZERO3)
+_OF_FP16 = (FP16, UNFUSED)
+
+GUARDS: tuple[Guard, ...] = (
+    # The correction rides on the unscale: internals/zero.py.
+    *(
+        guard
+        for wrapper in _OF_ZERO
+        for guard in (
+            Guard(
+                wrapper,
+                "_get_loss_scale",
+                "internals/zero.py",
+                "the loss scale is the external one while custom_loss_scaler is set, and a correction is given as such",
+                ("if self.custom_loss_scaler:\n            return self.external_loss_scale",),
+            ),
+            Guard(
+                wrapper,
+                "unscale_and_clip_grads",
+                "internals/zero.py",
+                "the step unscales by that loss scale and by the clipping factor at once",
+                ("combined_scale = clip * self.loss_scale",),
+            ),
+            Guard(
+                wrapper,
+                "step",
+                "internals/zero.py",
+                "the norm that is reported is the unscaled one",
+                ("self._global_grad_norm = scaled_global_grad_norm / ",),
+            ),
+            Guard(
+                wrapper,
+                "finalize_gradient_accumulation_boundary",
+                "internals/zero12.py and zero3.py",
+                "a window can be ended without a backward, which finish() does",
+                ("self.set_gradient_accumulation_boundary(True)",),
+            ),
+            Guard(
+                wrapper,
+                "_optimizer_step",
+                "internals/zero.py",
+                "the GradScaler is asked only where the wrapper keeps one, so it can be taken away for a step",
+                ("if self.torch_autocast_gradscaler:",),
+            ),
+            Guard(
+                wrapper,
+                "reset_cpu_buffers",
+                "internals/zero12.py and zero3.py",
+                "norms of offloaded gradients are forgotten after every step, so that those which are there are the "
+                "pass's",
+                ("self.norm_for_param_grads = {}",),
+            ),
+        )
+    ),
+    Guard(
+        RUNTIME + "base_optimizer:ZeROOptimizer",
+        "scale_if_loss",
+        "internals/zero.py",
+        "a loss is scaled by the GradScaler that the wrapper keeps",
+        ("return self.torch_autocast_gradscaler.scale(value)",),
+    ),
+    Guard(
+        ZERO12,
+        "step",
+        "internals/base.py",
+        "a growing scale is read after it grew, which is why every fp16 step is corrected",
+        ("self._update_scale(self.overflow)", "self.unscale_and_clip_grads("),
+    ),
+    # Other wrappers.
+    *(
+        guard
+        for wrapper in _OF_FP16
+        for guard in (
+            Guard(
+                wrapper,
+                "_update_scale",
+                "internals/fp16.py",
+                "a dynamic scale moves by this method alone, which is called after the step in which it stood still",
+                ("if self.loss_scale_config.dynamic_loss_scale:", "self.loss_scale_config.cur_iter += 1"),
+            ),
+            Guard(
+                wrapper,
+                "unscale_and_clip_grads",
+                "internals/fp16.py",
+                "the step unscales by loss_scale_config.cur_scale, on which a correction rides",
+                ("combined_scale = self.loss_scale_config.cur_scale",),
+            ),
+        )
+    ),
+    Guard(
+        FP16,
+        "step",
+        "internals/fp16.py",
+        "the fused wrapper reports the unscaled norm, so only the unfused one's is put right",
+        ("self._global_grad_norm = scaled_global_grad_norm / self.loss_scale_config.cur_scale",),
+    ),
+    Guard(
+        UNFUSED,
+        "step",
+        "internals/fp16.py",
+        "the unfused wrapper reports the norm of gradients as they came in, which is put right",
+        ("self._global_grad_norm = get_global_norm(norm_list=norm_groups)",),
+    ),
+    Guard(
+        ENGINE,
+        "backward",
+        "internals/fp16.py",
+        "the loss is scaled for ZeRO wrappers and for autocast on ZeRO 0 alone; if it were for fp16 on ZeRO 0 too, "
+        "unscaled_loss_scale would scale it twice",
+        absent=("loss_scale_config",),
+        once=("scale_if_loss(", "gradscaler.scale("),
+    ),
+    Guard(
+        ENGINE,
+        "_get_optimizer_loss_scale",
+        "internals/base.py",
+        "the fp16 loss scale is where DeepSpeed logs it from",
+        ("self.optimizer.loss_scale_config.cur_scale", 'getattr(self.optimizer, "cur_scale", None)'),
+    ),
+    Guard(
+        BF16,
+        "",
+        "internals/bf16.py",
+        "the norm is taken from the flat buffers that are corrected",
+        ("fp32_groups_gradients_flat",),
+    ),
+    Guard(
+        BF16,
+        "_update_hp_grad",
+        "internals/bf16.py",
+        "which parameters have a gradient is noted where idle passes ask for it",
+        ("self.fp32_groups_has_gradients[group_idx][param_idx] = True",),
+    ),
+    Guard(
+        ENGINE,
+        "clip_fp32_gradients",
+        "internals/plain.py",
+        "fp32 gradients on ZeRO 0 are clipped by this call, which is repeated so that its norm is kept",
+        ("clip_grad_norm_(parameters=self.module.parameters(), max_norm=self.gradient_clipping(), mpu=self.mpu)",),
+        absent=("return",),
+    ),
+    Guard(
+        ENGINE,
+        "_take_model_step",
+        "internals/plain.py",
+        "a step of autocast on ZeRO 0 goes through the engine's GradScaler, and counts as skipped by "
+        "optimizer.overflow",
+        (
+            "self.torch_autocast_z0_gradscaler.step(self.optimizer)",
+            'if hasattr(self.optimizer, "overflow"):\n            overflow = self.optimizer.overflow',
+        ),
+    ),
+    # Windows: what is reduced, left out and thrown away.
+    Guard(
+        ENGINE,
+        "_flush_coalesced_reduction_zero12",
+        "internals/zero12.py",
+        "DeepSpeed itself ends a boundary without its backward so, and _reduce_without_a_backward does the same",
+        (
+            "optimizer.reduction_stream.synchronize()",
+            "optimizer.setup_buckets()",
+            "if optimizer.get_gradient_for_reduction(param) is None:",
+            "optimizer.reduce_ready_partitions_and_remove_grads(param, i)",
+            "optimizer.overlapping_partition_gradients_reduce_epilogue()",
+        ),
+    ),
+    Guard(
+        ZERO12,
+        "setup_buckets",
+        "internals/zero12.py",
+        "buckets are set up and passes counted in one place",
+        ("self.micro_step_id += 1",),
+    ),
+    Guard(
+        ZERO12,
+        "get_gradient_for_reduction",
+        "internals/zero12.py",
+        "it says which parameters have a gradient, where idle passes ask",
+        ("return param.grad",),
+    ),
+    Guard(
+        ENGINE,
+        "_configure_distributed_model",
+        "internals/base.py",
+        "the engine knows of experts, whose idle passes can't be left out, and remembers an mpu for later engines, "
+        "which groups.py refuses",
+        ("has_moe_layers", "groups.mpu = self.mpu"),
+    ),
+    Guard(
+        ZERO3,
+        "partition_grads",
+        "internals/zero3.py",
+        "partitions are copied to the host at the boundary alone, and what a window used is recorded there",
+        (
+            "params_to_release: List[Parameter], grad_partitions: List[Tensor]",
+            "self._offload_boundary_param_ids.add(param.ds_id)",
+            "grad_buffer = self.__param_id_to_grad_partition[param.ds_id]",
+            "if self.offload_optimizer:",
+        ),
+    ),
+    Guard(
+        ZERO3,
+        "_pre_step",
+        "internals/zero3.py",
+        "what a window used is forgotten at its step",
+        ("self.micro_step_id = 0", "self._offload_boundary_param_ids = set()"),
+    ),
+    Guard(
+        ZERO3,
+        "_offload_grad_partition_at_boundary",
+        "internals/zero3.py",
+        "it takes one gradient partition to the host",
+        signature=("self", "param", "grad_buffer", "offload_fp32_gradients", "offload_fp32_offsets"),
+    ),
+    Guard(
+        ZERO12,
+        "_finalize_cpu_offload_gradient_accumulation",
+        "internals/zero12.py",
+        "ZeRO 1 and 2 finish an offloaded window parameter by parameter, as complete() does for the rest",
+        (
+            "not in self._offload_accumulated_param_ids",
+            "self.copy_grads_in_partition(param, group_idx)",
+            "self._restore_cpu_offload_grad_to_gpu(param)",
+            "self.set_norm_for_param_grad_in_gpu(param)",
+            "self.update_offload_overflow_tracker_for_param_grad(param)",
+            "self.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)",
+        ),
+    ),
+    Guard(
+        ZERO12,
+        "step",
+        "internals/zero12.py",
+        "discard() does what ZeRO 1 and 2 do on an overflow",
+        (
+            "self.micro_step_id = INITIAL_MICRO_STEP_ID",
+            "self.zero_grad(set_to_none=True)",
+            "self.reset_cpu_buffers()",
+            "self.averaged_gradients[k] = None",
+            "self.all_grad_tensors[k] = None",
+        ),
+    ),
+    Guard(
+        ZERO3,
+        "step",
+        "internals/zero3.py",
+        "discard() and release_parameters() do what ZeRO 3's step does first",
+        ("self._pre_step()", "self._partition_all_parameters()", "overflow"),
+    ),
+    Guard(
+        ZERO3,
+        "_overflow_clean_up",
+        "internals/zero3.py",
+        "discard() ends with it",
+        signature=("self", "prev_scale"),
+    ),
+    # Counters, monitors and schedules.
+    Guard(
+        ENGINE,
+        "_take_model_step",
+        "internals/counters.py",
+        "each step adds the fixed batch size to global_samples, which before_step takes off",
+        ("self.global_samples += self.train_batch_size()",),
+    ),
+    Guard(
+        ENGINE,
+        "step",
+        "internals/counters.py",
+        "each call adds one to micro_steps, which settle() replaces by the passes",
+        ("self.micro_steps += 1",),
+    ),
+    Guard(
+        TIMER,
+        "stop",
+        "internals/counters.py",
+        "the timer has one batch size, and closes its step at a boundary",
+        (
+            "if self.start_time > 0:",
+            "self.total_elapsed_time += duration",
+            "if global_step:",
+            "self.batch_size / (self.step_elapsed_time + TIME_EPSILON)",
+            "self.step_elapsed_time = 0",
+        ),
+    ),
+    Guard(
+        ENGINE,
+        "step",
+        "internals/monitor.py",
+        "the monitor gets the LR and the loss scale; a name that is new here could appear twice in a monitor",
+        once=("Train/Samples/lr", "Train/Samples/loss_scale"),
+        absent=("Train/Samples/train_loss", "Train/Metrics"),
+    ),
+    Guard(
+        RUNTIME + "engine:",
+        "",
+        "internals/monitor.py",
+        "DeepSpeed writes no loss, so the one that is written here appears once",
+        absent=("Train/Samples/train_loss",),
+    ),
+    # Sequence parallelism; the figures are measured in tests/distributed.
+    Guard(
+        ENGINE,
+        "_reduce_non_expert_gradients",
+        "internals/base.py",
+        "ZeRO 0 divides by all ranks over the sequence-parallel size",
+        ("dp_world_size = dist.get_world_size(dp_group) / float(self.sequence_parallel_size)",),
+    ),
+    Guard(
+        ZERO12,
+        "average_tensor",
+        "internals/base.py",
+        "ZeRO 1 and 2 divide by all ranks over the sequence-parallel size",
+        ("dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size)",),
+    ),
+    Guard(
+        RUNTIME + "comm.coalesced_collectives:",
+        "",
+        "internals/zero3.py",
+        "ZeRO 3 divides by all ranks",
+        ("tensor_partition_flat_buffer.div_(world_sz)",),
+    ),
+    Guard(
+        ZERO3,
+        "_get_param_partition_group",
+        "internals/groups.py",
+        "ZeRO 3 parameters name the group that their gradients are summed over",
+        ("ds_process_group",),
+    ),
+    Guard(
+        BF16,
+        "get_grads_for_norm",
+        "internals/groups.py",
+        "the wrapper takes no norm on later ranks of a model-parallel group, which is refused where that is the "
+        "sequence-parallel one; if this fails, it may be right now",
+        ("tensor_mp_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)",),
+    ),
+)
+
+
+def changed() -> list[str]:
+    """Return a sentence for every guard that fails, and every name that is gone."""
+    return [*missing(), *(said for guard in GUARDS if (said := guard.changed()) is not None)]
