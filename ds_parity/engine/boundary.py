@@ -57,9 +57,12 @@ class Boundary:
             **kwargs: for DeepSpeed's `step`.
         """
         engine, window, total = self._engine, self._ledger.window, self._ledger.total()
+        # The LR that the step uses is the one before the scheduler moves.
         lr = self._lr()
         if self.schedule is not None:
             self.schedule.advance_to(self._ledger.progress.advanced(self._ledger.units()))
+        # DeepSpeed adds its fixed batch size inside step() and its monitors write then, so the counters are set
+        # before.
         self.counters.before_step(self._ledger.rollouts, window.rollouts)
         # The correction and the norm must see the gradients of every parameter, so they are completed first.
         self._adapter.complete()
@@ -68,6 +71,7 @@ class Boundary:
         else:
             with self._adapter.corrected(window.expected, total):
                 engine.step(**kwargs)
+        # DeepSpeed keeps the mark until it is told otherwise, and would end the next window at its first pass.
         self.mark(False)
         self._settle(lr, applied=engine.was_step_applied())
 
@@ -82,6 +86,7 @@ class Boundary:
         self.counters.consumed(window.rollouts)
         if window.expected:  # turns that finish no rollout have gradients, and weigh nothing
             self._adapter.discard()
+        # ZeRO 3 partitions gathered parameters in step() alone, and this window has none.
         self._adapter.release_parameters()
         self._settle(self._lr(), applied=False)
 
@@ -97,6 +102,7 @@ class Boundary:
         self._settle(self._lr(), applied=False)
 
     def _settle(self, lr: tuple[float, ...], *, applied: bool) -> None:
+        # The total belongs to the window that settle() ends, so it is read first.
         total = self._ledger.total()
         window = self._ledger.settle(applied=applied)
         self.counters.settle(self._ledger)

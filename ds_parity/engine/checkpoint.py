@@ -45,6 +45,7 @@ def name_latest(save_dir: str, tag: str) -> None:
     """
     if dist.get_rank() == 0:
         latest = Path(save_dir) / "latest"
+        # A rename changes the file at once; a run that is killed here finds the old name or the new one.
         beside = latest.with_name("latest.new")
         beside.write_text(tag)
         beside.replace(latest)

@@ -91,6 +91,7 @@ class Driver:
         self._configuration = settings.fingerprint
         self._stepped = True
         self._ran_in: int | None = None
+        # DeepSpeed's own boundary follows from its counter; from here on it is marked by hand before every backward.
         self.adapter.prepare()
         self.boundary.mark(False)
 
@@ -282,6 +283,7 @@ class Driver:
         """
         if not self._stepped:
             raise WindowError("finish() between a backward() and its step(): call step() first")
+        # All ranks must end here: one that still runs passes would wait in its own exchange.
         self.exchange.start(self._place("finishes"), []).wait()
         window = self.ledger.window
         if window.passes == 0:
@@ -298,6 +300,7 @@ class Driver:
         elif self.settings.last_window == "drop":
             self.boundary.drop()
         else:
+            # There is no backward left that could reduce on ZeRO 0 and 1.
             self.boundary.mark(True)
             self.adapter.reduce()
             self.boundary.update()

@@ -281,6 +281,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         driver: Driver = self._self_driver
         state = checkpoint.with_window(driver, client_state or {})
         tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
+        # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
         names_latest = save_latest and not driver.adapter.writes_latest_itself
         with naming_lost_ranks("save_checkpoint()"):
             saved = driver.engine.save_checkpoint(
@@ -322,6 +323,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 load_module_only,
                 custom_load_fn,
             )
+        # Nothing was loaded, so the open window goes on as it was.
         if path is None:
             return path, state
         driver.abandon()

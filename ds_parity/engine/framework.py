@@ -95,6 +95,7 @@ class FrameworkEngine(ParityEngine):
             scaled: torch.Tensor = driver.run_pass(loss, counts, caller, retain_graph=retain_graph)
         if not said:
             driver.end_pass()
+        # A pass inside a window ends with its backward, so a step() that the framework calls after it does nothing.
         self._self_ended = not said
         return scaled
 

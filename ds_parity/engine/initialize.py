@@ -120,6 +120,7 @@ def honoured(
         rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
     agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)})
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
+    # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     engine, optimizer, loader, _ = bare(**{**keywords, **plain})
     wrapped = kind(engine, rewritten.settings, sequence)
     show(wrapped._self_driver)

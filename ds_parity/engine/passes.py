@@ -88,6 +88,7 @@ class PassQueue:
             self._driver.refuse(error, ahead=self._chunk > 1)
             raise
         padding = self._chunk - len(read)
+        # Every rank must hear that one has nothing to run, or the others would wait for it in the backward.
         stuck = padding > 0 and not read and self._smallest is None
         idle = Announcement(out_of_data=True, stuck=stuck)
         return [*read, *(UpcomingPass(idle, _fresh(self._smallest)) for _ in range(padding))]
@@ -99,6 +100,7 @@ class PassQueue:
             if batch is _END:
                 self._out_of_data = True
                 break
+            # The smallest micro-batch makes the cheapest idle pass.
             if self._smallest is None or batch.tokens < self._smallest.tokens:
                 self._smallest = batch
             counts = Counts(batch.rollouts, batch.prompts, batch.tokens)

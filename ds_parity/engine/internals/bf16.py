@@ -24,6 +24,7 @@ class Bf16(Adapter):
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:
         """Multiply the flat buffers in place."""
+        # The wrapper has no loss scale on which the factor could ride.
         for flat in self._optimizer.fp32_groups_gradients_flat:
             flat.mul_(expected / total)
         yield

@@ -43,6 +43,7 @@ class Counters:
         if timer.start_time > 0:
             self._timed += rollouts
             self._current += rollouts
+            # The line that DeepSpeed logs divides this by the seconds of the step.
             timer.batch_size = self._current
 
     def before_step(self, before: int, rollouts: int) -> None:

@@ -40,6 +40,7 @@ class LowPrecision(Adapter):
         finally:
             config.cur_scale, config.dynamic_loss_scale = scale, dynamic
         if dynamic:
+            # The step has counted itself already, and _update_scale counts it.
             config.cur_iter = iteration
             optimizer._update_scale(optimizer.overflow)
         if isinstance(optimizer, FP16_UnfusedOptimizer) and self.engine.was_step_applied():

@@ -73,6 +73,7 @@ def members_of(engine: Engine, size: int) -> Members:
             "remembers the mpu or mesh of an earlier initialize() in this process; pass that mpu again, or set "
             "deepspeed.utils.groups.mpu and .mesh_device to None before"
         )
+    # Without sequence parallelism DeepSpeed leaves the other two groups unset.
     if size == 1:
         group = engine.data_parallel_group
         return Members(group, dist.get_world_size(group), Peers())
@@ -99,6 +100,7 @@ def _refuse_wrong_sums(engine: Engine, peers: set[int]) -> None:
         *(getattr(p, "ds_process_group", None) for p in engine.module.parameters()),
     }
     for group in groups - {None}:
+        # A group without a peer sums one slice alone, and no error shows.
         if not peers <= set(ranks := dist.get_process_group_ranks(group)):
             raise ConfigError(
                 f"gradients are summed over ranks {ranks}, which leaves out sequence-parallel peers {sorted(peers)}: "

@@ -32,6 +32,7 @@ class Plain(Adapter):
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:
         """Multiply the gradients in place, where there is something to correct."""
+        # In place, one sweep: there is no unscale here on which the factor could ride.
         if expected != total:
             for parameter in self.engine.module.parameters():
                 if parameter.grad is not None:
@@ -52,6 +53,7 @@ def _noting_a_skip(optimizer: Any) -> Iterator[None]:
         # Fused optimizers are called in any case, and skip by `found_inf`, which they are given for the call.
         optimizer.overflow = bool(getattr(optimizer, "found_inf", False))
 
+    # Assumed skipped until the hook sees the optimizer step.
     optimizer.overflow = True
     handle = optimizer.register_step_post_hook(stepped)
     try:

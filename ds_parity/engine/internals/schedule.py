@@ -53,6 +53,7 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
 
     def _place(self, progress: Progress) -> None:
         scheduler = self.__wrapped__
+        # A whole position stays an int, as DeepSpeed itself passes it.
         nominal: float = progress.whole if progress.nominal.is_integer() else progress.nominal
         if isinstance(scheduler, _BY_ITERATION):
             scheduler.step(nominal - 1)
@@ -60,6 +61,7 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
             scheduler.last_epoch = nominal - 1  # type: ignore[assignment]  # fractional, on purpose
             scheduler.step()
         else:
+            # Any other scheduler only knows steps, so it takes those that became whole since the last.
             for _ in range(progress.whole - self._self_taken):
                 scheduler.step()
         self._self_taken = progress.whole

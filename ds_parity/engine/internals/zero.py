@@ -24,6 +24,7 @@ class Zero(Adapter):
         """Divide by another loss scale in this step; it is given from outside, so a dynamic scaler never sees it."""
         optimizer, scaler = self._zero, self.grad_scaler()
         before = optimizer.custom_loss_scaler, optimizer.external_loss_scale
+        # Read before it is replaced: in fp16 the losses of this window were multiplied by it.
         scale = optimizer.loss_scale if scaler is None else scaler.get_scale()
         optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, scale * total / expected
         # Without the GradScaler ZeRO unscales by its scale itself, before it clips, on all ranks and groups alike

@@ -27,6 +27,7 @@ class Zero12(Zero):
     def forget_last_window(self, boundary: bool) -> None:
         """With CPU offload, clear the buffers of what the window's first pass did not use."""
         optimizer = self._optimizer
+        # A window of one pass bypasses these buffers (stage_1_and_2.py, micro_step_id > 0 or no boundary).
         if not optimizer.cpu_offload or boundary:
             return
         buffers = optimizer.accumulated_grads_in_cpu
@@ -35,6 +36,7 @@ class Zero12(Zero):
 
     def has_every_gradient(self) -> bool:
         """Whether every parameter has a gradient accumulated: ZeRO 1 reduces only those that do."""
+        # ZeRO 2 is never asked: it reduces in every pass, so that no pass can be left out.
         trained = (p for group in self._optimizer.bit16_groups for p in group if p.requires_grad)
         return all(self._optimizer.get_gradient_for_reduction(p) is not None for p in trained)
 
@@ -91,8 +93,10 @@ class Zero12(Zero):
         """Clear gradients, and begin the window anew."""
         optimizer = self._optimizer
         optimizer.zero_grad(set_to_none=True)
+        # A window begins where this number is the initial one: its first gradient is then copied and not added.
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
+        # The keys stay: step() looks them up for every parameter group.
         for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             kept.update(dict.fromkeys(kept))

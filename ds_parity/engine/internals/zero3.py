@@ -30,6 +30,7 @@ class Zero3(Zero):
 
     def forget_last_window(self, boundary: bool) -> None:
         """Clear the partitions of what the window's first pass did not use."""
+        # The set is cleared at the last step, so after the first pass it contains exactly what that pass used.
         partitions = self._partitions()
         for left_out in partitions.keys() - self._optimizer._offload_boundary_param_ids:
             partitions[left_out].zero_()
@@ -49,6 +50,7 @@ class Zero3(Zero):
                 if parameter.partition_numel() * optimizer._get_param_partition_rank(parameter) < parameter.ds_numel:
                     buffer = self._partitions()[parameter.ds_id]
                     optimizer._offload_grad_partition_at_boundary(parameter, buffer, gradients, offsets)
+        # Once for all parameters, as partition_grads does: with NVMe each call is a write.
         optimizer._swap_out_offload_fp32_gradients(gradients, offsets)
 
     def reduce(self) -> None:
@@ -57,6 +59,7 @@ class Zero3(Zero):
 
     def discard(self) -> None:
         """Do what DeepSpeed's step does where the gradient overflows."""
+        # The order is that of step(): forget what was used, partition, then clear.
         self._optimizer._pre_step()
         self.release_parameters()
         self._optimizer._overflow_clean_up(self._optimizer.loss_scale)

@@ -76,6 +76,7 @@ class Exchange:
         """
         padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
         message = Message(place, (*passes, *padding), self.stop, self._peers)
+        # On the host, because reading a sum from the accelerator would wait for all of its queued work.
         vector = torch.tensor(message.pack(), dtype=torch.int64, device="cpu")
         if self._sum is None:
             return Pending(self, message, vector)
@@ -95,6 +96,7 @@ class Exchange:
             if not answer.peers_agree:
                 raise self._peers_differ(message.passes)
         except RuntimeError as error:
+            # gloo ends a collective with a RuntimeError where a rank is gone or the time is up.
             raise self._gone(message.place, error) from error
         self.stopping = self.stopping or answer.stopping
         return answer.passes

@@ -39,6 +39,7 @@ class HostSum:
         Raises:
             RuntimeError: a rank is gone.
         """
+        # Messages carry no number of their sum, so two sums in one group would mix.
         left = _RUNNING.get(self._group)
         if left is not None:
             left.wait()

@@ -66,6 +66,7 @@ class Meter:
 
     def add(self, loss: torch.Tensor, units: int) -> None:
         """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
+        # fp64 on the device: thousands of fp32 losses would lose digits, and reading each would wait for the device.
         self._loss = self._loss + loss.detach().to(torch.float64) * units
 
     def record(self, name: Any, value: Any, weight: Any = None, *, idle: bool = False) -> None:
@@ -86,6 +87,7 @@ class Meter:
 
     def settle(self) -> Sums:
         """Return the window's sums over all micro-batches, still on the device, and start the next window at 0."""
+        # Each peer added the whole loss of the micro-batch that they share.
         loss, samples = self._loss if self._peers == 1 else self._loss / self._peers, self._samples
         self.reset()
         if self._over_host is None:
@@ -96,6 +98,7 @@ class Meter:
 
     def _settled_on_host(self, over: HostSum, loss: torch.Tensor, samples: _Samples) -> Sums:
         agreed, new = self._agreed, self._new(samples)
+        # The loss, the count of new names and the known metrics travel together: one collective in nearly every step.
         summed = over.start(self._vector([loss, float(len(new))], agreed, samples)).wait()
         sums = [summed[:1], summed[2:]]
         if summed.tolist()[1]:
@@ -118,6 +121,7 @@ class Meter:
     def _agree(self, new: list[str]) -> tuple[str, ...]:
         gathered: list[Any] = [None] * dist.get_world_size(self._host_group)
         dist.all_gather_object(gathered, new, group=self._host_group)
+        # Sorted, so that the names have the same places in the vectors of all ranks.
         added = tuple(sorted({name for names in gathered for name in names}))
         self._agreed += added
         return added
