@@ -26,7 +26,7 @@ def launched(monkeypatch, tmp_path):
         jobs.append(job)
         return list(job.calls)
 
-    monkeypatch.setattr(rank_sets, "run", run)
+    monkeypatch.setattr(rank_sets, "run_job", run)
     return lambda rank_set, *earlier: (rank_set.launch(tmp_path, *earlier), jobs[-1])
 
 
