@@ -48,7 +48,12 @@ def test_what_several_modules_ask_for_runs_once_in_the_order_of_registration(lau
         pair.call(task, folder="here")
         pair(task)
     _, job = launched(pair)
-    assert [one.function.rpartition(":")[2] for one in job.calls] == [*["run_scenario"] * 2, "probe", "task", "task"]
+    assert [one.function.rpartition(":")[2] for one in job.calls] == [
+        *["run_scenario"] * 2,
+        "probe_scenario",
+        "task",
+        "task",
+    ]
 
 
 def test_a_task_that_forks_runs_before_the_others(launched):

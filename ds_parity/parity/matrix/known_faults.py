@@ -12,12 +12,12 @@ class KnownFault:
     Attributes:
         name: of the script in tools/deepspeed_faults, without its ending.
         what: what DeepSpeed does.
-        ours: what ds_parity does about it.
+        remedy: what ds_parity does about it.
     """
 
     name: str
     what: str
-    ours: str
+    remedy: str
 
     @property
     def script(self) -> str:

@@ -136,7 +136,7 @@ def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> C
         return CellFinding(reference, Status.RIGHT, f"{comparison.steps} steps equal{mended}")
     assert comparison.first is not None
     if fault is not None:
-        return CellFinding(reference, Status.CORRECTED, f"DeepSpeed: {fault.what} ({fault.script}); {fault.ours}")
+        return CellFinding(reference, Status.CORRECTED, f"DeepSpeed: {fault.what} ({fault.script}); {fault.remedy}")
     return CellFinding(reference, Status.DIFFERS, sentence(comparison.first))
 
 
