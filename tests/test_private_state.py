@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from ds_parity.engine.internals.guards import touched_names
+
 PACKAGE = Path(__file__).parents[1] / "ds_parity"
 
 # DeepSpeed documents what its package itself exports; these rooms it moves about as it likes.
 PRIVATE_ROOMS = ("runtime", "ops", "utils", "sequence")
 _ROOM = re.compile(rf"deepspeed\.(?:{'|'.join(PRIVATE_ROOMS)})(?:\.\w+)*")
+
+# Classes that pass what they have not on to what they stand for; `_self_...` is wrapt's own room of a proxy.
+_PROXY = re.compile(r"ObjectProxy|ParityEngine")
 
 # State that has no underscore and is no interface either: nothing documents it, and versions rename it.
 STATE = {
@@ -29,6 +34,9 @@ STATE = {
     *("accumulated_grads_in_cpu", "single_partition_of_fp32_groups", "grad_position"),
     *("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"),
 }
+STATE |= {name for protocol, name in touched_names() if protocol.endswith("Optimizer")}
+# Names that mean something else elsewhere too: a JSON key, torch's and the harness's own.
+STATE -= {"zero_grad", "loss_scale", "offload_optimizer", "overflow"}
 
 # Whole files and rooms that may, each with what it is for.
 ALLOWED = {
@@ -51,15 +59,20 @@ def touched(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each use of DeepSpeed's private rooms, or of somebody else's private attribute."""
     tree = ast.parse(text)
     own = set(_defined(tree))
+    behind_proxies = _by_proxies(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((node.lineno, name) for name in _imported(node) if _ROOM.fullmatch(name))
         elif isinstance(node, ast.Attribute):
             whole = _ROOM.fullmatch(ast.unparse(node))
-            if whole or node.attr in STATE or _is_foreign(node, own):
+            if whole or node.attr in STATE or _is_foreign(node, own) or node in behind_proxies:
                 yield node.lineno, whole[0] if whole else node.attr
         elif isinstance(node, ast.Constant) and _names_it(node.value):
             yield node.lineno, str(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and re.match(r"_(?!_)", str(name.value)):
+                yield node.lineno, str(name.value)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -80,8 +93,27 @@ def _by_itself(node: ast.Attribute) -> bool:
 
 
 def _names_it(value: object) -> bool:
-    # As getattr, setattr and import_module take a name.
+    # As import_module takes a name.
     return isinstance(value, str) and (value in STATE or _ROOM.fullmatch(value) is not None)
+
+
+def _by_proxies(tree: ast.AST) -> set[ast.AST]:
+    """Return the private attributes that a proxy reads of itself, which are those of what it stands for."""
+    reads: set[ast.AST] = set()
+    proxy = ast.parse((PACKAGE / "engine" / "engine.py").read_text())
+    inherited = {node.name for node in ast.walk(proxy) if isinstance(node, ast.FunctionDef)}
+    for kind in ast.walk(tree):
+        if isinstance(kind, ast.ClassDef) and any(_PROXY.search(ast.unparse(base)) for base in kind.bases):
+            own = {node.name for node in kind.body if isinstance(node, ast.FunctionDef)} | inherited
+            reads |= {
+                node
+                for node in ast.walk(kind)
+                if isinstance(node, ast.Attribute)
+                and _by_itself(node)
+                and re.match(r"_(?!_|self_)", node.attr)
+                and node.attr not in own
+            }
+    return reads
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
@@ -89,8 +121,6 @@ def _defined(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _by_itself(node):
             yield node.attr
 
@@ -130,6 +160,11 @@ def test_every_permission_is_still_used():
         ("def f(engine):\n    return engine._global_grad_norm", "_global_grad_norm"),
         ("def f(engine):\n    engine.optimizer.external_loss_scale = 1", "external_loss_scale"),
         ("def f(optimizer):\n    return getattr(optimizer, 'averaged_gradients', None)", "averaged_gradients"),
+        ("def f(engine):\n    return getattr(engine, '_step_applied')", "_step_applied"),
+        ("class A(wrapt.ObjectProxy):\n    def f(self):\n        return self._global_grad_norm", "_global_grad_norm"),
+        ("class A(ParityEngine):\n    def f(self):\n        self._running = 1", "_running"),
+        ("def f(engine):\n    _x = 1\n    return engine.optimizer._x", "_x"),
+        ("def f(engine):\n    return engine.optimizer.reduction_stream, engine.optimizer.fp16_groups", "fp16_groups"),
     ],
 )
 def test_what_is_planted_is_found_by_its_name(planted, name):
@@ -144,6 +179,7 @@ def test_what_is_planted_is_found_by_its_name(planted, name):
         "class A:\n    def f(self):\n        self._x = 1\n    def g(self, other):\n        return other._x == self._y",
         "def f(engine):\n    return engine.__class__, engine.optimizer.param_groups",
         "x = 'read in deepspeed.runtime.engine, 0.19.8'",
+        "class A(wrapt.ObjectProxy):\n    def f(self):\n        return self._self_x, self._g()\n    def _g(self): ...",
     ],
 )
 def test_what_is_public_or_the_files_own_is_not_found(planted):

@@ -88,7 +88,9 @@ def _print(verified: Verification, folder: Path, as_json: bool) -> None:
 
 
 def _verify_matrix(subset: str | None, folder: Path, as_json: bool) -> int:
-    with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, from its import on; a machine reads ours
+    with redirect_stdout(
+        sys.stderr
+    ):  # DeepSpeed logs to standard output, from its import on; a machine reads that of ds_parity
         from ds_parity.parity.matrix import summary
         from ds_parity.parity.matrix import whole_matrix as harness
 

@@ -71,7 +71,7 @@ class Boundary:
         else:
             with self._adapter.corrected(window.expected, total):
                 engine.step(**kwargs)
-        # DeepSpeed keeps the mark until it is told otherwise, and would end the next window at its first pass.
+        # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.
         self.mark(False)
         self._settle(lr, applied=engine.was_step_applied())
 
@@ -79,9 +79,9 @@ class Boundary:
         """Close a window that has no weight: no step, and a warning."""
         window = self._ledger.window
         _LOG.warning(
-            "window %d (%d passes, %d rollouts) has a total of 0 %s weight: no optimizer step is taken for it, and it "
+            "window %d (%d passes, %d rollouts) has a total of 0 %s: no optimizer step is taken for it, and it "
             "is recorded as skipped; look for empty rollouts or masks",
-            *(window.index, window.passes, window.rollouts, self._ledger.weighting.name),
+            *(window.index, window.passes, window.rollouts, self._ledger.weighting.described),
         )
         self.counters.consumed(window.rollouts)
         if window.expected:  # turns that finish no rollout have gradients, and weigh nothing

@@ -258,8 +258,7 @@ class Driver:
 
         ZeRO 0 and 1 talk to other ranks in the boundary's backward alone, so a rank runs that one. It runs the first
         pass too, and those after it until every parameter has a gradient: without any, stage 0 hangs and stage 1 raises
-            a
-        KeyError, and stage 1 reduces only parameters that have one.
+        a KeyError, and stage 1 reduces only parameters that have one.
         """
         inside = self._ran_in == self.ledger.window.index and not self.ledger.closes_with(totals)
         return inside and self.adapter.silent_inside_windows and self.adapter.has_every_gradient()

@@ -87,8 +87,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         refuse_scaling(scale_wrt_gas)
         refuse_what_is_no_loss(loss)
         driver: Driver = self._self_driver
-        counts = driver.counts_given(rollouts, prompts, tokens)
         self._note_counts(rollouts, prompts, tokens)
+        counts = driver.counts_given(rollouts, prompts, tokens)
         with naming_lost_ranks("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, retain_graph=retain_graph)
         return scaled
@@ -123,16 +123,15 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Every rank is handed the pass that closes a window, and the first pass of each. On ZeRO 0 and 1, which are
         silent between boundaries, other idle passes are counted and not handed out: neither forward nor backward runs.
-            So keep
-        what all ranks do together behind the boundary, or give `skip_idle=False`.
+        So keep what all ranks do together behind the boundary, or give `skip_idle=False`.
 
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
                 be endless or arrive as it is produced. One that holds nothing is an idle pass.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
-                rank. With 0 one exchange a pass, and nothing is read before it is run. A window starts with so many of
-                its
-                passes known, all where it has no more, so the stream is read at most twice as far ahead.
+                rank. With 0 there is one exchange a pass, and the next micro-batch is read only after the current pass.
+                A window starts with so many of its passes known, all where it has no more, so the stream is read at
+                most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
             finish: settle the last window when all streams have ended.
             skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks
@@ -177,7 +176,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         return stopping
 
     def record(self, name: str, value: Any, weight: Any = None) -> None:
-        """Add to a metric of the open window: sum(weight * value) / sum(weight) over all ranks and passes.
+        """Add to a metric of the open window: sum(weight * value) / sum(weight).
+
+        The sums run over all data-parallel ranks and passes.
 
         It stands in `last_step.metrics`, the trace and the monitors once the window is closed: call it between a pass's
         start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record

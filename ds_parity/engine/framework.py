@@ -88,8 +88,8 @@ class FrameworkEngine(ParityEngine):
         refuse_what_is_no_loss(loss)
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas)
-        counts = driver.counts_given(rollouts, prompts, tokens)
         self._note_counts(rollouts, prompts, tokens)
+        counts = driver.counts_given(rollouts, prompts, tokens)
         caller = CallersBoundary(said, _DOING[said], functools.partial(self._check_boundary, said))
         with naming_lost_ranks("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, caller, retain_graph=retain_graph)

@@ -47,6 +47,7 @@ class PassQueue:
 
     def __iter__(self) -> Iterator[Any]:
         while not self._driver.stops_here():
+            self._refuse_another_generator()
             self._fill()
             if not self.upcoming:
                 return
@@ -59,6 +60,13 @@ class PassQueue:
                     "passes() was asked for the next micro-batch before the last had its backward(): all ranks count "
                     "on every pass; what is to be left out must be left out of the stream"
                 )
+
+    def _refuse_another_generator(self) -> None:
+        if self._driver.queue is not self.upcoming:
+            raise WindowError(
+                "passes() goes on although a newer passes() of this engine was begun: both would announce passes, and "
+                "ranks would fall out of sync; end one before the next, or use one stream"
+            )
 
     def _skipped(self) -> bool:
         # Between boundaries DeepSpeed may be silent; an idle pass is nothing but its counts then.

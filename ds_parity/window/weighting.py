@@ -39,6 +39,11 @@ class Weighting:
         return cls(DIVIDED, "mean", float(ranks))
 
     @property
+    def described(self) -> str:
+        """What the total of a window counts, in words."""
+        return "weight of divided losses" if self.name == DIVIDED else f"{self.name} weight"
+
+    @property
     def over_rollouts(self) -> bool:
         """Whether a loss is a mean over the rollouts that its micro-batch finishes."""
         return self.reduction == "mean" and self.name in ("rollout", "target")
@@ -58,8 +63,7 @@ class Weighting:
         them gives the whole loss, which it gathered from all (DeepSpeed's ALST tutorial).
 
         The result is one division of two exact numbers: with n equal micro-batches on each rank it is n to the last
-            bit,
-        and `loss / divisor` is DeepSpeed's own `loss / gradient_accumulation_steps`.
+        bit, and `loss / divisor` is DeepSpeed's own `loss / gradient_accumulation_steps`.
 
         Args:
             expected: expected total of the window (> 0).

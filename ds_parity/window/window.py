@@ -20,7 +20,8 @@ class Rules:
         ranks: data-parallel ranks (>= 1).
         count: `rollout` or `prompt`, the unit of the target.
         overshoot: `carry`, `reset` or `error`, what a surplus does.
-        loss_weight: `rollout`, `token`, `pass` or `target`, what a loss is weighed by.
+        loss_weight: `rollout`, `token`, `pass` or `target`, what a loss is weighed by unless the `Ledger` is given a
+            weighting of its own; what is in force is `Ledger.weighting`.
     """
 
     target: int
@@ -136,9 +137,9 @@ class Ledger:
         return self._added(self.window, totals).closed
 
     def total(self) -> float:
-        """The one denominator of the step: the sum of weights so far, or a constant (the target: Dr.
+        """The one denominator of the step: the sum of weights so far, or a constant.
 
-        GRPO, arXiv 2503.20783).
+        A constant that is the target makes the loss of Dr. GRPO (arXiv 2503.20783).
         """
         constant = self.weighting.constant
         return float(self.window.weight) if constant is None or not self.window.weight else constant

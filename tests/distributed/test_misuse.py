@@ -59,6 +59,23 @@ def misuse(folder):
         one_pass(doubled, 1)
         results["two backwards"] = refusal(lambda: doubled.backward(forward(doubled, 1)))
         results["foretell in passes"] = refusal(doubled.is_gradient_accumulation_boundary)
+    contradicted = build(config(1, passes=4))
+    for _ in contradicted.passes([Batch(), Batch()]):
+        wrong = refusal(lambda: contradicted.backward(forward(contradicted, 1), rollouts=7))
+        results["contradiction"] = wrong
+        contradicted.backward(forward(contradicted, 1), rollouts=1)
+        contradicted.step()
+    results["steps after a contradiction"] = f"{contradicted.last_step.step} step of {contradicted.last_step.rollouts}"
+    older = build(config(1, passes=20))
+    first, second = (older.passes([Batch() for _ in range(4)], finish=False) for _ in range(2))
+    next(first)
+    one_pass(older, 1)
+    next(second)
+    one_pass(older, 1)
+    results["older passes"] = refusal(lambda: next(first))
+    refused_count = build(config(1, passes=20))
+    refusal(lambda: refused_count.backward(forward(refused_count, 0), rollouts=-1))
+    results["foretell after a refused count"] = refusal(refused_count.is_gradient_accumulation_boundary)
     synced = build(config(1, passes=2))
     with synced.no_sync():
         results["no_sync"] = refusal(lambda: synced.backward(forward(synced, 0)))
@@ -78,6 +95,10 @@ MISUSE = {
     "micro": "pass rollouts= to backward",
     "coalesce": "ds_parity owns the boundary; remove it",
     "foretell": "before backward.*ask between backward",
+    "foretell after a refused count": "before backward.*ask between backward",
+    "contradiction": r"backward\(\) got {'rollouts': 7} but passes\(\) has announced Counts\(rollouts=1",
+    "steps after a contradiction": "1 step of 4",
+    "older passes": "goes on although a newer passes",
     "save": "CheckpointError.*4 rollouts of 1 passes are pending.*finish",
     "twice": "waits for its step",
     "tuple": "got a tuple that is no loss",

@@ -32,7 +32,7 @@ def project(pytester, monkeypatch):
     """A committed project with a configuration; returns a function that runs a test body in it."""
     (pytester.path / "ds_config.json").write_text(CONFIG)
     git(pytester.path, "init", "-q")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR", str(COMPILED)))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR") or str(COMPILED))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
 
     def run(body, *arguments):

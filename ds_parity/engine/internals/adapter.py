@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.bf16 import Bf16
-from ds_parity.engine.internals.fp16 import LowPrecision
+from ds_parity.engine.internals.fp16 import LowPrecision, Unfused
 from ds_parity.engine.internals.plain import Plain
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.internals.zero3 import Zero3
@@ -25,7 +25,7 @@ _ADAPTERS: Final[tuple[tuple[type, type[Adapter]], ...]] = (
     (DeepSpeedZeroOptimizer_Stage3, Zero3),
     (BF16_Optimizer, Bf16),
     (FP16_Optimizer, LowPrecision),
-    (FP16_UnfusedOptimizer, LowPrecision),
+    (FP16_UnfusedOptimizer, Unfused),
     (torch.optim.Optimizer, Plain),
 )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.surface import LowPrecisionOptimizer
 
@@ -43,10 +41,20 @@ class LowPrecision(Adapter):
             # The step has counted itself already, and _update_scale counts it.
             config.cur_iter = iteration
             optimizer._update_scale(optimizer.overflow)
-        if isinstance(optimizer, FP16_UnfusedOptimizer) and self.engine.was_step_applied():
-            # The unfused wrapper keeps the norm of the gradients as they came in, before they are unscaled.
-            norm = self.engine._global_grad_norm * (expected / total / scale)
-            optimizer._global_grad_norm = self.engine._global_grad_norm = norm
 
     def _fp16_scale(self) -> float | None:
         return self._optimizer.loss_scale_config.cur_scale
+
+
+class Unfused(LowPrecision):
+    """FP16_UnfusedOptimizer keeps the norm of the gradients as they came in, before they are unscaled."""
+
+    @contextmanager
+    def corrected(self, expected: float, total: float) -> Iterator[None]:
+        """Divide by another scale in this step alone, and put the norm right."""
+        scale = self._optimizer.loss_scale_config.cur_scale
+        with super().corrected(expected, total):
+            yield
+        if self.engine.was_step_applied():
+            norm = self.engine._global_grad_norm * (expected / total / scale)
+            self._optimizer._global_grad_norm = self.engine._global_grad_norm = norm

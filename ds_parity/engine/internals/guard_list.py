@@ -72,19 +72,22 @@ GUARDS: tuple[Guard, ...] = (
             ),
         )
     ),
-    Guard(
-        RUNTIME + "base_optimizer:ZeROOptimizer",
-        "scale_if_loss",
-        "internals/zero.py",
-        "a loss is scaled by the GradScaler that the wrapper keeps",
-        ("return self.torch_autocast_gradscaler.scale(value)",),
+    *(
+        Guard(
+            wrapper,
+            "scale_if_loss",
+            "internals/zero.py",
+            "a loss is scaled by the GradScaler that the wrapper keeps",
+            ("return self.torch_autocast_gradscaler.scale(value)",),
+        )
+        for wrapper in _OF_ZERO
     ),
     Guard(
         ZERO12,
         "step",
         "internals/base.py",
         "a growing scale is read after it grew, which is why every fp16 step is corrected",
-        ("self._update_scale(self.overflow)", "self.unscale_and_clip_grads("),
+        first=("self._update_scale(self.overflow)", "self.unscale_and_clip_grads("),
     ),
     # Other wrappers.
     *(
@@ -139,10 +142,15 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         BF16,
-        "",
+        "_setup_for_real_optimizer",
         "internals/bf16.py",
-        "the norm is taken from the flat buffers that are corrected",
-        ("fp32_groups_gradients_flat",),
+        "the gradients of which the norm is taken, and by which the optimizer steps, are views of the flat buffers "
+        "that are corrected",
+        (
+            "self._split_flat_tensor(flat_tensor=self.fp32_groups_gradients_flat[i]",
+            "torch.narrow(self.fp32_groups_gradients_flat[i], 0, 0, length_without_padding)",
+            "torch.narrow(self.fp32_groups_gradients_flat[i], 0, partition_id * partition_size, partition_size)",
+        ),
     ),
     Guard(
         BF16,
@@ -196,7 +204,7 @@ GUARDS: tuple[Guard, ...] = (
         "get_gradient_for_reduction",
         "internals/zero12.py",
         "it says which parameters have a gradient, where idle passes ask",
-        ("return param.grad",),
+        ("return param.grad_accum", "else:\n            return param.grad"),
     ),
     Guard(
         ENGINE,
@@ -217,6 +225,13 @@ GUARDS: tuple[Guard, ...] = (
             "grad_buffer = self.__param_id_to_grad_partition[param.ds_id]",
             "if self.offload_optimizer:",
         ),
+    ),
+    Guard(
+        RUNTIME + "zero.partition_parameters:",
+        "",
+        "internals/zero3.py",
+        "zero.Init gives every parameter a number, its whole size, and the size of a partition",
+        ("param.ds_numel = param.numel()", "param.ds_id = ", "param.partition_numel = partition_numel"),
     ),
     Guard(
         ZERO3,
@@ -264,7 +279,7 @@ GUARDS: tuple[Guard, ...] = (
         "step",
         "internals/zero3.py",
         "discard() and release_parameters() do what ZeRO 3's step does first",
-        ("self._pre_step()", "self._partition_all_parameters()", "overflow"),
+        first=("self._pre_step()", "self._partition_all_parameters()", "overflow"),
     ),
     Guard(
         ZERO3,
@@ -306,8 +321,7 @@ GUARDS: tuple[Guard, ...] = (
         "step",
         "internals/monitor.py",
         "the monitor gets the LR and the loss scale; a name that is new here could appear twice in a monitor",
-        once=("Train/Samples/lr", "Train/Samples/loss_scale"),
-        absent=("Train/Samples/train_loss", "Train/Metrics"),
+        all_of=(r"Train/\w+/\w+", ("Train/Samples/lr", "Train/Samples/loss_scale")),
     ),
     Guard(
         RUNTIME + "engine:",

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ CLASSES = {
     "Zero3Optimizer": (ZERO3,),
     "Bf16Optimizer": (BF16,),
     "LowPrecisionOptimizer": (FP16, UNFUSED),
+    "Zero3Parameter": (),  # torch's parameters, to which zero.Init adds what guard_list.py checks
     "LossScaleConfig": (RUNTIME + "fp16.loss_scaler:LossScaleConfig",),
     "ThroughputTimer": (TIMER,),
     "Monitor": ("deepspeed.monitor.monitor:MonitorMaster",),
@@ -56,6 +59,8 @@ class Guard:
         used_in: the file of ds_parity that relies on it, below ds_parity/engine.
         says: what it relies on, as a sentence.
         lines: texts that must be there, in this order.
+        first: texts whose first occurrences must be in this order.
+        all_of: a pattern, and all that it must match, in this order.
         absent: texts that must not be there.
         once: texts that must be there exactly once.
         signature: the parameters that the method must have; not checked where it is None.
@@ -66,6 +71,8 @@ class Guard:
     used_in: str
     says: str
     lines: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    all_of: tuple[str, tuple[str, ...]] | None = None
     absent: tuple[str, ...] = ()
     once: tuple[str, ...] = ()
     signature: tuple[str, ...] | None = None
@@ -81,21 +88,27 @@ class Guard:
             text = source(self.owner, self.method)
         except (ImportError, AttributeError) as error:
             return self._sentence(f"is gone ({error})")
+        change = next(chain(self._out_of_order(text), self._unlike(text)), None)
+        return None if change is None else self._sentence(f"has changed: {change}")
+
+    def _out_of_order(self, text: str) -> Iterator[str]:
         at = -1
         for line in self.lines:
             at, before = text.find(line, at + 1), at
             if at < 0:
-                order = "comes earlier now" if line in text and before >= 0 else "is gone"
-                return self._sentence(f"has changed: {line!r} {order}")
-        for line in self.absent:
-            if line in text:
-                return self._sentence(f"has changed: {line!r} is new")
-        for line in self.once:
-            if text.count(line) != 1:
-                return self._sentence(f"has changed: {line!r} is there {text.count(line)} times")
+                yield f"{line!r} {'comes earlier now' if line in text and before >= 0 else 'is gone'}"
+                return
+        places = [text.find(line) for line in self.first]
+        if -1 in places or places != sorted(places):
+            yield f"{', '.join(map(repr, self.first))} no longer come first in this order"
+
+    def _unlike(self, text: str) -> Iterator[str]:
+        yield from (f"{line!r} is new" for line in self.absent if line in text)
+        yield from (f"{line!r} is there {text.count(line)} times" for line in self.once if text.count(line) != 1)
+        if self.all_of is not None and (matches := tuple(re.findall(self.all_of[0], text))) != self.all_of[1]:
+            yield f"{self.all_of[0]!r} matches {', '.join(matches) or 'nothing'}"
         if self.signature is not None and self.signature != (taken := _parameters(text)):
-            return self._sentence(f"has changed: it takes {', '.join(taken)}")
-        return None
+            yield f"it takes {', '.join(taken)}"
 
     def _sentence(self, what: str) -> str:
         return f"{self.name} {what}. ds_parity/engine/{self.used_in} relies on it: {self.says}. Read it again there"
@@ -108,12 +121,14 @@ def source(owner: str, method: str = "") -> str:
         ImportError: there is no such module.
         AttributeError: there is no such class or method.
     """
-    text = textwrap.dedent(inspect.getsource(_owner(owner)))
+    kind = _owner(owner)
     if not method:
-        return text
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef) and node.name == method:
-            return ast.get_source_segment(text, node) or ""
+        return textwrap.dedent(inspect.getsource(kind))
+    for base in (base for base in kind.__mro__ if base.__module__.startswith("deepspeed")):
+        text = textwrap.dedent(inspect.getsource(base))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.name == method:
+                return ast.get_source_segment(text, node) or ""
     raise AttributeError(f"{owner} has no {method}")
 
 
@@ -130,8 +145,10 @@ def missing() -> Iterator[str]:
 
 def touched_names() -> Iterator[tuple[str, str]]:
     """Yield each protocol of `surface.py` with each name that it declares itself."""
-    for protocol in CLASSES:
-        declared = vars(getattr(surface, protocol))
+    for protocol, kind in vars(surface).items():
+        if not getattr(kind, "_is_protocol", False) or kind.__module__ != surface.__name__:
+            continue
+        declared = vars(kind)
         names = {
             *declared.get("__annotations__", {}),
             *(name for name in declared if inspect.isfunction(declared[name])),
@@ -142,12 +159,13 @@ def touched_names() -> Iterator[tuple[str, str]]:
 
 @cache
 def users(name: str) -> tuple[str, ...]:
-    """Return the files below ds_parity/engine that use a name of DeepSpeed's as an attribute."""
+    """Return the files below ds_parity/engine that use a name of DeepSpeed's as an attribute, or in a string."""
     engine = _HERE.parent
     return tuple(
         str(path.relative_to(engine))
         for path in sorted(engine.rglob("*.py"))
-        if any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(_tree(path)))
+        if path.name not in ("surface.py", "guards.py", "guard_list.py")
+        and any(name in (getattr(node, "attr", None), getattr(node, "value", None)) for node in ast.walk(_tree(path)))
     )
 
 

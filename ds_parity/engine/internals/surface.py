@@ -111,6 +111,9 @@ class Engine(Protocol):
     def fp16_enabled(self) -> bool:
         """Whether parameters are fp16."""
 
+    def gradient_accumulation_steps(self) -> int:
+        """What DeepSpeed was configured with."""
+
     def train_batch_size(self) -> int:
         """What each step adds to `global_samples`."""
 
@@ -142,6 +145,7 @@ class Engine(Protocol):
 class ZeroOptimizer(Protocol):
     """What ZeRO 1 to 3 have in common."""
 
+    cur_scale: float
     custom_loss_scaler: bool
     external_loss_scale: float | None
     loss_scale: float
@@ -149,7 +153,7 @@ class ZeroOptimizer(Protocol):
     torch_autocast_gradscaler: GradScaler | None
     norm_for_param_grads: Mapping[int, Any]
 
-    def get_param_id(self, param: Parameter) -> int:
+    def get_param_id(self, param: Parameter | Zero3Parameter) -> int:
         """The number of a parameter."""
 
     def finalize_gradient_accumulation_boundary(self) -> None:
@@ -209,20 +213,31 @@ class Zero12Optimizer(ZeroOptimizer, Protocol):
         """Give a gradient to the optimizer."""
 
 
+class Zero3Parameter(Protocol):
+    """A parameter that zero.Init has partitioned."""
+
+    ds_id: int
+    ds_numel: int
+    requires_grad: bool
+
+    def partition_numel(self) -> int:
+        """How many elements each rank's partition has, padding included."""
+
+
 class Zero3Optimizer(ZeroOptimizer, Protocol):
     """DeepSpeedZeroOptimizer_Stage3."""
 
     offload_optimizer: bool
-    fp16_groups: Iterable[Iterable[Any]]
+    fp16_groups: Iterable[Iterable[Zero3Parameter]]
     _offload_boundary_param_ids: set[int]
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: Mapping[int, torch.Tensor]
 
-    def _get_param_partition_rank(self, param: Any) -> int:
+    def _get_param_partition_rank(self, param: Zero3Parameter) -> int:
         """This rank among those that share a parameter."""
 
     def _offload_grad_partition_at_boundary(
         self,
-        param: Any,
+        param: Zero3Parameter,
         grad_buffer: torch.Tensor,
         offload_fp32_gradients: dict[int, Any],
         offload_fp32_offsets: dict[int, Any],

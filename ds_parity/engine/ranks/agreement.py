@@ -50,8 +50,7 @@ def started_together(mpu: Any) -> Asked:
     """Return all ranks, of whom those must agree that step together, as far as an mpu tells.
 
     They talk over gloo: before DeepSpeed builds its engine a process may not have chosen its accelerator yet. All ranks
-        of
-    the job call, alike.
+    of the job call, alike.
     """
     world = dist.group.WORLD
     if world not in _GROUPS:

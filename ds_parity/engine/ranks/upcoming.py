@@ -90,7 +90,7 @@ class Upcoming:
             return
         answer, self._pending = self._pending.wait(), None
         # An exchange has as many places as the look-ahead; a loop without passes() fills the first alone.
-        for one, gathered in zip(self._announced, answer, strict=False):
+        for one, gathered in zip(self._announced, answer[: len(self._announced)], strict=True):
             one.gathered = gathered
             if gathered.ranks_out_of_data == self._ranks:
                 self.all_out_of_data = True

@@ -1,14 +1,12 @@
 """What ranks send each other in one exchange of counts, as numbers that are summed over ranks.
 
 A message is a vector of int64, so its size does not grow with the number of ranks: two numbers for the fingerprint, one
-for
-how many ranks ask to stop, and six for each pass. The fingerprint (kind of call, window, pass, configuration) is 24
+for how many ranks ask to stop, and six for each pass. The fingerprint (kind of call, window, pass, configuration) is 24
 bits wide and is summed together with its square: by Cauchy-Schwarz n * sum(f^2) equals sum(f)^2 only where all n ranks
 sent the same.
 
 Ranks that share a micro-batch (sequence parallelism) have the same counts, which one of them sends. Each adds a
-checksum of
-them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.
+checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why two runs part: likely causes from their traces alone, each with its numbers and its remedy."""
+"""Why two runs differ: likely causes from their traces alone, each with its numbers and its remedy."""
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.diagnose import diagnose

@@ -8,7 +8,9 @@ import numpy as np
 
 # Gradients that are nearly a sum of others have no coefficients of their own.
 _WORST_CONDITION = 1e3
-_UNTOLD = "gradients are 0, or nearly sums of each other: their coefficients can't be told; probe other rollouts"
+_NOT_MEASURABLE = (
+    "gradients are 0, or nearly sums of each other: their coefficients can't be told; probe other rollouts"
+)
 
 _NOT_FINITE = "a micro-batch's own gradient is not finite: nothing can be told; look at its loss"
 
@@ -61,7 +63,7 @@ def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[flo
     live = norms > 0
     if not np.isfinite(norms).all() or not live.any():
         nothing = np.zeros_like(np.array(expected)).tolist()
-        pattern = _UNTOLD if np.isfinite(norms).all() else _NOT_FINITE
+        pattern = _NOT_MEASURABLE if np.isfinite(norms).all() else _NOT_FINITE
         return ProbeResult(nothing, expected, residual=1.0, condition=np.inf, error=1.0, pattern=pattern, alike=0)
     units = gradients[live] / norms[live, None]
     owners, signs = _directions(units)
@@ -82,7 +84,7 @@ def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[flo
         residual=float(np.linalg.norm(update - basis @ solution)) / size,
         condition=condition,
         error=float(np.abs(coefficients - wanted).max() / wanted.max()),
-        pattern=_pattern(measured, np.array(expected)) if condition <= _WORST_CONDITION else _UNTOLD,
+        pattern=_pattern(measured, np.array(expected)) if condition <= _WORST_CONDITION else _NOT_MEASURABLE,
         alike=len(owners) - len(first),
     )
 

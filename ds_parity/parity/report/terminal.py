@@ -136,7 +136,7 @@ def number(count: int, noun: str) -> str:
 
 
 def coefficients(measured: list[list[float]], expected: list[list[float]]) -> Table:
-    """A row a pass, a column a rank: the coefficient measured, beside the one expected; red where they part."""
+    """A row a pass, a column a rank: the coefficient measured, beside the one expected; red where they differ."""
     ranks = len(expected[0])
     table = Table(title="with what coefficient each micro-batch entered the step: measured | expected")
     table.add_column("pass", justify="right")

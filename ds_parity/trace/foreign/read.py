@@ -16,7 +16,7 @@ _HEAD = 1 << 12
 
 
 def read_any(path: str | Path, maps: Maps | None = None, mean_loss: bool = False) -> Trace:
-    """A trace of ds_parity's own, or what another trainer left: its kind is told by what the file holds.
+    """A trace of ds_parity's own, or what another trainer left: its kind follows from what the file contains.
 
     Args:
         path: a file, or a folder with event files or a `trainer_state.json`.
@@ -24,7 +24,7 @@ def read_any(path: str | Path, maps: Maps | None = None, mean_loss: bool = False
         mean_loss: a foreign trace's loss is the mean over the steps since the one logged before.
 
     Raises:
-        TraceError: it can't be read, or its columns can't be told.
+        TraceError: it can't be read, or the meaning of its columns can't be found out.
         ConfigError: tensorboard is needed and isn't installed.
     """
     return _read(Path(path), maps or {}, mean_loss)[0]
