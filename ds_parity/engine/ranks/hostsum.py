@@ -74,6 +74,7 @@ class HostSum:
 
     def receive(self, like: torch.Tensor, source: int, tag: int) -> torch.Tensor:
         """Wait for a vector of another rank."""
+        # A buffer of its own: the vector that was sent must stay as it is until the send is done.
         received = torch.empty_like(like)
         dist.recv(received, self._members[source], group=self._group, tag=tag)
         return received
@@ -97,6 +98,7 @@ class Sum:
         if over.beyond:
             assert over.fold is not None
             self._sent.append(over.send(self._vector, over.fold, self._FOLD))
+        # A rank with a folded partner must add its vector first, and so can send nothing yet.
         elif over.fold is None and first is not None:
             self._sent.append(over.send(self._vector, first, 0))
 
@@ -112,6 +114,7 @@ class Sum:
         Raises:
             RuntimeError: a rank is gone, or did not come within the group's timeout.
         """
+        # Without proceed() the waiting thread does the rounds itself.
         if self._result is None:
             self._result = Future()
             self._come_to_an_end(self._result)
@@ -139,6 +142,7 @@ class Sum:
             vector = over.receive(vector, over.fold, self._UNFOLD)
         else:
             vector = self._doubled(vector)
+        # Every send must be done before the next sum reuses its tag.
         for work in self._sent:
             work.wait()
         return vector

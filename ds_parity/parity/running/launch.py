@@ -70,6 +70,7 @@ def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title:
     Raises:
         HarnessError: there is no launcher, a rank failed or died, or time ran out. No process is left behind.
     """
+    # Known here, because the shared memory that DeepSpeed leaves behind carries it in its name.
     port = _free_port()
     command, environment = _command(job, port), _environment(job)
     compilers = Compilers(environment)
@@ -103,12 +104,14 @@ def _command(job: Job, port: int) -> list[str]:
             f"no `deepspeed` launcher beside {sys.executable} or on PATH: ranks are started with it; install deepspeed "
             "into this environment"
         )
+    # What an earlier job left would be read as what these ranks say.
     shutil.rmtree(job.folder, ignore_errors=True)
     job.folder.mkdir(parents=True)
     path = job.folder / "job.json"
     path.write_text(
         json.dumps({"import_from": [*job.import_from, str(Path.cwd())], "calls": [vars(call) for call in job.calls]})
     )
+    # A port of its own: two jobs on one machine would meet at the default one.
     accelerators = ["--num_accelerators", str(job.ranks), "--master_port", str(port)]
     return [sys.executable, launcher, *accelerators, "--module", "ds_parity.parity.running.worker", str(path)]
 
@@ -116,6 +119,7 @@ def _command(job: Job, port: int) -> list[str]:
 def _environment(job: Job) -> dict[str, str]:
     environment = {**os.environ, **job.environment}
     environment = {name: value for name, value in environment.items() if value or name not in _NEVER_EMPTY}
+    # Ranks that each take all cores wait for each other in every operator.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products on CUDA ask for
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*job.import_from, environment.get("PYTHONPATH", "")]))

@@ -49,6 +49,7 @@ class LiveBytes(TorchDispatchMode):
         size = storage.nbytes()
         self.now += size
         weakref.finalize(storage, self._gone, size)
+        # What another thread is about to free is not counted as kept, so a new peak is looked at once more.
         if self.now > self.peak and self.patience:
             time.sleep(self.patience)
         self.peak = max(self.peak, self.now)
@@ -84,6 +85,7 @@ class Peaks:
         """Begin one."""
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
         if len(self.bytes) < 2:
+            # Garbage of the window before would be freed in this one and hide what it allocates.
             gc.collect()
             self._live = LiveBytes()
             self._live.__enter__()  # type: ignore[no-untyped-call]
@@ -106,9 +108,11 @@ class Peaks:
         def returning(engine: Any, *args: Any, **kwargs: Any) -> Any:
             result = backward(engine, *args, **kwargs)
             time.sleep(_PATIENCE)
+            # The last backward of a window wins: each begins the watch anew.
             live.peak, live.patience = live.now, _PATIENCE
             return result
 
+        # On the class, because the engine under test looks them up there through its proxy.
         DeepSpeedEngine.forward, DeepSpeedEngine.backward = entering, returning
 
 

@@ -67,6 +67,7 @@ def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Aro
             ran = engine_of(engine)(wanted, recorder if around is None else _watched(recorder, around))
         if not alone_on_first:
             ran.destroy()
+    # The other ranks wait, or the next call would begin while the first rank still computes.
     if alone_on_first:
         dist.barrier()
     return {"accelerator": half_precision.accelerator(wanted.dtype)}

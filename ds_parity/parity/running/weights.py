@@ -18,6 +18,7 @@ def vector(module: nn.Module) -> torch.Tensor:
     """Return every parameter in fp32 on the host, in the order of `named_parameters`; collective under ZeRO 3."""
     parts = []
     for parameter in module.parameters():
+        # One at a time, so that never more than one parameter is whole on the device.
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             parts.append(parameter.detach().float().cpu().flatten().clone())
     return torch.cat(parts)
@@ -35,5 +36,6 @@ def summary(weights: torch.Tensor) -> Weights:
 
 @lru_cache(maxsize=2)
 def _signs(length: int) -> torch.Tensor:
+    # Random signs (Achlioptas 2003): the sketch of a difference has its length, so a distance follows from two traces.
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 2, (_SKETCHES, length), generator=generator).mul_(2).sub_(1).double()

@@ -24,10 +24,13 @@ def run_with_fixed_steps(scenario: Scenario, record: Record) -> Any:
         loss = engine(**batch.inputs)
         engine.backward(loss)
         notes.add(loss, batch.rollouts if scenario.settings.loss_weight != "token" else batch.tokens)
+        # Unmanaged, a step() is an update whatever the number of backwards, so the loop counts them.
         if not managed and number % engine.gradient_accumulation_steps():
             continue
+        # The LR of a step is the one before its scheduler moves.
         lr, steps = engine.get_lr(), engine.global_steps
         engine.step()
+        # Only DeepSpeed knows here which step() was a boundary.
         if engine.global_steps != steps:
             norm, applied = engine.get_global_grad_norm(), engine.was_step_applied()
             record(notes.record(engine.global_steps, next(windows), lr, norm, applied), engine.module)

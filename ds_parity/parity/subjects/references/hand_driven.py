@@ -58,6 +58,7 @@ class HandDriven:
         self._by_hand = _take_scheduler(self.engine) if self._settings.lr_progress == "rollout" else None
         ahead = _looks_ahead(scenario)
         windows = windows_of(batches, self._settings, lookahead=ahead)
+        # With a shorter look-ahead ds_parity divides by an estimate, which is not written out here.
         if ahead and max(w.last - w.first for w in windows) >= self._settings.lookahead:
             raise ConfigError(
                 "deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest"
@@ -71,6 +72,7 @@ class HandDriven:
     def backward(self, index: int, loss: Any) -> None:
         """Mark the boundary and run the backward of a pass."""
         _, window = self._windows[index]
+        # Before the backward: ZeRO 0 and 1 reduce in it, and only at a boundary. A window without weight has none.
         self.engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
         _backward(self.engine, loss, self._own[index], window, self._scenario, self._notes)
 
@@ -80,12 +82,15 @@ class HandDriven:
         if index < window.last:
             self.engine.step()
             return
+        # The LR of a step is the one before its scheduler moves.
         lr = self.engine.get_lr()
         norm, applied = _step(self.engine, window)
+        # After the step, as DeepSpeed moves its scheduler, and not where the step was skipped.
         if self._by_hand is not None:
             self._by_hand.advance(window.progress, applied)
         line = self._notes.record(number, window, lr, norm, applied)
         if self._scenario.train is not None:
+            # A training function records metrics of its own, which this reference does not know.
             line = line.model_copy(update={"metrics": {}})
         self._record(line, self.engine.module)
 

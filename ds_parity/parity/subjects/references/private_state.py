@@ -86,6 +86,7 @@ def corrected_step(engine: Any, expected: float, total: float) -> Any:
         The norm of the corrected gradient before clipping.
     """
     optimizer = engine.optimizer
+    # This wrapper has no loss scale on which the factor could ride, so its buffers are multiplied.
     if isinstance(optimizer, BF16_Optimizer):
         for flat in optimizer.fp32_groups_gradients_flat:
             flat.mul_(expected / total)
@@ -95,6 +96,7 @@ def corrected_step(engine: Any, expected: float, total: float) -> Any:
         return _corrected_by_scale(engine, expected, total)
     if engine.bfloat16_enabled() or engine.fp16_enabled():
         return _corrected_without_zero(engine, expected, total)
+    # A plain torch optimizer on ZeRO 0 unscales nothing either.
     for parameter in engine.module.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(expected / total)
@@ -110,6 +112,7 @@ def _corrected_by_scale(engine: Any, expected: float, total: float) -> Any:
     # With a GradScaler ZeRO would clip gradients that are still scaled; without one it unscales them first.
     optimizer.torch_autocast_gradscaler = None
     engine.step()
+    # The next step must find the scale that its losses are multiplied by.
     optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
     optimizer.torch_autocast_gradscaler = scaler
     return engine.get_global_grad_norm()
@@ -123,6 +126,7 @@ def _corrected_without_zero(engine: Any, expected: float, total: float) -> Any:
     engine.step()
     config.cur_scale, config.dynamic_loss_scale = scale, dynamic
     if dynamic:
+        # The step has counted itself; _update_scale counts it again.
         config.cur_iter = iterations
         optimizer._update_scale(optimizer.overflow)
     # The unfused wrapper keeps the norm as the gradients came in.
@@ -143,6 +147,7 @@ def lose_gradients(engine: Any) -> None:
         for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             gradients.update(dict.fromkeys(gradients))
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        # The three calls by which step() throws an overflow away, in its order.
         optimizer._pre_step()
         optimizer._partition_all_parameters()
         optimizer._overflow_clean_up(optimizer.loss_scale)
