@@ -123,12 +123,10 @@ def source(owner: str, method: str = "") -> str:
     """
     kind = _owner(owner)
     if not method:
-        return textwrap.dedent(inspect.getsource(kind))
+        return _text(kind)
     for base in (base for base in kind.__mro__ if base.__module__.startswith("deepspeed")):
-        text = textwrap.dedent(inspect.getsource(base))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and node.name == method:
-                return ast.get_source_segment(text, node) or ""
+        if method in (methods := _methods(base)):
+            return methods[method]
     raise AttributeError(f"{owner} has no {method}")
 
 
@@ -174,6 +172,27 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+# Classes of 4,000 lines are read once, and not for every name.
+@cache
+def _text(kind: Any) -> str:
+    return textwrap.dedent(inspect.getsource(kind))
+
+
+@cache
+def _methods(kind: Any) -> dict[str, str]:
+    text = _text(kind)
+    lines = text.splitlines(keepends=True)
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    # The walk goes by depth, so of two functions of one name the method comes first; it is the one that counts.
+    return {node.name: _segment(lines, node) for node in reversed(functions)}
+
+
+def _segment(lines: list[str], node: ast.FunctionDef) -> str:
+    # ast.get_source_segment splits the whole text anew for every node.
+    first = lines[node.lineno - 1][node.col_offset :]
+    return "".join([first, *lines[node.lineno : node.end_lineno]]).rstrip("\n")
+
+
 def _owner(owner: str) -> Any:
     module, _, kind = owner.partition(":")
     imported = import_module(module)
@@ -194,5 +213,5 @@ def _has(owner: str, name: str) -> bool:
     # Double underscores are mangled, so the source has the short name.
     short = name.removeprefix(f"_{kind.__name__}") if name.startswith(f"_{kind.__name__}__") else name
     bases = (base for base in kind.__mro__ if base.__module__.startswith(("deepspeed", "torch.amp")))
-    texts = (inspect.getsource(base) for base in bases)
+    texts = (_text(base) for base in bases)
     return any(f"self.{short} = " in text or f"self.{short}: " in text or f"self.{short}," in text for text in texts)
