@@ -172,3 +172,16 @@ def pair(two_ranks, function, **arguments):
     bare, wrapped = (two_ranks.of(function, wrapped=one, **arguments) for one in (False, True))
     assert (bare["engine"], wrapped["engine"]) == ("DeepSpeedEngine", "FrameworkEngine")
     return bare, wrapped
+
+
+def assert_same_windows(bare, wrapped, stage):
+    """Four windows of three passes over 12 rollouts, the same with ds_parity and without."""
+    assert len(bare["steps"]) == 4
+    if stage == 0:  # where DeepSpeed throws the norm away
+        assert all(step.pop("grad_norm") is None for step in bare["steps"])
+        assert all(step.pop("grad_norm") > 0 for step in wrapped["steps"])
+    assert wrapped["steps"] == bare["steps"]
+    assert wrapped["global_steps"] == bare["global_steps"] == wrapped["windows"]
+    assert wrapped["open"] == 0
+    assert wrapped["last"]["rollouts"] == 12
+    assert wrapped["last"]["passes"] == 3
