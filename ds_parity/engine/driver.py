@@ -65,6 +65,7 @@ class Driver:
         boundary: what closing a window does: DeepSpeed's counters, the scheduler and the last step are there.
         exchange: counts over the data-parallel ranks.
         queue: the passes that `passes()` hands out; None outside of it.
+        loop_gives_counts: a backward outside of `passes()` was given counts, so that no pass to come can be foretold.
         on_resume: called with the windows closed so far, once a checkpoint has put them back.
     """
 
@@ -81,6 +82,7 @@ class Driver:
         self.host_group = host_group(group, settings.exchange_timeout) if together > 1 else None
         self.exchange = Exchange(self.host_group, together, slots, settings.exchange_timeout, peers)
         self.queue: Upcoming | None = None
+        self.loop_gives_counts = False
         self.on_resume: list[Callable[[int], None]] = []
         self.speaks = peers.own == 0
         self.adapter = choose(engine)
@@ -91,8 +93,8 @@ class Driver:
         self._configuration = settings.fingerprint
         self._stepped = True
         self._ran_in: int | None = None
-        # DeepSpeed's own boundary follows from its counter; from here on it is marked by hand before every backward.
         self.adapter.prepare()
+        # DeepSpeed's own boundary follows from its counter; from here on it is marked by hand before every backward.
         self.boundary.mark(False)
 
     # One pass.
@@ -115,6 +117,7 @@ class Driver:
             counts = self.queue.next_counts()
             refuse_contradiction(counts, given)
             return counts
+        self.loop_gives_counts = self.loop_gives_counts or bool(given)
         counts = counts_of(self.settings, self.usual_rollouts, given)
         refuse_mean_of_parts(self.ledger.weighting, counts)
         return counts

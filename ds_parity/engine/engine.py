@@ -38,7 +38,6 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         super().__init__(engine)
         self._self_settings = settings
         self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead), sequence=sequence)
-        self._self_counts_given = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
@@ -87,7 +86,6 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         refuse_scaling(scale_wrt_gas)
         refuse_what_is_no_loss(loss)
         driver: Driver = self._self_driver
-        self._note_counts(rollouts, prompts, tokens)
         counts = driver.counts_given(rollouts, prompts, tokens)
         with naming_lost_ranks("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, retain_graph=retain_graph)
@@ -219,11 +217,6 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         with naming_lost_ranks("group_advantages()"):
             return gathered_advantages(prompt_ids, rewards, driver.host_group, driver.speaks, by_std=by_std)
 
-    def _note_counts(self, *given: int | None) -> None:
-        # Where a loop passes counts, the coming pass can't be foretold.
-        outside = self._self_driver.queue is None
-        self._self_counts_given |= outside and any(count is not None for count in given)
-
     # What there is to know.
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -240,7 +233,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             return driver.ledger.window.closed
         if driver.queue is not None:
             return driver.ledger.closes_with(driver.queue.next_totals())
-        if self._self_counts_given:
+        if driver.loop_gives_counts:
             raise WindowError(
                 "is_gradient_accumulation_boundary() before backward(): the counts of this pass are not known yet; ask "
                 "between backward() and step(), or take micro-batches from passes(stream, lookahead=...)"

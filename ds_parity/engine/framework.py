@@ -88,7 +88,6 @@ class FrameworkEngine(ParityEngine):
         refuse_what_is_no_loss(loss)
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas)
-        self._note_counts(rollouts, prompts, tokens)
         counts = driver.counts_given(rollouts, prompts, tokens)
         caller = CallersBoundary(said, _DOING[said], functools.partial(self._check_boundary, said))
         with naming_lost_ranks("backward()"):
