@@ -80,8 +80,9 @@ def refuse_scaling(scale_wrt_gas: bool) -> None:
 
 def refuse_what_is_no_loss(loss: Any) -> None:
     """Raise WindowError before anything is counted: a pass that is counted and has no gradient can't be taken back."""
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None or loss.is_complex():
+        what = f"of shape {tuple(loss.shape)} and {loss.dtype} " if isinstance(loss, torch.Tensor) else ""
         raise WindowError(
-            f"backward() got a {type(loss).__name__} that is no loss: it must be a tensor of one element with a graph "
-            "behind it; add up the parts of a loss before"
+            f"backward() got a {type(loss).__name__} {what}that is no loss: it must be a real tensor of one element "
+            "with a graph behind it; add up the parts of a loss before, and leave torch.no_grad() and detach() out"
         )

@@ -57,6 +57,7 @@ class Boundary:
             **kwargs: for DeepSpeed's `step`.
         """
         engine, window, total = self._engine, self._ledger.window, self._ledger.total()
+        self._adapter.kept.refuse_strays(window.index)
         # The LR that the step uses is the one before the scheduler moves.
         lr = self._lr()
         if self.schedule is not None:
@@ -65,12 +66,13 @@ class Boundary:
         # before.
         self.counters.before_step(self._ledger.rollouts, window.rollouts)
         # The correction and the norm must see the gradients of every parameter, so they are completed first.
-        self._adapter.complete()
-        if window.expected == total and not self._corrects_every_step:
-            engine.step(**kwargs)
-        else:
-            with self._adapter.corrected(window.expected, total):
+        with self._adapter.kept.released():
+            self._adapter.complete()
+            if window.expected == total and not self._corrects_every_step:
                 engine.step(**kwargs)
+            else:
+                with self._adapter.corrected(window.expected, total):
+                    engine.step(**kwargs)
         # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.
         self.mark(False)
         self._settle(lr, applied=engine.was_step_applied())
@@ -84,10 +86,11 @@ class Boundary:
             *(window.index, window.passes, window.rollouts, self._ledger.weighting.described),
         )
         self.counters.consumed(window.rollouts)
-        if window.expected:  # turns that finish no rollout have gradients, and weigh nothing
-            self._adapter.discard()
-        # ZeRO 3 partitions gathered parameters in step() alone, and this window has none.
-        self._adapter.release_parameters()
+        with self._adapter.kept.released():
+            if window.expected:  # turns that finish no rollout have gradients, and weigh nothing
+                self._adapter.discard()
+            # ZeRO 3 partitions gathered parameters in step() alone, and this window has none.
+            self._adapter.release_parameters()
         self._settle(self._lr(), applied=False)
 
     def drop(self) -> None:
@@ -97,7 +100,8 @@ class Boundary:
             "the data ended inside window %d: its %d rollouts are dropped (ds_parity.last_window: drop)",
             *(window.index, window.rollouts),
         )
-        self._adapter.discard()
+        with self._adapter.kept.released():
+            self._adapter.discard()
         self.counters.consumed(window.rollouts)
         self._settle(self._lr(), applied=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.window import Counts, Weighting
+
+_LOG = logging.getLogger("ds_parity")
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Division:
@@ -29,6 +33,7 @@ class Division:
         self._meter = meter
         self._averaged_over = adapter.averaged_over(ranks, peers)
         self._peers = peers
+        self._warned = False
 
     def backward(
         self, loss: torch.Tensor, counts: Counts, weighting: Weighting, expected: float, **kwargs: Any
@@ -44,16 +49,38 @@ class Division:
         """
         if weighting.silences(counts):
             with silenced(self._engine.module):
-                self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+                self._backward(loss, **kwargs)
             return torch.zeros_like(loss)
         self._meter.add(loss, 1 if weighting.reduction == "sum" else weighting.of(counts))
-        scaled = loss / weighting.divisor(expected, counts, self._averaged_over, self._peers)
+        divisor = weighting.divisor(expected, counts, self._averaged_over, self._peers)
+        if loss.dtype in _HALVES:
+            self._warn_of_rounding(loss.dtype, 1 / divisor)
+            loss = loss.float()
+        scaled = loss / divisor
         scale = self._adapter.unscaled_loss_scale()
         if scale == 1:
-            accumulated: torch.Tensor = self._engine.backward(scaled, scale_wrt_gas=False, **kwargs)
-            return accumulated
-        self._engine.backward(scaled.float() * scale, scale_wrt_gas=False, **kwargs)
+            return self._backward(scaled, **kwargs)
+        self._backward(scaled.float() * scale, **kwargs)
         return scaled
+
+    def _warn_of_rounding(self, dtype: torch.dtype, coefficient: float) -> None:
+        # What flows back into a loss has the loss's own type, so no division can keep it exact.
+        rounded = torch.tensor(coefficient, dtype=torch.float64).to(dtype).item()
+        if self._warned or rounded == coefficient:
+            return
+        self._warned = True
+        _LOG.warning(
+            "backward() got a loss in %s, in which its coefficient %.9g is %.9g (off by %.1e): micro-batches enter the "
+            "step with slightly wrong weights; compute the loss in fp32 (logits.float() before the softmax, or "
+            "log-probabilities in fp32 before they are averaged). This is said once",
+            *(str(dtype).removeprefix("torch."), coefficient, rounded, abs(rounded / coefficient - 1)),
+        )
+
+    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        accumulated: torch.Tensor = self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self._adapter.end_backward()
+        self._adapter.kept.after_backward()
+        return accumulated
 
 
 @contextmanager

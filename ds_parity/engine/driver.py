@@ -150,6 +150,7 @@ class Driver:
             RankDesyncError: ranks are out of sync.
         """
         self.refuse_owed_step()
+        self._refuse_strays()
         totals, ahead = self._exchanged(counts, caller)
         window = self._counted(totals, ahead, caller)
         if loss is None:
@@ -171,6 +172,14 @@ class Driver:
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
         return accumulated
+
+    def _refuse_strays(self) -> None:
+        try:
+            self.adapter.kept.refuse_strays(self.ledger.window.index)
+        except WindowError as error:
+            # Other ranks wait for the counts of this pass, or for the next ones.
+            self.exchange.refuse(self._place(RUNS), error)
+            raise
 
     def _exchanged(self, counts: Counts, caller: CallersBoundary | None) -> tuple[PassTotals, list[PassTotals]]:
         """Return what the pass contains over all ranks, and what is known of the passes after it."""
@@ -310,7 +319,8 @@ class Driver:
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
         if self.ledger.window.passes:
-            self.adapter.discard()
+            with self.adapter.kept.released():
+                self.adapter.discard()
             self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone

@@ -29,6 +29,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
     - `step` updates at the boundary only, and must follow every `backward`;
+    - `zero_grad`, also of the optimizers, does nothing inside a window: its gradients have been counted;
     - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
@@ -67,7 +68,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         that the shares add up to the loss, multiplies it by the group's size.
 
         Args:
-            loss: scalar; a mean over the micro-batch's weight units, or their sum (`loss_reduction`).
+            loss: one element, with a graph behind it; a mean over the micro-batch's weight units, or their sum
+                (`loss_reduction`). In bf16 or fp16 its own type rounds its coefficient: compute it in fp32. The forward
+                may have been `engine(x)` or `engine.module(x)`, and may lie several passes back.
             retain_graph: as in DeepSpeed.
             scale_wrt_gas: accepted for unchanged loops; must be True.
             rollouts: rollouts contained (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an
@@ -79,8 +82,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             The loss as it was accumulated: divided, and 0 where its weight is 0.
 
         Raises:
-            WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced, or the
-                window waits for its `step()`.
+            WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced; the
+                window waits for its `step()`; the loss is none; or gradients were changed outside of `backward`.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)
@@ -102,8 +105,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     def step(self, lr_kwargs: Any = None) -> None:
         """End the pass; at the boundary, update.
 
+        A gradient that is not finite takes no step, in any precision: `last_step.skipped` says so.
+
         Raises:
-            WindowError: there was no `backward` since the last `step`.
+            WindowError: there was no `backward` since the last `step`, or gradients were changed outside of it.
         """
         with naming_lost_ranks("step()"):
             self._self_driver.step(lr_kwargs=lr_kwargs)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_parity.engine.internals import zero3
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.plain import Plain
 from ds_parity.engine.internals.zero3 import Zero3
@@ -44,3 +45,36 @@ def test_under_a_plain_optimizer_gradients_are_multiplied_by_expected_over_total
     with choose(engine).corrected(4.0, 5.0):
         for parameter, kept in zip(module.parameters(), before, strict=True):
             assert parameter.grad is None if kept is None else torch.equal(parameter.grad, kept * 0.8)
+
+
+class Partitioned(torch.nn.Parameter):
+    """A parameter as zero.Init leaves it, of as many elements as a rank holds."""
+
+    ds_id, ds_numel = 0, 4
+
+    def partition_numel(self):
+        return 4
+
+
+def test_partitions_on_the_host_are_moved_to_the_accelerator_before_their_norm_is_taken(monkeypatch):
+    """No accelerator is here, so that another device stands for it."""
+    accelerator = SimpleNamespace(
+        on_accelerator=lambda tensor: tensor.device.type == "meta", current_device_name=lambda: "meta"
+    )
+    monkeypatch.setattr(zero3, "get_accelerator", lambda: accelerator)
+    first, second = (Partitioned(torch.ones(4)) for _ in range(2))
+    second.ds_id = 1
+    handed = []
+    optimizer = SimpleNamespace(
+        offload_optimizer=True,
+        fp16_groups=[[first, second]],
+        norm_for_param_grads={1: torch.zeros((), device="meta")},
+        get_param_id=lambda parameter: parameter.ds_id,
+        _get_param_partition_rank=lambda parameter: 0,
+        _offload_grad_partition_at_boundary=lambda parameter, buffer, *_: handed.append((parameter.ds_id, buffer)),
+        _swap_out_offload_fp32_gradients=lambda *_: None,
+        _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition={0: torch.ones(4), 1: torch.ones(4)},
+    )
+    Zero3(SimpleNamespace(optimizer=optimizer)).complete()
+    ((number, buffer),) = handed
+    assert (number, buffer.device.type) == (0, "meta")

@@ -1,11 +1,15 @@
 """What makes a pass count for nothing, and how a loss goes into DeepSpeed's backward."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ds_parity.engine.division import silenced
+from ds_parity.engine.division import Division, silenced
+from ds_parity.engine.internals.plain import Plain
+from ds_parity.engine.record.metrics import Meter
+from ds_parity.window import Counts, Weighting
 
 
 def perceptron():
@@ -64,3 +68,43 @@ def test_hooks_of_others_and_frozen_parameters_are_left_alone():
     assert module[0].weight.grad is None
     assert [len(own) for own in hooks(module)] == [0, 0, 1, 0]
     assert len(seen) == 1
+
+
+class Engine(SimpleNamespace):
+    """What a division uses of an engine."""
+
+    gradient_average, loss_seen = True, None
+
+    def backward(self, loss, scale_wrt_gas, **kwargs):
+        self.loss_seen = loss
+        loss.backward(retain_graph=True)
+        return loss
+
+
+def divided(dtype, rollouts):
+    """The loss as it went in, and what was logged, of a loss in `dtype` in a window of 3 rollouts."""
+    engine = Engine(module=perceptron(), optimizer=None, torch_autocast_z0_gradscaler=None)
+    adapter = Plain(engine)
+    adapter.kept.after_backward = lambda: None
+    division = Division(adapter, Meter(torch.device("cpu"), None, None), ranks=1, peers=1)
+    loss = engine.module(torch.ones(2, 3)).sum().to(dtype)
+    weighting = Weighting.configured("rollout", "mean", 3)
+    for _ in range(2):
+        division.backward(loss.clone(), Counts(rollouts=rollouts), weighting, 3.0)
+    return loss, engine.loss_seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_half_precision_is_divided_in_fp32_and_its_rounded_coefficient_is_said_once(caplog, dtype):
+    loss, seen = divided(dtype, rollouts=1)
+    assert seen.dtype == torch.float32
+    assert torch.equal(seen, loss.float() / 3)
+    (said,) = caplog.messages
+    assert f"a loss in {str(dtype).removeprefix('torch.')}, in which its coefficient 0.333333333 is 0.33" in said
+    assert "logits.float()" in said
+
+
+@pytest.mark.parametrize(("dtype", "rollouts"), [(torch.bfloat16, 3), (torch.float32, 1), (torch.float64, 1)])
+def test_nothing_is_said_of_a_coefficient_that_the_loss_can_hold_or_in_full_precision(caplog, dtype, rollouts):
+    divided(dtype, rollouts)
+    assert not caplog.messages

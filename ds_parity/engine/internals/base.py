@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 
 import torch
 
-from ds_parity.engine.internals.surface import Engine, GradScaler
+from ds_parity.engine.internals.kept import KeptGradients
+from ds_parity.engine.internals.surface import Engine, GradScaler, Parameter
 
 
 class Adapter(ABC):
@@ -18,10 +20,15 @@ class Adapter(ABC):
 
     Args:
         engine: the bare DeepSpeed engine.
+
+    Attributes:
+        engine: the bare DeepSpeed engine.
+        kept: watches over the gradients between the backwards of a window.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.kept = KeptGradients(self)
 
     # The division.
 
@@ -44,8 +51,24 @@ class Adapter(ABC):
 
     # The window.
 
-    def prepare(self) -> None:  # noqa: B027  # most wrappers need nothing here
-        """Put right, once and before training, what the wrapper would leave out."""
+    def prepare(self) -> None:
+        """Put right, once and before training, what the wrapper would leave out or lose."""
+        self.kept.guard()
+
+    def end_backward(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Make the next backward add to what this one has accumulated, whatever runs in between."""
+
+    def gradients_seen(self) -> object:
+        """Return what changes when a gradient is accumulated, replaced or dropped; equal while none is.
+
+        Torch adds in place and counts what it does to a tensor in place. Identities and counts are compared, so that
+        no gradient is kept alive by this.
+        """
+        return [None if (g := p.grad) is None else (id(g), g._version) for p in self._trained]
+
+    def holds_gradients(self) -> bool:
+        """Whether some gradient is there that is not zero; waits for the device, so it is asked in doubt only."""
+        return any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self._trained)
 
     def forget_last_window(self, boundary: bool) -> None:  # noqa: B027  # most wrappers need nothing here
         """Clear what the last window left of parameters that this one's first pass did not use.
@@ -126,6 +149,11 @@ class Adapter(ABC):
         """Return the GradScaler of `torch_autocast` in fp16: the wrapper keeps it on ZeRO 1 to 3, the engine on 0."""
         kept = getattr(self.engine.optimizer, "torch_autocast_gradscaler", None)
         return kept or self.engine.torch_autocast_z0_gradscaler
+
+    @functools.cached_property
+    def _trained(self) -> list[Parameter]:
+        # Walking through the modules costs more than looking at their gradients.
+        return [p for p in self.engine.module.parameters() if p.requires_grad]
 
     def _fp16_scale(self) -> float | None:
         scale: float | None = getattr(self.engine.optimizer, "cur_scale", None)

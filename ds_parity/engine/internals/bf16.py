@@ -21,6 +21,18 @@ class Bf16(Adapter):
         """Whether every parameter has a gradient accumulated: the wrapper reduces only those that do."""
         return all(has for group in self._optimizer.fp32_groups_has_gradients for has in group)
 
+    def end_backward(self) -> None:
+        """Clear the bf16 gradients, which are in the fp32 buffers by now.
+
+        DeepSpeed clears them in a hook of `engine.forward`'s result, so that a loop which calls `engine.module` would
+        have them added a second time (tools/deepspeed_faults/forward_past_the_engine.py).
+        """
+        self._optimizer.clear_lp_grads()
+
+    def gradients_seen(self) -> object:
+        """Return the state of both copies: with `immediate_grad_update` the fp32 one alone shows a gradient."""
+        return super().gradients_seen(), [flat._version for flat in self._optimizer.fp32_groups_gradients_flat]
+
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:
         """Multiply the flat buffers in place."""

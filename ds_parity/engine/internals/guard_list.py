@@ -72,6 +72,63 @@ GUARDS: tuple[Guard, ...] = (
             ),
         )
     ),
+    # What is accumulated between the backwards of a window: internals/kept.py.
+    Guard(
+        ENGINE,
+        "forward",
+        "internals/zero.py",
+        "a forward clears what the backward before it has left, so that this may be cleared before it",
+        ("self.optimizer.clear_backward_seen_flag()", "self.module("),
+    ),
+    Guard(
+        ZERO3,
+        "clear_backward_seen_flag",
+        "internals/zero.py",
+        "after it, gradients are added to those of the passes before, and it counts a backward once",
+        ("if self._epilogue_ran_this_backward:", "self.micro_step_id += 1", "super().clear_backward_seen_flag()"),
+    ),
+    Guard(
+        ZERO3,
+        "zero_grad",
+        "internals/zero3.py",
+        "the first gradient of a window is copied where the number of the pass is 0, which zero_grad() sets",
+        ("self.micro_step_id = 0",),
+    ),
+    Guard(
+        ZERO12,
+        "create_gradient_handling_hooks",
+        "internals/zero.py",
+        "every gradient that comes in is noted by this call, looked up on the object",
+        ("self.update_hook_state_and_maybe_run_epilogue(",),
+    ),
+    Guard(
+        ZERO3,
+        "create_reduce_and_remove_grad_hooks",
+        "internals/zero.py",
+        "every gradient that comes in is noted by this call, looked up on the object",
+        ("self.update_hook_state_and_maybe_run_epilogue(", "self.update_hook_state_and_maybe_run_epilogue("),
+    ),
+    Guard(
+        BF16,
+        "backward_prologue",
+        "internals/bf16.py",
+        "bf16 gradients are cleared before a backward anyway, so that they may be cleared after one",
+        ("self.clear_lp_grads()",),
+    ),
+    Guard(
+        ENGINE,
+        "_take_model_step",
+        "internals/plain.py",
+        "gradients are clipped before torch's optimizer steps, so that a step can be skipped in between",
+        ("self.clip_fp32_gradients()", "self.optimizer.step()", "overflow = self.optimizer.overflow"),
+    ),
+    Guard(
+        ZERO3,
+        "_finalize_offload_gradient_accumulation",
+        "internals/zero3.py",
+        "gradient partitions are moved to the accelerator before their norms are taken",
+        ("if not get_accelerator().on_accelerator(grad_buffer):", "self._offload_grad_partition_at_boundary("),
+    ),
     *(
         Guard(
             wrapper,

@@ -20,6 +20,7 @@ class Plain(Adapter):
         Without it `get_global_grad_norm()` is None here (tools/deepspeed_faults/clip_norm_lost.py). It costs nothing:
         the same call, its result kept.
         """
+        super().prepare()
         engine = self.engine
 
         def clip_fp32_gradients() -> None:

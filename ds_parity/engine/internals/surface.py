@@ -75,6 +75,7 @@ class Engine(Protocol):
     sequence_parallel_size: int
 
     # DeepSpeed's own.
+    basic_optimizer: Any
     checkpoint_engine: CheckpointEngine
     gradient_average: bool
     has_moe_layers: bool
@@ -156,6 +157,12 @@ class ZeroOptimizer(Protocol):
     def get_param_id(self, param: Parameter | Zero3Parameter) -> int:
         """The number of a parameter."""
 
+    def update_hook_state_and_maybe_run_epilogue(self, current_expected_count: int) -> None:
+        """Take note of a gradient that came in: its hooks call it last."""
+
+    def clear_backward_seen_flag(self) -> None:
+        """End a backward: `engine.forward` calls it at its start."""
+
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End a window whose gradients are partitioned, without a backward."""
 
@@ -228,6 +235,7 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
     """DeepSpeedZeroOptimizer_Stage3."""
 
     offload_optimizer: bool
+    micro_step_id: int
     fp16_groups: Iterable[Iterable[Zero3Parameter]]
     _offload_boundary_param_ids: set[int]
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: Mapping[int, torch.Tensor]

@@ -14,10 +14,42 @@ from ds_parity.engine.internals.surface import GradScaler, ZeroOptimizer
 class Zero(Adapter):
     """`step()` divides gradients by the loss scale, before it takes their norm and clips them."""
 
+    _came_in = 0  # gradients, since the engine was built
+
     @property
     def _zero(self) -> ZeroOptimizer:
         optimizer: ZeroOptimizer = self.engine.optimizer
         return optimizer
+
+    def prepare(self) -> None:
+        """Count the gradients that come in: they are reduced at once, and nothing else is left of them."""
+        super().prepare()
+        optimizer = self._zero
+        ended = optimizer.update_hook_state_and_maybe_run_epilogue
+
+        def counted(current_expected_count: int) -> None:
+            # DeepSpeed's own count starts again with every forward.
+            self._came_in += 1
+            ended(current_expected_count)
+
+        optimizer.update_hook_state_and_maybe_run_epilogue = counted  # type: ignore[method-assign]
+
+    def end_backward(self) -> None:
+        """Clear what DeepSpeed clears at the start of `engine.forward` alone.
+
+        ZeRO 3 copies gradients over those of the passes before until this ran after them, and a loop may call
+        `engine.module`, or run several forwards before their backwards (tools/deepspeed_faults/
+        forward_past_the_engine.py).
+        """
+        self._zero.clear_backward_seen_flag()
+
+    def gradients_seen(self) -> object:
+        """Return how many gradients have come in."""
+        return self._came_in
+
+    def holds_gradients(self) -> bool:
+        """Whether gradients came in: each of those that a stray backward has accumulated enters the step."""
+        return True
 
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
+from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
 from ds_parity.engine.internals.zero import Zero
 
@@ -23,6 +24,12 @@ class Zero12(Zero):
     def _optimizer(self) -> Zero12Optimizer:
         optimizer: Zero12Optimizer = self.engine.optimizer
         return optimizer
+
+    def gradients_seen(self) -> object:
+        """Return how many came in; on ZeRO 1, which has hooks in some configurations alone, also what is there."""
+        if self.engine.zero_optimization_partition_gradients():
+            return super().gradients_seen()
+        return super().gradients_seen(), Adapter.gradients_seen(self)
 
     def forget_last_window(self, boundary: bool) -> None:
         """With CPU offload, clear the buffers of what the window's first pass did not use."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ds_parity.engine.internals.surface import Zero3Optimizer
 from ds_parity.engine.internals.zero import Zero
@@ -28,6 +29,10 @@ class Zero3(Zero):
         """Return all ranks, sequence-parallel ones included."""
         return super().averaged_over(ranks * peers, peers)
 
+    def gradients_seen(self) -> object:
+        """Return the count of hooks, and whether the next gradient is copied over the last one: `zero_grad` sets it."""
+        return super().gradients_seen(), self._optimizer.micro_step_id == 0
+
     def forget_last_window(self, boundary: bool) -> None:
         """Clear the partitions of what the window's first pass did not use."""
         # The set is cleared at the last step, so after the first pass it contains exactly what that pass used.
@@ -48,7 +53,7 @@ class Zero3(Zero):
                     continue
                 # The last ranks hold nothing of a parameter with fewer elements than there are ranks.
                 if parameter.partition_numel() * optimizer._get_param_partition_rank(parameter) < parameter.ds_numel:
-                    buffer = self._partitions()[parameter.ds_id]
+                    buffer = self._on_accelerator(self._partitions()[parameter.ds_id])
                     optimizer._offload_grad_partition_at_boundary(parameter, buffer, gradients, offsets)
         # Once for all parameters, as partition_grads does: with NVMe each call is a write.
         optimizer._swap_out_offload_fp32_gradients(gradients, offsets)
@@ -67,6 +72,14 @@ class Zero3(Zero):
     def release_parameters(self) -> None:
         """Partition what passes left gathered, as every `step()` does first."""
         self._optimizer._partition_all_parameters()
+
+    @staticmethod
+    def _on_accelerator(partition: torch.Tensor) -> torch.Tensor:
+        # DeepSpeed takes the norm there (stage3.py, _finalize_offload_gradient_accumulation), and adds up norms of all
+        # parameters: one on the CPU among them would be a sum over two devices.
+        if get_accelerator().on_accelerator(partition):
+            return partition
+        return partition.to(get_accelerator().current_device_name(), non_blocking=True)
 
     def _partitions(self) -> Mapping[int, torch.Tensor]:
         return self._optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition

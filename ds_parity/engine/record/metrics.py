@@ -67,7 +67,7 @@ class Meter:
     def add(self, loss: torch.Tensor, units: int) -> None:
         """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
         # fp64 on the device: thousands of fp32 losses would lose digits, and reading each would wait for the device.
-        self._loss = self._loss + loss.detach().to(torch.float64) * units
+        self._loss = self._loss + loss.detach().reshape(()).to(torch.float64) * units
 
     def record(self, name: Any, value: Any, weight: Any = None, *, idle: bool = False) -> None:
         """Add to a metric; in an idle pass, whose values are a stand-in's, only look whether the call is right.

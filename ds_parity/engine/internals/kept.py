@@ -1,0 +1,102 @@
+"""The gradients that an open window has accumulated: only the backwards that ds_parity drives may change them.
+
+DeepSpeed does not tell whose gradient it accumulates. A backward that runs elsewhere (`loss.backward()`, or one inside
+a forward, as in DeepSpeed's TiledFusedLogitsLoss) enters the step without a division and without a count, and
+`zero_grad()` takes away what has been counted already (tools/deepspeed_faults/zero_grad_mid_window.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ds_parity.errors import WindowError
+
+if TYPE_CHECKING:
+    from ds_parity.engine.internals.base import Adapter
+
+_LOG = logging.getLogger("ds_parity")
+
+
+class KeptGradients:
+    """Watches over the gradients between the backwards of a window.
+
+    Args:
+        adapter: knows where the gradients are.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._kept = False
+        self._noted: object = None
+        self._warned = False
+
+    def guard(self) -> None:
+        """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window.
+
+        A loop that was written for torch calls it before every pass, and accelerate's optimizers take it so, too
+        (accelerate/utils/deepspeed.py, DeepSpeedOptimizerWrapper.zero_grad). `step()` clears gradients in any case.
+        """
+        engine = self._adapter.engine
+        # What a model has accumulated before it came here belongs to no window.
+        engine.zero_grad()
+        self._noted = self._adapter.gradients_seen()
+        self._guard_one(engine)
+        self._guard_one(engine.optimizer)
+        # Inside a wrapper the client's optimizer has buffers in place of gradients: with CPU offload DeepSpeed needs
+        # them in the next window, too, and raises an AttributeError without them. It never calls this itself.
+        if engine.basic_optimizer is not engine.optimizer:
+            self._guard_one(engine.basic_optimizer, always=True)
+
+    def after_backward(self) -> None:
+        """Note the gradients as the backward that just ran has left them."""
+        self._kept = True
+        self._noted = self._adapter.gradients_seen()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Let what runs inside use and clear the gradients: it ends the window."""
+        self._kept = False
+        try:
+            yield
+        finally:
+            self._noted = self._adapter.gradients_seen()
+
+    def refuse_strays(self, window: int) -> None:
+        """Raise WindowError where gradients are not as the last backward, or the end of the last window, left them.
+
+        Args:
+            window: index of the open window, for the message.
+        """
+        if self._adapter.gradients_seen() == self._noted:
+            return
+        # Between windows there is nothing to lose: gradients that somebody cleared there are no stray.
+        if not self._kept and not self._adapter.holds_gradients():
+            return
+        raise WindowError(
+            f"gradients were changed outside of engine.backward() in window {window}: they would enter the step "
+            "without a division by the window's total and without a count, or gradients that were counted are gone. "
+            "Causes: loss.backward() in place of engine.backward(loss); a function that runs a backward inside the "
+            "forward (of DeepSpeed's, TiledFusedLogitsLoss does; SequenceTiledCompute and TiledMLP do not); "
+            "model.zero_grad() or p.grad = ... before the step. Hand every loss to engine.backward(), and leave "
+            "gradients to engine.step(). This window can't be mended: load a checkpoint, or start again"
+        )
+
+    def _guard_one(self, owner: Any, *, always: bool = False) -> None:
+        zero_grad: Callable[..., None] = owner.zero_grad
+
+        @functools.wraps(zero_grad)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            if not (always or self._kept):
+                zero_grad(*args, **kwargs)
+            elif self._kept and not self._warned:
+                self._warned = True
+                _LOG.warning(
+                    "zero_grad() inside a window has no effect: the gradients of its passes have been counted, and "
+                    "engine.step() clears them when the window ends; remove the call. This is said once"
+                )
+
+        owner.zero_grad = guarded
