@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from ds_parity.engine.internals.base import Adapter
+
+_LOG = logging.getLogger("ds_parity")
 
 
 class Plain(Adapter):
@@ -24,11 +28,41 @@ class Plain(Adapter):
         engine = self.engine
 
         def clip_fp32_gradients() -> None:
-            engine._global_grad_norm = clip_grad_norm_(
+            norm = clip_grad_norm_(
                 parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
             )
+            engine._global_grad_norm = norm
+            self._skip_unless_finite(norm)
 
         engine.clip_fp32_gradients = clip_fp32_gradients
+
+    def complete(self) -> None:
+        """Look whether the gradient is finite, where DeepSpeed takes no norm of it to clip.
+
+        ZeRO 1 to 3 skip a step of NaN or inf in every precision (stage_1_and_2.py and stage3.py, step), and ZeRO 0 in
+        fp32 makes the weights NaN (tools/deepspeed_faults/nan_gradient_zero0.py).
+        """
+        if self.grad_scaler() is None:
+            self.engine.optimizer.overflow = False
+        # Experts and tensor-parallel ranks have gradients of their own, so one rank can't decide here.
+        alike = self.engine.mpu is None and not self.engine.has_moe_layers
+        if alike and not self.engine.gradient_clipping():
+            gradients = [p.grad for p in self._trained if p.grad is not None]
+            self._skip_unless_finite(torch.nn.utils.get_total_norm(gradients))
+
+    def _skip_unless_finite(self, norm: torch.Tensor) -> None:
+        # A GradScaler looks itself.
+        if self.grad_scaler() is not None or bool(norm.isfinite()):
+            return
+        _LOG.warning(
+            "the norm of the gradient is %s: no optimizer step is taken, and the LR stays; look for a loss that is "
+            "not finite",
+            float(norm),
+        )
+        # torch's optimizers leave out what has no gradient, and the engine counts a step as skipped by this name.
+        for parameter in self._trained:
+            parameter.grad = None
+        self.engine.optimizer.overflow = True
 
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:
