@@ -183,6 +183,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         different names, or none. Costs no collective of its own, but for the first step that holds a name. In an idle
         pass of `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
 
+        May be called from any thread, and no number is lost. It counts for the window that is open when it is called:
+        while the `step()` that closes a window runs, for this one or the next; after the last window, for none. Threads
+        other than the one that runs the passes measure no stand-in, so what they record counts in idle passes too.
+
         Args:
             name: of the metric.
             value: one number (float, or tensor of no dimension), or one a sample (1-D tensor). NaN stays NaN.

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from threading import get_ident
 from typing import Any
 
 from ds_parity.engine.ranks.exchange import Pending
@@ -53,6 +54,7 @@ class Upcoming:
         self._pending: Pending | None = None
         self._announced: Sequence[UpcomingPass] = ()
         self._handed: Counts | None = None
+        self._handed_to: int | None = None
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -64,13 +66,13 @@ class Upcoming:
 
     def hand_out(self) -> UpcomingPass:
         """Return the pass that runs next, whose micro-batch goes to the loop now."""
-        self._handed = self.first.counts
+        self._handed, self._handed_to = self.first.counts, get_ident()
         return self.first
 
     @property
     def idle(self) -> bool:
-        """Whether the pass that was handed out last is an idle one here: what runs is a stand-in."""
-        return self._handed == Counts()
+        """Whether the calling thread runs an idle pass: what was handed out to it last is a stand-in."""
+        return self._handed == Counts() and self._handed_to == get_ident()
 
     def announce(self, passes: Sequence[UpcomingPass]) -> Pending:
         """Start the exchange of these passes, which come after those that were announced before."""
