@@ -100,5 +100,8 @@ class MicroBatch:
 
     @property
     def idle(self) -> bool:
-        """Whether it is that of an idle pass: it finishes no rollout, and has no loss token of one."""
+        """Whether it is that of an idle pass: it finishes no rollout, and has no loss token of one.
+
+        A loop over `engine.passes` knows stand-ins by it, which hold the inputs of another micro-batch.
+        """
         return not self.rollouts and not self.tokens

@@ -21,7 +21,7 @@ class UpcomingPass:
 
     Attributes:
         announcement: what the other ranks hear of it.
-        batch: the micro-batch that runs in it, where `passes()` hands one out.
+        batch: the micro-batch that runs in it, where `passes()` hands one out, until it has done so.
         gathered: what all ranks contain in it, once that was waited for.
     """
 
@@ -64,10 +64,12 @@ class Upcoming:
         """The pass that runs next; there must be one."""
         return self._passes[0]
 
-    def hand_out(self) -> UpcomingPass:
-        """Return the pass that runs next, whose micro-batch goes to the loop now."""
-        self._handed, self._handed_to = self.first.counts, get_ident()
-        return self.first
+    def hand_out(self) -> Any:
+        """Return the micro-batch of the pass that runs next, and let go of it: it is the loop's from now on."""
+        first = self.first
+        self._handed, self._handed_to = first.counts, get_ident()
+        batch, first.batch = first.batch, None
+        return batch
 
     @property
     def idle(self) -> bool:
@@ -102,6 +104,7 @@ class Upcoming:
                     f"{gathered.stuck_ranks} of {self._ranks} ranks have no micro-batch at all, so their idle passes "
                     "have nothing to run; give passes() a small one to stand in: passes(stream, idle=micro_batch)"
                 )
+        self._announced = ()
 
     def next_counts(self) -> Counts:
         """Return what the micro-batch that was handed out last contains.
