@@ -1,6 +1,7 @@
 """Tensors hold what their rollouts hold: padded or packed the same loss, and nothing of a neighbour."""
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -265,6 +266,20 @@ class TestPlanned:
         assert (gradient - expected[1]).norm() < 1e-12 * expected[1].norm()
 
 
+class TestRanksOfAPlan:
+    def test_each_micro_batch_says_for_how_many_it_was_planned_wherever_it_is_moved(self):
+        planned = plan([SHORT, LONG], dp_world_size=3, target=2, max_tokens=9)
+        batches = [to_device(one, "meta") for rank in range(3) for one in micro_batches(planned, rank)]
+        assert any(batch.idle for batch in batches)
+        assert {batch.planned_for for batch in batches} == {3}
+        assert collate([SHORT]).planned_for is None
+
+    def test_a_generator_keeps_none_of_them(self):
+        stream = micro_batches(plan(GSM8K, dp_world_size=1, target=16, max_tokens=400), 0)
+        held = weakref.ref(next(stream).inputs["input_ids"])
+        assert held() is None
+
+
 class TestPairs:
     @pytest.mark.parametrize("layout", ["padded", "packed"])
     def test_chosen_and_rejected_lie_in_one_micro_batch_beside_each_other(self, layout):
@@ -405,7 +420,7 @@ def test_a_window_that_the_plan_does_not_have_is_refused(window):
 
 def test_a_rank_that_the_plan_does_not_know_is_refused():
     planned = plan([SHORT], dp_world_size=2, target=1, max_tokens=9)
-    with pytest.raises(ConfigError, match="rank 2: the plan is for 2 ranks"):
+    with pytest.raises(ConfigError, match=r"rank 2: the plan is for 2 data-parallel ranks.*; plan with"):
         next(ds_parity.micro_batches(planned, 2))
 
 

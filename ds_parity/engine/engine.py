@@ -148,7 +148,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward.
-            RankDesyncError: ranks were given different look-aheads.
+            ConfigError: a micro-batch is part of a plan for another number of data-parallel ranks; nothing of what was
+                read with it has been counted.
+            RankDesyncError: ranks were given different look-aheads, or another one has raised.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
         driver: Driver = self._self_driver

@@ -10,7 +10,7 @@ from ds_parity.engine.driver import Driver
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement
 from ds_parity.engine.stand_ins import says_so, stand_in, whole
-from ds_parity.errors import WindowError
+from ds_parity.errors import ConfigError, WindowError
 from ds_parity.window import Counts
 
 _END: Any = object()
@@ -110,6 +110,7 @@ class PassQueue:
             if batch is _END:
                 self._out_of_data = True
                 break
+            self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
             # The smallest micro-batch makes the cheapest idle pass.
             if self._smallest is None or batch.tokens < self._smallest.tokens:
                 self._smallest = whole(batch)
@@ -119,3 +120,12 @@ class PassQueue:
             runs = stand_in(batch) if counts == Counts() and not says_so(batch) else batch
             read.append(UpcomingPass(Announcement(counts), runs))
         return read
+
+    def _refuse_plan_of_other_ranks(self, planned_for: int | None) -> None:
+        ranks = self._driver.ranks
+        if planned_for not in (None, ranks):
+            raise ConfigError(
+                f"passes() read a micro-batch of a plan for {planned_for} data-parallel ranks, and this engine has "
+                f"{ranks}: some of the plan's micro-batches would run nowhere, or on no rank of their own; plan with "
+                "dp_world_size=engine.dp_world_size"
+            )
