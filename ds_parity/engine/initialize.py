@@ -15,7 +15,7 @@ from ds_parity.config.settings import key_path
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.listeners.monitoring import show
-from ds_parity.engine.listeners.tracing import attach
+from ds_parity.engine.listeners.tracing import attach, refuse_shared
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
 from ds_parity.errors import ConfigError
 
@@ -48,7 +48,8 @@ def initialize(
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
         RankDesyncError: ranks were given different configurations, or another one raised.
-        TraceError: `ds_parity.trace` can't be written.
+        TraceError: `ds_parity.trace` can't be written, or another engine of this process writes to it, one that is
+            neither gone nor finished.
     """
     keywords: dict[str, Any] = {
         "args": args,
@@ -119,6 +120,7 @@ def honoured(
         rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
         rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
     agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)})
+    refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     engine, optimizer, loader, _ = bare(**{**keywords, **plain})
