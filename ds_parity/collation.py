@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_parity.errors import ConfigError
@@ -79,16 +80,16 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
     Rollouts that fill no window (`plan.left`) are in none of them: plan them again in front of what comes next.
 
     Args:
-        plan: the plan of all ranks. It must be for as many ranks as train, or some of its micro-batches run nowhere.
+        plan: the plan of all ranks. It must be for as many ranks as train, or some of its micro-batches run nowhere:
+            each of them says for how many it was planned, and `engine.passes` refuses it on another number.
         rank: the data-parallel rank (>= 0).
         first_window: the window to begin with, where a resumed run goes on (0 to the number of windows).
         pad: the token id of padding.
 
     Raises:
-        ConfigError: the plan is for fewer ranks, or has fewer windows.
+        ConfigError: the plan is for fewer ranks, or for more than there are processes; or it has fewer windows.
     """
-    if not 0 <= rank < plan.dp_world_size:
-        raise ConfigError(f"rank {rank}: the plan is for {plan.dp_world_size} ranks, so ranks are 0 to that less 1")
+    _refuse_other_ranks(plan, rank)
     if not 0 <= first_window <= len(plan.windows):
         raise ConfigError(
             f"first_window = {first_window}: the plan has {len(plan.windows)} windows, and they count from 0"
@@ -97,7 +98,25 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
     for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
         units = [plan.rollouts[index] for index in chosen.tolist()]
-        yield collate(units, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs)
+        # No name here keeps a micro-batch alive while the loop runs it.
+        yield replace(
+            collate(units, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs),
+            planned_for=plan.dp_world_size,
+        )
+
+
+def _refuse_other_ranks(plan: Plan, rank: int) -> None:
+    ranks = plan.dp_world_size
+    if not 0 <= rank < ranks:
+        raise ConfigError(
+            f"rank {rank}: the plan is for {ranks} data-parallel ranks, numbered from 0 to {ranks - 1}; plan with "
+            "dp_world_size=engine.dp_world_size, and give dist.get_rank(engine.data_parallel_group)"
+        )
+    if dist.is_available() and dist.is_initialized() and ranks > dist.get_world_size():
+        raise ConfigError(
+            f"the plan is for {ranks} data-parallel ranks, but {dist.get_world_size()} processes train: micro-batches "
+            f"of {ranks - dist.get_world_size()} ranks would run nowhere; plan with dp_world_size=engine.dp_world_size"
+        )
 
 
 def labels(micro_batch: MicroBatch) -> Tensor:
@@ -115,8 +134,28 @@ def labels(micro_batch: MicroBatch) -> Tensor:
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
-    """Return the micro-batch with every input on `device`; its counts stay on the host."""
-    return replace(micro_batch, inputs={name: value.to(device) for name, value in micro_batch.inputs.items()})
+    """Return the micro-batch with every input on `device`; its counts stay on the host.
+
+    Copies to an accelerator come from pinned memory and don't wait for it: they run on the current stream, behind what
+    it has to do, and so before whatever is started on that stream afterwards. Code that reads the inputs on another
+    stream must let that one wait, as for any tensor.
+
+    Args:
+        micro_batch: one whose inputs are tensors.
+        device: as in `torch.Tensor.to`.
+    """
+    target = torch.device(device)
+    return replace(micro_batch, inputs={name: _moved(value, target) for name, value in micro_batch.inputs.items()})
+
+
+def _moved(value: Any, target: torch.device) -> Any:
+    if target.type in ("cpu", "meta") or not isinstance(value, Tensor) or value.device.type != "cpu":
+        return value.to(target)
+    # From pageable memory each copy would wait until the accelerator has done all that is queued on the stream. Pinning
+    # costs a copy on the host (docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html); micro-batches are small.
+    # Nobody needs to hold the pinned tensor: torch's caching host allocator gives its memory to no other before the
+    # copy has run (github.com/pytorch/pytorch/issues/130785).
+    return value.pin_memory().to(target, non_blocking=True)
 
 
 def _padded(rows: Sequence[Rollout], pad: int) -> dict[str, Any]:

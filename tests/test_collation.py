@@ -1,7 +1,9 @@
 """Tensors hold what their rollouts hold: padded or packed the same loss, and nothing of a neighbour."""
 
 import math
+import weakref
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.losses import DirectPreference, PolicyGradient
 from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.data.rollouts import line_turns, load_rollouts, shorten
-from ds_parity.planning import PreferencePair, Rollout, plan
+from ds_parity.planning import MicroBatch, PreferencePair, Rollout, plan
 
 SHORT = Rollout("a", (9, 1, 8), prompt_length=2, reward=1.0, advantage=0.5)
 LONG = Rollout("b", (9, 2, 3, 4, 8), prompt_length=2, reward=0.0, advantage=-1.0)
@@ -166,6 +168,56 @@ class TestEither:
         assert (moved.rollouts, moved.prompts, moved.tokens, moved.held) == (2, 1, 4, batch.held)
 
 
+class Noted(torch.Tensor):
+    """A tensor that notes how it is pinned and moved, and stays where it is."""
+
+    calls: ClassVar = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.pin_memory, torch.Tensor.to):
+            cls.calls.append((function.__name__, args[1:], kwargs or {}))
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class TestMovingToADevice:
+    @pytest.fixture(autouse=True)
+    def _nothing_is_noted(self):
+        Noted.calls.clear()
+
+    def moved(self, device):
+        to_device(MicroBatch({name: torch.ones(3).as_subclass(Noted) for name in ("a", "b")}), device)
+        return Noted.calls
+
+    def test_copies_from_pinned_memory_and_waits_for_no_accelerator(self):
+        one = [("pin_memory", (), {}), ("to", (torch.device("cuda", 0),), {"non_blocking": True})]
+        assert self.moved("cuda:0") == one * 2
+
+    @pytest.mark.parametrize("device", ["cpu", "meta"])
+    def test_pins_nothing_where_there_is_no_accelerator(self, device):
+        assert self.moved(device) == [("to", (torch.device(device),), {})] * 2
+
+    def test_takes_what_lies_on_a_device_as_it_is(self):
+        there = torch.ones(3, device="meta").as_subclass(Noted)
+        to_device(MicroBatch({"a": there}), "cuda:1")
+        assert Noted.calls == [("to", (torch.device("cuda", 1),), {})]
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU are not run: there is none here")
+    def test_returns_before_the_gpu_has_come_to_the_copy_and_copies_what_stood_there(self):
+        batch = collate([SHORT, LONG] * 200)
+        for _ in range(2):  # the first round makes the pinned blocks
+            torch.cuda._sleep(1)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(2_000_000_000)  # about a second
+            moved = [to_device(batch, "cuda") for _ in range(8)]
+            waited = torch.cuda.current_stream().query()
+            for one in moved:
+                for name, value in batch.inputs.items():
+                    assert torch.equal(one.inputs[name].cpu(), value)
+        assert not waited
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 class TestPlanned:
     @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -212,6 +264,20 @@ class TestPlanned:
         expected = gradients(module, (collate(whole), 1))
         assert torch.allclose(loss, expected[0], rtol=1e-12)
         assert (gradient - expected[1]).norm() < 1e-12 * expected[1].norm()
+
+
+class TestRanksOfAPlan:
+    def test_each_micro_batch_says_for_how_many_it_was_planned_wherever_it_is_moved(self):
+        planned = plan([SHORT, LONG], dp_world_size=3, target=2, max_tokens=9)
+        batches = [to_device(one, "meta") for rank in range(3) for one in micro_batches(planned, rank)]
+        assert any(batch.idle for batch in batches)
+        assert {batch.planned_for for batch in batches} == {3}
+        assert collate([SHORT]).planned_for is None
+
+    def test_a_generator_keeps_none_of_them(self):
+        stream = micro_batches(plan(GSM8K, dp_world_size=1, target=16, max_tokens=400), 0)
+        held = weakref.ref(next(stream).inputs["input_ids"])
+        assert held() is None
 
 
 class TestPairs:
@@ -354,7 +420,7 @@ def test_a_window_that_the_plan_does_not_have_is_refused(window):
 
 def test_a_rank_that_the_plan_does_not_know_is_refused():
     planned = plan([SHORT], dp_world_size=2, target=1, max_tokens=9)
-    with pytest.raises(ConfigError, match="rank 2: the plan is for 2 ranks"):
+    with pytest.raises(ConfigError, match=r"rank 2: the plan is for 2 data-parallel ranks.*; plan with"):
         next(ds_parity.micro_batches(planned, 2))
 
 

@@ -48,6 +48,8 @@ ALLOWED = {
 # Single names elsewhere, each with why it is not DeepSpeed's private state.
 EXCUSED = {
     ("engine/initialize.py", "_self_driver"): "the proxy's own driver",
+    ("engine/stand_ins.py", "_fields"): "the interface of Python's namedtuples, which begins with an underscore",
+    ("engine/stand_ins.py", "_replace"): "the interface of Python's namedtuples, which begins with an underscore",
     ("parity/matrix/setups.py", "deepspeed.ops.adam"): "where DeepSpeed's documentation imports DeepSpeedCPUAdam from",
     ("parity/running/memory.py", "_cdata"): "torch's, as its own torch.multiprocessing.reductions tells storages apart",
     ("parity/running/worker.py", "_exit"): "os._exit is Python's own",

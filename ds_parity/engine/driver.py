@@ -92,6 +92,7 @@ class Driver:
         self._division = Division(self.adapter, self.meter, self.ranks, peers.size)
         self._configuration = settings.fingerprint
         self._stepped = True
+        self._finished = False
         self._ran_in: int | None = None
         self.adapter.prepare()
         # DeepSpeed's own boundary follows from its counter; from here on it is marked by hand before every backward.
@@ -151,6 +152,7 @@ class Driver:
         """
         self.refuse_owed_step()
         self._refuse_strays()
+        self._finished = caller is not None  # a framework ends its last window, and never says that it was the last
         totals, ahead = self._exchanged(counts, caller)
         window = self._counted(totals, ahead, caller)
         if loss is None:
@@ -296,6 +298,7 @@ class Driver:
             raise WindowError("finish() between a backward() and its step(): call step() first")
         # All ranks must end here: one that still runs passes would wait in its own exchange.
         self.exchange.start(self._place("finishes"), []).wait()
+        self._finished = True
         window = self.ledger.window
         if window.passes == 0:
             return
@@ -333,6 +336,11 @@ class Driver:
     def stops_here(self) -> bool:
         """Whether a rank has asked to stop and this is a boundary: between windows, the same answer on every rank."""
         return self.exchange.stopping and self._stepped and self.ledger.window.passes == 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended as far as anybody can tell: finished, stopped, or between a framework's windows."""
+        return (self._finished and self.ledger.window.passes == 0) or self.stops_here()
 
     def awaits_step(self) -> bool:
         """Whether a backward() has run whose step() has not."""

@@ -128,9 +128,19 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         silent between boundaries, other idle passes are counted and not handed out: neither forward nor backward runs.
         So keep what all ranks do together behind the boundary, or give `skip_idle=False`.
 
+        What runs in an idle pass is a stand-in: a copy of a micro-batch that counts nothing and says so. Its `idle` is
+        True and its `rollouts`, `prompts` and `tokens` are 0 (divide by `max(1, tokens)`); inputs, and all else, are
+        those of the micro-batch, and it is an instance of its class. So a loop may train another engine with it:
+        `critic.backward(loss, rollouts=one.rollouts, tokens=one.tokens)`. Micro-batches of your own class that are not
+        idle are handed out as they are, and need no `idle`: ask `getattr(one, "idle", False)`.
+
+        Nothing that was handed out is kept, but for the inputs of the smallest micro-batch so far, where they are: on
+        the accelerator, if the stream has moved them there. Besides it, those are alive that were read ahead (at most
+        2 * lookahead - 1), and what the loop itself holds.
+
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
-                be endless or arrive as it is produced. One that holds nothing is an idle pass.
+                be endless or arrive as it is produced. One that holds nothing is an idle pass, and a stand-in.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
                 rank. With 0 there is one exchange a pass, and the next micro-batch is read only after the current pass.
                 A window starts with so many of its passes known, all where it has no more, so the stream is read at
@@ -143,7 +153,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward.
-            RankDesyncError: ranks were given different look-aheads.
+            ConfigError: a micro-batch is part of a plan for another number of data-parallel ranks; nothing of what was
+                read with it has been counted.
+            RankDesyncError: ranks were given different look-aheads, or another one has raised.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
         driver: Driver = self._self_driver
@@ -187,6 +199,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record
         different names, or none. Costs no collective of its own, but for the first step that holds a name. In an idle
         pass of `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
+
+        May be called from any thread, and no number is lost. It counts for the window that is open when it is called:
+        while the `step()` that closes a window runs, for this one or the next; after the last window, for none. Threads
+        other than the one that runs the passes measure no stand-in, so what they record counts in idle passes too.
 
         Args:
             name: of the metric.

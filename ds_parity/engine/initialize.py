@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,13 +12,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_parity.config import Settings, load_config, parse, rewrite
-from ds_parity.config.settings import key_path
+from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.listeners.monitoring import show
-from ds_parity.engine.listeners.tracing import attach
+from ds_parity.engine.listeners.tracing import attach, refuse_shared
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
 from ds_parity.errors import ConfigError
+
+_LOG = logging.getLogger("ds_parity")
 
 Initialize: TypeAlias = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -42,13 +45,18 @@ def initialize(
     Takes the keywords of `deepspeed.initialize` (deepspeed/__init__.py, 0.19.8). Without `gradient_accumulation_passes`
     in the configuration it returns precisely what `deepspeed.initialize` returns.
 
+    Without an optimizer, neither `optimizer=` nor a section `optimizer`, as for a reference model with the actor's
+    configuration, the engine is DeepSpeed's own too, and a warning says so: it runs forward, and counts nothing.
+
     Returns:
         engine, optimizer, training dataloader, LR scheduler.
 
     Raises:
-        ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
-        RankDesyncError: ranks were given different configurations, or another one raised.
-        TraceError: `ds_parity.trace` can't be written.
+        ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right; or ZeRO 1 or 2 have no
+            optimizer, without which DeepSpeed takes stages 0 and 3 alone.
+        RankDesyncError: ranks were given different configurations or optimizers, or another one raised.
+        TraceError: `ds_parity.trace` can't be written, or another engine of this process writes to it, one that is
+            neither gone nor finished.
     """
     keywords: dict[str, Any] = {
         "args": args,
@@ -106,9 +114,11 @@ def honoured(
         RankDesyncError: ranks were given different configurations, or another one raised.
     """
     mpu, mesh_param = keywords.get("mpu"), keywords.get("mesh_param")
+    optimizer, sequence = _optimizer_of(keywords, extended), 1
     with telling(mpu):
-        _refuse_pipeline(keywords.get("model"))
-        sequence = sequence_parallel_size(mpu, mesh_param, extended)
+        if optimizer is not None:
+            _refuse_pipeline(keywords.get("model"))
+            sequence = sequence_parallel_size(mpu, mesh_param, extended)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=keywords.get("distributed_port", deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT),
@@ -116,17 +126,69 @@ def honoured(
     )
     everybody = started_together(mpu)
     with all_or_none(everybody):
-        rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
-        rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+        if optimizer is None:
+            _refuse_stage_without_optimizer(extended)
+        else:
+            rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
+            rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+    # By itself, because without an optimizer all else differs.
+    agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
+    if optimizer is None:
+        # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
+        _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
+        return bare(**{**keywords, **without_keys(keywords, extended)})
     agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)})
+    refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
-    engine, optimizer, loader, _ = bare(**{**keywords, **plain})
+    engine, wrapper, loader, _ = bare(**{**keywords, **plain})
     wrapped = kind(engine, rewritten.settings, sequence)
     show(wrapped._self_driver)
     with all_or_none(everybody):
         attach(wrapped._self_driver, rewritten.settings.trace, extended)
-    return wrapped, optimizer, loader, engine.lr_scheduler
+    return wrapped, wrapper, loader, engine.lr_scheduler
+
+
+def without_keys(keywords: Mapping[str, Any], extended: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that give DeepSpeed the configuration without the extra keys, where they gave it before.
+
+    A file that is named in `args` stays as it is: DeepSpeed passes over keys that it does not know.
+    """
+    # DeepSpeed takes either name, and refuses both.
+    name = "config" if keywords.get("config") is not None else "config_params"
+    if keywords.get(name) is None:
+        return {}
+    return {name: {key: value for key, value in extended.items() if key not in (PASSES, SECTION)}}
+
+
+def _optimizer_of(keywords: Mapping[str, Any], extended: Mapping[str, Any]) -> str | None:
+    """Return where DeepSpeed will take its optimizer from, None where there is none (0.19.8, runtime/engine.py)."""
+    section = extended.get("optimizer")
+    if keywords.get("optimizer"):
+        return "optimizer="
+    return "the section `optimizer`" if isinstance(section, Mapping) and section.get("type") else None
+
+
+def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:
+    section = extended.get("zero_optimization")
+    stage = section.get("stage", 0) if isinstance(section, Mapping) else 0
+    if stage in (1, 2):
+        raise ConfigError(
+            f"zero_optimization.stage = {stage} without an optimizer: DeepSpeed shards it there, and takes no "
+            "engine without one; for a model that is only run forward (a reference model) choose stage 0 or 3, to "
+            "train one give optimizer=, or a section `optimizer` with a type"
+        )
+
+
+def _say_what_it_is(model: Any, level: int) -> None:
+    if dist.get_rank() == 0:
+        _LOG.log(
+            level,
+            "the engine over a %s has no optimizer (neither optimizer= nor a section `optimizer` with a type), so it "
+            "is DeepSpeed's own: it runs forward, as a reference model does, counts nothing, and its backward() takes "
+            "no counts; to train it, give it an optimizer",
+            type(model).__name__,
+        )
 
 
 def _by_path(settings: Settings) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import deepspeed
 
-from ds_parity.config.settings import PASSES, SECTION
 from ds_parity.engine.framework import FrameworkEngine
 from ds_parity.engine.initialize import Initialize, extended_config, honoured
 
@@ -114,16 +113,6 @@ def _honouring(bare: Initialize) -> Initialize:
         extended = extended_config(keywords)
         if extended is None:
             return bare(*args, **kwargs)
-        if not keywords.get("optimizer") and not extended.get("optimizer"):
-            return bare(**{**keywords, **_plain(keywords, extended)})
         return honoured(keywords, extended, bare, FrameworkEngine)
 
     return initialize
-
-
-def _plain(keywords: dict[str, Any], extended: dict[str, Any]) -> dict[str, Any]:
-    # DeepSpeed takes either name, and refuses both.
-    name = "config" if keywords.get("config") is not None else "config_params"
-    if keywords.get(name) is None:
-        return {}
-    return {name: {key: value for key, value in extended.items() if key not in (PASSES, SECTION)}}

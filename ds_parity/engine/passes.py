@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ds_parity.engine.arguments import refuse_mean_of_parts
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement
-from ds_parity.errors import WindowError
+from ds_parity.engine.stand_ins import says_so, stand_in, whole
+from ds_parity.errors import ConfigError, WindowError
 from ds_parity.window import Counts
 
 _END: Any = object()
@@ -23,7 +23,7 @@ class PassQueue:
         driver: runs the passes, and exchanges their counts.
         stream: micro-batches of this rank, with `rollouts`, `prompts` and `tokens`.
         chunk: passes exchanged together (>= 1).
-        stand_in: what idle passes run until a micro-batch was seen.
+        idle: what idle passes run until a micro-batch was seen.
         skip_idle: hand out no idle pass that needs none (`Driver.may_skip`).
 
     Attributes:
@@ -34,14 +34,15 @@ class PassQueue:
     """
 
     def __init__(
-        self, driver: Driver, stream: Iterable[Any], chunk: int, stand_in: Any = None, *, skip_idle: bool = False
+        self, driver: Driver, stream: Iterable[Any], chunk: int, idle: Any = None, *, skip_idle: bool = False
     ) -> None:
         driver.look_ahead(chunk)
         self._skip_idle = skip_idle
         self._driver = driver
         self._stream = iter(stream)
         self._chunk = chunk
-        self._smallest = stand_in
+        # The one micro-batch that is kept when it has been run. Its inputs are its own, the loop may take others apart.
+        self._smallest = None if idle is None else whole(idle)
         self.upcoming = driver.upcoming()
         self._out_of_data = False
 
@@ -53,8 +54,9 @@ class PassQueue:
                 return
             if self._skipped():
                 continue
-            handed = self.upcoming.hand_out()
-            yield handed.batch
+            # Nothing here keeps the micro-batch while the loop runs it: its memory is the loop's to free.
+            handed = self.upcoming.first
+            yield self.upcoming.hand_out()
             if self.upcoming and self.upcoming.first is handed:
                 raise WindowError(
                     "passes() was asked for the next micro-batch before the last had its backward(): all ranks count "
@@ -99,7 +101,7 @@ class PassQueue:
         # Every rank must hear that one has nothing to run, or the others would wait for it in the backward.
         stuck = padding > 0 and not read and self._smallest is None
         idle = Announcement(out_of_data=True, stuck=stuck)
-        return [*read, *(UpcomingPass(idle, _fresh(self._smallest)) for _ in range(padding))]
+        return [*read, *(UpcomingPass(idle, stand_in(self._smallest)) for _ in range(padding))]
 
     def _read(self) -> list[UpcomingPass]:
         read: list[UpcomingPass] = []
@@ -108,19 +110,22 @@ class PassQueue:
             if batch is _END:
                 self._out_of_data = True
                 break
+            self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
             # The smallest micro-batch makes the cheapest idle pass.
             if self._smallest is None or batch.tokens < self._smallest.tokens:
-                self._smallest = batch
+                self._smallest = whole(batch)
             counts = Counts(batch.rollouts, batch.prompts, batch.tokens)
             refuse_mean_of_parts(self._driver.ledger.weighting, counts, len(getattr(batch, "held", ())))
-            read.append(UpcomingPass(Announcement(counts), batch))
+            # One of the stream that holds nothing says so as a stand-in does, whatever its class is.
+            runs = stand_in(batch) if counts == Counts() and not says_so(batch) else batch
+            read.append(UpcomingPass(Announcement(counts), runs))
         return read
 
-
-def _fresh(batch: Any) -> Any:
-    # A loop may take its inputs apart; an idle pass must find them whole.
-    again = copy.copy(batch)
-    inputs = getattr(batch, "inputs", None)
-    if isinstance(inputs, Mapping):
-        object.__setattr__(again, "inputs", dict(inputs))
-    return again
+    def _refuse_plan_of_other_ranks(self, planned_for: int | None) -> None:
+        ranks = self._driver.ranks
+        if planned_for not in (None, ranks):
+            raise ConfigError(
+                f"passes() read a micro-batch of a plan for {planned_for} data-parallel ranks, and this engine has "
+                f"{ranks}: some of the plan's micro-batches would run nowhere, or on no rank of their own; plan with "
+                "dp_world_size=engine.dp_world_size"
+            )

@@ -6,8 +6,12 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from typing import Final
 
 from ds_parity.errors import ConfigError
+
+# Two rewards that eight operations in fp32 have computed differ by 16 roundings of 2**-24, though they mean the same.
+_ROUNDING: Final = 2.0**-20
 
 
 def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *, by_std: bool = True) -> list[float]:
@@ -15,6 +19,11 @@ def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *
 
     This is the outcome supervision of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the population's
     standard deviation and no epsilon. Where all rewards of a group are equal, as in a group of one, advantages are 0.
+
+    Rewards count as equal where the greatest and the smallest of a group differ by at most 2**-20 (about 1e-6) of the
+    largest absolute reward of the group: so far eight operations in fp32 may round two rewards apart that mean the
+    same (0.1 + 0.2 and 0.3). Divided by its own standard deviation, rounding would be as strong a signal as any
+    reward. The bound is relative, so rewards of any size keep their differences: 1000.0 and 1000.1, or 1e-12 and 2e-12.
 
     Args:
         prompt_ids: (n,) the prompt of each rollout; equal ones form a group, wherever they are in the list.
@@ -45,8 +54,11 @@ def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *
     relative = [0.0] * len(rewards)
     for members in groups.values():
         earned = [rewards[index] for index in members]
+        if max(earned) - min(earned) <= _ROUNDING * max(map(abs, earned)):
+            continue
+        # Both are exact up to their last place, so that a large mean takes nothing from a small difference.
         mean, spread = statistics.mean(earned), statistics.pstdev(earned)
-        if spread == 0:
+        if spread == 0:  # of rewards so small that it has no number
             continue
         for index in members:
             relative[index] = (rewards[index] - mean) / (spread if by_std else 1.0)

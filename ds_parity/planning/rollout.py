@@ -90,6 +90,8 @@ class MicroBatch:
         prompts: prompts that it finishes (>= 0).
         tokens: loss tokens in it (>= 0).
         held: the rollouts or pairs that it was made of, row by row, with their ids, rewards and advantages.
+        planned_for: the data-parallel ranks of the plan that it is part of, None where it is part of none. On any other
+            number of ranks `engine.passes` refuses it, because some of the plan's micro-batches would run nowhere.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -97,8 +99,12 @@ class MicroBatch:
     prompts: int = 0
     tokens: int = 0
     held: tuple[Unit, ...] = field(default=(), repr=False)
+    planned_for: int | None = field(default=None, repr=False)
 
     @property
     def idle(self) -> bool:
-        """Whether it is that of an idle pass: it finishes no rollout, and has no loss token of one."""
+        """Whether it is that of an idle pass: it finishes no rollout, and has no loss token of one.
+
+        A loop over `engine.passes` knows stand-ins by it, which hold the inputs of another micro-batch.
+        """
         return not self.rollouts and not self.tokens

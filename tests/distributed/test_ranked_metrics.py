@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from threading import Thread
 
 import pytest
 import torch
@@ -235,6 +236,9 @@ def stand_ins(folder):
             engine.record("before", float(10**index), batch.rollouts)
             engine.backward(forward(engine, 1))
             engine.record("after", torch.full((2,), float(10**index)))
+            other = Thread(target=engine.record, args=("of another thread", float(10**index)))
+            other.start()
+            other.join()
             engine.step()
         results[str(lookahead)] = engine.last_step.model_dump()
     return results
@@ -242,8 +246,11 @@ def stand_ins(folder):
 
 @pytest.mark.parametrize("lookahead", ["0", "3"])
 def test_what_a_loop_records_of_a_stand_in_is_left_out(two_ranks, lookahead):
-    """Rank 0 has passes of 1, 10 and 100; rank 1 only the first, and re-runs it twice."""
+    """Rank 0 has passes of 1, 10 and 100; rank 1 only the first, and re-runs it twice.
+
+    Another thread measures something else, and not the stand-in.
+    """
     record = two_ranks.of(stand_ins)[lookahead]
     assert (record["passes"], record["idle_passes"]) == (3, 2)
     mean = (1 + 10 + 100 + 1) / 4
-    assert record["metrics"] == {"before": mean, "after": mean}
+    assert record["metrics"] == {"before": mean, "after": mean, "of another thread": 2 * (1 + 10 + 100) / 6}

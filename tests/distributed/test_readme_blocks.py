@@ -37,7 +37,7 @@ def blocks(heading, kind):
 
 @on_two_ranks
 def readme(folder):
-    """The trainer's two loops and the planned one; how many steps each took, and of how many rollouts."""
+    """The trainer's three loops and the planned one; how many steps each took, and of how many rollouts."""
     rollouts = shorten(load_rollouts()[:320], 96)
     planned = ds_parity.plan(rollouts[:160], dp_world_size=dist.get_world_size(), target=64, max_tokens=512)
     device = get_accelerator().current_device_name()
@@ -52,12 +52,17 @@ def readme(folder):
     (place / "ds_config.json").write_text(json.dumps(config))
     names = {"model": PolicyGradient(build_tiny(0)), "rollouts": rollouts}
     names |= {"MODEL": _pretrained(Path(folder) / "pretrained"), "sampled": _sampled}
+    models = {name: PolicyGradient(build_tiny(0)) for name in ("actor", "critic")}
+    names |= {
+        name: ds_parity.initialize(model=one, model_parameters=one.parameters(), config=config)[0]
+        for name, one in models.items()
+    }
     counted = []
     with chdir(place):
         for text in [text for heading in HEADINGS for text in blocks(heading, "python")]:
             names["stream"] = stream()
             exec(compile(text, "README.md", "exec"), names)
-            engine = names["engine"]
+            engine = names["critic" if "critic" in text else "engine"]
             counted.append((engine.global_steps, engine.global_samples))
         reward = engine.last_step.metrics["reward"]
     return {"steps": counted, "reward": reward}
@@ -85,8 +90,8 @@ def _sampled(engine):
 
 
 def test_its_loops_train_on_ranks(two_ranks):
-    """128 planned rollouts in windows of 64, twice; then 320 as it plans them; then two rounds with one's own model."""
+    """128 planned rollouts in windows of 64, twice, and once with a critic; 320 as it plans them; one's own model."""
     result = two_ranks.of(readme)
-    assert result["steps"] == [[2, 128], [4, 256], [9, 576], [2, 128]]
+    assert result["steps"] == [[2, 128], [4, 256], [2, 128], [9, 576], [2, 128]]
     assert result["reward"] == 0.25
-    assert [len(blocks(heading, "python")) for heading in HEADINGS] == [2, 1, 1]
+    assert [len(blocks(heading, "python")) for heading in HEADINGS] == [3, 1, 1]

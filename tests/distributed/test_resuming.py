@@ -64,12 +64,14 @@ def traces(folder):
         with Path(paths["resumed"]).open("a") as file:
             file.write('{"step":4,"pas')
     stood = _read(paths["resumed"])
+    del first  # as if its process had been killed: while it lived, no other engine could have its trace
     again = build(config(2, passes=4, trace=paths["resumed"]))
     untouched = _read(paths["resumed"]) == stood
     again.load_checkpoint(folder)
     cut = _read(paths["resumed"])
     _windows(again, 2, 4)
     texts = {name: _read(path) for name, path in paths.items()}
+    again.finish()
     fresh = build(config(2, passes=4, trace=paths["resumed"]))
     _windows(fresh, 0, 1)
     return {"untouched": untouched, "stood": stood, "cut": cut, **texts, "fresh": _read(paths["resumed"])}
@@ -83,6 +85,7 @@ def traces_that_end_early(folder):
     first = build(config(2, passes=4, trace=str(path)))
     _windows(first, 0, 3)
     first.save_checkpoint(folder)
+    first.finish()
     dist.barrier()
     if dist.get_rank() == 0:
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))

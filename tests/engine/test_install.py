@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 
 import ds_parity
+from ds_parity.engine.initialize import without_keys
 from ds_parity.errors import ConfigError
 
 # Not under a name of this module: install() would find it there.
@@ -135,12 +136,11 @@ def test_a_call_without_the_keys_passes_as_it_is(calls, given):
 
 
 @pytest.mark.parametrize("name", ["config", "config_params"])
-def test_an_engine_without_an_optimizer_is_deepspeeds_without_our_keys(calls, name):
+def test_deepspeed_is_given_a_configuration_without_our_keys_by_the_name_that_it_had(name):
     given = dict(KEYED)
-    with ds_parity.install():
-        deepspeed.initialize(model="reference", **{name: given})
-    assert calls[0]["config" if name == "config" else "params"] == {"train_micro_batch_size_per_gpu": 1}
+    assert without_keys({"model": "reference", name: given}, given) == {name: {"train_micro_batch_size_per_gpu": 1}}
     assert given == KEYED
+    assert without_keys({"args": "with a file"}, given) == {}
 
 
 def test_a_misspelt_key_is_refused():

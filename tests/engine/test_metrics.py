@@ -1,6 +1,8 @@
 """The step's loss and metrics on one rank: what a weight means, what is refused, what is never read."""
 
 import math
+import sys
+from threading import Barrier, Thread
 
 import numpy as np
 import pytest
@@ -151,6 +153,58 @@ class TestAWrongWeightInATensor:
         meter = Meter(CPU, group=None, host_group=None, on_device=True)
         meter.record("x", torch.ones(2), torch.tensor([1.0, wrong]))
         assert math.isnan(means(meter)["x"])
+
+
+@pytest.fixture
+def _threads_take_turns_all_the_time():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_threads_take_turns_all_the_time")
+class TestThreads:
+    THREADS, EACH = 4, 4000
+
+    def settled(self, meter, work):
+        """The sums of all windows that are settled while threads run `work`, and of the one that is open then."""
+        begin = Barrier(self.THREADS + 1)
+
+        def run():
+            begin.wait()
+            for _ in range(self.EACH):
+                work()
+
+        threads = [Thread(target=run) for _ in range(self.THREADS)]
+        for thread in threads:
+            thread.start()
+        begin.wait()
+        windows = []
+        while any(thread.is_alive() for thread in threads):
+            windows.append(meter.settle())
+        return [*windows, meter.settle()]
+
+    def test_that_record_while_windows_are_settled_lose_no_number(self, meter):
+        windows = self.settled(meter, lambda: meter.record("x", 1.0, 1))
+        assert sum(sums.vector.tolist()[2] for sums in windows if sums.names) == self.THREADS * self.EACH
+
+    def test_that_record_tensors_lose_none(self, meter):
+        one = torch.ones(1)
+        windows = self.settled(meter, lambda: meter.record("x", one))
+        assert sum(sums.vector.tolist()[2] for sums in windows if sums.names) == self.THREADS * self.EACH
+
+    def test_that_add_losses_lose_none(self, meter):
+        one = torch.ones(())
+        assert sum(sums.read()[0] for sums in self.settled(meter, lambda: meter.add(one, 1))) == (
+            self.THREADS * self.EACH
+        )
+
+
+def test_a_signal_handler_that_records_while_the_meter_is_busy_does_not_wait_for_itself(meter):
+    with meter._lock:
+        meter.record("x", 1.0)
+    assert means(meter) == {"x": 1.0}
 
 
 def test_nothing_on_the_device_is_read_before_somebody_asks(monkeypatch):

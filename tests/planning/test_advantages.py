@@ -26,6 +26,51 @@ def test_equal_rewards_have_advantage_exactly_0(rewards):
     assert group_advantages("p" * len(rewards), rewards) == [0.0] * len(rewards)
 
 
+def fp32(reward):
+    return float(np.float32(reward))
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1 + 0.2, 0.3, 0.3, 0.3],
+        [float(np.float32(0.1) + np.float32(0.2)), fp32(0.3), 0.3],  # fp64 beside fp32
+        [sum([0.1] * 10), 1.0],
+        [-(0.1 + 0.2), -0.3],
+        [1e-12 / 3 * 3, 1e-12],
+        [1e300 / 3 * 3 * (1 + 2**-50), 1e300],
+    ],
+)
+def test_rewards_that_differ_by_rounding_alone_have_advantage_exactly_0(rewards, by_std):
+    assert group_advantages("p" * len(rewards), rewards, by_std=by_std) == [0.0] * len(rewards)
+
+
+@given(
+    st.floats(-1e30, 1e30).filter(lambda reward: abs(reward) > 1e-30),
+    st.lists(st.lists(st.sampled_from([1.1, 3.0, 0.7, 10.0]), max_size=4), min_size=2, max_size=6),
+)
+def test_what_eight_operations_in_fp32_round_is_no_signal(reward, factors):
+    """Each is multiplied and divided by the same numbers, so all of them mean one reward."""
+    rewards = []
+    for own in factors:
+        computed = np.float32(reward)
+        for factor in own:
+            computed = np.float32(computed * np.float32(factor)) / np.float32(factor)
+        rewards.append(float(computed))
+    assert group_advantages("p" * len(rewards), rewards) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("rewards", [[1000.0, 1000.1], [1e-12, 2e-12], [1e300, 1e300 * (1 + 1e-5)], [0.0, 5e-300]])
+def test_a_real_difference_is_signal_whatever_its_size(rewards):
+    assert group_advantages("pp", rewards) == pytest.approx([-1.0, 1.0], rel=1e-9)
+
+
+def test_a_group_is_judged_by_its_own_rewards():
+    advantages = group_advantages("aabb", [1e6, 1e6, 1e-6, 2e-6])
+    assert advantages == pytest.approx([0.0, 0.0, -1.0, 1.0])
+
+
 @given(st.lists(st.integers(-1000, 1000).map(float), min_size=2, max_size=9).filter(lambda r: len(set(r)) > 1))
 def test_advantages_of_a_group_have_mean_0_and_variance_1(rewards):
     advantages = group_advantages("p" * len(rewards), rewards)

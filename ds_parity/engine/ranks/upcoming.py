@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from threading import get_ident
 from typing import Any
 
 from ds_parity.engine.ranks.exchange import Pending
@@ -20,7 +21,7 @@ class UpcomingPass:
 
     Attributes:
         announcement: what the other ranks hear of it.
-        batch: the micro-batch that runs in it, where `passes()` hands one out.
+        batch: the micro-batch that runs in it, where `passes()` hands one out, until it has done so.
         gathered: what all ranks contain in it, once that was waited for.
     """
 
@@ -53,6 +54,7 @@ class Upcoming:
         self._pending: Pending | None = None
         self._announced: Sequence[UpcomingPass] = ()
         self._handed: Counts | None = None
+        self._handed_to: int | None = None
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -62,15 +64,17 @@ class Upcoming:
         """The pass that runs next; there must be one."""
         return self._passes[0]
 
-    def hand_out(self) -> UpcomingPass:
-        """Return the pass that runs next, whose micro-batch goes to the loop now."""
-        self._handed = self.first.counts
-        return self.first
+    def hand_out(self) -> Any:
+        """Return the micro-batch of the pass that runs next, and let go of it: it is the loop's from now on."""
+        first = self.first
+        self._handed, self._handed_to = first.counts, get_ident()
+        batch, first.batch = first.batch, None
+        return batch
 
     @property
     def idle(self) -> bool:
-        """Whether the pass that was handed out last is an idle one here: what runs is a stand-in."""
-        return self._handed == Counts()
+        """Whether the calling thread runs an idle pass: what was handed out to it last is a stand-in."""
+        return self._handed == Counts() and self._handed_to == get_ident()
 
     def announce(self, passes: Sequence[UpcomingPass]) -> Pending:
         """Start the exchange of these passes, which come after those that were announced before."""
@@ -100,6 +104,7 @@ class Upcoming:
                     f"{gathered.stuck_ranks} of {self._ranks} ranks have no micro-batch at all, so their idle passes "
                     "have nothing to run; give passes() a small one to stand in: passes(stream, idle=micro_batch)"
                 )
+        self._announced = ()
 
     def next_counts(self) -> Counts:
         """Return what the micro-batch that was handed out last contains.

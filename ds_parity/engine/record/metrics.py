@@ -7,6 +7,7 @@ holds a new name raises a flag, and only then all ranks agree on it, once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,8 @@ class Sums:
 class Meter:
     """Sums weight * loss and weight * metric without waiting for the device; one small sum over ranks a step.
 
+    Any thread may record: what comes before a window is settled belongs to it, and everything else to the next.
+
     Args:
         device: where losses are.
         group: the ranks that step together, sequence-parallel peers included.
@@ -63,38 +66,49 @@ class Meter:
         self._agreed: tuple[str, ...] = ()
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._samples: _Samples = {}
+        # Reading a sum, adding and writing it back is one act, or another thread's number is lost between them. Held by
+        # the same thread it may be taken again, so that a signal handler that records in here does not hang.
+        self._lock = RLock()
 
     def add(self, loss: torch.Tensor, units: int) -> None:
         """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
         # fp64 on the device: thousands of fp32 losses would lose digits, and reading each would wait for the device.
-        self._loss = self._loss + loss.detach().reshape(()).to(torch.float64) * units
+        with self._lock:
+            self._loss = self._loss + loss.detach().reshape(()).to(torch.float64) * units
 
     def record(self, name: Any, value: Any, weight: Any = None, *, idle: bool = False) -> None:
-        """Add to a metric; in an idle pass, whose values are a stand-in's, only look whether the call is right.
+        """Add to a metric, from any thread; in an idle pass, whose values are a stand-in's, only look at the call.
 
         Raises:
             WindowError: as `samples.weighed` says.
         """
         summed, units = weighed(name, value, weight, self._device, self._on_device)
         if not idle:
-            before = self._samples.get(name, (0.0, 0.0))
-            self._samples[name] = before[0] + summed, before[1] + units
+            with self._lock:
+                before = self._samples.get(name, (0.0, 0.0))
+                self._samples[name] = before[0] + summed, before[1] + units
 
     def reset(self) -> None:
         """Forget the window's losses and metrics, but not the names that were agreed on."""
-        self._loss = torch.zeros_like(self._loss)
-        self._samples = {}
+        with self._lock:
+            self._taken()
 
     def settle(self) -> Sums:
         """Return the window's sums over all micro-batches, still on the device, and start the next window at 0."""
-        # Each peer added the whole loss of the micro-batch that they share.
-        loss, samples = self._loss if self._peers == 1 else self._loss / self._peers, self._samples
-        self.reset()
+        with self._lock:
+            loss, samples = self._taken()
+        if self._peers > 1:  # each peer added the whole loss of the micro-batch that they share
+            loss = loss / self._peers
         if self._over_host is None:
             names = tuple(samples)
             return Sums(names, self._vector([loss], names, samples))
         over = self._settled_on_device if self._on_device else self._settled_on_host
         return over(self._over_host, loss, samples)
+
+    def _taken(self) -> tuple[torch.Tensor, _Samples]:
+        taken = self._loss, self._samples
+        self._loss, self._samples = torch.zeros_like(self._loss), {}
+        return taken
 
     def _settled_on_host(self, over: HostSum, loss: torch.Tensor, samples: _Samples) -> Sums:
         agreed, new = self._agreed, self._new(samples)

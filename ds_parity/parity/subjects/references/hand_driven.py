@@ -111,6 +111,8 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
         """Yield this rank's micro-batches, and a stand-in where it is idle."""
         for index in range(self._self_loop.passes):
             self._self_index = index
+            # A stand-in keeps its counts here, where nothing counts them: divided by 0 tokens a loss would be NaN, and
+            # the factor of 0 by which this reference silences it would not remove that.
             yield self._self_loop.runs(index)
 
     def backward(self, loss: Any, **counts: Any) -> Any:

@@ -1,0 +1,101 @@
+"""What runs in an idle pass: a micro-batch once more, which counts nothing then and says so."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from types import MemberDescriptorType
+from typing import Any, Final
+
+import wrapt
+
+from ds_parity.planning.rollout import MicroBatch
+
+_COUNTS: Final = {"rollouts": 0, "prompts": 0, "tokens": 0}
+
+
+def whole(batch: Any) -> Any:
+    """Return a copy of a micro-batch with inputs of its own: a loop may take its own apart, an idle pass needs all."""
+    inputs = getattr(batch, "inputs", None)
+    try:
+        again = copy.copy(batch)
+    except Exception:  # what can't be copied is run as it is
+        return batch
+    if again is batch or not isinstance(inputs, Mapping):
+        return again
+    return _answering(again, {"inputs": dict(inputs)})
+
+
+def stand_in(batch: Any) -> Any:
+    """Return what an idle pass runs in place of a micro-batch: a copy whose counts are 0 and whose `idle` is True.
+
+    Inputs, and everything else, are those of the micro-batch, whose own counts stay as they are.
+    """
+    if isinstance(batch, MicroBatch):
+        try:
+            return replace(batch, inputs=dict(batch.inputs), rollouts=0, prompts=0, tokens=0)
+        except Exception:  # a subclass with a constructor of its own
+            return _StandIn(batch)
+    again = whole(batch)
+    if again is batch or _shared(again, batch):
+        return _StandIn(again)
+    if isinstance(again, MutableMapping):  # one whose keys are its attributes
+        again.update({name: 0 for name in _COUNTS if name in again})
+    again = _answering(again, {**_COUNTS, "idle": True})
+    return again if says_so(again) else _StandIn(again)
+
+
+def says_so(batch: Any) -> bool:
+    """Whether a micro-batch says by itself that it counts nothing and is idle."""
+    return getattr(batch, "idle", None) is True and all(getattr(batch, name) == 0 for name in _COUNTS)
+
+
+def _answering(again: Any, answers: dict[str, Any]) -> Any:
+    """Return a copy with these attributes, as far as they can be set on it and on nothing that it shares."""
+    if isinstance(again, tuple) and hasattr(again, "_replace"):
+        known: tuple[str, ...] = getattr(again, "_fields", ())
+        return again._replace(**{name: value for name, value in answers.items() if name in known})
+    for name, value in answers.items():
+        # A property's setter may write to what the copy shares with the micro-batch.
+        found = inspect.getattr_static(type(again), name, None)
+        if not hasattr(found, "__set__") or isinstance(found, MemberDescriptorType):
+            try:
+                object.__setattr__(again, name, value)
+            except (AttributeError, TypeError):  # it has no place for it
+                continue
+    return again
+
+
+def _shared(again: Any, batch: Any) -> bool:
+    inputs = getattr(again, "inputs", None)
+    return isinstance(inputs, Mapping) and inputs is getattr(batch, "inputs", None)
+
+
+class _StandIn(wrapt.ObjectProxy[Any]):
+    """A micro-batch that takes none of the answers itself: everything else is the micro-batch's."""
+
+    rollouts = prompts = tokens = 0
+    idle = True
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__(batch)
+        inputs = getattr(batch, "inputs", None)
+        if isinstance(inputs, Mapping):
+            self._self_inputs = dict(inputs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        # Without inputs this raises AttributeError, and the micro-batch is asked, as for every other attribute.
+        inputs: dict[str, Any] = self._self_inputs
+        return inputs
+
+    def __copy__(self) -> _StandIn:
+        return _StandIn(copy.copy(self.__wrapped__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
+        return _StandIn(copy.deepcopy(self.__wrapped__, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _StandIn, (self.__wrapped__,)
