@@ -34,14 +34,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, sequence: int = 1) -> None:
+    def __init__(self, engine: Engine, settings: Settings, sequence: int = 1, number: int = 1) -> None:
         super().__init__(engine)
         self._self_settings = settings
-        self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead), sequence=sequence)
+        self._self_driver = Driver(engine, settings, max(1, settings.lookahead), sequence, number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
-        with naming_lost_ranks("a forward"):
+        with self._self_driver.waiting("a forward"):
             return self.__wrapped__(*args, **kwargs)
 
     # The pass.
@@ -87,7 +87,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         refuse_what_is_no_loss(loss)
         driver: Driver = self._self_driver
         counts = driver.counts_given(rollouts, prompts, tokens)
-        with naming_lost_ranks("backward()"):
+        with self._self_driver.waiting("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, retain_graph=retain_graph)
         return scaled
 
@@ -105,7 +105,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: there was no `backward` since the last `step`.
         """
-        with naming_lost_ranks("step()"):
+        with self._self_driver.waiting("step()"):
             self._self_driver.step(lr_kwargs=lr_kwargs)
 
     def passes(
@@ -155,7 +155,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             WindowError: a window is open under `last_window: error`, or a `step()` is owed.
             RankDesyncError: not every rank has finished.
         """
-        with naming_lost_ranks("finish()"):
+        with self._self_driver.waiting("finish()"):
             self._self_driver.finish()
         return self.last_step
 
@@ -212,10 +212,12 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             ConfigError: on some rank there are not as many rewards as prompts.
+            RankDesyncError: not every rank has come within `ds_parity.exchange_timeout`.
         """
         driver: Driver = self._self_driver
-        with naming_lost_ranks("group_advantages()"):
-            return gathered_advantages(prompt_ids, rewards, driver.host_group, driver.speaks, by_std=by_std)
+        with driver.waiting("group_advantages()"):
+            over = driver.over_ranks("gathers rewards")
+            return gathered_advantages(prompt_ids, rewards, over, driver.speaks, by_std=by_std)
 
     # What there is to know.
 

@@ -47,7 +47,7 @@ def initialize(
 
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
-        RankDesyncError: ranks were given different configurations, or another one raised.
+        RankDesyncError: ranks were given different configurations or models, or another one raised.
         TraceError: `ds_parity.trace` can't be written.
     """
     keywords: dict[str, Any] = {
@@ -103,7 +103,7 @@ def honoured(
 
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
-        RankDesyncError: ranks were given different configurations, or another one raised.
+        RankDesyncError: ranks were given different configurations or models, or another one raised.
     """
     mpu, mesh_param = keywords.get("mpu"), keywords.get("mesh_param")
     with telling(mpu):
@@ -118,11 +118,11 @@ def honoured(
     with all_or_none(everybody):
         rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
         rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
-    agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)})
+    number = agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)}, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     engine, optimizer, loader, _ = bare(**{**keywords, **plain})
-    wrapped = kind(engine, rewritten.settings, sequence)
+    wrapped = kind(engine, rewritten.settings, sequence, number)
     show(wrapped._self_driver)
     with all_or_none(everybody):
         attach(wrapped._self_driver, rewritten.settings.trace, extended)

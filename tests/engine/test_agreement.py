@@ -13,7 +13,7 @@ def told(monkeypatch):
 
     def build(other):
         def gather(self, value):
-            theirs = dict(agreement._flat(other)) if isinstance(value, dict) else b"another digest"
+            theirs = dict(agreement._flat(other)) if isinstance(value, dict) else (b"another digest", 0)
             return {0: value, 1: theirs}
 
         monkeypatch.setattr(Asked, "gather", gather)
