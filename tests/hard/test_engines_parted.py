@@ -29,9 +29,9 @@ def parted(rank, stage, case):
         ),
         "advantages": (lambda: first.group_advantages([1, 1], [0.0, 1.0]), lambda: _stream(second)),
         "a third engine": (lambda: build(config(stage, passes=8)), lambda: _stream(second)),
-        "the end of a step": (lambda: first._self_driver.meter.settle(), lambda: _stream(second)),
+        "the end of a step": (first._self_driver.meter.settle, lambda: _stream(second)),
         "the end of a step and advantages": (
-            lambda: second._self_driver.meter.settle(),
+            second._self_driver.meter.settle,
             lambda: first.group_advantages([1, 1], [0.0, 1.0]),
         ),
     }
