@@ -25,8 +25,8 @@ LAZY = "TORCH_GLOO_LAZY_INIT"
 
 def sockets():
     """How many sockets this process has open."""
-    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return sum(link.is_symlink() and os.readlink(link).startswith("socket") for link in links)
+    links = list(Path("/proc/self/fd").iterdir())
+    return sum(link.is_symlink() and link.readlink().name.startswith("socket") for link in links)
 
 
 def connect(rank, ranks, store):
