@@ -76,8 +76,8 @@ def test_a_rank_opens_a_connection_for_each_round_and_two_for_a_gather_and_not_o
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=environment)
     partners = ceil(log2(ranks)) + 1  # a rank beyond the power of two is one more
     opened = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
-    # The ring of a gather connects each rank with two, and one socket listens.
-    assert 2 <= min(opened) <= max(opened) <= partners + 2 + 1
+    # A gather connects each rank with two others at most, and one socket listens.
+    assert 1 <= min(opened) <= max(opened) <= partners + 2 + 1
 
 
 def test_where_the_interface_is_not_there_the_error_names_the_variable_and_the_way_out(monkeypatch, tmp_path):

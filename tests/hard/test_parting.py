@@ -120,7 +120,7 @@ def _part(kind, limit):
 LIMIT = 5.0  # seconds that ranks wait for each other
 # A process that ends takes its time, and so do ranks that share two cores.
 SLACK = 20.0
-# Ranks that live on do so five times as long. An engine and two passes, before the wait, took 2.9 to 4.1 s on busy cores.
+# Ranks that live on do so five times as long. What precedes the wait, an engine and two passes, took up to 4.1 s here.
 SHORT, IN_TIME = 3.0, 7.0
 OWN = {
     "raises": "ValueError: this rank broke",
