@@ -180,8 +180,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         It stands in `last_step.metrics`, the trace and the monitors once the window is closed: call it between a pass's
         start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record
-        different names, or none. Costs no collective of its own, but for the first step that holds a name. In an idle
-        pass of `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
+        different names, or none. Costs no collective of its own, because it travels with the loss in the one sum of a
+        step, but for the first step that holds a name on some rank: a gather and, on CPUs, a sum. In an idle pass of
+        `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
 
         Args:
             name: of the metric.

@@ -62,6 +62,7 @@ def limits(folder):
     with engine._self_driver.waiting("a test"):
         inside = _limits(engine)
     one_pass(engine, 1, rollouts=1, tokens=3)
+    after = _limits(engine)
     begun = time.perf_counter()
     late = "nobody came" if dist.get_rank() else refusal(lambda: _late(engine, group))
     seconds = time.perf_counter() - begun

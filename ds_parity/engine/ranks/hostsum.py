@@ -179,6 +179,11 @@ class PlacedSum:
         """As `HostSum.gather`."""
         return self._over.gather(value, self._place())
 
+    def gathered(self, value: Any) -> list[Any]:
+        """As `HostSum.gathered`: right behind a sum, in which all ranks were seen to be here."""
+        self._over.collectives += 1
+        return self._over.gathered(value)
+
 
 def is_lost(group: Any) -> bool:
     """Whether some rank has lost another in a group: gloo closes a connection whose time is up, for good."""

@@ -1,7 +1,8 @@
 """The step's loss and metrics, weighted over ranks and passes: summed where they are computed, read when somebody asks.
 
-All of them travel in one sum a step. It has a place for every metric name that the ranks have agreed on; a rank that
-holds a new name raises a flag, and only then all ranks agree on it, once.
+All of them travel in one sum a step: on the host where they are computed there; else on the device, and the host sums a
+flag. The sum has a place for every metric name that the ranks have agreed on; a rank that holds a new name raises the
+flag, and only then all ranks agree on it, once: a gather on the host, and there one more sum for the new names.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Meter:
         return [name for name in samples if name not in self._agreed]
 
     def _agree(self, over: PlacedSum, new: list[str]) -> tuple[str, ...]:
-        gathered = over.gather(new)
+        gathered = over.gathered(new)
         # Sorted, so that the names have the same places in the vectors of all ranks.
         added = tuple(sorted({name for names in gathered for name in names}))
         self._agreed += added
