@@ -70,7 +70,7 @@ def limits(folder):
     return {
         "inside": inside,
         "before": before,
-        "after": _limits(engine),
+        "after": after,
         "late": late,
         "seconds": seconds,
         "n": len(held),
