@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 from benchmarks.results import Section
 from ds_parity.engine.ranks.exchange import Exchange
-from ds_parity.engine.ranks.hostsum import HostSum
+from ds_parity.engine.ranks.hostsum import HostSum, core_of
 from ds_parity.engine.ranks.wire import Announcement, Place
 from ds_parity.window import Counts
 
@@ -25,26 +25,22 @@ class Wire:
             return self.queues.setdefault(key, SimpleQueue())
 
 
-class Sent:
-    def wait(self):
-        """It is on its way."""
-
-
 class SimulatedSum(HostSum):
     """The same rounds; only who carries a vector is another."""
 
     def __init__(self, wire, rank, ranks):
         self._wire, self._rank, self._group = wire, rank, (id(wire), rank)
         self._members = range(ranks)
-        self._core = 1 << (ranks.bit_length() - 1)
+        self._core = core_of(ranks)
+        self.collectives = 0
 
     def send(self, vector, to, tag):
         self._wire.messages[self._rank] += 1
         self._wire.bytes[self._rank] += vector.numel() * vector.element_size()
         self._wire.queue(self._rank, to, tag).put(vector.clone())
-        return Sent()
+        return lambda: None
 
-    def receive(self, like, source, tag):
+    def receive(self, length, source, tag):
         return self._wire.queue(source, self._rank, tag).get(timeout=120)
 
 
@@ -53,10 +49,9 @@ def exchanged(ranks, slots):
     wire, learned = Wire(), [None] * ranks
 
     def run(rank):
-        exchange = Exchange(None, 1, slots, 600)
-        exchange.ranks, exchange._sum = ranks, SimulatedSum(wire, rank, ranks)
+        exchange = Exchange(SimulatedSum(wire, rank, ranks), ranks, slots, 600)
         passes = [Announcement(Counts(1 + rank % 3, 0, rank + at)) for at in range(slots)]
-        learned[rank] = exchange.start(Place("runs a pass", 0, 0, 0), passes).wait()
+        learned[rank] = exchange.start(Place("runs a pass"), passes).wait()
 
     before = threading.stack_size(512 * 1024)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]

@@ -71,7 +71,11 @@ class Settings(BaseModel):
         default=0, description="Passes read ahead, whose counts are exchanged together in one collective."
     )
     exchange_timeout: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="Seconds to wait for the counts of the other ranks."
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that each wait for other ranks may take in a pass: for their counts, and in DeepSpeed's "
+        "own collectives over gloo (those over NCCL keep NCCL's limit).",
     )
     trace: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="Path of a trace to write (JSON Lines); null for none."

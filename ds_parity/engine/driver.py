@@ -14,14 +14,17 @@ from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_m
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division
 from ds_parity.engine.internals.adapter import choose
-from ds_parity.engine.internals.groups import members_of
+from ds_parity.engine.internals.groups import groups_of, members_of
 from ds_parity.engine.internals.surface import Engine
-from ds_parity.engine.ranks.agreement import same
-from ds_parity.engine.ranks.exchange import Exchange, Pending, host_group
+from ds_parity.engine.ranks.agreement import naming_lost_ranks, same
+from ds_parity.engine.ranks.exchange import Exchange, Pending
+from ds_parity.engine.ranks.hostgroups import group_of
+from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
+from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement, Place
 from ds_parity.engine.record.metrics import Meter
-from ds_parity.errors import WindowError
+from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, Ledger, PassTotals, Rules, Weighting, Window
 
 RUNS = "runs a pass"
@@ -51,6 +54,7 @@ class Driver:
         settings: the extra keys.
         slots: passes that one exchange holds (>= 1).
         sequence: sequence-parallel size that the engine was asked for (>= 1).
+        number: of the engine among those of this process, the same on every rank (>= 1).
 
     Attributes:
         engine: the bare DeepSpeed engine.
@@ -59,7 +63,7 @@ class Driver:
         usual_rollouts: what a micro-batch contains where the caller gives no count.
         ledger: windows, totals and clocks.
         ranks: data-parallel ranks.
-        host_group: a gloo group of them and those that share their micro-batches; None for one rank.
+        over: sums over them and those that share their micro-batches, on the host; None for one rank.
         speaks: whether this rank stands for those that share its micro-batch.
         meter: the window's loss and metrics.
         boundary: what closing a window does: DeepSpeed's counters, the scheduler and the last step are there.
@@ -69,7 +73,7 @@ class Driver:
         on_resume: called with the windows closed so far, once a checkpoint has put them back.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, slots: int, sequence: int = 1) -> None:
+    def __init__(self, engine: Engine, settings: Settings, slots: int, sequence: int = 1, number: int = 1) -> None:
         members = members_of(engine, sequence)
         group, peers, self.ranks = members.group, members.peers, members.ranks
         self.engine = engine
@@ -79,14 +83,17 @@ class Driver:
         weighting = Weighting.configured(settings.loss_weight, settings.loss_reduction, settings.target)
         self.ledger = Ledger(rules, weighting)
         together = self.ranks * peers.size
-        self.host_group = host_group(group, settings.exchange_timeout) if together > 1 else None
-        self.exchange = Exchange(self.host_group, together, slots, settings.exchange_timeout, peers)
+        self._number = number
+        self.over = HostSum(group_of(group), settings.exchange_timeout) if together > 1 else None
+        self.exchange = Exchange(self.over, together, slots, settings.exchange_timeout, peers)
+        self._limit = Limit(groups_of(engine), settings.exchange_timeout)
         self.queue: Upcoming | None = None
         self.loop_gives_counts = False
         self.on_resume: list[Callable[[int], None]] = []
         self.speaks = peers.own == 0
         self.adapter = choose(engine)
-        self.meter = Meter(torch.device(engine.device), group, self.host_group, peers.size)
+        over = self.over_ranks("sums the loss and metrics of a step")
+        self.meter = Meter(torch.device(engine.device), group, over, peers.size)
         by_rollout = settings.lr_progress == "rollout"
         self.boundary = Boundary(self.adapter, self.ledger, self.meter, by_rollout=by_rollout)
         self._division = Division(self.adapter, self.meter, self.ranks, peers.size)
@@ -263,8 +270,9 @@ class Driver:
             RankDesyncError: ranks were given different numbers.
         """
         if passes != self.exchange.slots:
-            if self.host_group is not None:  # exchanges of different sizes end a gloo process at once
-                same(self.host_group, "look-ahead", passes)
+            if self.over is not None:
+                with naming_lost_ranks("passes(), where all say how far they look ahead"):
+                    same(self.over, self._place("begins passes() with another look-ahead"), "look-ahead", passes)
             self.exchange.slots = passes
 
     def may_skip(self, totals: PassTotals) -> bool:
@@ -277,13 +285,30 @@ class Driver:
         inside = self._ran_in == self.ledger.window.index and not self.ledger.closes_with(totals)
         return inside and self.adapter.silent_inside_windows and self.adapter.has_every_gradient()
 
-    def refuse(self, error: Exception, *, ahead: bool) -> None:
+    def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one has raised in place of announcing its next passes.
 
-        Without look-ahead they are in a forward, where ZeRO 3 waits for this rank: they hear of it when it ends.
+        Without look-ahead they are in a forward, where ZeRO 3 waits for this rank: they answer from a thread, and raise
+        when the forward's time is up, or when this rank ends.
         """
-        if ahead or self.engine.zero_optimization_stage() < 3:
-            self.exchange.refuse(self._place("reads its passes"), error)
+        self.exchange.refuse(self._place("reads its passes"), error)
+
+    @contextmanager
+    def waiting(self, where: str) -> Iterator[None]:
+        """Bound what DeepSpeed waits for inside by `exchange_timeout`, and say what it means where ranks don't come.
+
+        Args:
+            where: what this rank does, for the message ("a forward").
+
+        Raises:
+            RankDesyncError: another rank ended, is out of sync, or did not come in time.
+        """
+        limit = f"{where}, up to {self.settings.exchange_timeout:g} s (ds_parity.exchange_timeout)"
+        with naming_lost_ranks(limit, self._told), self._limit.applied():
+            yield
+
+    def _told(self) -> RankDesyncError | None:
+        return None if self.queue is None else self.queue.failure()
 
     # The end of the data.
 
@@ -350,5 +375,10 @@ class Driver:
         """Return what a pass would contain if every rank's micro-batch contained `counts`."""
         return PassTotals.of([counts] * self.ranks)
 
+    def over_ranks(self, kind: str) -> PlacedSum | None:
+        """Return what sums over the ranks for something that every rank does at the same place; None for one rank."""
+        return None if self.over is None else PlacedSum(self.over, lambda: self._place(kind))
+
     def _place(self, kind: str) -> Place:
-        return Place(kind, self.ledger.window.index, self.ledger.passes, self._configuration)
+        window = self.ledger.window
+        return Place(kind, window.index, self.ledger.passes, self._configuration, self._number)

@@ -35,14 +35,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, sequence: int = 1) -> None:
+    def __init__(self, engine: Engine, settings: Settings, sequence: int = 1, number: int = 1) -> None:
         super().__init__(engine)
         self._self_settings = settings
-        self._self_driver = Driver(engine, settings, slots=max(1, settings.lookahead), sequence=sequence)
+        self._self_driver = Driver(engine, settings, max(1, settings.lookahead), sequence, number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
-        with naming_lost_ranks("a forward"):
+        with self._self_driver.waiting("a forward"):
             return self.__wrapped__(*args, **kwargs)
 
     # The pass.
@@ -90,7 +90,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         refuse_what_is_no_loss(loss)
         driver: Driver = self._self_driver
         counts = driver.counts_given(rollouts, prompts, tokens)
-        with naming_lost_ranks("backward()"):
+        with self._self_driver.waiting("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, retain_graph=retain_graph)
         return scaled
 
@@ -110,7 +110,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: there was no `backward` since the last `step`, or gradients were changed outside of it.
         """
-        with naming_lost_ranks("step()"):
+        with self._self_driver.waiting("step()"):
             self._self_driver.step(lr_kwargs=lr_kwargs)
 
     def passes(
@@ -172,7 +172,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             WindowError: a window is open under `last_window: error`, or a `step()` is owed.
             RankDesyncError: not every rank has finished.
         """
-        with naming_lost_ranks("finish()"):
+        with self._self_driver.waiting("finish()"):
             self._self_driver.finish()
         return self.last_step
 
@@ -197,8 +197,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         It stands in `last_step.metrics`, the trace and the monitors once the window is closed: call it between a pass's
         start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record
-        different names, or none. Costs no collective of its own, but for the first step that holds a name. In an idle
-        pass of `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
+        different names, or none. Costs no collective of its own, because it travels with the loss in the one sum of a
+        step, but for the first step that holds a name on some rank: a gather and, on CPUs, a sum. In an idle pass of
+        `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
 
         May be called from any thread, and no number is lost. It counts for the window that is open when it is called:
         while the `step()` that closes a window runs, for this one or the next; after the last window, for none. Threads
@@ -233,10 +234,12 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             ConfigError: on some rank there are not as many rewards as prompts.
+            RankDesyncError: not every rank has come within `ds_parity.exchange_timeout`.
         """
         driver: Driver = self._self_driver
-        with naming_lost_ranks("group_advantages()"):
-            return gathered_advantages(prompt_ids, rewards, driver.host_group, driver.speaks, by_std=by_std)
+        with driver.waiting("group_advantages()"):
+            over = driver.over_ranks("gathers rewards")
+            return gathered_advantages(prompt_ids, rewards, over, driver.speaks, by_std=by_std)
 
     # What there is to know.
 

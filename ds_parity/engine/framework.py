@@ -13,7 +13,6 @@ from ds_parity.engine.arguments import refuse_what_is_no_loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.surface import Engine
-from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.errors import ConfigError, WindowError
 from ds_parity.window import PassTotals, Weighting
 
@@ -30,8 +29,8 @@ class FrameworkEngine(ParityEngine):
     checked against the counts in every pass. A caller that never says so finds a `ParityEngine`.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, sequence: int = 1) -> None:
-        super().__init__(engine, settings, sequence)
+    def __init__(self, engine: Engine, settings: Settings, sequence: int = 1, number: int = 1) -> None:
+        super().__init__(engine, settings, sequence, number)
         self._self_said: bool | None = None
         self._self_divided: bool | None = None
         self._self_ended = False
@@ -90,7 +89,7 @@ class FrameworkEngine(ParityEngine):
         self._settle_division(divided=not scale_wrt_gas)
         counts = driver.counts_given(rollouts, prompts, tokens)
         caller = CallersBoundary(said, _DOING[said], functools.partial(self._check_boundary, said))
-        with naming_lost_ranks("backward()"):
+        with driver.waiting("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, caller, retain_graph=retain_graph)
         if not said:
             driver.end_pass()

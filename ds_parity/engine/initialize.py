@@ -54,7 +54,8 @@ def initialize(
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right; or ZeRO 1 or 2 have no
             optimizer, without which DeepSpeed takes stages 0 and 3 alone.
-        RankDesyncError: ranks were given different configurations or optimizers, or another one raised.
+        RankDesyncError: ranks were given different configurations, models or optimizers, or another one
+                raised.
         TraceError: `ds_parity.trace` can't be written, or another engine of this process writes to it, one that is
             neither gone nor finished.
     """
@@ -111,7 +112,7 @@ def honoured(
 
     Raises:
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
-        RankDesyncError: ranks were given different configurations, or another one raised.
+        RankDesyncError: ranks were given different configurations or models, or another one raised.
     """
     mpu, mesh_param = keywords.get("mpu"), keywords.get("mesh_param")
     optimizer, sequence = _optimizer_of(keywords, extended), 1
@@ -137,12 +138,12 @@ def honoured(
         # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
         _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
         return bare(**{**keywords, **without_keys(keywords, extended)})
-    agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)})
+    number = agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)}, keywords.get("model"))
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     engine, wrapper, loader, _ = bare(**{**keywords, **plain})
-    wrapped = kind(engine, rewritten.settings, sequence)
+    wrapped = kind(engine, rewritten.settings, sequence, number)
     show(wrapped._self_driver)
     with all_or_none(everybody):
         attach(wrapped._self_driver, rewritten.settings.trace, extended)

@@ -95,7 +95,7 @@ class PassQueue:
         try:
             read = self._read()
         except Exception as error:
-            self._driver.refuse(error, ahead=self._chunk > 1)
+            self._driver.refuse(error)
             raise
         padding = self._chunk - len(read)
         # Every rank must hear that one has nothing to run, or the others would wait for it in the backward.

@@ -16,7 +16,7 @@ class Counting:
         "broadcast",
         "barrier",
         "isend",
-        "recv",
+        "irecv",
     )
 
     def __enter__(self):

@@ -57,4 +57,4 @@ class TestOverhead:
     def test_collectives_beyond_the_bare_engine_are_the_exchanges_and_one_for_the_loss(self, two_ranks, stage):
         result = two_ranks.of(overhead)[stage]
         more = {name: result["ds_parity"][name] - count for name, count in result["bare"].items()}
-        assert {name: count for name, count in more.items() if count} == {"isend": 6 + 1, "recv": 6 + 1}
+        assert {name: count for name, count in more.items() if count} == {"isend": 6 + 1, "irecv": 6 + 1}

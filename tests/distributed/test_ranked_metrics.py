@@ -151,7 +151,7 @@ class TestWhatAMetricCosts:
         more = self.more(two_ranks, path, "known", kind)
         # gathering objects reads their sizes, in the host's memory
         agreed = {"all_gather_object": 1, "item": 1, "__bool__": 1}
-        assert more == ({**agreed, "isend": 1, "recv": 1} if path == "host" else agreed)
+        assert more == ({**agreed, "isend": 1, "irecv": 1} if path == "host" else agreed)
 
     def test_is_one_host_sum_and_one_sum_on_the_device_where_there_is_one(self, two_ranks):
         """Three passes, each with its exchange, and the step's sum; on a device the flag alone goes over the host."""

@@ -1,6 +1,9 @@
 """What ranks must have been given alike, and which errors mean that one of them is gone."""
 
+import re
+
 import pytest
+import torch
 
 from ds_parity.engine.ranks import agreement
 from ds_parity.engine.ranks.agreement import Asked, agree, in_short, is_of_lost_rank, naming_lost_ranks
@@ -13,7 +16,7 @@ def told(monkeypatch):
 
     def build(other):
         def gather(self, value):
-            theirs = dict(agreement._flat(other)) if isinstance(value, dict) else b"another digest"
+            theirs = dict(agreement._flat(other)) if isinstance(value, dict) else (b"another digest", 0)
             return {0: value, 1: theirs}
 
         monkeypatch.setattr(Asked, "gather", gather)
@@ -68,6 +71,25 @@ def test_objects_that_no_two_processes_write_alike_are_told_by_their_type():
     [
         ("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40604. GLHF!", True),
         ("[../gloo/unbound_buffer.cc:78] Timed out waiting 2500ms for recv operation to complete", True),
+        ("[../gloo/transport/tcp/pair.cc:512] Application timeout caused pair closure", True),
+        ("[../gloo/transport/tcp/pair.cc:190] connect [10.0.0.2]:4711: Connection refused", True),
+        ("NCCL communicator was aborted on rank 1. ", True),
+        ("NCCL timeout in communicator initialization.", True),
+        (
+            "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=9, "
+            "NumelOut=9, Timeout(ms)=600000) ran for 600081 milliseconds before timing out.",
+            True,
+        ),
+        ("NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited or there was a network error", True),
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely",
+            True,
+        ),
+        ("ncclSystemError: ... It can be also caused by unexpected exit of a remote peer.", True),
+        ("wait timeout after 600000ms, keys: /default_pg/0//cuda//0", True),
+        ("Socket Timeout", True),
+        ("NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details)", False),
+        ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library. Duplicate GPU detected", False),
         ("Expected all tensors to be on the same device", False),
         ("DataLoader timed out after 120 seconds", False),
     ],
@@ -76,8 +98,60 @@ def test_an_error_of_a_lost_rank_is_told_from_others_by_its_words(monkeypatch, t
     monkeypatch.setattr(agreement.dist, "get_rank", lambda: 3)
     assert is_of_lost_rank(RuntimeError(text)) is lost
     kind, says = (RankDesyncError, "rank 3 waited for another rank in a forward") if lost else (RuntimeError, text)
-    with pytest.raises(kind, match=says), naming_lost_ranks("a forward"):
+    with pytest.raises(kind, match=re.escape(says)), naming_lost_ranks("a forward"):
         raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("kind", ["DistBackendError", "DistNetworkError", "DistStoreError"])
+def test_torchs_own_classes_are_told_apart_by_their_words_too(kind):
+    error = getattr(torch.distributed, kind)
+    assert is_of_lost_rank(error("NCCL communicator was aborted on rank 1"))
+    assert is_of_lost_rank(error("CUDA out of memory")) is (kind == "DistNetworkError")
+
+
+def test_what_a_rank_has_been_told_meanwhile_is_said_in_place_of_a_guess():
+    told = RankDesyncError("this rank stops because another did")
+    with pytest.raises(RankDesyncError) as caught, naming_lost_ranks("a forward", lambda: told):
+        raise RuntimeError("Connection closed by peer")
+    assert caught.value is told
+
+
+# The model.
+
+
+def perceptron(width=8, dtype=torch.float32):
+    return torch.nn.Sequential(torch.nn.Linear(4, width, dtype=dtype), torch.nn.Linear(width, 1, dtype=dtype))
+
+
+def test_ranks_with_other_parameters_are_told_their_names_types_and_shapes(monkeypatch):
+    described = [agreement._trained(model) for model in (perceptron(), perceptron(6, torch.bfloat16))]
+    assert described[0]["parameter 0.weight"] == "torch.float32 (8, 4)"
+    assert described[1]["parameter 0.weight"] == "torch.bfloat16 (6, 4)"
+
+
+def test_what_ranks_may_hold_of_their_own_is_not_compared():
+    """Frozen parameters, shards of tensor parallelism, experts; and no model, or one that is no module."""
+    model = perceptron()
+    model[0].weight.requires_grad = False
+    model[0].bias.tensor_model_parallel = True
+    model[1].weight.allreduce = False
+    assert list(agreement._trained(model)) == ["parameter 1.bias"]
+    assert agreement._trained(None) == agreement._trained(iter) == {}
+
+
+def test_a_shape_that_zero_init_or_a_lazy_module_has_put_aside_is_known_or_left_open():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.LazyLinear(3, bias=False))
+    model[0].weight.ds_shape, model[0].weight.data = model[0].weight.shape, torch.empty(0)
+    described = agreement._trained(model)
+    assert described["parameter 0.weight"] == "torch.float32 (8, 4)"
+    assert described["parameter 1.weight"] == "torch.float32 of a shape that is not known yet"
+
+
+def test_the_number_of_the_next_engine_is_one_more_than_any_rank_has_built(monkeypatch):
+    monkeypatch.setattr(agreement, "_ENGINES", [2])
+    monkeypatch.setattr(Asked, "gather", lambda self, value: {0: value, 1: (value[0], 5)})
+    asked = Asked(None, frozenset({0, 1}))
+    assert [agree(asked, {}), agree(asked, {})] == [6, 7]
 
 
 def test_what_other_ranks_are_told_of_an_error_is_its_class_and_at_most_400_characters():

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=[False, True], ids=["host", "device"])
 def meter(request):
     """One rank's, told that its tensors lie on the host, or on a device that it must not read."""
-    return Meter(CPU, group=None, host_group=None, on_device=request.param)
+    return Meter(CPU, group=None, over_host=None, on_device=request.param)
 
 
 def means(meter):
@@ -145,12 +145,12 @@ def test_what_is_no_metric_is_refused_with_the_rule_and_leaves_nothing(meter, gi
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
 class TestAWrongWeightInATensor:
     def test_is_refused_where_the_host_can_read_it(self, wrong):
-        meter = Meter(CPU, group=None, host_group=None)
+        meter = Meter(CPU, group=None, over_host=None)
         with pytest.raises(WindowError, match=f"a weight is {wrong}"):
             meter.record("x", torch.ones(2), torch.tensor([1.0, wrong]))
 
     def test_makes_the_metric_nan_where_reading_would_wait(self, wrong):
-        meter = Meter(CPU, group=None, host_group=None, on_device=True)
+        meter = Meter(CPU, group=None, over_host=None, on_device=True)
         meter.record("x", torch.ones(2), torch.tensor([1.0, wrong]))
         assert math.isnan(means(meter)["x"])
 
@@ -208,7 +208,7 @@ def test_a_signal_handler_that_records_while_the_meter_is_busy_does_not_wait_for
 
 
 def test_nothing_on_the_device_is_read_before_somebody_asks(monkeypatch):
-    meter = Meter(CPU, group=None, host_group=None, on_device=True)
+    meter = Meter(CPU, group=None, over_host=None, on_device=True)
 
     def read(*args, **kwargs):
         raise AssertionError("the device was read")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
@@ -81,6 +82,27 @@ def members_of(engine: Engine, size: int) -> Members:
     _refuse_wrong_sums(engine, set(peers))
     here = Peers(size, dist.get_rank(engine.seq_parallel_group), peers[0])
     return Members(group, dist.get_world_size(group) // size, here)
+
+
+def groups_of(engine: Engine) -> list[Any]:
+    """Return the process groups of this rank that DeepSpeed may communicate over in a pass.
+
+    They are whatever groups the engine, its optimizer's wrapper, the parameters of ZeRO 3 and DeepSpeed's own registry
+    hold: found by type, because their names differ by stage, and between an mpu, experts and hpZ.
+
+    Args:
+        engine: the bare engine.
+    """
+    held = [dist.group.WORLD, *_values(deepspeed.utils.groups), *_values(engine), *_values(engine.optimizer)]
+    for parameter in engine.module.parameters():
+        held += [getattr(parameter, name, None) for name in ("ds_process_group", "ds_zero_param_process_group")]
+    return list({id(one): one for one in held if isinstance(one, dist.ProcessGroup)}.values())
+
+
+def _values(owner: Any) -> list[Any]:
+    values = list(getattr(owner, "__dict__", {}).values())
+    # Groups of experts stand in a dictionary by name.
+    return [*values, *(one for held in values if isinstance(held, dict) for one in held.values())]
 
 
 def _size_and_source(mpu: Any, mesh_param: Any, config: Mapping[str, Any]) -> tuple[int, str]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
+from ds_parity.engine.ranks.hostgroups import everybody, way_out
+from ds_parity.engine.ranks.hostsum import HostSum
+from ds_parity.engine.ranks.wire import Place
 from ds_parity.errors import ConfigError, RankDesyncError
 
 # What a rank says, and where it puts things, is its own affair.
@@ -20,10 +24,19 @@ _OWN_SECTIONS: Final = frozenset(
 )
 _OWN_KEYS: Final = ("path", "dir", "file", "trace")
 _SHOWN = 4
-# gloo's words, and what NCCL's errors derive from, where another rank is gone or silent.
-_GONE: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-
-_GROUPS: dict[Any, Any] = {}  # of all ranks, by the process group that they are
+# What is said where another rank is gone or silent, by gloo (transport/tcp/pair.cc, unbound_buffer.cc) ...
+_GONE: Final = (
+    *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe"),
+    *("Timed out waiting", "Connect timeout", "Application timeout caused pair closure"),
+    # ... by torch for NCCL (ProcessGroupNCCL.cpp, NCCLUtils.cpp), which says so only once its watchdog has looked ...
+    *("NCCL communicator was aborted", "Watchdog caught collective operation timeout", "NCCL timeout"),
+    # ... by NCCL itself (ncclGetErrorString), and by torch of it ...
+    *("remote process exited", "ncclRemoteError", "unexpected exit of a remote peer"),
+    # ... and by torch's store (TCPStore.cpp, socket.cpp), through which groups find each other.
+    *("wait timeout after", "Socket Timeout", "recvValue failed", "sendBytes failed", "recvBytes failed"),
+)
+_STARTS: Final = Place("initializes an engine")
+_ENGINES = [0]  # how many this process has built, as far as the ranks have agreed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +53,8 @@ class Asked:
 
     def gather(self, value: Any) -> dict[int, Any]:
         """Return what every member has sent."""
-        gathered: list[Any] = [None] * dist.get_world_size(self.group)
-        with naming_lost_ranks("initialize() or passes(), where all say what they were given"):
-            dist.all_gather_object(gathered, value, group=self.group)
+        with naming_lost_ranks(f"initialize(), where all say what they were given. If all run, {way_out()}"):
+            gathered = HostSum(self.group).gather(value, _STARTS)
         return {rank: theirs for rank, theirs in enumerate(gathered) if rank in self.members}
 
 
@@ -51,12 +63,12 @@ def started_together(mpu: Any) -> Asked:
 
     They talk over gloo: before DeepSpeed builds its engine a process may not have chosen its accelerator yet. All ranks
     of the job call, alike.
+
+    Raises:
+        ConfigError: this host has no interface for gloo.
     """
-    world = dist.group.WORLD
-    if world not in _GROUPS:
-        _GROUPS[world] = dist.new_group(backend="gloo")
-    group_of = getattr(mpu, "get_data_parallel_group", None)
-    return Asked(_GROUPS[world], frozenset(dist.get_process_group_ranks(world if group_of is None else group_of())))
+    data_parallel = getattr(mpu, "get_data_parallel_group", lambda: dist.group.WORLD)()
+    return Asked(everybody(), frozenset(dist.get_process_group_ranks(data_parallel)))
 
 
 @contextmanager
@@ -92,32 +104,62 @@ def telling(mpu: Any) -> Iterator[None]:
         raise
 
 
-def agree(asked: Asked, config: Mapping[str, Any]) -> None:
-    """Raise where ranks were given different configurations; what they log, and where, may differ.
+def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
+    """Raise where ranks were given different configurations or models; what they log, and where, may differ.
+
+    Args:
+        asked: the ranks.
+        config: what this rank was given.
+        model: what it trains (`torch.nn.Module`); None where no engine of its own is built with it.
+
+    Returns:
+        number of the engine that is built next (>= 1), the same on every rank; of the last one without a model.
 
     Raises:
         RankDesyncError: on every rank, with the keys that differ.
     """
-    own = {path: text for path, text in _flat(config) if not _is_own(path)}
+    own = {path: text for path, text in _flat(config) if not _is_own(path)} | _trained(model)
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     # The digests are small and nearly always equal; whole configurations travel only where they are not.
-    if len(set(asked.gather(digest).values())) == 1:
-        return
-    gathered = asked.gather(own)
-    keys = sorted({path for theirs in gathered.values() for path in theirs if len(set(_of(path, gathered))) > 1})
+    gathered = asked.gather((digest, _ENGINES[0]))
+    if len({theirs for theirs, _ in gathered.values()}) == 1:
+        # A rank whose last engine failed alone may have built fewer.
+        _ENGINES[0] = max(built for _, built in gathered.values()) + (model is not None)
+        return _ENGINES[0]
+    whole = asked.gather(own)
+    keys = sorted({path for theirs in whole.values() for path in theirs if len(set(_of(path, whole))) > 1})
     raise RankDesyncError(
-        f"ranks differ in {_some([_differing(key, gathered) for key in keys])}. All ranks need the same configuration; "
-        "look at what this rank was started with"
+        f"ranks differ in {_some([_differing(key, whole) for key in keys])}. All ranks need the same configuration and "
+        "the same model, and initialize their engines in the same order; look at what this rank was started with"
     )
 
 
-def same(group: Any, what: str, value: int) -> None:
-    """Raise where the ranks of a group have different values.
+def _trained(model: Any) -> dict[str, str]:
+    """Return type and shape of what a model trains, by name, as far as all ranks have the same."""
+    parameters = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+    return {f"parameter {name}": _described(one) for name, one in parameters if one.requires_grad and _is_shared(one)}
+
+
+def _is_shared(parameter: torch.nn.Parameter) -> bool:
+    # A rank has shards of tensor parallelism (Megatron's mark, and DeepSpeed's) and experts of its own.
+    return getattr(parameter, "allreduce", True) and not getattr(parameter, "tensor_model_parallel", False)
+
+
+def _described(parameter: torch.nn.Parameter) -> str:
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        return f"{parameter.dtype} of a shape that is not known yet"
+    # zero.Init leaves an empty tensor, and the shape beside it.
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return f"{parameter.dtype} {tuple(shape)}"
+
+
+def same(over: HostSum, place: Place, what: str, value: int) -> None:
+    """Raise where ranks have different values.
 
     Raises:
-        RankDesyncError: on every rank, with the values.
+        RankDesyncError: on every rank, with the values; or with the places, where these differ.
     """
-    gathered = Asked(group, frozenset(range(dist.get_world_size(group)))).gather({what: value})
+    gathered = dict(enumerate(over.gather({what: value}, place)))
     if len(set(_of(what, gathered))) > 1:
         raise RankDesyncError(
             f"ranks differ in {_differing(what, gathered)}. All ranks need the same configuration and the same "
@@ -126,8 +168,12 @@ def same(group: Any, what: str, value: int) -> None:
 
 
 @contextmanager
-def naming_lost_ranks(where: str) -> Iterator[None]:
+def naming_lost_ranks(where: str, told: Callable[[], RankDesyncError | None] = lambda: None) -> Iterator[None]:
     """Say what a failed collective means: a rank that is gone shows first in whatever DeepSpeed waits for.
+
+    Args:
+        where: what this rank waits in.
+        told: returns what another rank has said of itself meanwhile; None where it has not.
 
     Raises:
         RankDesyncError: in place of the RuntimeError of a collective that lost a rank.
@@ -137,15 +183,18 @@ def naming_lost_ranks(where: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_of_lost_rank(error):
             raise
-        raise RankDesyncError(
+        raise told() or RankDesyncError(
             f"rank {dist.get_rank()} waited for another rank in {where}: one of them ended, hangs, or runs a different "
             f"number of passes; its own log says why. ({str(error).splitlines()[0]})"
         ) from error
 
 
 def is_of_lost_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone or silent."""
-    return isinstance(error, dist.DistError) or any(words in str(error) for words in _GONE)
+    """Whether a collective failed because another rank is gone or silent.
+
+    Its words tell: torch's classes are those of NCCL's other errors, too (a GPU that two ranks use, no memory left).
+    """
+    return isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in _GONE)
 
 
 def in_short(error: Exception) -> str:

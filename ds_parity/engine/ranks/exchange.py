@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,37 +15,17 @@ from ds_parity.engine.ranks.hostsum import HostSum, Sum
 from ds_parity.engine.ranks.wire import Announcement, GatheredPass, Message, Peers, Place
 from ds_parity.errors import RankDesyncError
 
-_GROUPS: dict[tuple[Any, tuple[int, ...], float], Any] = {}
 _ALONE = Peers()
-
-
-def host_group(members_of: Any, timeout: float) -> Any:
-    """Return a gloo group over the ranks of `members_of`; every rank of the job must call, and alike.
-
-    Args:
-        members_of: the data-parallel process group.
-        timeout: seconds that an exchange may take before it is an error.
-    """
-    own = tuple(dist.get_process_group_ranks(members_of))
-    key = (dist.group.WORLD, own, timeout)
-    if key not in _GROUPS:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        # Making a group is collective over the whole job, so every rank makes the groups of all, in one order.
-        for members in sorted(set(gathered)):
-            group = dist.new_group(list(members), backend="gloo", timeout=timedelta(seconds=timeout))
-            _GROUPS[dist.group.WORLD, members, timeout] = group
-    return _GROUPS[key]
 
 
 class Exchange:
     """Sums counts over the data-parallel ranks, and refuses ranks that are out of sync.
 
     Args:
-        group: a gloo group of the ranks; None where there is one rank.
+        over: sums over the ranks; None where there is one rank.
         ranks: how many ranks exchange, those that share a micro-batch included (>= 1).
         slots: passes that one exchange holds (>= 1).
-        timeout: seconds that `group` waits, for the message of an error.
+        timeout: seconds that `over` waits, for the message of an error.
         peers: this rank among those that share its micro-batch.
 
     Attributes:
@@ -57,15 +36,14 @@ class Exchange:
         stopping: some rank did, as all ranks know it from the same exchange on.
     """
 
-    def __init__(self, group: Any, ranks: int, slots: int, timeout: float, peers: Peers = _ALONE) -> None:
+    def __init__(self, over: HostSum | None, ranks: int, slots: int, timeout: float, peers: Peers = _ALONE) -> None:
         self.ranks = ranks
         self.slots = slots
         self.collectives = 0
         self.stop = False
         self.stopping = False
         self._peers = peers
-        self._group = group
-        self._sum = HostSum(group) if ranks > 1 else None
+        self._over = over
         self._timeout = timeout
 
     def start(self, place: Place, passes: Sequence[Announcement]) -> Pending:
@@ -75,29 +53,27 @@ class Exchange:
             RankDesyncError: another rank is gone.
         """
         padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
-        message = Message(place, (*passes, *padding), self.stop, self._peers)
+        message = Message((*passes, *padding), self.stop, self._peers)
         # On the host, because reading a sum from the accelerator would wait for all of its queued work.
         vector = torch.tensor(message.pack(), dtype=torch.int64, device="cpu")
-        if self._sum is None:
-            return Pending(self, message, vector)
+        if self._over is None:
+            return Pending(self, place, message, vector)
         self.collectives += 1
         try:
-            return Pending(self, message, vector, self._sum.start(vector))
+            return Pending(self, place, message, vector, self._over.start(vector, place))
         except RuntimeError as error:
             raise self._gone(place, error) from error
 
-    def finish(self, message: Message, vector: torch.Tensor, work: Sum | None) -> tuple[GatheredPass, ...]:
+    def finish(self, pending: Pending) -> tuple[GatheredPass, ...]:
         """Wait for an exchange; used by `Pending.wait`."""
+        message, work = pending.message, pending.work
         try:
-            sums = (vector if work is None else work.wait()).tolist()
-            answer = message.unpack(sums, self.ranks)
-            if not answer.in_sync:
-                raise self._out_of_sync(message.place)
-            if not answer.peers_agree:
-                raise self._peers_differ(message.passes)
+            answer = message.unpack((pending.vector if work is None else work.wait()).tolist())
+            if not answer.peers_agree and self._over is not None:
+                raise self._peers_differ(self._over, message.passes)
         except RuntimeError as error:
             # gloo ends a collective with a RuntimeError where a rank is gone or the time is up.
-            raise self._gone(message.place, error) from error
+            raise self._gone(pending.place, error) from error
         self.stopping = self.stopping or answer.stopping
         return answer.passes
 
@@ -106,20 +82,8 @@ class Exchange:
         with suppress(RankDesyncError):
             self.start(replace(place, error=in_short(error)), []).wait()
 
-    def _out_of_sync(self, place: Place) -> RankDesyncError:
-        gathered: list[Any] = [None] * self.ranks
-        dist.all_gather_object(gathered, (dist.get_rank(), place), group=self._group)
-        lines = "; ".join(f"rank {rank} {where}" for rank, where in gathered)
-        if any(where.error for _, where in gathered):
-            return RankDesyncError(f"this rank stops because another did: {lines}. Mend what it says")
-        return RankDesyncError(
-            f"ranks are not in the same place: {lines}. Every rank must run the same number of passes with the same "
-            "configuration: call idle() on ranks without data, or take micro-batches from passes(), which does"
-        )
-
-    def _peers_differ(self, passes: Sequence[Announcement]) -> RankDesyncError:
-        gathered: list[Any] = [None] * self.ranks
-        dist.all_gather_object(gathered, (self._peers.first, dist.get_rank(), list(passes)), group=self._group)
+    def _peers_differ(self, over: HostSum, passes: Sequence[Announcement]) -> RankDesyncError:
+        gathered = over.gathered((self._peers.first, dist.get_rank(), list(passes)))
         by_group: dict[int, list[Any]] = {}
         for first, _, announced in gathered:
             by_group.setdefault(first, []).append(announced)
@@ -148,6 +112,7 @@ class Pending:
     """An exchange under way."""
 
     exchange: Exchange
+    place: Place
     message: Message
     vector: torch.Tensor
     work: Sum | None = None
@@ -163,4 +128,4 @@ class Pending:
         Raises:
             RankDesyncError: on every rank, where ranks are out of sync, one is gone, or time ran out.
         """
-        return self.exchange.finish(self.message, self.vector, self.work)
+        return self.exchange.finish(self)

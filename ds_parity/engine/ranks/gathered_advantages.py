@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from ds_parity.engine.ranks.hostsum import PlacedSum
 from ds_parity.errors import ConfigError
 from ds_parity.planning.advantages import group_advantages
 
 
 def gathered_advantages(
-    prompt_ids: Sequence[Hashable], rewards: Sequence[float], group: Any, first: bool, *, by_std: bool
+    prompt_ids: Sequence[Hashable], rewards: Sequence[float], over: PlacedSum | None, first: bool, *, by_std: bool
 ) -> list[float]:
     """Return the advantages of this rank's rewards among those of all ranks; one gather of objects on the host.
 
     Args:
         prompt_ids: (n,) of this rank, n may differ and be 0.
         rewards: (n,) of this rank.
-        group: a gloo group; None where there is one rank.
+        over: the ranks; None where there is one.
         first: whether this rank's are to be counted: one of those that share a micro-batch.
         by_std: as in `group_advantages`.
 
     Raises:
         ConfigError: on a rank there are not as many rewards as prompts; raised on all of them.
+        RankDesyncError: not every rank is here.
+        RuntimeError: a rank is gone.
     """
     own = [float(reward) for reward in rewards]
     gathered: list[Any] = [(list(prompt_ids), own, first)]
-    if group is not None:
-        sent, gathered = gathered[0], [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, sent, group=group)
+    if over is not None:
+        gathered = over.gather(gathered[0])
     for rank, (theirs, earned, _) in enumerate(gathered):
         if len(theirs) != len(earned):
             raise ConfigError(

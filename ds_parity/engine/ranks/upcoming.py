@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_parity.engine.ranks.exchange import Pending
 from ds_parity.engine.ranks.wire import Announcement, GatheredPass
-from ds_parity.errors import WindowError
+from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, PassTotals
 
 
@@ -105,6 +105,15 @@ class Upcoming:
                     "have nothing to run; give passes() a small one to stand in: passes(stream, idle=micro_batch)"
                 )
         self._announced = ()
+
+    def failure(self, within: float = 0.5) -> RankDesyncError | None:
+        """Return what this rank was told in an exchange that goes on while it waits elsewhere; None without such.
+
+        Args:
+            within: seconds to wait for it at most.
+        """
+        work = None if self._pending is None else self._pending.work
+        return None if work is None else work.failure(within)
 
     def next_counts(self) -> Counts:
         """Return what the micro-batch that was handed out last contains.

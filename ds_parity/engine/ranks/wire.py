@@ -1,9 +1,11 @@
-"""What ranks send each other in one exchange of counts, as numbers that are summed over ranks.
+"""What ranks send each other on the host, as numbers that are summed over ranks.
 
-A message is a vector of int64, so its size does not grow with the number of ranks: two numbers for the fingerprint, one
-for how many ranks ask to stop, and six for each pass. The fingerprint (kind of call, window, pass, configuration) is 24
-bits wide and is summed together with its square: by Cauchy-Schwarz n * sum(f^2) equals sum(f)^2 only where all n ranks
-sent the same.
+Every sum begins with two numbers for the fingerprint of its place (kind of call, engine, window, pass, configuration)
+and of its length. The fingerprint is 24 bits wide and is summed together with its square: by Cauchy-Schwarz
+n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
+
+In an exchange of counts one number follows for how many ranks ask to stop, and six for each pass: int64, and no more of
+them for more ranks.
 
 Ranks that share a micro-batch (sequence parallelism) have the same counts, which one of them sends. Each adds a
 checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ds_parity.window import Counts, PassTotals
 
-_HEAD = 3  # the fingerprint, its square, and who asks to stop
+_HEAD = 1  # who asks to stop
 _FIELDS = 6  # of a pass
 
 
@@ -43,30 +45,44 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank says it is, and what it has raised there; ranks that exchange counts must say the same.
+    """Where a rank says it is, and what it has raised there; ranks that sum or gather must say the same.
 
     Attributes:
         kind: what it does, as a verb phrase ("runs a pass").
         window: index of its open window (>= 0).
         pass_index: passes that it has counted (>= 0).
         configuration: 24 bits of its settings.
+        engine: number of its engine, as the ranks have agreed on it (>= 1); 0 where there is no engine yet.
         error: what it has raised; empty where it goes on.
     """
 
     kind: str
-    window: int
-    pass_index: int
-    configuration: int
+    window: int = 0
+    pass_index: int = 0
+    configuration: int = 0
+    engine: int = 0
     error: str = ""
 
-    def fingerprint(self) -> int:
-        """Return 24 bits of the place."""
-        return zlib.crc32(repr(self).encode()) & 0xFFFFFF
+    def head(self, length: int) -> list[int]:
+        """Return the numbers that a sum of `length` numbers begins with: the fingerprint and its square."""
+        fingerprint = self.fingerprint(length)
+        return [fingerprint, fingerprint * fingerprint]
+
+    def fingerprint(self, length: int = 0) -> int:
+        """Return 24 bits of the place, and of how many numbers are summed there (>= 0)."""
+        return zlib.crc32(repr((self, length)).encode()) & 0xFFFFFF
 
     def __str__(self) -> str:
         does = f"has raised {self.error} (it {self.kind}" if self.error else self.kind
-        where = f"in window {self.window}, pass {self.pass_index}, configuration {self.configuration:06x}"
-        return f"{does} {where}{')' if self.error else ''}"
+        place = f" in window {self.window}, pass {self.pass_index}, engine {self.engine}, configuration"
+        where = f"{place} {self.configuration:06x}" if self.engine else ""
+        return f"{does}{where}{')' if self.error else ''}"
+
+
+def heads_agree(heads: Sequence[int], ranks: int) -> bool:
+    """Whether all ranks were in the same place, from the sums of what `Place.head` returned on each of them."""
+    fingerprints, squares = heads
+    return ranks * squares == fingerprints**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +120,11 @@ class Answer:
     """The sum of all ranks' messages.
 
     Attributes:
-        in_sync: all ranks sent the same place.
         peers_agree: ranks that share a micro-batch sent the same counts.
         stopping: some rank asks to stop.
         passes: what the announced passes contain over all ranks.
     """
 
-    in_sync: bool
     peers_agree: bool
     stopping: bool
     passes: tuple[GatheredPass, ...]
@@ -121,20 +135,17 @@ class Message:
     """What one rank sends in an exchange.
 
     Attributes:
-        place: where it is.
         passes: what it announces, the same number of passes on every rank.
         stop: it asks all ranks to stop.
         peers: this rank among those that share its micro-batch.
     """
 
-    place: Place
     passes: tuple[Announcement, ...]
     stop: bool = False
     peers: Peers = field(default_factory=Peers)
 
     def pack(self) -> list[int]:
         """Return the numbers that are summed over ranks; `unpack` reads their sums."""
-        fingerprint = self.place.fingerprint()
         numbers: list[int] = []
         for one in self.passes:
             counts = one.counts
@@ -143,24 +154,21 @@ class Message:
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         # The counts of a shared micro-batch enter the sum once.
         sent = [0] * len(numbers) if self.peers.own else numbers
-        return [fingerprint, fingerprint * fingerprint, int(self.stop), *sent, *checksum]
+        return [int(self.stop), *sent, *checksum]
 
-    def unpack(self, sums: Sequence[int], ranks: int) -> Answer:
+    def unpack(self, sums: Sequence[int]) -> Answer:
         """Return what the sums of all ranks' numbers say; the inverse of `pack` where there is one rank.
 
         Args:
             sums: of what `pack` returned, over all ranks.
-            ranks: how many ranks were summed (>= 1).
         """
-        fingerprints, squares, stops = sums[:_HEAD]
         numbers = sums[_HEAD : _HEAD + _FIELDS * len(self.passes)]
         passes = [
             GatheredPass(PassTotals(*numbers[at : at + 4]), *numbers[at + 4 : at + _FIELDS])
             for at in range(0, len(numbers), _FIELDS)
         ]
         return Answer(
-            in_sync=ranks * squares == fingerprints**2,
             peers_agree=self.peers.size == 1 or sums[-1] == 0,
-            stopping=stops > 0,
+            stopping=sums[0] > 0,
             passes=tuple(passes),
         )

@@ -1,7 +1,8 @@
 """The step's loss and metrics, weighted over ranks and passes: summed where they are computed, read when somebody asks.
 
-All of them travel in one sum a step. It has a place for every metric name that the ranks have agreed on; a rank that
-holds a new name raises a flag, and only then all ranks agree on it, once.
+All of them travel in one sum a step: on the host where they are computed there; else on the device, and the host sums a
+flag. The sum has a place for every metric name that the ranks have agreed on; a rank that holds a new name raises the
+flag, and only then all ranks agree on it, once: a gather on the host, and there one more sum for the new names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ds_parity.engine.ranks.hostsum import HostSum
+from ds_parity.engine.ranks.hostsum import PlacedSum
 from ds_parity.engine.record.samples import Number, weighed
 
 _Samples: TypeAlias = "dict[str, tuple[Number, Number]]"
@@ -49,19 +50,24 @@ class Meter:
     Args:
         device: where losses are.
         group: the ranks that step together, sequence-parallel peers included.
-        host_group: the same ranks over gloo; None with one rank.
+        over_host: the same ranks over gloo; None with one rank.
         peers: ranks that share a micro-batch and each add its whole loss, 1 without sequence parallelism.
         on_device: sum over ranks on the device, without reading it; else on the host. Default: as the device is.
     """
 
     def __init__(
-        self, device: torch.device, group: Any, host_group: Any, peers: int = 1, *, on_device: bool | None = None
+        self,
+        device: torch.device,
+        group: Any,
+        over_host: PlacedSum | None,
+        peers: int = 1,
+        *,
+        on_device: bool | None = None,
     ) -> None:
         self._device = device
         self._group = group
-        self._host_group = host_group
         self._peers = peers
-        self._over_host = HostSum(host_group) if host_group is not None else None
+        self._over_host = over_host
         self._on_device = device.type != "cpu" if on_device is None else on_device
         self._agreed: tuple[str, ...] = ()
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -110,21 +116,21 @@ class Meter:
         self._loss, self._samples = torch.zeros_like(self._loss), {}
         return taken
 
-    def _settled_on_host(self, over: HostSum, loss: torch.Tensor, samples: _Samples) -> Sums:
+    def _settled_on_host(self, over: PlacedSum, loss: torch.Tensor, samples: _Samples) -> Sums:
         agreed, new = self._agreed, self._new(samples)
         # The loss, the count of new names and the known metrics travel together: one collective in nearly every step.
         summed = over.start(self._vector([loss, float(len(new))], agreed, samples)).wait()
         sums = [summed[:1], summed[2:]]
         if summed.tolist()[1]:
-            added = self._agree(new)
+            added = self._agree(over, new)
             sums.append(over.start(self._vector([], added, samples)).wait())
         return Sums(self._agreed, torch.cat(sums))
 
-    def _settled_on_device(self, over: HostSum, loss: torch.Tensor, samples: _Samples) -> Sums:
+    def _settled_on_device(self, over: PlacedSum, loss: torch.Tensor, samples: _Samples) -> Sums:
         # The flag goes over the host: read from the device it would make the host wait for the whole step.
         new = self._new(samples)
         if over.start(torch.tensor([len(new)])).wait().tolist()[0]:
-            self._agree(new)
+            self._agree(over, new)
         vector = self._vector([loss], self._agreed, samples)
         dist.all_reduce(vector, group=self._group)
         return Sums(self._agreed, vector)
@@ -132,9 +138,8 @@ class Meter:
     def _new(self, samples: _Samples) -> list[str]:
         return [name for name in samples if name not in self._agreed]
 
-    def _agree(self, new: list[str]) -> tuple[str, ...]:
-        gathered: list[Any] = [None] * dist.get_world_size(self._host_group)
-        dist.all_gather_object(gathered, new, group=self._host_group)
+    def _agree(self, over: PlacedSum, new: list[str]) -> tuple[str, ...]:
+        gathered = over.gathered(new)
         # Sorted, so that the names have the same places in the vectors of all ranks.
         added = tuple(sorted({name for names in gathered for name in names}))
         self._agreed += added

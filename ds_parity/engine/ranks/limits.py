@@ -1,0 +1,51 @@
+"""How long collectives wait for another rank, where torch lets it be said for the time of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Limit:
+    """A limit for what is begun inside `applied`: torch notes it where a collective begins.
+
+    Only groups over gloo are limited. One over NCCL has its own limit, and what becomes of that is another matter: its
+    watchdog ends the process where a collective takes longer, so a limit that was changed could end a rank that this
+    module would have let raise.
+
+    Args:
+        groups: process groups of this rank.
+        seconds: each collective may take (> 0).
+    """
+
+    def __init__(self, groups: Iterable[Any], seconds: float) -> None:
+        self._backends = list({id(one): one for group in groups if (one := _gloo(group)) is not None}.values())
+        self._limit = timedelta(seconds=seconds)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Limit the collectives that begin inside, and put the groups' own limits back."""
+        # They are read anew each time: whoever owns a group may have changed its limit.
+        before = [backend.options._timeout for backend in self._backends]
+        for backend in self._backends:
+            backend._set_default_timeout(self._limit)
+        try:
+            yield
+        finally:
+            for backend, limit in zip(self._backends, before, strict=True):
+                backend._set_default_timeout(limit)
+
+
+def _gloo(group: Any) -> Any:
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group that knows accelerators only
+        return None
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it, which has no limit of its own.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None

@@ -1,0 +1,102 @@
+"""What ranks send each other on the host: how often, and what bounds the waits for it."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_parity.engine.ranks.limits import Limit
+from tests.distributed.cells import config
+from tests.distributed.engines import Batch, build, exchanges_of, forward, one_pass, refusal
+from tests.distributed.sets import on_two_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def sums_of(engine):
+    """How many sums and gathers on the host were no exchange of counts."""
+    return engine._self_driver.over.collectives - exchanges_of(engine)
+
+
+@on_two_ranks
+def collectives(folder):
+    """Exchanges, and other collectives on the host, of each of five windows of 4 passes a rank."""
+    return {
+        f"{drive}, ahead {ahead}": _windows(drive, ahead)
+        for drive, ahead in (("loop", 0), ("passes", 0), ("passes", 4))
+    }
+
+
+def _windows(drive, ahead):
+    engine = build(config(1, passes=8, lookahead=ahead))
+    passes = engine.passes((Batch() for _ in range(20)), finish=False) if drive == "passes" else range(20)
+    counts = {} if drive == "passes" else {"rollouts": 1, "tokens": 3}
+    seen, before = [], (exchanges_of(engine), sums_of(engine))
+    for number, _ in enumerate(passes):
+        loss = engine.backward(forward(engine, 1), **counts)
+        # Another name in the third window, on one rank alone.
+        engine.record("kl" if number // 4 == 2 and dist.get_rank() else "reward", loss)
+        engine.step()
+        if engine.window.passes == 0:
+            now = exchanges_of(engine), sums_of(engine)
+            seen.append([now[0] - before[0], now[1] - before[1]])
+            before = now
+    return seen
+
+
+@pytest.mark.parametrize(("case", "exchanges"), [("loop, ahead 0", 4), ("passes, ahead 0", 4), ("passes, ahead 4", 1)])
+def test_a_window_costs_its_exchanges_and_one_sum_and_two_more_where_a_name_is_new(two_ranks, case, exchanges):
+    windows = two_ranks.of(collectives)[case]
+    assert [exchanged for exchanged, _ in windows] == [exchanges] * 5
+    assert [others for _, others in windows] == [3, 1, 3, 1, 1]
+
+
+@on_two_ranks
+def limits(folder):
+    """The limits of DeepSpeed's groups inside and outside of a call, and how long a rank that is late is waited for."""
+    engine = build(config(3, passes=8, exchange_timeout=77.0))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=500))
+    held, before = engine._self_driver._limit._backends, _limits(engine)
+    with engine._self_driver.waiting("a test"):
+        inside = _limits(engine)
+    one_pass(engine, 1, rollouts=1, tokens=3)
+    after = _limits(engine)
+    begun = time.perf_counter()
+    late = "nobody came" if dist.get_rank() else refusal(lambda: _late(engine, group))
+    seconds = time.perf_counter() - begun
+    dist.barrier()
+    return {
+        "inside": inside,
+        "before": before,
+        "after": after,
+        "late": late,
+        "seconds": seconds,
+        "n": len(held),
+    }
+
+
+def _late(engine, group):
+    driver = engine._self_driver
+    driver._limit = Limit([group], 1.5)
+    with driver.waiting("a test"):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def _limits(engine):
+    return [backend.options._timeout.total_seconds() for backend in engine._self_driver._limit._backends]
+
+
+def test_inside_a_pass_deepspeeds_groups_wait_as_long_as_the_exchange_and_as_before_outside(two_ranks):
+    result = two_ranks.of(limits)
+    assert result["n"] >= 2, "that of all ranks, and DeepSpeed's copy of it"
+    assert set(result["inside"]) == {77.0}
+    assert result["after"] == result["before"]
+    assert 77.0 not in result["before"]
+
+
+def test_a_collective_that_a_rank_does_not_come_to_ends_when_the_time_is_up(two_ranks):
+    result = two_ranks.of(limits)
+    assert result["late"].startswith("RankDesyncError: rank 0 waited for another rank in a test, up to 77 s")
+    assert 1.4 < result["seconds"] < 10
