@@ -10,7 +10,7 @@ from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
 from ds_parity.engine.internals.schedule import RolloutSchedule
 from ds_parity.engine.record.finished import Finished
-from ds_parity.engine.record.metrics import Meter
+from ds_parity.engine.record.metrics import Meter, Sums
 from ds_parity.window import Ledger
 
 _LOG = logging.getLogger("ds_parity")
@@ -57,7 +57,11 @@ class Boundary:
             **kwargs: for DeepSpeed's `step`.
         """
         engine, window, total = self._engine, self._ledger.window, self._ledger.total()
+        self._adapter.kept.refuse_freezing(window.index)
         self._adapter.kept.refuse_strays(window.index)
+        self._adapter.refuse_unreduced()
+        # Summed before the step: all ranks say there what they have used, while the weights are as they were.
+        sums = self._meter.settle()
         # The LR that the step uses is the one before the scheduler moves.
         lr = self._lr()
         if self.schedule is not None:
@@ -75,7 +79,7 @@ class Boundary:
                     engine.step(**kwargs)
         # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.
         self.mark(False)
-        self._settle(lr, applied=engine.was_step_applied())
+        self._settle(lr, sums, applied=engine.was_step_applied())
 
     def skip(self) -> None:
         """Close a window that has no weight: no step, and a warning."""
@@ -91,7 +95,7 @@ class Boundary:
                 self._adapter.discard()
             # ZeRO 3 partitions gathered parameters in step() alone, and this window has none.
             self._adapter.release_parameters()
-        self._settle(self._lr(), applied=False)
+        self._settle(self._lr(), self._meter.settle(), applied=False)
 
     def drop(self) -> None:
         """Throw away the window that the data ended in, with a warning."""
@@ -103,9 +107,9 @@ class Boundary:
         with self._adapter.kept.released():
             self._adapter.discard()
         self.counters.consumed(window.rollouts)
-        self._settle(self._lr(), applied=False)
+        self._settle(self._lr(), self._meter.settle(), applied=False)
 
-    def _settle(self, lr: tuple[float, ...], *, applied: bool) -> None:
+    def _settle(self, lr: tuple[float, ...], sums: Sums, *, applied: bool) -> None:
         # The total belongs to the window that settle() ends, so it is read first.
         total = self._ledger.total()
         window = self._ledger.settle(applied=applied)
@@ -113,7 +117,7 @@ class Boundary:
         self.finished = Finished(
             window=window,
             total=total,
-            sums=self._meter.settle(),
+            sums=sums,
             lr=lr,
             grad_norm=self._engine.get_global_grad_norm() if applied else None,
             loss_scale=self._adapter.loss_scale(),

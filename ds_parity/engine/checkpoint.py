@@ -52,6 +52,19 @@ def name_latest(save_dir: str, tag: str) -> None:
     dist.barrier()
 
 
+def refuse_module_alone(driver: Driver) -> None:
+    """Raise CheckpointError for `load_module_only` on ZeRO 3.
+
+    DeepSpeed 0.19.8 returns the path there and loads nothing (tools/deepspeed_faults/module_only_zero3.py).
+    """
+    if driver.engine.zero_optimization_stage() == 3:
+        raise CheckpointError(
+            "load_checkpoint(load_module_only=True) on ZeRO stage 3: DeepSpeed loads nothing there, because the "
+            "weights are in the optimizer's files; leave load_module_only out and give load_optimizer_states=False and "
+            "load_lr_scheduler_states=False, which loads the weights and the counts"
+        )
+
+
 @contextmanager
 def explained(driver: Driver, load_dir: str) -> Iterator[None]:
     """Add the way out to what DeepSpeed says where a ZeRO checkpoint meets another number of ranks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -92,7 +92,8 @@ class Driver:
         self.on_resume: list[Callable[[int], None]] = []
         self.speaks = peers.own == 0
         self.adapter = choose(engine)
-        over = self.over_ranks("sums the loss and metrics of a step")
+        # With the loss travels what the window has used: the last that is said before a step.
+        over = self.over_ranks("sums the loss and metrics of a step", used=True)
         self.meter = Meter(torch.device(engine.device), group, over, peers.size)
         by_rollout = settings.lr_progress == "rollout"
         self.boundary = Boundary(self.adapter, self.ledger, self.meter, by_rollout=by_rollout)
@@ -184,6 +185,7 @@ class Driver:
 
     def _refuse_strays(self) -> None:
         try:
+            self.adapter.kept.refuse_freezing(self.ledger.window.index)
             self.adapter.kept.refuse_strays(self.ledger.window.index)
         except WindowError as error:
             # Other ranks wait for the counts of this pass, or for the next ones.
@@ -375,9 +377,21 @@ class Driver:
         """Return what a pass would contain if every rank's micro-batch contained `counts`."""
         return PassTotals.of([counts] * self.ranks)
 
-    def over_ranks(self, kind: str) -> PlacedSum | None:
-        """Return what sums over the ranks for something that every rank does at the same place; None for one rank."""
-        return None if self.over is None else PlacedSum(self.over, lambda: self._place(kind))
+    def over_ranks(self, kind: str, *, used: bool = False) -> PlacedSum | None:
+        """Return what sums over the ranks for something that every rank does at the same place; None for one rank.
+
+        Args:
+            kind: what they do there, as in `Place`.
+            used: all must have used the same parameters in the window, too, where DeepSpeed needs that.
+        """
+        if self.over is None:
+            return None
+
+        def place() -> Place:
+            here = self._place(kind)
+            return replace(here, used=self.adapter.used_parameters()) if used else here
+
+        return PlacedSum(self.over, place)
 
     def _place(self, kind: str) -> Place:
         window = self.ledger.window

@@ -327,10 +327,12 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             CheckpointError: the checkpoint counted something else, towards another target or moved its LR otherwise, or
-                another number of ranks saved it.
+                another number of ranks saved it; or `load_module_only` on ZeRO 3, where DeepSpeed loads nothing.
             RankDesyncError: another rank ended before it had loaded.
         """
         driver: Driver = self._self_driver
+        if load_module_only:
+            checkpoint.refuse_module_alone(driver)
         with naming_lost_ranks("load_checkpoint()"), checkpoint.explained(driver, load_dir):
             path, state = self.__wrapped__.load_checkpoint(
                 load_dir,

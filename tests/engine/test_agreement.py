@@ -151,7 +151,9 @@ def test_the_number_of_the_next_engine_is_one_more_than_any_rank_has_built(monke
     monkeypatch.setattr(agreement, "_ENGINES", [2])
     monkeypatch.setattr(Asked, "gather", lambda self, value: {0: value, 1: (value[0], 5)})
     asked = Asked(None, frozenset({0, 1}))
-    assert [agree(asked, {}), agree(asked, {})] == [6, 7]
+    model = torch.nn.Linear(1, 1)
+    assert [agree(asked, {}, model), agree(asked, {}, model)] == [6, 7]
+    assert agree(asked, {}) == 7, "without a model no engine is built"
 
 
 def test_what_other_ranks_are_told_of_an_error_is_its_class_and_at_most_400_characters():

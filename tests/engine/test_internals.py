@@ -55,7 +55,8 @@ def test_every_protocol_stands_for_classes_of_deepspeed():
 OTHERS = {
     *("_version", "cached_property", "count_nonzero", "engine", "getLogger", "gradients_seen", "holds_gradients"),
     *("float64", "get_total_norm", "guard", "isfinite", "nn", "on_accelerator", "prepare", "to", "utils", "warning"),
-    *("wraps", "current_device_name"),
+    *("wraps", "current_device_name", "bit_count", "begin_window", "named_parameters", "partial", "takes"),
+    "register_post_accumulate_grad_hook",
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),
     *("SGD", "Tensor", "VALID_LR_SCHEDULES", "__name__", "clone", "count"),
     *("fromkeys", "full_like", "get", "get_process_group_ranks", "get_rank"),

@@ -55,6 +55,26 @@ class Adapter(ABC):
         """Put right, once and before training, what the wrapper would leave out or lose."""
         self.kept.guard()
 
+    def takes(self, parameter: Parameter) -> bool:
+        """Whether the optimizer steps a parameter that was frozen when the engine was built and is trained now.
+
+        Wrappers flatten what is trained when they are built.
+        """
+        return False
+
+    def begin_window(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Forget what the last window's passes used."""
+
+    def used_parameters(self) -> int:
+        """Return a checksum of the parameters that got gradients in the window; 0 where ranks need not agree on it.
+
+        ZeRO 0 fills zeros in, and ZeRO 3 reduces each parameter by itself.
+        """
+        return 0
+
+    def refuse_unreduced(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Raise WindowError where the boundary's pass has left a gradient of the window unreduced."""
+
     def end_backward(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Make the next backward add to what this one has accumulated, whatever runs in between."""
 

@@ -21,6 +21,11 @@ class Bf16(Adapter):
         """Whether every parameter has a gradient accumulated: the wrapper reduces only those that do."""
         return all(has for group in self._optimizer.fp32_groups_has_gradients for has in group)
 
+    def used_parameters(self) -> int:
+        """Return a checksum of the parameters that have a gradient: the wrapper reduces those, one after the other."""
+        has = [tuple(group) for group in self._optimizer.fp32_groups_has_gradients]
+        return hash((tuple(has), 1)) & 0xFFFFFF
+
     def end_backward(self) -> None:
         """Clear the bf16 gradients, which are in the fp32 buffers by now.
 

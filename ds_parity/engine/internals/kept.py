@@ -1,5 +1,9 @@
 """The gradients that an open window has accumulated: only the backwards that ds_parity drives may change them.
 
+What is trained may change between windows alone, too: a gradient that was accumulated before its parameter was frozen
+is lost or reduced on some ranks alone, and ZeRO has no place for one that was frozen when the engine was built
+(tools/deepspeed_faults/frozen_on_the_way.py).
+
 DeepSpeed does not tell whose gradient it accumulates. A backward that runs elsewhere (`loss.backward()`, or one inside
 a forward, as in DeepSpeed's TiledFusedLogitsLoss) enters the step without a division and without a count, and
 `zero_grad()` takes away what has been counted already (tools/deepspeed_faults/zero_grad_mid_window.py).
@@ -17,6 +21,7 @@ from ds_parity.errors import WindowError
 
 if TYPE_CHECKING:
     from ds_parity.engine.internals.base import Adapter
+    from ds_parity.engine.internals.surface import Parameter
 
 _LOG = logging.getLogger("ds_parity")
 
@@ -32,6 +37,8 @@ class KeptGradients:
         self._adapter = adapter
         self._kept = False
         self._noted: object = None
+        self._trained: list[bool] = []
+        self._built: set[str] = set()
         self._warned = False
 
     def guard(self) -> None:
@@ -44,6 +51,8 @@ class KeptGradients:
         # What a model has accumulated before it came here belongs to no window.
         engine.zero_grad()
         self._noted = self._adapter.gradients_seen()
+        self._trained = self._flags()
+        self._built = {name for name, p in self._named if p.requires_grad}
         self._guard_one(engine)
         self._guard_one(engine.optimizer)
         # Inside a wrapper the client's optimizer has buffers in place of gradients: with CPU offload DeepSpeed needs
@@ -63,7 +72,35 @@ class KeptGradients:
         try:
             yield
         finally:
+            self._adapter.begin_window()
             self._noted = self._adapter.gradients_seen()
+
+    def refuse_freezing(self, window: int) -> None:
+        """Raise WindowError where a parameter was frozen or unfrozen at a time at which it can't be.
+
+        Args:
+            window: index of the open window, for the message.
+        """
+        flags = self._flags()
+        if flags == self._trained:
+            return
+        changed = [one for one, flag, before in zip(self._named, flags, self._trained, strict=True) if flag != before]
+        if self._kept:
+            raise WindowError(
+                f"requires_grad of {_names(changed)} changed inside window {window}: gradients that its passes have "
+                "accumulated would be lost, or ranks' weights would differ; freeze and unfreeze between windows, where "
+                "engine.window.passes is 0"
+            )
+        unfrozen = [one for one in changed if one[1].requires_grad and one[0] not in self._built]
+        homeless = [one for one in unfrozen if not self._adapter.takes(one[1])]
+        if homeless:
+            raise WindowError(
+                f"{_names(homeless)}: frozen when the engine was built, and trained now, but the optimizer of ZeRO "
+                f"stage {self._adapter.engine.zero_optimization_stage()} holds nothing for it, so that its gradient "
+                "would be computed and never applied; build the engine with all that will ever be trained, and freeze "
+                "it after that, or build a new engine"
+            )
+        self._trained = flags
 
     def refuse_strays(self, window: int) -> None:
         """Raise WindowError where gradients are not as the last backward, or the end of the last window, left them.
@@ -85,6 +122,13 @@ class KeptGradients:
             "gradients to engine.step(). This window can't be mended: load a checkpoint, or start again"
         )
 
+    @functools.cached_property
+    def _named(self) -> list[tuple[str, Parameter]]:
+        return list(self._adapter.engine.module.named_parameters())
+
+    def _flags(self) -> list[bool]:
+        return [p.requires_grad for _, p in self._named]
+
     def _guard_one(self, owner: Any, *, always: bool = False) -> None:
         zero_grad: Callable[..., None] = owner.zero_grad
 
@@ -100,3 +144,8 @@ class KeptGradients:
                 )
 
         owner.zero_grad = guarded
+
+
+def _names(parameters: list[tuple[str, Parameter]]) -> str:
+    names = [name for name, _ in parameters]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.surface import Parameter
 
 _LOG = logging.getLogger("ds_parity")
 
@@ -35,6 +36,10 @@ class Plain(Adapter):
             self._skip_unless_finite(norm)
 
         engine.clip_fp32_gradients = clip_fp32_gradients
+
+    def takes(self, parameter: Parameter) -> bool:
+        """Whether it is in a group: torch's optimizers step what has a gradient."""
+        return any(one is parameter for group in self.engine.optimizer.param_groups for one in group["params"])
 
     def complete(self) -> None:
         """Look whether the gradient is finite, where DeepSpeed takes no norm of it to clip.

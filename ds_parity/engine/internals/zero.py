@@ -21,19 +21,6 @@ class Zero(Adapter):
         optimizer: ZeroOptimizer = self.engine.optimizer
         return optimizer
 
-    def prepare(self) -> None:
-        """Count the gradients that come in: they are reduced at once, and nothing else is left of them."""
-        super().prepare()
-        optimizer = self._zero
-        ended = optimizer.update_hook_state_and_maybe_run_epilogue
-
-        def counted(current_expected_count: int) -> None:
-            # DeepSpeed's own count starts again with every forward.
-            self._came_in += 1
-            ended(current_expected_count)
-
-        optimizer.update_hook_state_and_maybe_run_epilogue = counted  # type: ignore[method-assign]
-
     def end_backward(self) -> None:
         """Clear what DeepSpeed clears at the start of `engine.forward` alone.
 

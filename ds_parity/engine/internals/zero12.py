@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
 from ds_parity.engine.internals.zero import Zero
+from ds_parity.errors import WindowError
 
 
 class Zero12(Zero):
@@ -24,6 +28,52 @@ class Zero12(Zero):
     def _optimizer(self) -> Zero12Optimizer:
         optimizer: Zero12Optimizer = self.engine.optimizer
         return optimizer
+
+    def prepare(self) -> None:
+        """Note which parameters get gradients, and how often."""
+        super().prepare()
+        self.begin_window()
+        self._pass = 0
+        for number, parameter in enumerate(self._trained):
+            noting = functools.partial(self._note, 1 << number)
+            parameter.register_post_accumulate_grad_hook(noting)  # type: ignore[no-untyped-call]
+
+    def _note(self, bit: int, _: torch.Tensor) -> None:
+        self._came_in += 1
+        self._pass |= bit
+
+    def begin_window(self) -> None:
+        """Forget what the last window used."""
+        self._used, self._sequence = 0, 0
+
+    def end_backward(self) -> None:
+        """End it, and add what it used to what the window did."""
+        super().end_backward()
+        self._used |= self._pass
+        self._sequence = hash((self._sequence, self._pass))
+        self._last, self._pass = self._pass, 0
+
+    def used_parameters(self) -> int:
+        """Return a checksum of what the window used, on ZeRO 2 pass by pass.
+
+        Gradients are reduced in buckets, in their order: where ranks use other parameters, gradients of different
+        parameters are added up (tools/deepspeed_faults/ranks_use_other_parameters.py).
+        """
+        # ZeRO 1 reduces once, whatever has a gradient by then; idle passes that need none are not run there.
+        every_pass = self.engine.zero_optimization_partition_gradients()
+        return hash((self._sequence if every_pass else self._used, 1)) & 0xFFFFFF
+
+    def refuse_unreduced(self) -> None:
+        """Raise WindowError on ZeRO 1 with overlap_comm, whose boundary reduces what its own pass uses alone."""
+        if self.engine.zero_optimization_partition_gradients() or not self._optimizer.overlap_comm:
+            return
+        missing = self._used & ~self._last
+        if missing:
+            raise WindowError(
+                f"{missing.bit_count()} parameters got gradients in a window whose last pass left them out: on ZeRO "
+                "stage 1 with overlap_comm DeepSpeed does not reduce them, and ranks' weights would differ "
+                "(tools/deepspeed_faults/used_in_some_passes.py); set zero_optimization.overlap_comm to false"
+            )
 
     def gradients_seen(self) -> object:
         """Return how many came in; on ZeRO 1, which has hooks in some configurations alone, also what is there."""
@@ -54,7 +104,8 @@ class Zero12(Zero):
         for index, group in enumerate(self._optimizer.params_in_partition):
             for parameter in group:
                 number = self._optimizer.get_param_id(parameter)
-                if parameter.requires_grad and number not in self._optimizer.norm_for_param_grads:
+                # One that was frozen meanwhile has a gradient there, too: that of its last window.
+                if number not in self._optimizer.norm_for_param_grads:
                     self._complete(index, parameter, number)
 
     def _complete(self, index: int, parameter: Parameter, number: int) -> None:

@@ -25,6 +25,19 @@ class Zero3(Zero):
         optimizer: Zero3Optimizer = self.engine.optimizer
         return optimizer
 
+    def prepare(self) -> None:
+        """Count the gradients that come in: they are reduced at once, and nothing else is left of them."""
+        super().prepare()
+        optimizer = self._optimizer
+        ended = optimizer.update_hook_state_and_maybe_run_epilogue
+
+        def counted(current_expected_count: int) -> None:
+            # DeepSpeed's own count starts again with every forward.
+            self._came_in += 1
+            ended(current_expected_count)
+
+        optimizer.update_hook_state_and_maybe_run_epilogue = counted  # type: ignore[method-assign]
+
     def averaged_over(self, ranks: int, peers: int) -> int:
         """Return all ranks, sequence-parallel ones included."""
         return super().averaged_over(ranks * peers, peers)
@@ -49,7 +62,8 @@ class Zero3(Zero):
         offsets: dict[int, Any] = {}
         for group in optimizer.fp16_groups:
             for parameter in group:
-                if not parameter.requires_grad or optimizer.get_param_id(parameter) in optimizer.norm_for_param_grads:
+                # One that was frozen meanwhile has a gradient there, too: that of its last window.
+                if optimizer.get_param_id(parameter) in optimizer.norm_for_param_grads:
                     continue
                 # The last ranks hold nothing of a parameter with fewer elements than there are ranks.
                 if parameter.partition_numel() * optimizer._get_param_partition_rank(parameter) < parameter.ds_numel:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from threading import Thread
 from typing import Any, Final
@@ -101,6 +102,13 @@ class HostSum:
             rule = (
                 "Every rank must initialize its engines, and run their passes, in the same order: engine 1 is the one "
                 "that was initialized first"
+            )
+        elif len({replace(where, used=0) for where in places}) == 1 and len(set(places)) > 1:
+            rule = (
+                "The passes of a window used different parameters on these ranks (each checksum stands for a set of "
+                "them), and ZeRO stage 1 and 2 add gradients up in their order, those of one parameter to those of "
+                "another. The weights are as they were. Use every parameter in every pass on every rank (add "
+                "0 * parameter.sum() to the loss), or ZeRO stage 0"
             )
         elif len(set(places)) == 1:
             lengths = ", ".join(f"rank {rank} {length}" for rank, _, length in gathered)

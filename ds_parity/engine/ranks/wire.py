@@ -54,6 +54,7 @@ class Place:
         configuration: 24 bits of its settings.
         engine: number of its engine, as the ranks have agreed on it (>= 1); 0 where there is no engine yet.
         error: what it has raised; empty where it goes on.
+        used: 24 bits of the parameters that got gradients in the window; 0 where ranks need not agree on them.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Place:
     configuration: int = 0
     engine: int = 0
     error: str = ""
+    used: int = 0
 
     def head(self, length: int) -> list[int]:
         """Return the numbers that a sum of `length` numbers begins with: the fingerprint and its square."""
@@ -76,6 +78,7 @@ class Place:
         does = f"has raised {self.error} (it {self.kind}" if self.error else self.kind
         place = f" in window {self.window}, pass {self.pass_index}, engine {self.engine}, configuration"
         where = f"{place} {self.configuration:06x}" if self.engine else ""
+        where += f", with gradients of parameters {self.used:06x}" if self.used else ""
         return f"{does}{where}{')' if self.error else ''}"
 
 

@@ -1,0 +1,241 @@
+"""Parameters that are frozen or unfrozen on the way, and ranks that use different ones: right, or refused."""
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import ds_parity
+from tests.distributed.cells import STAGES
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sets import on_two_ranks
+from tests.distributed.test_loop_shapes import CELLS, extended, weights
+
+pytestmark = pytest.mark.ranks
+
+
+class Pair(torch.nn.Module):
+    """Two weights of one size."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(4, 1, bias=False) for _ in range(2))
+        for weight in self.parameters():
+            torch.nn.init.zeros_(weight)
+
+    def forward(self, x, *numbers):
+        return sum((self.first, self.second)[number](x).float().sum() for number in numbers)
+
+
+def engine_of(stage, kind="fp32", frozen=False, lr=1.0):
+    """An engine over a Pair, in windows of two passes of one rollout on each rank."""
+    model = Pair()
+    model.second.weight.requires_grad_(not frozen)
+    config = {**extended(stage, kind), "gradient_accumulation_passes": 4}
+    client = torch.optim.SGD(model.parameters(), lr=lr)
+    return ds_parity.initialize(model=model, model_parameters=model.parameters(), optimizer=client, config=config)[0]
+
+
+def ones(engine):
+    dtype = next(engine.module.parameters()).dtype
+    return torch.ones(1, 4, device=get_accelerator().current_device_name(), dtype=dtype)
+
+
+def one_pass(engine, *numbers, factor=1.0):
+    engine.backward(factor * engine(ones(engine), *numbers))
+    engine.step()
+
+
+def moved(engine):
+    """How far the first element of each weight has moved down."""
+    return [-values[0] for values in weights(engine)]
+
+
+# Ranks that use different parameters.
+
+
+def own_adapter(engine):
+    for _ in range(2):
+        one_pass(engine, dist.get_rank(), factor=1 + 2 * dist.get_rank())
+
+
+def in_turn(engine):
+    for number in range(2):
+        one_pass(engine, (number + dist.get_rank()) % 2, factor=1 + 2 * dist.get_rank())
+
+
+def both_in_the_end(engine):
+    """Rank 1 leaves the second out of its first pass alone: over the window all use both."""
+    one_pass(engine, *(0,) if dist.get_rank() else (0, 1))
+    one_pass(engine, 0, 1)
+
+
+def left_out_by_the_last(engine):
+    """On all ranks alike."""
+    one_pass(engine, 0, 1)
+    one_pass(engine, 0)
+
+
+USES = {use.__name__: use for use in (own_adapter, in_turn, both_in_the_end, left_out_by_the_last)}
+RIGHT = {
+    "own_adapter": [0.5, 1.5],
+    "in_turn": [1.0, 1.0],
+    "both_in_the_end": [1.0, 0.75],
+    "left_out_by_the_last": [1.0, 0.5],
+}
+
+
+def refused(stage, kind, use):
+    """Whether DeepSpeed is wrong in this cell (tools/deepspeed_faults/), so that it must be refused."""
+    if use == "left_out_by_the_last":
+        return (stage, kind) == (1, "overlap")
+    if use == "own_adapter":
+        return stage in (1, 2)
+    # ZeRO 1 reduces once, what has a gradient by then; with overlap_comm what the last pass uses.
+    return stage == 2 or (stage == 1 and kind == "overlap" and use == "in_turn")
+
+
+# Where ranks differ, ZeRO 3 gathers other weights in its forward, and ZeRO 2 reduces buckets of other sizes: gloo ends
+# a process, as it does in bare DeepSpeed.
+USED_CELLS = [
+    (*cell, use)
+    for cell, use in product(CELLS, USES)
+    if use == "left_out_by_the_last" or (cell[0] < 3 and not (cell[0] == 2 and use == "both_in_the_end"))
+]
+
+
+@on_two_ranks
+def ranks_that_use_other_parameters(folder):
+    """By cell and use: what ranks are answered, and how far the weights have moved."""
+    results = {}
+    for stage, kind, use in USED_CELLS:
+        engine = engine_of(stage, kind)
+        said = from_all(refusal(lambda use=use, engine=engine: USES[use](engine)))
+        results[f"{stage} {kind} {use}"] = [said, moved(engine)]
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("stage", "kind", "use"), USED_CELLS)
+def test_ranks_may_use_other_parameters_where_that_is_right_and_are_refused_before_the_step_elsewhere(
+    two_ranks, stage, kind, use
+):
+    said, moves = two_ranks.of(ranks_that_use_other_parameters)[f"{stage} {kind} {use}"]
+    if refused(stage, kind, use):
+        of = (
+            "WindowError: 1 parameters got"
+            if kind == "overlap" and stage == 1 and use != "own_adapter"
+            else "RankDesync"
+        )
+        assert all(one.startswith(of) for one in said), said
+        assert moves == [0, 0]
+    else:
+        assert said == ["nothing was raised"] * 2
+        assert moves == pytest.approx(RIGHT[use], abs=1e-6)
+
+
+# Parameters that are frozen and unfrozen.
+
+
+def frozen_for_windows(engine):
+    """Trained, frozen for two windows, trained again: how far the second moves in each."""
+    places = [0.0]
+    for trained in (True, False, False, True):
+        engine.module.second.weight.requires_grad_(trained)
+        for _ in range(2):
+            one_pass(engine, 0, 1)
+        places.append(moved(engine)[1])
+    return [after - before for before, after in pairwise(places)]
+
+
+def frozen_inside(engine):
+    one_pass(engine, 0, 1)
+    engine.module.second.weight.requires_grad_(False)
+    one_pass(engine, 0, 1)
+
+
+def frozen_before_the_step(engine):
+    one_pass(engine, 0, 1)
+    engine.backward(engine(ones(engine), 0, 1))
+    engine.module.second.weight.requires_grad_(False)
+    engine.step()
+
+
+def unfrozen_later(engine):
+    for trained in (False, True):
+        engine.module.second.weight.requires_grad_(trained)
+        for _ in range(2):
+            one_pass(engine, 0, 1)
+
+
+@on_two_ranks
+def parameters_frozen_on_the_way(folder):
+    """By cell: how far a frozen weight moves, and what is answered where that can't be right."""
+    results = {}
+    for stage, kind in CELLS:
+        engine = engine_of(stage, kind)
+        cell = {"frozen for windows": frozen_for_windows(engine)}
+        engine.destroy()
+        for play in (frozen_inside, frozen_before_the_step):
+            engine = engine_of(stage, kind)
+            cell[play.__name__] = from_all(refusal(lambda engine=engine, play=play: play(engine)))
+            engine.destroy()
+        engine = engine_of(stage, kind, frozen=True)
+        cell["unfrozen later"] = [from_all(refusal(lambda engine=engine: unfrozen_later(engine))), moved(engine)]
+        engine.destroy()
+        results[f"{stage} {kind}"] = cell
+    return results
+
+
+@pytest.mark.parametrize(("stage", "kind"), CELLS)
+def test_a_parameter_stands_still_in_windows_for_which_it_is_frozen(two_ranks, stage, kind):
+    moves = two_ranks.of(parameters_frozen_on_the_way)[f"{stage} {kind}"]["frozen for windows"]
+    assert moves == pytest.approx([1, 0, 0, 1], abs=1e-6)
+
+
+@pytest.mark.parametrize("play", [frozen_inside, frozen_before_the_step])
+@pytest.mark.parametrize(("stage", "kind"), CELLS)
+def test_what_is_trained_does_not_change_inside_a_window(two_ranks, stage, kind, play):
+    for said in two_ranks.of(parameters_frozen_on_the_way)[f"{stage} {kind}"][play.__name__]:
+        assert said.startswith("WindowError: requires_grad of second.weight changed inside window 0"), said
+
+
+@pytest.mark.parametrize(("stage", "kind"), CELLS)
+def test_what_the_optimizer_holds_nothing_for_is_not_trained_in_silence(two_ranks, stage, kind):
+    said, moves = two_ranks.of(parameters_frozen_on_the_way)[f"{stage} {kind}"]["unfrozen later"]
+    if (stage, kind) == (0, "fp32"):
+        assert said == ["nothing was raised"] * 2
+        assert moves == pytest.approx([2, 1], abs=1e-6)
+    else:
+        assert all(one.startswith("WindowError: second.weight: frozen when the engine was built") for one in said), said
+
+
+@on_two_ranks
+def module_alone(folder):
+    """By stage: what load_checkpoint(load_module_only=True) is answered with, and the weights after it."""
+    results = {}
+    for stage in STAGES:
+        engine = engine_of(stage)
+        for _ in range(2):
+            one_pass(engine, 0, 1)
+        engine.save_checkpoint(f"{folder}/{stage}", tag="saved")
+        for _ in range(2):
+            one_pass(engine, 0, 1)
+        said = from_all(
+            refusal(lambda e=engine, s=stage: e.load_checkpoint(f"{folder}/{s}", tag="saved", load_module_only=True))
+        )
+        results[f"{stage}"] = [said, moved(engine)]
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_module_alone_is_loaded_or_refused(two_ranks, stage):
+    said, moves = two_ranks.of(module_alone)[f"{stage}"]
+    if stage == 3:
+        assert all("DeepSpeed loads nothing there" in one and "load_optimizer_states=False" in one for one in said)
+    else:
+        assert said == ["nothing was raised"] * 2
+        assert moves == pytest.approx([1, 1], abs=1e-6)

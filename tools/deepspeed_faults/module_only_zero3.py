@@ -1,0 +1,62 @@
+"""ZeRO 3: load_checkpoint(load_module_only=True) loads nothing, and returns the path as if it had.
+
+    deepspeed --num_accelerators 1 tools/deepspeed_faults/module_only_zero3.py
+
+The weights of ZeRO 3 are in the optimizer's files, which load_module_only leaves out (engine.py, load_checkpoint).
+"""
+
+import sys
+import tempfile
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+
+def built(stage: int, value: float) -> deepspeed.DeepSpeedEngine:
+    """Return an engine over one weight of a value."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def weight(engine: deepspeed.DeepSpeedEngine) -> float:
+    """Return the weight."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return engine.module.weight.item()
+
+
+def loaded(stage: int) -> float:
+    """Return the weight of an engine that has loaded the module of one whose weight was 5."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders, src=0)
+        folder = folders[0]
+        built(stage, 5.0).save_checkpoint(folder, tag="saved")
+        engine = built(stage, 1.0)
+        path, _ = engine.load_checkpoint(folder, tag="saved", load_module_only=True)
+        assert path is not None
+        dist.barrier()  # the first rank removes the folder
+    return weight(engine)
+
+
+def main() -> bool:
+    """Load on each stage; return whether ZeRO 3 alone keeps its own weight."""
+    deepspeed.init_distributed()
+    measured = {stage: loaded(stage) for stage in range(4)}
+    for stage, value in measured.items():
+        print(f"ZeRO {stage}: the weight is {value:g} after loading; right is 5")
+    fault = measured == {0: 5, 1: 5, 2: 5, 3: 1}
+    print("FAULT" if fault else "fixed in this version")
+    return fault
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)
