@@ -343,15 +343,17 @@ class Driver:
         else:
             # There is no backward left that could reduce on ZeRO 0 and 1.
             self.boundary.mark(True)
+            self._refuse_strays()
             self.adapter.reduce()
+            self.adapter.kept.after_backward()
             self.boundary.update()
 
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
-        if self.ledger.window.passes:
-            with self.adapter.kept.released():
+        with self.adapter.kept.released():
+            if self.ledger.window.passes:
                 self.adapter.discard()
-            self.boundary.counters.consumed(self.ledger.window.rollouts)
+                self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self._stepped = True

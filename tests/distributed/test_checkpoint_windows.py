@@ -40,7 +40,9 @@ def into_windows(folder):
             reached.append(windows_of(other, [2, 1, 3]))
         other.save_checkpoint(path, "again", {"ds_parity": "old", "mine": 1}, False)
         other_target = build(config(stage, passes=6))
-        other_target.load_checkpoint(path, load_module_only=True)
+        # Refused on ZeRO 3: test_changing_parameters.py.
+        if stage != 3:
+            other_target.load_checkpoint(path, load_module_only=True)
         alone = [other_target.global_samples, other_target.window.index]
         message = refusal(lambda other=other_target, path=path: other.load_checkpoint(path))
         by_step = build(config(stage, passes=8))

@@ -401,3 +401,25 @@ def test_a_gradient_that_is_not_finite_takes_no_step_on_any_stage(two_ranks, sta
     reference = two_ranks.of(losses_that_are_nan)[f"1 {clip}"][2]["weights"]
     for own, right in zip(after["weights"], reference, strict=True):
         assert own == pytest.approx(right, abs=1e-6)
+
+
+@on_two_ranks
+def windows_ended_by_finish(folder):
+    """By cell: the steps and the last loss where finish() ends a window that no boundary closed."""
+    results = {}
+    for stage, kind in CELLS:
+        engine, _ = engine_of(stage, kind)
+        for seed, rollouts in next(micro_batches(dist.get_rank()))[:2]:
+            engine.backward(loss_of(engine, engine, seed), rollouts=rollouts)
+            engine.step()
+        before = weights(engine)
+        last = engine.finish()
+        results[f"{stage} {kind}"] = [last.step, last.rollouts, last.skipped, before != weights(engine)]
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("stage", "kind"), CELLS)
+def test_finish_reduces_what_is_there_and_takes_its_step(two_ranks, stage, kind):
+    """The gradients change in that reduction, which is no stray."""
+    assert two_ranks.of(windows_ended_by_finish)[f"{stage} {kind}"] == [1, 6, False, True]

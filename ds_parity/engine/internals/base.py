@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -55,12 +56,9 @@ class Adapter(ABC):
         """Put right, once and before training, what the wrapper would leave out or lose."""
         self.kept.guard()
 
-    def takes(self, parameter: Parameter) -> bool:
-        """Whether the optimizer steps a parameter that was frozen when the engine was built and is trained now.
-
-        Wrappers flatten what is trained when they are built.
-        """
-        return False
+    @abstractmethod
+    def groups(self) -> Iterable[Iterable[Parameter]]:
+        """Return the model's parameters that the optimizer steps, group by group."""
 
     def begin_window(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Forget what the last window's passes used."""
@@ -172,8 +170,9 @@ class Adapter(ABC):
 
     @functools.cached_property
     def _trained(self) -> list[Parameter]:
-        # Walking through the modules costs more than looking at their gradients.
-        return [p for p in self.engine.module.parameters() if p.requires_grad]
+        # A model may have other parameters, which another engine trains.
+        parameters = (p for group in self.groups() for p in group if p.requires_grad)
+        return list({id(p): p for p in parameters}.values())
 
     def _fp16_scale(self) -> float | None:
         scale: float | None = getattr(self.engine.optimizer, "cur_scale", None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ds_parity.engine.internals.base import Adapter
-from ds_parity.engine.internals.surface import Bf16Optimizer
+from ds_parity.engine.internals.surface import Bf16Optimizer, Parameter
 
 
 class Bf16(Adapter):
@@ -20,6 +20,10 @@ class Bf16(Adapter):
     def has_every_gradient(self) -> bool:
         """Whether every parameter has a gradient accumulated: the wrapper reduces only those that do."""
         return all(has for group in self._optimizer.fp32_groups_has_gradients for has in group)
+
+    def groups(self) -> Iterable[Iterable[Parameter]]:
+        """Return the parameters of DeepSpeed's groups."""
+        return self._optimizer.bf16_groups
 
     def used_parameters(self) -> int:
         """Return a checksum of the parameters that have a gradient: the wrapper reduces those, one after the other."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ds_parity.engine.internals.base import Adapter
-from ds_parity.engine.internals.surface import LowPrecisionOptimizer
+from ds_parity.engine.internals.surface import LowPrecisionOptimizer, Parameter
 
 
 class LowPrecision(Adapter):
@@ -16,6 +16,10 @@ class LowPrecision(Adapter):
     def _optimizer(self) -> LowPrecisionOptimizer:
         optimizer: LowPrecisionOptimizer = self.engine.optimizer
         return optimizer
+
+    def groups(self) -> Iterable[Iterable[Parameter]]:
+        """Return the parameters of DeepSpeed's groups."""
+        return self._optimizer.fp16_groups
 
     def unscaled_loss_scale(self) -> float:
         """Return the scale in fp16: `engine.backward` does not multiply by it, and the step divides by it all the same.

@@ -38,7 +38,8 @@ class KeptGradients:
         self._kept = False
         self._noted: object = None
         self._trained: list[bool] = []
-        self._built: set[str] = set()
+        self._first: list[bool] = []
+        self._homeless: list[tuple[str, Parameter]] = []
         self._warned = False
 
     def guard(self) -> None:
@@ -51,8 +52,7 @@ class KeptGradients:
         # What a model has accumulated before it came here belongs to no window.
         engine.zero_grad()
         self._noted = self._adapter.gradients_seen()
-        self._trained = self._flags()
-        self._built = {name for name, p in self._named if p.requires_grad}
+        self._trained = self._first = self._flags()
         self._guard_one(engine)
         self._guard_one(engine.optimizer)
         # Inside a wrapper the client's optimizer has buffers in place of gradients: with CPU offload DeepSpeed needs
@@ -82,25 +82,30 @@ class KeptGradients:
             window: index of the open window, for the message.
         """
         flags = self._flags()
-        if flags == self._trained:
-            return
-        changed = [one for one, flag, before in zip(self._named, flags, self._trained, strict=True) if flag != before]
-        if self._kept:
+        if flags != self._trained:
+            self._refuse_inside(flags, window)
+            new = [one for one, now, first in zip(self._named, flags, self._first, strict=True) if now and not first]
+            self._homeless = [one for one in new if not self._stepped(one[1])]
+            self._trained = flags
+        # What has no gradient may belong to another engine over the same model.
+        lost = [one for one in self._homeless if one[1].grad is not None]
+        if lost:
             raise WindowError(
-                f"requires_grad of {_names(changed)} changed inside window {window}: gradients that its passes have "
+                f"{_names(lost)}: trained now, but the optimizer of ZeRO stage "
+                f"{self._adapter.engine.zero_optimization_stage()} holds nothing for it, because it was frozen when "
+                "the engine was built: its gradient would never be applied; build the engine with all that will ever "
+                "be trained, and freeze it after that, or build a new engine"
+            )
+
+    def _refuse_inside(self, flags: list[bool], window: int) -> None:
+        changed = [one for one, flag, before in zip(self._named, flags, self._trained, strict=True) if flag != before]
+        own = [one for one in changed if self._stepped(one[1])]
+        if self._kept and own:
+            raise WindowError(
+                f"requires_grad of {_names(own)} changed inside window {window}: gradients that its passes have "
                 "accumulated would be lost, or ranks' weights would differ; freeze and unfreeze between windows, where "
                 "engine.window.passes is 0"
             )
-        unfrozen = [one for one in changed if one[1].requires_grad and one[0] not in self._built]
-        homeless = [one for one in unfrozen if not self._adapter.takes(one[1])]
-        if homeless:
-            raise WindowError(
-                f"{_names(homeless)}: frozen when the engine was built, and trained now, but the optimizer of ZeRO "
-                f"stage {self._adapter.engine.zero_optimization_stage()} holds nothing for it, so that its gradient "
-                "would be computed and never applied; build the engine with all that will ever be trained, and freeze "
-                "it after that, or build a new engine"
-            )
-        self._trained = flags
 
     def refuse_strays(self, window: int) -> None:
         """Raise WindowError where gradients are not as the last backward, or the end of the last window, left them.
@@ -118,13 +123,17 @@ class KeptGradients:
             "without a division by the window's total and without a count, or gradients that were counted are gone. "
             "Causes: loss.backward() in place of engine.backward(loss); a function that runs a backward inside the "
             "forward (of DeepSpeed's, TiledFusedLogitsLoss does; SequenceTiledCompute and TiledMLP do not); "
-            "model.zero_grad() or p.grad = ... before the step. Hand every loss to engine.backward(), and leave "
-            "gradients to engine.step(). This window can't be mended: load a checkpoint, or start again"
+            "model.zero_grad(), clipping by hand (set gradient_clipping) or p.grad = ... before the step. Hand every "
+            "loss to engine.backward(), and leave gradients to engine.step(). This window can't be mended: load a "
+            "checkpoint, or start again"
         )
 
     @functools.cached_property
     def _named(self) -> list[tuple[str, Parameter]]:
         return list(self._adapter.engine.module.named_parameters())
+
+    def _stepped(self, parameter: Parameter) -> bool:
+        return any(one is parameter for group in self._adapter.groups() for one in group)
 
     def _flags(self) -> list[bool]:
         return [p.requires_grad for _, p in self._named]

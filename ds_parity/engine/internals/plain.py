@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -37,9 +37,9 @@ class Plain(Adapter):
 
         engine.clip_fp32_gradients = clip_fp32_gradients
 
-    def takes(self, parameter: Parameter) -> bool:
-        """Whether it is in a group: torch's optimizers step what has a gradient."""
-        return any(one is parameter for group in self.engine.optimizer.param_groups for one in group["params"])
+    def groups(self) -> Iterable[Iterable[Parameter]]:
+        """Return the parameters of the optimizer's groups as they are now: it steps whatever has a gradient."""
+        return [group["params"] for group in self.engine.optimizer.param_groups]
 
     def complete(self) -> None:
         """Look whether the gradient is finite, where DeepSpeed takes no norm of it to clip.

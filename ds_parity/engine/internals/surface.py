@@ -268,6 +268,7 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
 class Bf16Optimizer(Protocol):
     """BF16_Optimizer: ZeRO 1 in bf16 with fp32 accumulation."""
 
+    bf16_groups: Iterable[Iterable[Parameter]]
     fp32_groups_gradients_flat: Iterable[torch.Tensor]
     fp32_groups_has_gradients: Iterable[Iterable[bool]]
 
@@ -290,6 +291,7 @@ class LossScaleConfig(Protocol):
 class LowPrecisionOptimizer(Protocol):
     """FP16_Optimizer and FP16_UnfusedOptimizer: ZeRO 0 in fp16 and bf16."""
 
+    fp16_groups: Iterable[Iterable[Parameter]]
     loss_scale_config: LossScaleConfig
     overflow: bool
     _global_grad_norm: Any

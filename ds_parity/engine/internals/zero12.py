@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -37,6 +38,10 @@ class Zero12(Zero):
         for number, parameter in enumerate(self._trained):
             noting = functools.partial(self._note, 1 << number)
             parameter.register_post_accumulate_grad_hook(noting)  # type: ignore[no-untyped-call]
+
+    def groups(self) -> Iterable[Iterable[Parameter]]:
+        """Return the parameters of DeepSpeed's groups."""
+        return self._optimizer.bit16_groups
 
     def _note(self, bit: int, _: torch.Tensor) -> None:
         self._came_in += 1
@@ -128,6 +133,7 @@ class Zero12(Zero):
         With `overlap_comm` ZeRO 1 leaves the reduction to hooks of the backward (tools/deepspeed_faults/
         allreduce_zero1_overlap.py), so it takes what DeepSpeed does at the end of `coalesce_grad_reduction`.
         """
+        self._last = self._used  # whatever has a gradient is reduced here
         if self.engine.zero_optimization_partition_gradients():
             self._optimizer.finalize_gradient_accumulation_boundary()
         elif self._optimizer.overlap_comm:

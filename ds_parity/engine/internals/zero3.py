@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_parity.engine.internals.surface import Zero3Optimizer
+from ds_parity.engine.internals.surface import Parameter, Zero3Optimizer
 from ds_parity.engine.internals.zero import Zero
 
 
@@ -37,6 +37,10 @@ class Zero3(Zero):
             ended(current_expected_count)
 
         optimizer.update_hook_state_and_maybe_run_epilogue = counted  # type: ignore[method-assign]
+
+    def groups(self) -> Iterable[Iterable[Parameter]]:
+        """Return the parameters of DeepSpeed's groups."""
+        return cast("Iterable[Iterable[Parameter]]", self._optimizer.fp16_groups)
 
     def averaged_over(self, ranks: int, peers: int) -> int:
         """Return all ranks, sequence-parallel ones included."""
