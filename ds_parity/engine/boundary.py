@@ -57,8 +57,6 @@ class Boundary:
             **kwargs: for DeepSpeed's `step`.
         """
         engine, window, total = self._engine, self._ledger.window, self._ledger.total()
-        self._adapter.kept.refuse_freezing(window.index)
-        self._adapter.kept.refuse_strays(window.index)
         self._adapter.refuse_unreduced()
         # Summed before the step: all ranks say there what they have used, while the weights are as they were.
         sums = self._meter.settle()

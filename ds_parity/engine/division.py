@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,7 +55,8 @@ class Division:
         self._meter.add(loss, 1 if weighting.reduction == "sum" else weighting.of(counts))
         divisor = weighting.divisor(expected, counts, self._averaged_over, self._peers)
         if loss.dtype in _HALVES:
-            self._warn_of_rounding(loss.dtype, 1 / divisor)
+            if not self._warned:
+                self._warn_of_rounding(loss.dtype, 1 / divisor)
             loss = loss.float()
         scaled = loss / divisor
         scale = self._adapter.unscaled_loss_scale()
@@ -65,8 +67,10 @@ class Division:
 
     def _warn_of_rounding(self, dtype: torch.dtype, coefficient: float) -> None:
         # What flows back into a loss has the loss's own type, so no division can keep it exact.
-        rounded = torch.tensor(coefficient, dtype=torch.float64).to(dtype).item()
-        if self._warned or rounded == coefficient:
+        # A loss scale is a power of two that keeps it within the range, so that only digits are lost.
+        digits, exponent = math.frexp(coefficient)
+        rounded = math.ldexp(torch.tensor(digits, dtype=torch.float64).to(dtype).item(), exponent)
+        if rounded == coefficient:
             return
         self._warned = True
         _LOG.warning(

@@ -188,7 +188,7 @@ class Driver:
             self.adapter.kept.refuse_freezing(self.ledger.window.index)
             self.adapter.kept.refuse_strays(self.ledger.window.index)
         except WindowError as error:
-            # Other ranks wait for the counts of this pass, or for the next ones.
+            # Other ranks wait for the counts of this pass, or in the sum of a step.
             self.exchange.refuse(self._place(RUNS), error)
             raise
 
@@ -223,6 +223,8 @@ class Driver:
                 f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one "
                 "pass; call it once after every backward()"
             )
+        if self.ledger.window.closed:
+            self._refuse_strays()
         self._stepped = True
         if not self.ledger.window.closed:
             self.engine.step(**kwargs)
@@ -350,10 +352,13 @@ class Driver:
 
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
+        # Also before a window's first pass: a stray gradient may be what the loading is to mend.
         with self.adapter.kept.released():
-            if self.ledger.window.passes:
+            # DeepSpeed can't clear what a stray has left in its buckets; the next backward says so.
+            if not self.adapter.kept.broken:
                 self.adapter.discard()
-                self.boundary.counters.consumed(self.ledger.window.rollouts)
+        if self.ledger.window.passes:
+            self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self._stepped = True

@@ -351,6 +351,11 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             checkpoint.resume(driver, state or {}, scheduler=load_lr_scheduler_states, optimizer=load_optimizer_states)
         return path, state
 
+    def destroy(self) -> None:
+        """Destroy the engine, as DeepSpeed does, and let its optimizers be anybody's: `zero_grad()` clears again."""
+        self._self_driver.adapter.kept.end()
+        self.__wrapped__.destroy()
+
     # What would move the boundary behind its back.
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:

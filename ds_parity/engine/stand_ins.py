@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from types import MemberDescriptorType
 from typing import Any, Final
 
@@ -38,13 +38,27 @@ def stand_in(batch: Any) -> Any:
             return replace(batch, inputs=dict(batch.inputs), rollouts=0, prompts=0, tokens=0)
         except Exception:  # a subclass with a constructor of its own
             return _StandIn(batch)
-    again = whole(batch)
+    again = _of_dataclass(batch) or whole(batch)
     if again is batch or _shared(again, batch):
         return _StandIn(again)
     if isinstance(again, MutableMapping):  # one whose keys are its attributes
         again.update({name: 0 for name in _COUNTS if name in again})
     again = _answering(again, {**_COUNTS, "idle": True})
     return again if says_so(again) else _StandIn(again)
+
+
+def _of_dataclass(batch: Any) -> Any:
+    """Return a copy of a dataclass with counts of 0 where they are fields, so that dataclasses' own tools take it."""
+    if not is_dataclass(batch) or isinstance(batch, type):
+        return None
+    names = {field.name for field in fields(batch) if field.init}
+    inputs = getattr(batch, "inputs", None)
+    own = {"inputs": dict(inputs)} if isinstance(inputs, Mapping) else {}
+    answers = {**_COUNTS, "idle": True, **own}
+    try:
+        return replace(batch, **{name: value for name, value in answers.items() if name in names})
+    except Exception:  # a constructor of its own
+        return None
 
 
 def says_so(batch: Any) -> bool:

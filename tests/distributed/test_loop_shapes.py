@@ -24,6 +24,10 @@ TARGET, RATE = 10, 0.5
 KINDS = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
+    "fp32 at once": {
+        "bf16": {"enabled": True, "immediate_grad_update": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
     "fp32 accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "offload": {},
     "no contiguous gradients": {},
@@ -32,7 +36,9 @@ KINDS = {
 CELLS = [
     (stage, kind)
     for stage, kind in product(STAGES, KINDS)
-    if not (stage == 0 and kind not in ("fp32", "bf16")) and not (stage == 3 and kind == "no contiguous gradients")
+    if not (kind == "fp32 at once" and stage != 1)
+    and not (stage == 0 and kind not in ("fp32", "bf16"))
+    and not (stage == 3 and kind == "no contiguous gradients")
 ]
 
 
@@ -275,11 +281,29 @@ def on_one_rank(engine, stray):
 
 REFUSED = "WindowError: gradients were changed outside of engine.backward() in window"
 NOTICED_BY_DEEPSPEED = "AssertionError: The parameter 2.weight has already been reduced."
-STRAYS = (tiled, before_the_first, inside_a_window, behind_a_window, before_the_step, before_finish)
+
+
+def in_a_window_without_weight(engine, stray):
+    """Such a window takes no step, and must not hand the stray gradient on to the next."""
+    engine.backward(loss_of(engine, engine, 1), rollouts=0)
+    engine.step()
+    stray(2)
+    engine.finish()
+
+
+STRAYS = (
+    tiled,
+    before_the_first,
+    inside_a_window,
+    behind_a_window,
+    before_the_step,
+    before_finish,
+    in_a_window_without_weight,
+)
 STRAY_CELLS = [
     *((stage, "fp32", place) for stage, place in product(STAGES, (*STRAYS, on_one_rank))),
     # Gradients lie in other places there.
-    *((*cell, place) for cell, place in product(CELLS, (tiled, inside_a_window)) if cell[1] != "fp32"),
+    *((*cell, place) for cell, place in product(CELLS, (tiled, inside_a_window, behind_a_window)) if cell[1] != "fp32"),
 ]
 # ZeRO 3 gathers weights in its forward, so that one rank can't run it alone.
 STRAY_CELLS.remove((3, "fp32", on_one_rank))
@@ -401,6 +425,63 @@ def test_a_gradient_that_is_not_finite_takes_no_step_on_any_stage(two_ranks, sta
     reference = two_ranks.of(losses_that_are_nan)[f"1 {clip}"][2]["weights"]
     for own, right in zip(after["weights"], reference, strict=True):
         assert own == pytest.approx(right, abs=1e-6)
+
+
+@on_two_ranks
+def loaded_after_a_stray(folder):
+    """By stage: whether windows go on after a checkpoint was loaded over a stray gradient, as after one without it."""
+    results = {}
+    for stage in STAGES:
+        seen = []
+        for strays in (False, True):
+            engine, _ = engine_of(stage)
+            engine.save_checkpoint(f"{folder}/{stage}-{strays}", tag="saved")
+            if strays:
+                loss_of(engine.module, engine, 9).backward()
+                said = from_all(refusal(lambda e=engine: e.backward(loss_of(e, e, 1), rollouts=1)))
+            engine.load_checkpoint(f"{folder}/{stage}-{strays}", tag="saved")
+
+            def on(engine=engine):
+                for window in micro_batches(dist.get_rank()):
+                    usual(engine, None, window)
+
+            after = from_all(refusal(on))
+            seen.append(weights(engine))
+            engine.destroy()
+        results[f"{stage}"] = [said, after, seen]
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_loaded_over_a_stray_gradient_mends_it_or_the_engine_stays_refused(two_ranks, stage):
+    """ZeRO keeps what came in in its buckets, where nothing takes it out."""
+    said, after, (clean, mended) = two_ranks.of(loaded_after_a_stray)[f"{stage}"]
+    assert all(one.startswith(REFUSED) for one in said)
+    if stage == 0:
+        assert after == ["nothing was raised"] * 2
+        assert mended == clean
+    else:
+        assert all("load a checkpoint into a new engine" in one for one in (*said, *after))
+
+
+@on_two_ranks
+def optimizers_after_their_engine(folder):
+    """Whether zero_grad() of a client's optimizer clears again once its engine is destroyed inside a window."""
+    engine, client = engine_of(0)
+    engine.backward(loss_of(engine, engine, 1), rollouts=1)
+    engine.step()
+    client.zero_grad()
+    kept = [p.grad is not None for p in engine.module.parameters()]
+    module = engine.module
+    engine.destroy()
+    client.zero_grad()
+    return [kept, [p.grad is None for p in module.parameters()]]
+
+
+def test_an_optimizer_outlives_the_guard_of_its_engine(two_ranks):
+    kept, cleared = two_ranks.of(optimizers_after_their_engine)
+    assert all(kept)
+    assert all(cleared)
 
 
 @on_two_ranks

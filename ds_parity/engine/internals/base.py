@@ -84,6 +84,11 @@ class Adapter(ABC):
         """
         return [None if (g := p.grad) is None else (id(g), g._version) for p in self._trained]
 
+    @property
+    def clears_strays(self) -> bool:
+        """Whether `discard` also takes away what a stray backward has accumulated."""
+        return True
+
     def holds_gradients(self) -> bool:
         """Whether some gradient is there that is not zero; waits for the device, so it is asked in doubt only."""
         return any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self._trained)
@@ -171,7 +176,7 @@ class Adapter(ABC):
     @functools.cached_property
     def _trained(self) -> list[Parameter]:
         # A model may have other parameters, which another engine trains.
-        parameters = (p for group in self.groups() for p in group if p.requires_grad)
+        parameters = (p for group in self.groups() for p in group)
         return list({id(p): p for p in parameters}.values())
 
     def _fp16_scale(self) -> float | None:

@@ -42,6 +42,11 @@ class Bf16(Adapter):
         """Return the state of both copies: with `immediate_grad_update` the fp32 one alone shows a gradient."""
         return super().gradients_seen(), [flat._version for flat in self._optimizer.fp32_groups_gradients_flat]
 
+    def holds_gradients(self) -> bool:
+        """Whether one of both copies has a gradient that is not zero."""
+        flats = self._optimizer.fp32_groups_gradients_flat
+        return super().holds_gradients() or any(bool(flat.count_nonzero()) for flat in flats)
+
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:
         """Multiply the flat buffers in place."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ class KeptGradients:
 
     Args:
         adapter: knows where the gradients are.
+
+    Attributes:
+        broken: a stray gradient is where nothing takes it out, so that the engine can't go on.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -41,6 +45,12 @@ class KeptGradients:
         self._first: list[bool] = []
         self._homeless: list[tuple[str, Parameter]] = []
         self._warned = False
+        self._ended = False
+        self.broken = False
+
+    def end(self) -> None:
+        """Guard nothing any more: the engine is destroyed."""
+        self._ended = True
 
     def guard(self) -> None:
         """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window.
@@ -68,6 +78,7 @@ class KeptGradients:
     @contextmanager
     def released(self) -> Iterator[None]:
         """Let what runs inside use and clear the gradients: it ends the window."""
+        self.broken = self.broken or (not self._adapter.clears_strays and self._has_strays())
         self._kept = False
         try:
             yield
@@ -113,19 +124,27 @@ class KeptGradients:
         Args:
             window: index of the open window, for the message.
         """
+        if self.broken or self._has_strays():
+            # Where strays are in DeepSpeed's buckets already, no discard takes them out.
+            self.broken = not self._adapter.clears_strays
+            raise self._of_strays(window)
+
+    def _has_strays(self) -> bool:
         if self._adapter.gradients_seen() == self._noted:
-            return
+            return False
         # Between windows there is nothing to lose: gradients that somebody cleared there are no stray.
-        if not self._kept and not self._adapter.holds_gradients():
-            return
-        raise WindowError(
+        return self._kept or self._adapter.holds_gradients()
+
+    def _of_strays(self, window: int) -> WindowError:
+        return WindowError(
             f"gradients were changed outside of engine.backward() in window {window}: they would enter the step "
             "without a division by the window's total and without a count, or gradients that were counted are gone. "
             "Causes: loss.backward() in place of engine.backward(loss); a function that runs a backward inside the "
             "forward (of DeepSpeed's, TiledFusedLogitsLoss does; SequenceTiledCompute and TiledMLP do not); "
-            "model.zero_grad(), clipping by hand (set gradient_clipping) or p.grad = ... before the step. Hand every "
-            "loss to engine.backward(), and leave gradients to engine.step(). This window can't be mended: load a "
-            "checkpoint, or start again"
+            "model.zero_grad(); gradients that are changed by hand before the step (clipping: set gradient_clipping; "
+            "masks and noise: parameter.register_hook, or ZeRO 1 to 3 with safe_set_full_grad). Hand every "
+            "loss to engine.backward(), and leave gradients to engine.step(). This window can't be mended: "
+            + ("load a checkpoint" if self._adapter.clears_strays else "load a checkpoint into a new engine")
         )
 
     @functools.cached_property
@@ -140,13 +159,16 @@ class KeptGradients:
 
     def _guard_one(self, owner: Any, *, always: bool = False) -> None:
         zero_grad: Callable[..., None] = owner.zero_grad
+        # An optimizer may outlive its engine, and must neither keep it alive nor be bound by it then.
+        watching = weakref.ref(self)
 
         @functools.wraps(zero_grad)
         def guarded(*args: Any, **kwargs: Any) -> None:
-            if not (always or self._kept):
+            kept = watching()
+            if kept is None or kept._ended or not (always or kept._kept):
                 zero_grad(*args, **kwargs)
-            elif self._kept and not self._warned:
-                self._warned = True
+            elif kept._kept and not kept._warned:
+                kept._warned = True
                 _LOG.warning(
                     "zero_grad() inside a window has no effect: the gradients of its passes have been counted, and "
                     "engine.step() clears them when the window ends; remove the call. This is said once"

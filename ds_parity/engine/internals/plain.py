@@ -53,7 +53,9 @@ class Plain(Adapter):
         alike = self.engine.mpu is None and not self.engine.has_moe_layers
         if alike and not self.engine.gradient_clipping():
             gradients = [p.grad for p in self._trained if p.grad is not None]
-            self._skip_unless_finite(torch.nn.utils.get_total_norm(gradients))
+            # torch takes no norm of a sparse gradient; its values have the same.
+            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            self._skip_unless_finite(torch.nn.utils.get_total_norm(dense))
 
     def _skip_unless_finite(self, norm: torch.Tensor) -> None:
         # A GradScaler looks itself.
@@ -61,7 +63,7 @@ class Plain(Adapter):
             return
         _LOG.warning(
             "the norm of the gradient is %s: no optimizer step is taken, and the LR stays; look for a loss that is "
-            "not finite",
+            "not finite, or beyond the range of fp32",
             float(norm),
         )
         # torch's optimizers leave out what has no gradient, and the engine counts a step as skipped by this name.

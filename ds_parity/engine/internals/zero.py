@@ -34,6 +34,11 @@ class Zero(Adapter):
         """Return how many gradients have come in."""
         return self._came_in
 
+    @property
+    def clears_strays(self) -> bool:
+        """Whether `discard` takes a stray gradient away: ZeRO keeps what came in, in buckets, until they are full."""
+        return False
+
     def holds_gradients(self) -> bool:
         """Whether gradients came in: each of those that a stray backward has accumulated enters the step."""
         return True

@@ -36,7 +36,7 @@ def refuse_shared(asked: Asked, path: str | None, model: Any) -> None:
         TraceError: on every rank, because the first one, which writes, would mix the lines of two engines.
     """
     said = None if path is None or dist.get_rank() else _of_another(path, model)
-    told = Asked(asked.group, frozenset({0})).gather(said)[0]
+    told = asked.gather(said)[0]
     if told is not None:
         raise TraceError(told)
 

@@ -36,6 +36,7 @@ _GONE: Final = (
     *("wait timeout after", "Socket Timeout", "recvValue failed", "sendBytes failed", "recvBytes failed"),
 )
 _STARTS: Final = Place("initializes an engine")
+_SAYING: Final = "initialize(), where all say what they were given"
 _ENGINES = [0]  # how many this process has built, as far as the ranks have agreed
 
 
@@ -52,10 +53,10 @@ class Asked:
     members: frozenset[int]
 
     def gather(self, value: Any) -> dict[int, Any]:
-        """Return what every member has sent."""
-        with naming_lost_ranks(f"initialize(), where all say what they were given. If all run, {way_out()}"):
-            gathered = HostSum(self.group).gather(value, _STARTS)
-        return {rank: theirs for rank, theirs in enumerate(gathered) if rank in self.members}
+        """Return what every rank has sent, members or not."""
+        # The way out asks for the host's address, which may take a while: only where it is needed.
+        with naming_lost_ranks(_SAYING, way_out=lambda: f" If all run, {way_out()}."):
+            return dict(enumerate(HostSum(self.group).gather(value, _STARTS)))
 
 
 def started_together(mpu: Any) -> Asked:
@@ -121,13 +122,17 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
     own = {path: text for path, text in _flat(config) if not _is_own(path)} | _trained(model)
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     # The digests are small and nearly always equal; whole configurations travel only where they are not.
-    gathered = asked.gather((digest, _ENGINES[0]))
-    if len({theirs for theirs, _ in gathered.values()}) == 1:
+    gathered = asked.gather((asked.members, digest, _ENGINES[0]))
+    digests = {(members, theirs) for members, theirs, _ in gathered.values()}
+    # All ranks decide alike, also those of groups in which nothing differs: what follows they do together.
+    if len(digests) == len({members for members, _ in digests}):
         # A rank whose last engine failed alone may have built fewer.
-        _ENGINES[0] = max(built for _, built in gathered.values()) + (model is not None)
+        _ENGINES[0] = max(built for *_, built in gathered.values()) + (model is not None)
         return _ENGINES[0]
-    whole = asked.gather(own)
+    whole = {rank: theirs for rank, theirs in asked.gather(own).items() if rank in asked.members}
     keys = sorted({path for theirs in whole.values() for path in theirs if len(set(_of(path, whole))) > 1})
+    if not keys:
+        raise RankDesyncError("this rank stops because ranks of another group were given different configurations")
     raise RankDesyncError(
         f"ranks differ in {_some([_differing(key, whole) for key in keys])}. All ranks need the same configuration and "
         "the same model, and initialize their engines in the same order; look at what this rank was started with"
@@ -168,12 +173,17 @@ def same(over: HostSum, place: Place, what: str, value: int) -> None:
 
 
 @contextmanager
-def naming_lost_ranks(where: str, told: Callable[[], RankDesyncError | None] = lambda: None) -> Iterator[None]:
+def naming_lost_ranks(
+    where: str,
+    told: Callable[[], RankDesyncError | None] = lambda: None,
+    way_out: Callable[[], str] = lambda: "",
+) -> Iterator[None]:
     """Say what a failed collective means: a rank that is gone shows first in whatever DeepSpeed waits for.
 
     Args:
         where: what this rank waits in.
         told: returns what another rank has said of itself meanwhile; None where it has not.
+        way_out: returns what else may be wrong, as a sentence.
 
     Raises:
         RankDesyncError: in place of the RuntimeError of a collective that lost a rank.
@@ -185,7 +195,7 @@ def naming_lost_ranks(where: str, told: Callable[[], RankDesyncError | None] = l
             raise
         raise told() or RankDesyncError(
             f"rank {dist.get_rank()} waited for another rank in {where}: one of them ended, hangs, or runs a different "
-            f"number of passes; its own log says why. ({str(error).splitlines()[0]})"
+            f"number of passes; its own log says why.{way_out()} ({str(error).splitlines()[0]})"
         ) from error
 
 

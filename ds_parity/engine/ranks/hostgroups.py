@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.hostsum import HostSum, is_lost
 from ds_parity.engine.ranks.wire import Place
-from ds_parity.errors import ConfigError
+from ds_parity.errors import ConfigError, RankDesyncError
 
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _LAZY: Final = "TORCH_GLOO_LAZY_INIT"
@@ -82,6 +82,11 @@ def _connected_when_needed() -> Iterator[None]:
 def _naming_the_interface() -> Iterator[None]:
     try:
         yield
+    except dist.DistStoreError as error:
+        raise RankDesyncError(
+            f"another rank did not come to connect over gloo ({str(error).splitlines()[0]}): its own log says why. If "
+            f"all run, {way_out()}"
+        ) from error
     except RuntimeError as error:
         raise ConfigError(
             f"ranks can't be connected over gloo ({str(error).splitlines()[0]}). ds_parity exchanges counts over gloo "

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Lock
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_LOCK = Lock()
+_APPLIED: dict[Any, list[timedelta]] = {}  # what each group's limit was before it was limited, the first one first
 
 
 class Limit:
@@ -30,15 +34,20 @@ class Limit:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Limit the collectives that begin inside, and put the groups' own limits back."""
-        # They are read anew each time: whoever owns a group may have changed its limit.
-        before = [backend.options._timeout for backend in self._backends]
-        for backend in self._backends:
-            backend._set_default_timeout(self._limit)
+        with _LOCK:
+            for backend in self._backends:
+                # It is read anew each time: whoever owns a group may have changed its limit. Where two engines limit
+                # one group at once, in two threads, the first finds what the last puts back.
+                _APPLIED.setdefault(backend, []).append(backend.options._timeout)
+                backend._set_default_timeout(self._limit)
         try:
             yield
         finally:
-            for backend, limit in zip(self._backends, before, strict=True):
-                backend._set_default_timeout(limit)
+            with _LOCK:
+                for backend in self._backends:
+                    found = _APPLIED[backend]
+                    # Of those that are applied, any may end first.
+                    backend._set_default_timeout(found.pop() if len(found) > 1 else _APPLIED.pop(backend)[0])
 
 
 def _gloo(group: Any) -> Any:
