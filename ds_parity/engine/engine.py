@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -220,7 +220,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         self._self_driver.meter.record(name, value, weight, idle=queue is not None and queue.idle)
 
     def group_advantages(
-        self, prompt_ids: Sequence[Hashable], rewards: Sequence[float], *, by_std: bool = True
+        self, prompt_ids: Iterable[Hashable], rewards: Iterable[float], *, by_std: bool = True
     ) -> list[float]:
         """Return this rank's advantages, (r - mean) / std over the rewards of the same prompt on all ranks (GRPO).
 
@@ -228,12 +228,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         One gather on the host; every rank calls, between windows or before training, with as many rollouts as it has.
 
         Args:
-            prompt_ids: (n,) what was asked, by names that are the same on every rank.
-            rewards: (n,) finite.
+            prompt_ids: (n,) what was asked, by names that are the same on every rank, as in
+                `ds_parity.group_advantages`.
+            rewards: (n,) finite numbers.
             by_std: False: r - mean, as in Dr. GRPO.
 
         Raises:
-            ConfigError: on some rank there are not as many rewards as prompts.
+            ConfigError: on some rank there are not as many rewards as prompts, a reward is no finite number, or a
+                prompt can be no key or is another one on each rank; raised on every rank.
             RankDesyncError: not every rank has come within `ds_parity.exchange_timeout`.
         """
         driver: Driver = self._self_driver
