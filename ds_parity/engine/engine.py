@@ -142,7 +142,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
                 be endless or arrive as it is produced. One that holds nothing is an idle pass, and a stand-in.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
-                rank. With 0 there is one exchange a pass, and the next micro-batch is read only after the current pass.
+                rank; 0 to 4096. With 0 there is one exchange a pass, and the next micro-batch is read only after the
+                current pass.
                 A window starts with so many of its passes known, all where it has no more, so the stream is read at
                 most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
@@ -152,14 +153,16 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 with a mixture of experts, or on ZeRO 1 while a parameter has no gradient yet.
 
         Raises:
-            WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward.
+            WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward; the stream can't
+                be iterated, what it yields has no counts (a tuple or a dict of a DataLoader), or `lookahead` is out of
+                range.
             ConfigError: a micro-batch is part of a plan for another number of data-parallel ranks; nothing of what was
                 read with it has been counted.
             RankDesyncError: ranks were given different look-aheads, or another one has raised.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
         driver: Driver = self._self_driver
-        queue = PassQueue(driver, stream, max(1, ahead), idle, skip_idle=skip_idle)
+        queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle)
         with driver.taking_from(queue.upcoming):
             yield from queue
         if finish and not self.stopping:
