@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import wrapt
@@ -44,6 +44,17 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Run the forward."""
         with self._self_driver.waiting("a forward"):
             return self.__wrapped__(*args, **kwargs)
+
+    # What would share the windows, the gradients and the groups of ranks with this engine.
+
+    def __copy__(self) -> NoReturn:
+        raise _no_copy("copied")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise _no_copy("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _no_copy("pickled")
 
     # The pass.
 
@@ -298,7 +309,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         in here leaves the `latest` of before. So give every checkpoint a tag of its own.
 
         Raises:
-            CheckpointError: a window is open: gradients of its passes would be lost.
+            CheckpointError: a window is open: gradients of its passes would be lost; or `client_state` has a value of
+                the caller's own under `ds_parity` (one that was loaded may stay: it is replaced).
             RankDesyncError: another rank ended before it had saved.
         """
         driver: Driver = self._self_driver
@@ -374,6 +386,13 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     def _owned(self, name: str, way_out: str) -> WindowError:
         return WindowError(f"{name}(): with gradient_accumulation_passes ds_parity owns the boundary; {way_out}")
+
+
+def _no_copy(how: str) -> WindowError:
+    return WindowError(
+        f"a ds_parity engine can't be {how}: its window, its gradients and its connections to other ranks are those of "
+        "one engine; save_checkpoint() keeps its state, and engine.module, the model, can be copied"
+    )
 
 
 def _returning_proxy(name: str) -> Any:
