@@ -149,6 +149,12 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         the accelerator, if the stream has moved them there. Besides it, those are alive that were read ahead (at most
         2 * lookahead - 1), and what the loop itself holds.
 
+        A loop that leaves it early (`break`, an exception) loses the micro-batches that were read ahead: they are gone
+        from the stream, and no pass has run them. To leave without a loss, call `stop()` and go on to the boundary with
+        the look-ahead 0 or 1; with a greater one, what is read ahead of that boundary is lost too, so keep it in the
+        stream's hands (a list, a plan) until its window is closed. After a `stop()` was seen, every later `passes()` of
+        this engine yields nothing.
+
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
                 be endless or arrive as it is produced. One that holds nothing is an idle pass, and a stand-in.
@@ -195,6 +201,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         The request travels with the counts of the next pass. `passes` ends at the boundary after it on every rank
         alike, between windows, and hands nothing more out. Other loops look at `stopping`.
+
+        It is for good: a later `passes()` of this engine yields nothing. To go on, save a checkpoint and load it into a
+        new engine; where training is to go on in this one, end the stream of every rank instead.
         """
         self._self_driver.exchange.stop = True
 
