@@ -45,17 +45,6 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         with self._self_driver.waiting("a forward"):
             return self.__wrapped__(*args, **kwargs)
 
-    # What would share the windows, the gradients and the groups of ranks with this engine.
-
-    def __copy__(self) -> NoReturn:
-        raise _no_copy("copied")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise _no_copy("copied")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _no_copy("pickled")
-
     # The pass.
 
     def backward(
@@ -397,11 +386,19 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         return WindowError(f"{name}(): with gradient_accumulation_passes ds_parity owns the boundary; {way_out}")
 
 
-def _no_copy(how: str) -> WindowError:
-    return WindowError(
-        f"a ds_parity engine can't be {how}: its window, its gradients and its connections to other ranks are those of "
-        "one engine; save_checkpoint() keeps its state, and engine.module, the model, can be copied"
-    )
+def _no_copy(how: str) -> Any:
+    def method(self: ParityEngine, *_: Any) -> NoReturn:
+        # It would share the window, the gradients and the groups of ranks with this engine.
+        raise WindowError(
+            f"a ds_parity engine can't be {how}: its window, its gradients and its connections to other ranks are those "
+            "of one engine; save_checkpoint() keeps its state, and engine.module, the model, can be copied"
+        )
+
+    return method
+
+
+for _name, _how in (("__copy__", "copied"), ("__deepcopy__", "copied"), ("__reduce_ex__", "pickled")):
+    setattr(ParityEngine, _name, _no_copy(_how))
 
 
 def _returning_proxy(name: str) -> Any:
