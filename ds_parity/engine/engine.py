@@ -390,8 +390,8 @@ def _no_copy(how: str) -> Any:
     def method(self: ParityEngine, *_: Any) -> NoReturn:
         # It would share the window, the gradients and the groups of ranks with this engine.
         raise WindowError(
-            f"a ds_parity engine can't be {how}: its window, its gradients and its connections to other ranks are those "
-            "of one engine; save_checkpoint() keeps its state, and engine.module, the model, can be copied"
+            f"a ds_parity engine can't be {how}: its window, gradients and connections to other ranks are those of one "
+            "engine; save_checkpoint() keeps its state, and engine.module, the model, can be copied"
         )
 
     return method
