@@ -28,13 +28,13 @@ class PolicyGradient(nn.Module):
     This is the objective of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.1) at ratio 1, without clipping and
     without a KL term. The loss of a token is -advantage * logp, in nats. Its gradient is that of -advantage * ratio at
     ratio 1; the value of the latter is -advantage whatever the weights are, so a trace of it could not show that two
-    runs differ. The loss of the micro-batch is the sum over its units:
+    runs differ. The loss of the micro-batch is made of the losses of:
 
     - loss_weight "token": the loss tokens, which all count the same;
     - any other ("rollout", "pass", "target"): the rollouts, each with the mean over its own loss tokens.
 
     loss_reduction "mean" divides by the number of units in the micro-batch, "sum" does not. With loss_weight "pass" the
-    micro-batch is one unit, so the two are the same. Dr. GRPO's sum over tokens with a
+    micro-batch is one unit, and its loss is the mean over its rollouts under both. Dr. GRPO's sum over tokens with a
     constant denominator (Liu et al. 2025, arXiv 2503.20783) is "token" with "sum" here, under a configuration whose
     loss_weight is "target" and whose loss_reduction is "sum".
 

@@ -3,6 +3,6 @@
 from ds_parity.config.faults import ABSENT
 from ds_parity.config.load import load_config
 from ds_parity.config.rewrite import Change, Rewrite, rewrite
-from ds_parity.config.settings import Settings, parse
+from ds_parity.config.settings import MAX_LOOKAHEAD, Settings, parse
 
-__all__ = ["ABSENT", "Change", "Rewrite", "Settings", "load_config", "parse", "rewrite"]
+__all__ = ["ABSENT", "MAX_LOOKAHEAD", "Change", "Rewrite", "Settings", "load_config", "parse", "rewrite"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ds_parity.config import Settings
+from ds_parity.config import MAX_LOOKAHEAD, Settings
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, Weighting
 
@@ -86,3 +87,51 @@ def refuse_what_is_no_loss(loss: Any) -> None:
             f"backward() got a {type(loss).__name__} {what}that is no loss: it must be a real tensor of one element "
             "with a graph behind it; add up the parts of a loss before, and leave torch.no_grad() and detach() out"
         )
+
+
+def chunk_of(lookahead: Any) -> int:
+    """Return how many passes are exchanged together (>= 1).
+
+    Raises:
+        WindowError: the look-ahead of `passes()` is none that the key could have.
+    """
+    try:
+        passes = -1 if isinstance(lookahead, bool) else operator.index(lookahead)
+    except TypeError:
+        passes = -1
+    if not 0 <= passes <= MAX_LOOKAHEAD:
+        raise WindowError(
+            f"passes(lookahead={lookahead!r}): must be a whole number from 0 to {MAX_LOOKAHEAD}, because each exchange "
+            "costs as much as so many passes; leave it out for that of ds_parity.lookahead"
+        )
+    return max(1, passes)
+
+
+def iterator_of(stream: Any) -> Iterator[Any]:
+    """Return the iterator of a stream; raise WindowError where it has none."""
+    try:
+        return iter(stream)
+    except TypeError as error:
+        raise WindowError(
+            f"passes() got a {type(stream).__name__}, which can't be iterated ({error}): it must be a stream of "
+            "micro-batches; on a rank without data, passes([])"
+        ) from error
+
+
+def counts_in(batch: Any) -> Counts:
+    """Return the counts that a micro-batch of a stream says it contains.
+
+    Raises:
+        WindowError: it says none, or one that can't be right.
+    """
+    lacking = [name for name in Counts.__slots__ if not hasattr(batch, name)]
+    if lacking:
+        of = f" of {len(batch)}" if isinstance(batch, tuple | list | dict) else ""
+        without = " and ".join(part for part in (", ".join(lacking[:-1]), lacking[-1]) if part)
+        raise WindowError(
+            f"passes() got a {type(batch).__name__}{of} without {without}: ranks announce what a micro-batch contains "
+            "before it runs, so it must say so; yield ds_parity.MicroBatch(inputs, rollouts=..., prompts=..., "
+            "tokens=...) or any object with these three attributes, or leave passes() out and give the counts to "
+            "engine.backward(loss, rollouts=...)"
+        )
+    return Counts(batch.rollouts, batch.prompts, batch.tokens)

@@ -23,8 +23,9 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
     """Return the client state with the window's beside it.
 
     Raises:
-        CheckpointError: a window is open.
+        CheckpointError: a window is open, or the client state has a value of the caller's own under our name.
     """
+    _refuse_what_would_be_replaced(driver, client_state)
     window = driver.ledger.window
     if window.passes:
         raise CheckpointError(
@@ -34,6 +35,17 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
         )
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
     return {**client_state, _KEY: {**driver.ledger.state(), **settings, "groups": _groups(driver)}}
+
+
+def _refuse_what_would_be_replaced(driver: Driver, client_state: dict[str, Any]) -> None:
+    # What load_checkpoint() returned holds our state of then, and is often saved again with more in it.
+    given = client_state.get(_KEY)
+    ours = isinstance(given, dict) and set(driver.ledger.state()) <= set(given)
+    if _KEY in client_state and not ours:
+        raise CheckpointError(
+            f"save_checkpoint(): client_state[{_KEY!r}] is {given!r}: the state of the windows is saved there, and "
+            "would replace it; give it another name"
+        )
 
 
 def name_latest(save_dir: str, tag: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
 import wrapt
@@ -138,11 +138,18 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         the accelerator, if the stream has moved them there. Besides it, those are alive that were read ahead (at most
         2 * lookahead - 1), and what the loop itself holds.
 
+        A loop that leaves it early (`break`, an exception) loses the micro-batches that were read ahead: they are gone
+        from the stream, and no pass has run them. To leave without a loss, call `stop()` and go on to the boundary with
+        the look-ahead 0 or 1; with a greater one, what is read ahead of that boundary is lost too, so keep it in the
+        stream's hands (a list, a plan) until its window is closed. After a `stop()` was seen, every later `passes()` of
+        this engine yields nothing.
+
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
                 be endless or arrive as it is produced. One that holds nothing is an idle pass, and a stand-in.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
-                rank. With 0 there is one exchange a pass, and the next micro-batch is read only after the current pass.
+                rank; 0 to 4096. With 0 there is one exchange a pass, and the next micro-batch is read only after the
+                current pass.
                 A window starts with so many of its passes known, all where it has no more, so the stream is read at
                 most twice as far ahead.
             idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
@@ -152,14 +159,16 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 with a mixture of experts, or on ZeRO 1 while a parameter has no gradient yet.
 
         Raises:
-            WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward.
+            WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward; the stream can't
+                be iterated, what it yields has no counts (a tuple or a dict of a DataLoader), or `lookahead` is out of
+                range.
             ConfigError: a micro-batch is part of a plan for another number of data-parallel ranks; nothing of what was
                 read with it has been counted.
             RankDesyncError: ranks were given different look-aheads, or another one has raised.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
         driver: Driver = self._self_driver
-        queue = PassQueue(driver, stream, max(1, ahead), idle, skip_idle=skip_idle)
+        queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle)
         with driver.taking_from(queue.upcoming):
             yield from queue
         if finish and not self.stopping:
@@ -181,6 +190,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         The request travels with the counts of the next pass. `passes` ends at the boundary after it on every rank
         alike, between windows, and hands nothing more out. Other loops look at `stopping`.
+
+        It is for good: a later `passes()` of this engine yields nothing. To go on, save a checkpoint and load it into a
+        new engine; where training is to go on in this one, end the stream of every rank instead.
         """
         self._self_driver.exchange.stop = True
 
@@ -220,7 +232,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         self._self_driver.meter.record(name, value, weight, idle=queue is not None and queue.idle)
 
     def group_advantages(
-        self, prompt_ids: Sequence[Hashable], rewards: Sequence[float], *, by_std: bool = True
+        self, prompt_ids: Iterable[Hashable], rewards: Iterable[float], *, by_std: bool = True
     ) -> list[float]:
         """Return this rank's advantages, (r - mean) / std over the rewards of the same prompt on all ranks (GRPO).
 
@@ -228,12 +240,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         One gather on the host; every rank calls, between windows or before training, with as many rollouts as it has.
 
         Args:
-            prompt_ids: (n,) what was asked, by names that are the same on every rank.
-            rewards: (n,) finite.
+            prompt_ids: (n,) what was asked, by names that are the same on every rank, as in
+                `ds_parity.group_advantages`.
+            rewards: (n,) finite numbers.
             by_std: False: r - mean, as in Dr. GRPO.
 
         Raises:
-            ConfigError: on some rank there are not as many rewards as prompts.
+            ConfigError: on some rank there are not as many rewards as prompts, a reward is no finite number, or a
+                prompt can be no key or is another one on each rank; raised on every rank.
             RankDesyncError: not every rank has come within `ds_parity.exchange_timeout`.
         """
         driver: Driver = self._self_driver
@@ -293,7 +307,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         in here leaves the `latest` of before. So give every checkpoint a tag of its own.
 
         Raises:
-            CheckpointError: a window is open: gradients of its passes would be lost.
+            CheckpointError: a window is open: gradients of its passes would be lost; or `client_state` has a value of
+                the caller's own under `ds_parity` (one that was loaded may stay: it is replaced).
             RankDesyncError: another rank ended before it had saved.
         """
         driver: Driver = self._self_driver
@@ -376,6 +391,21 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     def _owned(self, name: str, way_out: str) -> WindowError:
         return WindowError(f"{name}(): with gradient_accumulation_passes ds_parity owns the boundary; {way_out}")
+
+
+def _no_copy(how: str) -> Any:
+    def method(self: ParityEngine, *_: Any) -> NoReturn:
+        # It would share the window, the gradients and the groups of ranks with this engine.
+        raise WindowError(
+            f"a ds_parity engine can't be {how}: its window, gradients and connections to other ranks are those of one "
+            "engine; save_checkpoint() keeps its state, and engine.module, the model, can be copied"
+        )
+
+    return method
+
+
+for _name, _how in (("__copy__", "copied"), ("__deepcopy__", "copied"), ("__reduce_ex__", "pickled")):
+    setattr(ParityEngine, _name, _no_copy(_how))
 
 
 def _returning_proxy(name: str) -> Any:

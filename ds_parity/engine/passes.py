@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ds_parity.engine.arguments import refuse_mean_of_parts
+from ds_parity.engine.arguments import chunk_of, counts_in, iterator_of, refuse_mean_of_parts
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement
@@ -22,7 +22,7 @@ class PassQueue:
     Args:
         driver: runs the passes, and exchanges their counts.
         stream: micro-batches of this rank, with `rollouts`, `prompts` and `tokens`.
-        chunk: passes exchanged together (>= 1).
+        lookahead: passes exchanged together; 0 as 1.
         idle: what idle passes run until a micro-batch was seen.
         skip_idle: hand out no idle pass that needs none (`Driver.may_skip`).
 
@@ -30,16 +30,23 @@ class PassQueue:
         upcoming: the passes that were announced and not run.
 
     Raises:
-        RankDesyncError: ranks were given different chunks.
+        WindowError: the stream can't be iterated, the look-ahead is out of range, or `idle` has no counts.
+        RankDesyncError: ranks were given different look-aheads.
     """
 
     def __init__(
-        self, driver: Driver, stream: Iterable[Any], chunk: int, idle: Any = None, *, skip_idle: bool = False
+        self, driver: Driver, stream: Iterable[Any], lookahead: int, idle: Any = None, *, skip_idle: bool = False
     ) -> None:
+        try:
+            chunk, self._stream = chunk_of(lookahead), iterator_of(stream)
+            if idle is not None:
+                counts_in(idle)
+        except Exception as error:  # the other ranks wait for what this one announces
+            driver.refuse(error)
+            raise
         driver.look_ahead(chunk)
         self._skip_idle = skip_idle
         self._driver = driver
-        self._stream = iter(stream)
         self._chunk = chunk
         # The one micro-batch that is kept when it has been run. Its inputs are its own, the loop may take others apart.
         self._smallest = None if idle is None else whole(idle)
@@ -56,12 +63,17 @@ class PassQueue:
                 continue
             # Nothing here keeps the micro-batch while the loop runs it: its memory is the loop's to free.
             handed = self.upcoming.first
-            yield self.upcoming.hand_out()
+            yield self._handed_out(handed)
             if self.upcoming and self.upcoming.first is handed:
                 raise WindowError(
                     "passes() was asked for the next micro-batch before the last had its backward(): all ranks count "
                     "on every pass; what is to be left out must be left out of the stream"
                 )
+
+    def _handed_out(self, one: UpcomingPass) -> Any:
+        batch = self.upcoming.hand_out()
+        # A pass behind the end of the data is given its stand-in where it is run: most of a long look-ahead never are.
+        return stand_in(self._smallest) if one.announcement.out_of_data else batch
 
     def _refuse_another_generator(self) -> None:
         if self._driver.queue is not self.upcoming:
@@ -101,7 +113,7 @@ class PassQueue:
         # Every rank must hear that one has nothing to run, or the others would wait for it in the backward.
         stuck = padding > 0 and not read and self._smallest is None
         idle = Announcement(out_of_data=True, stuck=stuck)
-        return [*read, *(UpcomingPass(idle, stand_in(self._smallest)) for _ in range(padding))]
+        return [*read, *(UpcomingPass(idle) for _ in range(padding))]
 
     def _read(self) -> list[UpcomingPass]:
         read: list[UpcomingPass] = []
@@ -111,10 +123,10 @@ class PassQueue:
                 self._out_of_data = True
                 break
             self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
+            counts = counts_in(batch)
             # The smallest micro-batch makes the cheapest idle pass.
             if self._smallest is None or batch.tokens < self._smallest.tokens:
                 self._smallest = whole(batch)
-            counts = Counts(batch.rollouts, batch.prompts, batch.tokens)
             refuse_mean_of_parts(self._driver.ledger.weighting, counts, len(getattr(batch, "held", ())))
             # One of the stream that holds nothing says so as a stand-in does, whatever its class is.
             runs = stand_in(batch) if counts == Counts() and not says_so(batch) else batch

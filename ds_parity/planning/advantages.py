@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from typing import Final
+from collections.abc import Hashable, Iterable
+from typing import Any, Final
 
 from ds_parity.errors import ConfigError
 
@@ -14,7 +14,7 @@ from ds_parity.errors import ConfigError
 _ROUNDING: Final = 2.0**-20
 
 
-def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *, by_std: bool = True) -> list[float]:
+def group_advantages(prompt_ids: Iterable[Hashable], rewards: Iterable[float], *, by_std: bool = True) -> list[float]:
     """Compute (reward - mean) / std for each reward, over the rewards of the same prompt.
 
     This is the outcome supervision of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the population's
@@ -26,8 +26,9 @@ def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *
     reward. The bound is relative, so rewards of any size keep their differences: 1000.0 and 1000.1, or 1e-12 and 2e-12.
 
     Args:
-        prompt_ids: (n,) the prompt of each rollout; equal ones form a group, wherever they are in the list.
-        rewards: (n,) finite numbers.
+        prompt_ids: (n,) the prompt of each rollout, by its text, its number, or anything else that can be a key of a
+            dict; equal ones form a group, wherever they are. A tensor or an array is taken by its values.
+        rewards: (n,) finite numbers, likewise.
         by_std: whether to divide by the standard deviation; without it the advantage is reward - mean, as in Dr. GRPO
             (Liu et al. 2025, arXiv 2503.20783, section 3.2).
 
@@ -35,25 +36,15 @@ def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *
         (n,) advantages, in the order of the rewards.
 
     Raises:
-        ConfigError: there are not as many rewards as prompts, or one is not finite.
+        ConfigError: there are not as many rewards as prompts, a reward is no finite number, or a prompt can be no key.
     """
-    rewards = [float(reward) for reward in rewards]
-    if len(prompt_ids) != len(rewards):
-        raise ConfigError(
-            f"{len(rewards)} rewards for {len(prompt_ids)} prompt ids: give one of each for every rollout"
-        )
-    for prompt, reward in zip(prompt_ids, rewards, strict=True):
-        if not math.isfinite(reward):
-            raise ConfigError(
-                f"reward of prompt {prompt!r} is {reward}: it must be finite; leave the rollout out, or say what it "
-                "earned"
-            )
+    prompts, earnings = prompts_and_rewards(prompt_ids, rewards)
     groups: dict[Hashable, list[int]] = defaultdict(list)
-    for index, prompt in enumerate(prompt_ids):
+    for index, prompt in enumerate(prompts):
         groups[prompt].append(index)
-    relative = [0.0] * len(rewards)
+    relative = [0.0] * len(earnings)
     for members in groups.values():
-        earned = [rewards[index] for index in members]
+        earned = [earnings[index] for index in members]
         if max(earned) - min(earned) <= _ROUNDING * max(map(abs, earned)):
             continue
         # Both are exact up to their last place, so that a large mean takes nothing from a small difference.
@@ -61,5 +52,56 @@ def group_advantages(prompt_ids: Sequence[Hashable], rewards: Sequence[float], *
         if spread == 0:  # of rewards so small that it has no number
             continue
         for index in members:
-            relative[index] = (rewards[index] - mean) / (spread if by_std else 1.0)
+            relative[index] = (earnings[index] - mean) / (spread if by_std else 1.0)
     return relative
+
+
+def prompts_and_rewards(prompt_ids: Iterable[Any], rewards: Iterable[Any]) -> tuple[list[Hashable], list[float]]:
+    """Return both as plain values, checked; the arguments and errors are those of `group_advantages`."""
+    prompts, earned = _listed("prompt ids", prompt_ids), _listed("rewards", rewards)
+    if len(prompts) != len(earned):
+        raise ConfigError(f"{len(earned)} rewards for {len(prompts)} prompt ids: give one of each for every rollout")
+    for index, prompt in enumerate(prompts):
+        _refuse_what_is_no_key(index, prompt)
+    return prompts, [_number(prompt, reward) for prompt, reward in zip(prompts, earned, strict=True)]
+
+
+def _listed(what: str, values: Iterable[Any]) -> list[Any]:
+    # Tensors are equal to themselves alone as keys, so each rollout would be a group of its own.
+    values, kind = _plain(values), type(values).__name__
+    if not isinstance(values, Iterable):
+        raise ConfigError(f"{what} are a {kind} without a length: give one for every rollout, in a list")
+    return [_plain(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    # Torch's tensors and numpy's arrays and numbers alike; this room imports neither.
+    if type(value) is tuple:
+        return tuple(_plain(part) for part in value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _refuse_what_is_no_key(index: int, prompt: Any) -> None:
+    said = f"prompt id {index} is {prompt!r} ({type(prompt).__name__}), "
+    try:
+        hash(prompt)
+    except TypeError:
+        raise ConfigError(
+            f"{said}which can be no key of a dict: rollouts are put together by it; give the prompt's text or number, "
+            "or where it is a list of token ids, tuple(ids)"
+        ) from None
+    if prompt != prompt:  # noqa: PLR0124  (as NaN)
+        raise ConfigError(f"{said}which is not equal to itself: no two rollouts would be of one prompt; number them")
+
+
+def _number(prompt: Hashable, reward: Any) -> float:
+    said = f"reward of prompt {prompt!r} is {reward!r}: it must be"
+    try:
+        number = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or isinstance(reward, str | bytes):
+        raise ConfigError(f"{said} a number; give one for every rollout, or leave the rollout out")
+    if not math.isfinite(number):
+        raise ConfigError(f"{said} finite; leave the rollout out, or say what it earned")
+    return number

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ds_parity.errors import WindowError
 
+# Ranks add the counts of a pass in int64, which wraps round without a word: with this limit only 8 million ranks could.
+# Over passes they are added as Python's ints, which have no end. No micro-batch comes near it (10**12 tokens).
+MOST: Final = 2**40
+
 
 def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool):
+    # Torch's flags, unlike numpy's, say that they are whole numbers; only their type tells.
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         raise WindowError(f"{name} is {value!r}: a count must be a whole number >= 0; pass how many, not whether")
     try:
         number = operator.index(value)
@@ -21,15 +26,20 @@ def _whole(name: str, value: Any) -> int:
         ) from None
     if number < 0:
         raise WindowError(f"{name} is {number}: a count must be >= 0; pass 0 for an idle pass")
+    if number > MOST:
+        raise WindowError(
+            f"{name} is {number}: a count must be <= {MOST}; pass how many the micro-batch contains (so large a number "
+            "means that the data path miscounted)"
+        )
     return number
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one rank's micro-batch contains, each number >= 0.
+    """What one rank's micro-batch contains, each number from 0 to 2**40.
 
     Raises:
-        WindowError: a count is negative, fractional, NaN or a bool.
+        WindowError: a count is negative, above 2**40, fractional, NaN or a flag.
     """
 
     rollouts: int = 0

@@ -46,7 +46,10 @@ class TestGroupAdvantages:
 
     def test_a_rank_that_gives_too_few_is_named_on_every_rank(self, two_ranks):
         for said in two_ranks.of(grpo)["short"]:
-            assert said == "ConfigError: rank 1 of those that step together gave 2 rewards for 1 prompts"
+            assert said == (
+                "ConfigError: group_advantages() on rank 1 of those that step together: 2 rewards for 1 prompt ids: "
+                "give one of each for every rollout"
+            )
 
 
 @on_two_ranks

@@ -97,6 +97,84 @@ def test_half_way_between_two_steps_the_rate_lies_between_theirs(name):
     assert min(at_2, at_3) < lr() < max(at_2, at_3)
 
 
+WARMUPS = {
+    f"{name}-{kind}-{steps}": (
+        lambda o, name=name, **params: getattr(lr_schedules, name)(o, **params),
+        kind,
+        steps,
+        extra,
+    )
+    for name, extra in {
+        "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1},
+        "WarmupDecayLR": {"warmup_max_lr": 0.1, "total_num_steps": 12},
+        "WarmupCosineLR": {"total_num_steps": 12},
+    }.items()
+    for kind in ("log", "linear")
+    for steps in (1, 2, 3, 4, 10)
+}
+CYCLES = {
+    f"{first}-{second}-{stairs}-{decay}": {
+        "cycle_first_step_size": first,
+        "cycle_second_step_size": second,
+        "cycle_first_stair_count": stairs,
+        "decay_step_size": decay,
+        "decay_lr_rate": 0.5,
+    }
+    for first, second in ((5, None), (1, 1), (2, 7), (2.5, 3.5))
+    for stairs in (0, 2)
+    for decay in (0, 2)
+}
+
+
+def warming_up(name):
+    build, kind, steps, extra = WARMUPS[name]
+    return lambda o: build(o, warmup_type=kind, warmup_num_steps=steps, **extra)
+
+
+BETWEEN = {
+    **{name: warming_up(name) for name in WARMUPS},
+    **{
+        f"OneCycle-{name}": lambda o, p=p: lr_schedules.OneCycle(o, cycle_min_lr=0.01, cycle_max_lr=0.1, **p)
+        for name, p in CYCLES.items()
+    },
+    **{
+        f"LRRangeTest-{stairs}": lambda o, stairs=stairs: lr_schedules.LRRangeTest(
+            o, lr_range_test_min_lr=0.01, lr_range_test_step_size=3, lr_range_test_staircase=stairs
+        )
+        for stairs in (False, True)
+    },
+}
+
+
+def rates(build, units, target):
+    """The LRs of a schedule that was put at each of some positions."""
+    sgd = optimizer()
+    schedule, seen = RolloutSchedule(build(sgd)), []
+    for at in units:
+        stepped(schedule, Progress(target, at))
+        seen.append(sgd.param_groups[0]["lr"])
+    return seen
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_two_steps_the_rate_lies_between_theirs(name):
+    """DeepSpeed's warm-up by the logarithm reaches its maximum a step early, and at a fraction would go on above it."""
+    whole = rates(BETWEEN[name], range(16), 1)
+    fractional = rates(BETWEEN[name], range(15 * 32), 32)
+    for at, rate in enumerate(fractional):
+        assert min(whole[at // 32 :][:2]) <= rate <= max(whole[at // 32 :][:2]), at / 32
+    assert fractional[::32] == whole[:15]
+
+
+@pytest.mark.parametrize("name", WARMUPS)
+def test_a_warm_up_never_falls_and_never_goes_above_its_maximum(name):
+    steps = max(2, WARMUPS[name][2])
+    # One step after the last of the warm-up (WarmupCosineLR: at it) the rate may fall already.
+    warming = rates(BETWEEN[name], range(steps * 32 + 1), 32)
+    assert warming == sorted(warming)
+    assert max(rates(BETWEEN[name], range(15 * 32), 32)) <= 0.1
+
+
 @pytest.mark.parametrize("units", [1, 4, 10, 20, 43, 101])
 def test_lambdalr_is_asked_at_the_fraction(units):
     """Within one rounding: torch's step() adds the 1 that was taken off."""

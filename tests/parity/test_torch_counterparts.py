@@ -4,13 +4,16 @@ from fractions import Fraction
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
+from ds_parity.engine.internals.schedule import RolloutSchedule
 from ds_parity.errors import ConfigError
 from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.matrix import setups
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.references.torch_counterparts import ByHand, CPULion, Lion, optimizer_and_scheduler
+from ds_parity.window import Progress
 from tests.distributed import cells
 
 SETUPS = "ds_parity.parity.matrix.setups"
@@ -116,3 +119,31 @@ def test_by_hand_a_function_of_the_step_stands_at_a_fraction_and_others_take_who
 def test_the_matrix_models_compute_what_the_tiny_decoder_does(build):
     tokens = torch.arange(12).view(1, -1)
     torch.testing.assert_close(build(3)(tokens), build_tiny(3)(tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 2}),
+        ("WarmupDecayLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "total_num_steps": 9}),
+        ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 9}),
+        ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 9, "warmup_type": "linear"}),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3}),
+    ],
+)
+def test_by_hand_and_in_the_engine_a_schedule_stands_at_the_same_lr_at_every_fraction(name, parameters):
+    reached = []
+    for by_hand in (True, False):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler = getattr(lr_schedules, name)(optimizer, **parameters)
+        placed, seen = (ByHand if by_hand else RolloutSchedule)(scheduler), []
+        for quarter in range(1, 4 * 10):
+            if by_hand:
+                placed.advance(Fraction(quarter, 4), applied=True)
+            else:
+                placed.advance_to(Progress(4, quarter))
+                placed.step()
+            seen.append(optimizer.param_groups[0]["lr"])
+        reached.append(seen)
+    assert reached[0] == reached[1]
+    assert len(set(reached[0])) >= 5

@@ -1,9 +1,11 @@
 """A reward is compared with those of its own prompt, wherever these stand."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,3 +102,71 @@ def test_a_reward_that_is_not_finite_is_refused_by_its_prompt(reward):
 
 def test_rewards_of_any_kind_of_number_will_do():
     assert group_advantages("aa", np.array([1, 0])) == group_advantages("aa", [True, False]) == [1.0, -1.0]
+
+
+ASKED, EARNED = [7, 7, 8, 8], [1.0, 3.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        torch.tensor(ASKED),
+        list(torch.tensor(ASKED)),
+        np.array(ASKED),
+        list(np.array(ASKED)),
+        [torch.tensor(7), 7, np.int64(8), torch.tensor(8)],
+        [(1, torch.tensor(7)), (torch.tensor(1), 7), ("b", np.int8(3)), ("b", 3)],
+        iter(ASKED),
+    ],
+)
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        torch.tensor(EARNED),
+        list(torch.tensor(EARNED, requires_grad=True)),
+        torch.tensor(EARNED).bfloat16(),
+        np.array(EARNED, dtype=np.float32),
+        [1, np.float16(3), torch.tensor([0.0]).squeeze(), 4.0],
+    ],
+)
+def test_tensors_and_arrays_are_taken_by_their_values(prompts, rewards):
+    """A tensor is equal to none other as a key, so that each rollout would be a group of its own: all advantages 0."""
+    # A generator is used up by the first of the parameters that are combined with it.
+    prompts = iter(ASKED) if isinstance(prompts, Iterator) else prompts
+    advantages = group_advantages(prompts, rewards)
+    assert advantages == [-1.0, 1.0, -1.0, 1.0]
+    assert {type(one) for one in advantages} == {float}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        ([[1, 2], [1, 2]], r"prompt id 0 is \[1, 2\] \(list\), .* tuple\(ids\)"),
+        (torch.tensor([[1, 2], [1, 2]]), r"prompt id 0 is \[1, 2\] \(list\), .* tuple\(ids\)"),
+        (["a", {"text": "a"}], r"prompt id 1 is \{'text': 'a'\} \(dict\), "),
+        ([math.nan, 1], r"prompt id 0 is nan \(float\), which is not equal to itself"),
+        (torch.tensor(1), r"prompt ids are a Tensor without a length"),
+        (5, r"prompt ids are a int without a length"),
+    ],
+)
+def test_what_can_be_no_prompt_id_is_refused_with_the_way_out(prompts, says):
+    with pytest.raises(ConfigError, match=says):
+        group_advantages(prompts, [1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        (["x", 1.0], r"reward of prompt 'a' is 'x': it must be a number"),
+        (["1.5", 1.0], r"reward of prompt 'a' is '1.5': it must be a number"),
+        ([1.0, None], r"reward of prompt 'b' is None: it must be a number"),
+        (torch.tensor([[1.0, 2.0], [1.0, 2.0]]), r"reward of prompt 'a' is \[1.0, 2.0\]: it must be a number"),
+        ([1j, 1.0], r"reward of prompt 'a' is 1j: it must be a number"),
+        ([10**400, 1.0], r"reward of prompt 'a' is 1000.*: it must be a number"),
+        (torch.tensor(1.0), r"rewards are a Tensor without a length"),
+        (None, r"rewards are a NoneType without a length"),
+    ],
+)
+def test_what_can_be_no_reward_is_refused_with_the_way_out(rewards, says):
+    with pytest.raises(ConfigError, match=says):
+        group_advantages(["a", "b"], rewards)

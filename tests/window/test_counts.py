@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -37,6 +38,32 @@ def test_what_is_not_whole_is_refused_by_name_with_the_rule(name, value):
 def test_a_flag_is_not_a_count(name, value):
     with pytest.raises(WindowError, match=rf"^{name} is .*{bool(value)}.*: a count must be a whole number >= 0"):
         Counts(**{name: value})
+
+
+@each_count
+@pytest.mark.parametrize("flag", [torch.tensor(True), torch.tensor([False]), np.array(True), np.array([True])])
+def test_a_flag_in_a_tensor_or_an_array_is_not_a_count(name, flag):
+    with pytest.raises(WindowError, match=rf"^{name} is .*: a count must be a whole number >= 0"):
+        Counts(**{name: flag})
+
+
+def test_a_count_in_a_tensor_of_whole_numbers_is_one():
+    assert Counts(torch.tensor(3), torch.tensor([2]), torch.tensor(5, dtype=torch.uint8)) == Counts(3, 2, 5)
+
+
+@each_count
+@pytest.mark.parametrize("value", [2**40 + 1, 2**62, 2**63, 2**80, np.uint64(2**63)])
+def test_a_count_that_could_overflow_in_a_sum_is_refused_by_name_with_the_rule(name, value):
+    """Two ranks with 2**62 rollouts each had a window of fewer than 0."""
+    with pytest.raises(WindowError, match=rf"^{name} is {value}: a count must be <= {2**40}; .*"):
+        Counts(**{name: value})
+
+
+@each_count
+def test_the_greatest_count_that_is_taken_fits_every_sum(name):
+    """Counts of one pass are added over ranks in int64; over passes, Python adds them."""
+    most = Counts(**{name: 2**40})
+    assert getattr(most, name) * 4_000_000 < 2**63
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.array])

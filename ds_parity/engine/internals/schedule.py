@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import wrapt
@@ -20,7 +21,8 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
     """A scheduler whose `step()` goes to the nominal progress in place of one step on; all else is the scheduler's.
 
     A function of its step (all of DeepSpeed's, LambdaLR) stands at the fractional position; any other takes the whole
-    steps that were completed, and the remainder is carried.
+    steps that were completed, and the remainder is carried. Between two steps, the LR of DeepSpeed's schedulers lies
+    between theirs.
 
     Raises:
         ConfigError: the scheduler moves by a metric, not by steps.
@@ -56,7 +58,7 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         # A whole position stays an int, as DeepSpeed itself passes it.
         nominal: float = progress.whole if progress.nominal.is_integer() else progress.nominal
         if isinstance(scheduler, _BY_ITERATION):
-            scheduler.step(nominal - 1)
+            scheduler.step(_within(scheduler, nominal - 1))
         elif isinstance(scheduler, LambdaLR):
             scheduler.last_epoch = nominal - 1  # type: ignore[assignment]  # fractional, on purpose
             scheduler.step()
@@ -65,3 +67,30 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
             for _ in range(progress.whole - self._self_taken):
                 scheduler.step()
         self._self_taken = progress.whole
+
+
+def _within(scheduler: Any, iteration: float) -> float:
+    """Return the iteration itself, or a whole one beside it where the LR would leave the range of the two beside it.
+
+    DeepSpeed's formulas are written for whole steps. Its warm-up by the logarithm is at the maximum a step before the
+    warm-up ends (`_get_gamma`: log(N) / log(N) at N - 1) and would go on rising; OneCycle would begin a second cycle
+    between the last step of its cycle and the first of its decay.
+    """
+    below = math.floor(iteration)
+    if iteration == below or iteration < 0:  # before the first step there is the LR at the start alone
+        return iteration
+    here, first, last = (_rates_at(scheduler, at) for at in (iteration, below, below + 1))
+    if all(min(ends) <= rate <= max(ends) for rate, *ends in zip(here, first, last, strict=True)):
+        return iteration
+    # That one whose LR is nearer, so that a warm-up never falls back; the one that was reached where both are as near.
+    return below if _apart(here, first) <= _apart(here, last) else below + 1
+
+
+def _rates_at(scheduler: Any, iteration: float) -> list[float]:
+    scheduler.step(iteration)
+    rates: list[float] = scheduler.get_lr()
+    return rates
+
+
+def _apart(rates: list[float], others: list[float]) -> float:
+    return sum(abs(one - other) for one, other in zip(rates, others, strict=True))

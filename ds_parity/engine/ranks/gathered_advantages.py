@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import pickle
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from ds_parity.engine.ranks.hostsum import PlacedSum
 from ds_parity.errors import ConfigError
-from ds_parity.planning.advantages import group_advantages
+from ds_parity.planning.advantages import group_advantages, prompts_and_rewards
 
 
 def gathered_advantages(
-    prompt_ids: Sequence[Hashable], rewards: Sequence[float], over: PlacedSum | None, first: bool, *, by_std: bool
+    prompt_ids: Iterable[Hashable], rewards: Iterable[float], over: PlacedSum | None, first: bool, *, by_std: bool
 ) -> list[float]:
     """Return the advantages of this rank's rewards among those of all ranks; one gather of objects on the host.
 
@@ -23,21 +24,55 @@ def gathered_advantages(
         by_std: as in `group_advantages`.
 
     Raises:
-        ConfigError: on a rank there are not as many rewards as prompts; raised on all of them.
+        ConfigError: what a rank gave is wrong, as in `group_advantages`, or its prompts can't travel; raised on all.
         RankDesyncError: not every rank is here.
         RuntimeError: a rank is gone.
     """
-    own = [float(reward) for reward in rewards]
-    gathered: list[Any] = [(list(prompt_ids), own, first)]
-    if over is not None:
-        gathered = over.gather(gathered[0])
-    for rank, (theirs, earned, _) in enumerate(gathered):
-        if len(theirs) != len(earned):
-            raise ConfigError(
-                f"rank {rank} of those that step together gave {len(earned)} rewards for {len(theirs)} prompts"
-            )
-    counted = [one for ids, earned, counts in gathered if counts for one in zip(ids, earned, strict=True)]
+    if over is None:
+        return group_advantages(prompt_ids, rewards, by_std=by_std)
+    own, wrong = _checked(prompt_ids, rewards)
+    # What is wrong travels too: the other ranks would wait for one that has raised.
+    gathered = over.gather((own, first, wrong))
+    for rank, (_, _, said) in enumerate(gathered):
+        if said is not None:
+            raise _of_rank(rank, said)
+    counted = [one for theirs, counts, _ in gathered if counts for one in theirs]
+    known = set(counted)
+    for rank, (theirs, _, _) in enumerate(gathered):
+        if not known.issuperset(theirs):
+            raise _of_rank(rank, "not what the rank gave that shares its micro-batch; give the same on both")
     advantages = group_advantages([prompt for prompt, _ in counted], [r for _, r in counted], by_std=by_std)
     # Rewards that are equal in one group have one advantage, so this rank's are looked up by what they are.
     of = dict(zip(counted, advantages, strict=True))
-    return [of[prompt, reward] for prompt, reward in zip(prompt_ids, own, strict=True)]
+    return [of[one] for one in own]
+
+
+def _of_rank(rank: int, said: str) -> ConfigError:
+    return ConfigError(f"group_advantages() on rank {rank} of those that step together: {said}")
+
+
+def _checked(
+    prompt_ids: Iterable[Hashable], rewards: Iterable[float]
+) -> tuple[list[tuple[Hashable, float]], str | None]:
+    """Return this rank's prompts, each with its reward, and None; or nothing, and what is wrong with them."""
+    try:
+        prompts, earned = prompts_and_rewards(prompt_ids, rewards)
+        _refuse_what_does_not_travel(prompts)
+    except ConfigError as error:
+        return [], str(error)
+    return list(zip(prompts, earned, strict=True)), None
+
+
+def _refuse_what_does_not_travel(prompts: Sequence[Hashable]) -> None:
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str | int):
+            continue
+        said = f"prompt id {index} is {prompt!r}, which"
+        try:
+            again: Any = pickle.loads(pickle.dumps(prompt))
+        except Exception as error:  # whatever a class of the caller's raises
+            raise ConfigError(
+                f"{said} can't be sent to other ranks ({error}); give the prompt's text or number"
+            ) from error
+        if again != prompt or hash(again) != hash(prompt):
+            raise ConfigError(f"{said} is another one on each rank: give the prompt's text or number")

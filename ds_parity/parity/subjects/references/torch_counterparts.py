@@ -131,10 +131,24 @@ class ByHand:
             return
         before, self._progress = self._progress, self._progress + share
         if is_deepspeeds_schedule(self._scheduler):
-            self._scheduler.step(float(self._progress) - 1)
+            self._stand_at(float(self._progress) - 1)
         elif isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):
             self._scheduler.last_epoch = float(self._progress) - 1  # type: ignore[assignment]  # fractional, on purpose
             self._scheduler.step()
         else:
             for _ in range(int(self._progress) - int(before)):
                 self._scheduler.step()
+
+    def _stand_at(self, position: float) -> None:
+        """Step to a position, or to the whole one beside it where the LR would not lie between those of the two."""
+        whole = position // 1
+        rates = {}
+        for at in (whole + 1, whole, position):
+            self._scheduler.step(at)
+            rates[at] = [float(rate) for rate in self._scheduler.get_last_lr()]
+        ends = [sorted(pair) for pair in zip(rates[whole], rates[whole + 1], strict=True)]
+        beyond = [max(low - rate, rate - high) for rate, (low, high) in zip(rates[position], ends, strict=True)]
+        if max(beyond) > 0:
+            furthest = beyond.index(max(beyond))
+            nearest = min((whole, whole + 1), key=lambda at: abs(rates[at][furthest] - rates[position][furthest]))
+            self._scheduler.step(nearest)
