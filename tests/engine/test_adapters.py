@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_parity.engine.internals import zero3
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.plain import Plain
 from ds_parity.engine.internals.zero3 import Zero3
-from ds_parity.engine.internals.zero12 import Zero12
+from ds_parity.engine.internals.zero12 import Zero12, checksum
 from ds_parity.errors import ConfigError
 
 
@@ -78,3 +80,23 @@ def test_partitions_on_the_host_are_moved_to_the_accelerator_before_their_norm_i
     Zero3(SimpleNamespace(optimizer=optimizer)).complete()
     ((number, buffer),) = handed
     assert (number, buffer.device.type) == (0, "meta")
+
+
+@pytest.mark.parametrize("apart", [1, 8, 24, 32, 60, 61, 64, 122])
+def test_another_parameter_gives_another_checksum_however_far_it_is(apart):
+    assert checksum(1 << 5) != checksum(1 << (5 + apart))
+
+
+def test_many_parameters_are_not_none():
+    assert checksum((1 << 61) - 1) != checksum(0)
+
+
+@given(st.lists(st.integers(0, 2**300), min_size=2, max_size=4, unique=True))
+def test_other_sets_of_parameters_in_another_order_give_another_checksum(sets):
+    def of(sets):
+        total = 0
+        for used in sets:
+            total = checksum(used, total)
+        return total
+
+    assert of(sets) != of(sets[::-1])

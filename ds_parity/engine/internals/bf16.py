@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -27,8 +28,8 @@ class Bf16(Adapter):
 
     def used_parameters(self) -> int:
         """Return a checksum of the parameters that have a gradient: the wrapper reduces those, one after the other."""
-        has = [tuple(group) for group in self._optimizer.fp32_groups_has_gradients]
-        return hash((tuple(has), 1)) & 0xFFFFFF
+        has = [bool(one) for group in self._optimizer.fp32_groups_has_gradients for one in group]
+        return zlib.crc32(bytes(has)) & 0xFFFFFF
 
     def end_backward(self) -> None:
         """Clear the bf16 gradients, which are in the fp32 buffers by now.

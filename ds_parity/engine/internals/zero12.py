@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -55,7 +56,7 @@ class Zero12(Zero):
         """End it, and add what it used to what the window did."""
         super().end_backward()
         self._used |= self._pass
-        self._sequence = hash((self._sequence, self._pass))
+        self._sequence = checksum(self._pass, self._sequence)
         self._last, self._pass = self._pass, 0
 
     def used_parameters(self) -> int:
@@ -66,7 +67,7 @@ class Zero12(Zero):
         """
         # ZeRO 1 reduces once, whatever has a gradient by then; idle passes that need none are not run there.
         every_pass = self.engine.zero_optimization_partition_gradients()
-        return hash((self._sequence if every_pass else self._used, 1)) & 0xFFFFFF
+        return (self._sequence if every_pass else checksum(self._used)) & 0xFFFFFF
 
     def refuse_unreduced(self) -> None:
         """Raise WindowError on ZeRO 1 with overlap_comm, whose boundary reduces what its own pass uses alone."""
@@ -164,3 +165,11 @@ class Zero12(Zero):
         # The keys stay: step() looks them up for every parameter group.
         for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             kept.update(dict.fromkeys(kept))
+
+
+def checksum(used: int, before: int = 0) -> int:
+    """Return 32 bits of a set of parameters, a bit each, behind those of the sets before it.
+
+    Python's own `hash` of a number is the number modulo 2**61 - 1: parameter n and n + 61 would be the same.
+    """
+    return zlib.crc32(used.to_bytes(used.bit_length() // 8 + 1, "little"), before)
