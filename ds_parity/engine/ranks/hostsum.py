@@ -27,7 +27,7 @@ from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.wire import Place, heads_agree
 from ds_parity.errors import RankDesyncError
 
-CAPACITY: Final = 1024  # numbers of 8 bytes
+CAPACITY: Final = 128  # numbers of 8 bytes: 20 passes, or 60 metrics; more memory would show beside small models
 _HEADS: Final = 2  # what Place.head returns
 # The sum under way in each group. One that nobody waited for (a loop that was left) is waited for before the next
 # starts: its messages would be taken for the next one's.
