@@ -248,7 +248,7 @@ def _planned(oracle, window, held, weight):
         rows = [window.micro_batch(number, rank) for number in range(window.passes) for rank in range(2)]
     else:
         rows = [[number] for number in window.rollouts]
-    for row in filter(None, rows):
+    for row in (one for one in rows if len(one)):
         own = [held[number] for number in row]
         units = own[0].loss_tokens if weight == "token" else 1
         oracle.add(units, lambda model, own=own: sum(mean_loss(model.policy, one) for one in own))
