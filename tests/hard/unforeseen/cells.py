@@ -147,7 +147,7 @@ class Watched:
         return Found(
             self.apart(),
             [*got, last.rollouts, last.loss, self.engine.global_steps],
-            [*right, self.oracle.steps[-1], self.oracle.losses[-1], len(self.oracle.steps)],
+            [*right, self.oracle.steps[-1], self.oracle.losses[-1], len(self.oracle.losses)],
         )
 
     def apart(self):

@@ -53,7 +53,7 @@ class Oracle:
         self.optimizer = optimizer(self.model)
         self.steps, self.losses, self.norms = [], [], []
         self._target, self._clip, self._overshoot, self._of_target = target, clip, overshoot, of_target
-        self._count, self._closes_at = 0, target
+        self._count, self._counted_from, self._closes_at = 0, 0, target
         self._begin()
 
     def add(self, weight, loss_of):
@@ -77,17 +77,17 @@ class Oracle:
         self._rollouts += counted if rollouts is None else rollouts
         if self._count >= self._closes_at:
             self.step()
-            self._closes_at = self._target + (self._closes_at if self._overshoot == "carry" else self._count)
+            self._closes_at = self._next_multiple() if self._overshoot == "carry" else self._begun_anew()
 
     def finish(self):
         """Step with what is left, if anything is."""
         if self._rollouts or self._units:
             self.step()
-            self._closes_at = self._count + self._target
+            self._closes_at = self._begun_anew()
 
     def drop(self):
         """Forget the open window."""
-        self._closes_at = self._count + self._target
+        self._closes_at = self._begun_anew()
         self._begin()
 
     def step(self):
@@ -105,6 +105,13 @@ class Oracle:
             self.norms.append(norm)
         self.steps.append(self._rollouts)
         self._begin()
+
+    def _next_multiple(self):
+        return self._count + self._target - (self._count - self._counted_from) % self._target
+
+    def _begun_anew(self):
+        self._counted_from = self._count
+        return self._count + self._target
 
     def _begin(self):
         self._gradients, self._loss, self._units, self._rollouts = {}, 0.0, 0, 0
