@@ -68,7 +68,7 @@ class Oracle:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 self._gradients[parameter] = self._gradients.get(parameter, 0) + factor * gradient
-        self._loss += factor * float(loss)
+        self._loss += factor * float(loss.detach())
         self._units += units
 
     def end_pass(self, counted, rollouts=None):
