@@ -251,7 +251,7 @@ def _planned(oracle, window, held, weight):
     for row in (one for one in rows if len(one)):
         own = [held[number] for number in row]
         units = own[0].loss_tokens if weight == "token" else 1
-        oracle.add(units, lambda model, own=own: sum(mean_loss(model.policy, one) for one in own))
+        oracle.add(units, lambda model, own=own: sum(mean_loss(model.policy, one) for one in own) / len(own))
     oracle.end_pass(0, rollouts=len(window.rollouts))
     oracle.step()
 
