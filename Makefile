@@ -37,7 +37,7 @@ test-slow: $(READY)
 test-hf: $(VENV)/.ready-hf
 	$(BIN)/python -m pytest -m hf tests/frameworks
 
-# What takes too long for every day: ranks out of sync, mutated configurations, overflows, long runs, kills.
+# What takes too long for every day: unforeseen uses, ranks out of sync, overflows, long runs, kills.
 test-hard: $(READY)
 	$(BIN)/python -m pytest -s tests/hard
 

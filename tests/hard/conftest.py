@@ -1,4 +1,4 @@
-"""One server of forks for all tests here."""
+"""One server of forks for all tests here, and the outcomes of scenarios that ranks play."""
 
 import pytest
 
@@ -9,3 +9,13 @@ from tests.hard.forked import Forks
 def forks():
     with Forks() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """What two ranks have left of the selected cases of a module (tests/hard/unforeseen/scenarios.py)."""
+    from tests.hard.unforeseen.scenarios import launch
+
+    selected = [one for one in request.session.items if one.module is request.module and "case" in one.callspec.params]
+    names = list(dict.fromkeys(str(one.callspec.params["case"]) for one in selected))
+    return launch(request.module.__name__, names, tmp_path_factory.mktemp("played"))
