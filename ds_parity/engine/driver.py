@@ -160,6 +160,7 @@ class Driver:
         """
         self.refuse_owed_step()
         self._refuse_strays()
+        self._refuse_idle_experts(counts)
         self._finished = caller is not None  # a framework ends its last window, and never says that it was the last
         totals, ahead = self._exchanged(counts, caller)
         window = self._counted(totals, ahead, caller)
@@ -182,6 +183,16 @@ class Driver:
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
         return accumulated
+
+    def _refuse_idle_experts(self, counts: Counts) -> None:
+        if self.adapter.experts_apart and self.ledger.weighting.silences(counts):
+            error = WindowError(
+                "an idle pass with experts on different ranks (DeepSpeed's MoE with ep_size above 1): other ranks' "
+                "tokens run through this rank's experts, and its own through theirs, so that silencing this rank alone "
+                "gives a wrong gradient; give every rank as many micro-batches that weigh something, or use ep_size 1"
+            )
+            self.exchange.refuse(self._place(RUNS), error)
+            raise error
 
     def _refuse_strays(self) -> None:
         try:
@@ -337,6 +348,7 @@ class Driver:
                 f"{self.settings.count}s after {window.passes} passes, and ds_parity.last_window is 'error'; feed a "
                 "multiple of the target, or choose 'step' or 'drop'"
             )
+        self._refuse_strays()
         self.ledger.end()
         if self.ledger.total() == 0:
             self.boundary.skip()
@@ -345,7 +357,6 @@ class Driver:
         else:
             # There is no backward left that could reduce on ZeRO 0 and 1.
             self.boundary.mark(True)
-            self._refuse_strays()
             self.adapter.reduce()
             self.adapter.kept.after_backward()
             self.boundary.update()

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_parity.engine.ranks.hostsum import CAPACITY
 from ds_parity.parity.running.tasks import attempt_scenario
 from tests.distributed import cells
 from tests.distributed.sets import on_two_ranks
@@ -46,16 +47,21 @@ def _copying(engine, *args, _step=DeepSpeedEngine._take_model_step, **kwargs):
     return _step(engine, *args, **kwargs)
 
 
+# The loss and the metrics are summed before the step, while gradients are there: measured, 1,072 to 1,128 bytes more, of which
+# 8 * CAPACITY are the room for another rank's message, whatever the model's size.
+MESSAGE = 8 * CAPACITY + 200
+
+
 @pytest.mark.parametrize(("stage", "dtype"), CASES)
 class TestAStep:
     def test_holds_what_the_engine_driven_by_hand_holds(self, two_ranks, stage, dtype):
         result = two_ranks.of(peaks)[name(stage, dtype)]
         candidate, by_hand = result["ds_parity"]["peaks"], result["deepspeed-loop"]["peaks"]
         assert len(candidate) == 2
-        assert min(candidate) - min(by_hand) < 100  # the exchange's own numbers
+        assert min(candidate) - min(by_hand) < MESSAGE
 
     def test_that_copies_its_gradients_is_seen(self, two_ranks, stage, dtype):
         result = two_ranks.of(peaks)[name(stage, dtype)]
         size = result["ds_parity"]["parameters"] * (4 if dtype == "fp32" else 2)
         extra = min(result["copying"]["peaks"]) - min(result["ds_parity"]["peaks"])
-        assert extra == pytest.approx(size / (1 if stage == 0 else 2), rel=0.01)
+        assert extra == pytest.approx(size / (1 if stage == 0 else 2), rel=0.01, abs=MESSAGE)

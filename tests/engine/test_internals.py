@@ -73,6 +73,8 @@ OTHERS = {
         "bit_count",
         "begin_window",
         "named_parameters",
+        "WeakMethod",
+        "modules",
         "partial",
         "takes",
     ),

@@ -115,6 +115,11 @@ class Adapter(ABC):
         """Whether DeepSpeed talks to other ranks in the boundary's backward alone: ZeRO 0 and 1 without experts."""
         return self.engine.zero_optimization_stage() < 2 and not self.engine.has_moe_layers
 
+    @functools.cached_property
+    def experts_apart(self) -> bool:
+        """Whether experts of DeepSpeed's MoE layer lie on different ranks (moe/layer.py, `ep_size`)."""
+        return any(getattr(module, "ep_size", 1) > 1 for module in self.engine.module.modules())
+
     @property
     def inside_no_sync(self) -> bool:
         """Whether the loop is inside `engine.no_sync()`, where a boundary's gradients are not reduced."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.kept import note_gradients
 from ds_parity.engine.internals.surface import Bf16Optimizer, Parameter
 
 
@@ -21,6 +22,13 @@ class Bf16(Adapter):
     def has_every_gradient(self) -> bool:
         """Whether every parameter has a gradient accumulated: the wrapper reduces only those that do."""
         return all(has for group in self._optimizer.fp32_groups_has_gradients for has in group)
+
+    _came_in = 0  # gradients, since the engine was built
+
+    def prepare(self) -> None:
+        """Count the gradients that come in."""
+        super().prepare()
+        note_gradients(self._trained, self._note)
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
@@ -40,8 +48,11 @@ class Bf16(Adapter):
         self._optimizer.clear_lp_grads()
 
     def gradients_seen(self) -> object:
-        """Return the state of both copies: with `immediate_grad_update` the fp32 one alone shows a gradient."""
-        return super().gradients_seen(), [flat._version for flat in self._optimizer.fp32_groups_gradients_flat]
+        """Return also how many came in: with `immediate_grad_update` DeepSpeed's hooks take them away at once."""
+        return super().gradients_seen(), self._came_in
+
+    def _note(self, _: int) -> None:
+        self._came_in += 1
 
     def holds_gradients(self) -> bool:
         """Whether one of both copies has a gradient that is not zero."""

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ds_parity.errors import WindowError
 
 if TYPE_CHECKING:
+    import torch
+
     from ds_parity.engine.internals.base import Adapter
     from ds_parity.engine.internals.surface import Parameter
 
@@ -180,3 +182,22 @@ class KeptGradients:
 def _names(parameters: list[tuple[str, Parameter]]) -> str:
     names = [name for name, _ in parameters]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def note_gradients(parameters: list[Parameter], note: Callable[[int], None]) -> None:
+    """Have a method called with the place of each parameter that gets a gradient, whoever's backward that is.
+
+    Args:
+        parameters: that are trained.
+        note: a bound method. A parameter may outlive its object, and does not keep it alive.
+    """
+    noting = weakref.WeakMethod(note)
+
+    def noted(number: int, _: torch.Tensor) -> None:
+        called = noting()
+        if called is not None:
+            called(number)
+
+    for number, parameter in enumerate(parameters):
+        hook = functools.partial(noted, number)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Iterable
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.kept import note_gradients
 from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
 from ds_parity.engine.internals.zero import Zero
 from ds_parity.errors import WindowError
@@ -36,17 +35,15 @@ class Zero12(Zero):
         super().prepare()
         self.begin_window()
         self._pass = 0
-        for number, parameter in enumerate(self._trained):
-            noting = functools.partial(self._note, 1 << number)
-            parameter.register_post_accumulate_grad_hook(noting)  # type: ignore[no-untyped-call]
+        note_gradients(self._trained, self._note)
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
         return self._optimizer.bit16_groups
 
-    def _note(self, bit: int, _: torch.Tensor) -> None:
+    def _note(self, number: int) -> None:
         self._came_in += 1
-        self._pass |= bit
+        self._pass |= 1 << number
 
     def begin_window(self) -> None:
         """Forget what the last window used."""
