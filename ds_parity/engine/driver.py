@@ -186,20 +186,25 @@ class Driver:
 
     def _refuse_idle_experts(self, counts: Counts) -> None:
         if self.adapter.experts_apart and self.ledger.weighting.silences(counts):
-            error = WindowError(
-                "an idle pass with experts on different ranks (DeepSpeed's MoE with ep_size above 1): other ranks' "
-                "tokens run through this rank's experts, and its own through theirs, so that silencing this rank alone "
-                "gives a wrong gradient; give every rank as many micro-batches that weigh something, or use ep_size 1"
-            )
-            self.exchange.refuse(self._place(RUNS), error)
-            raise error
+            with self._telling():
+                raise WindowError(
+                    "an idle pass with experts on different ranks (DeepSpeed's MoE with ep_size above 1): other ranks' "
+                    "tokens run through this rank's experts, and its own through theirs, so that silencing this rank "
+                    "alone gives a wrong gradient; give every rank as many micro-batches that weigh something, or use "
+                    "ep_size 1"
+                )
 
     def _refuse_strays(self) -> None:
-        try:
+        with self._telling():
             self.adapter.kept.refuse_freezing(self.ledger.window.index)
             self.adapter.kept.refuse_strays(self.ledger.window.index)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the other ranks what is raised inside: they wait for the counts of this pass, or in a step's sum."""
+        try:
+            yield
         except WindowError as error:
-            # Other ranks wait for the counts of this pass, or in the sum of a step.
             self.exchange.refuse(self._place(RUNS), error)
             raise
 

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import wrapt
 
-from ds_parity.planning.rollout import MicroBatch
-
 _COUNTS: Final = {"rollouts": 0, "prompts": 0, "tokens": 0}
 
 
@@ -33,11 +31,6 @@ def stand_in(batch: Any) -> Any:
 
     Inputs, and everything else, are those of the micro-batch, whose own counts stay as they are.
     """
-    if isinstance(batch, MicroBatch):
-        try:
-            return replace(batch, inputs=dict(batch.inputs), rollouts=0, prompts=0, tokens=0)
-        except Exception:  # a subclass with a constructor of its own
-            return _StandIn(batch)
     again = _of_dataclass(batch) or whole(batch)
     if again is batch or _shared(again, batch):
         return _StandIn(again)

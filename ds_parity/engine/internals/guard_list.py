@@ -95,20 +95,6 @@ GUARDS: tuple[Guard, ...] = (
         ("self.micro_step_id = 0",),
     ),
     Guard(
-        ZERO12,
-        "create_gradient_handling_hooks",
-        "internals/zero.py",
-        "every gradient that comes in is noted by this call, looked up on the object",
-        ("self.update_hook_state_and_maybe_run_epilogue(",),
-    ),
-    Guard(
-        ZERO3,
-        "create_reduce_and_remove_grad_hooks",
-        "internals/zero.py",
-        "every gradient that comes in is noted by this call, looked up on the object",
-        ("self.update_hook_state_and_maybe_run_epilogue(", "self.update_hook_state_and_maybe_run_epilogue("),
-    ),
-    Guard(
         BF16,
         "backward_prologue",
         "internals/bf16.py",

@@ -43,8 +43,8 @@ class KeptGradients:
         self._adapter = adapter
         self._kept = False
         self._noted: object = None
-        self._trained: list[bool] = []
-        self._first: list[bool] = []
+        self._flags_noted: list[bool] = []
+        self._flags_at_start: list[bool] = []
         self._homeless: list[tuple[str, Parameter]] = []
         self._warned = False
         self._ended = False
@@ -64,7 +64,7 @@ class KeptGradients:
         # What a model has accumulated before it came here belongs to no window.
         engine.zero_grad()
         self._noted = self._adapter.gradients_seen()
-        self._trained = self._first = self._flags()
+        self._flags_noted = self._flags_at_start = self._flags()
         self._guard_one(engine)
         self._guard_one(engine.optimizer)
         # Inside a wrapper the client's optimizer has buffers in place of gradients: with CPU offload DeepSpeed needs
@@ -95,11 +95,13 @@ class KeptGradients:
             window: index of the open window, for the message.
         """
         flags = self._flags()
-        if flags != self._trained:
-            self._refuse_inside(flags, window)
-            new = [one for one, now, first in zip(self._named, flags, self._first, strict=True) if now and not first]
-            self._homeless = [one for one in new if not self._stepped(one[1])]
-            self._trained = flags
+        if flags != self._flags_noted:
+            own = {id(p) for group in self._adapter.groups() for p in group}
+            changed = self._differing(flags, self._flags_noted)
+            self._refuse_inside([one for one in changed if id(one[1]) in own], window)
+            new = [one for one in self._differing(flags, self._flags_at_start) if one[1].requires_grad]
+            self._homeless = [one for one in new if id(one[1]) not in own]
+            self._flags_noted = flags
         # What has no gradient may belong to another engine over the same model.
         lost = [one for one in self._homeless if one[1].grad is not None]
         if lost:
@@ -110,9 +112,7 @@ class KeptGradients:
                 "be trained, and freeze it after that, or build a new engine"
             )
 
-    def _refuse_inside(self, flags: list[bool], window: int) -> None:
-        changed = [one for one, flag, before in zip(self._named, flags, self._trained, strict=True) if flag != before]
-        own = [one for one in changed if self._stepped(one[1])]
+    def _refuse_inside(self, own: list[tuple[str, Parameter]], window: int) -> None:
         if self._kept and own:
             raise WindowError(
                 f"requires_grad of {_names(own)} changed inside window {window}: gradients that its passes have "
@@ -153,8 +153,8 @@ class KeptGradients:
     def _named(self) -> list[tuple[str, Parameter]]:
         return list(self._adapter.engine.module.named_parameters())
 
-    def _stepped(self, parameter: Parameter) -> bool:
-        return any(one is parameter for group in self._adapter.groups() for one in group)
+    def _differing(self, flags: list[bool], others: list[bool]) -> list[tuple[str, Parameter]]:
+        return [one for one, flag, other in zip(self._named, flags, others, strict=True) if flag != other]
 
     def _flags(self) -> list[bool]:
         return [p.requires_grad for _, p in self._named]

@@ -157,9 +157,6 @@ class ZeroOptimizer(Protocol):
     def get_param_id(self, param: Parameter | Zero3Parameter) -> int:
         """The number of a parameter."""
 
-    def update_hook_state_and_maybe_run_epilogue(self, current_expected_count: int) -> None:
-        """Take note of a gradient that came in: its hooks call it last."""
-
     def clear_backward_seen_flag(self) -> None:
         """End a backward: `engine.forward` calls it at its start."""
 

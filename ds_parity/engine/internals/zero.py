@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.kept import note_gradients
 from ds_parity.engine.internals.surface import GradScaler, ZeroOptimizer
 
 
@@ -15,6 +16,15 @@ class Zero(Adapter):
     """`step()` divides gradients by the loss scale, before it takes their norm and clips them."""
 
     _came_in = 0  # gradients, since the engine was built
+
+    def prepare(self) -> None:
+        """Count the gradients that come in: they are reduced at once, and nothing else is left of them."""
+        super().prepare()
+        note_gradients(self._trained, self._note)
+
+    def _note(self, number: int) -> None:
+        # DeepSpeed's own count starts again with every forward.
+        self._came_in += 1
 
     @property
     def _zero(self) -> ZeroOptimizer:

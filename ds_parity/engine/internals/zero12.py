@@ -9,7 +9,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from ds_parity.engine.internals.base import Adapter
-from ds_parity.engine.internals.kept import note_gradients
 from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
 from ds_parity.engine.internals.zero import Zero
 from ds_parity.errors import WindowError
@@ -31,18 +30,17 @@ class Zero12(Zero):
         return optimizer
 
     def prepare(self) -> None:
-        """Note which parameters get gradients, and how often."""
-        super().prepare()
+        """Note which parameters get gradients, too."""
         self.begin_window()
         self._pass = 0
-        note_gradients(self._trained, self._note)
+        super().prepare()
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
         return self._optimizer.bit16_groups
 
     def _note(self, number: int) -> None:
-        self._came_in += 1
+        super()._note(number)
         self._pass |= 1 << number
 
     def begin_window(self) -> None:

@@ -25,19 +25,6 @@ class Zero3(Zero):
         optimizer: Zero3Optimizer = self.engine.optimizer
         return optimizer
 
-    def prepare(self) -> None:
-        """Count the gradients that come in: they are reduced at once, and nothing else is left of them."""
-        super().prepare()
-        optimizer = self._optimizer
-        ended = optimizer.update_hook_state_and_maybe_run_epilogue
-
-        def counted(current_expected_count: int) -> None:
-            # DeepSpeed's own count starts again with every forward.
-            self._came_in += 1
-            ended(current_expected_count)
-
-        optimizer.update_hook_state_and_maybe_run_epilogue = counted  # type: ignore[method-assign]
-
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
         return cast("Iterable[Iterable[Parameter]]", self._optimizer.fp16_groups)
@@ -47,7 +34,7 @@ class Zero3(Zero):
         return super().averaged_over(ranks * peers, peers)
 
     def gradients_seen(self) -> object:
-        """Return the count of hooks, and whether the next gradient is copied over the last one: `zero_grad` sets it."""
+        """Return how many came in, and whether the next gradient is copied over the last one: `zero_grad` sets it."""
         return super().gradients_seen(), self._optimizer.micro_step_id == 0
 
     def forget_last_window(self, boundary: bool) -> None:
