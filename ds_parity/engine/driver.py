@@ -299,8 +299,8 @@ class Driver:
         """Whether the coming pass, idle on this rank, needs neither forward nor backward here.
 
         ZeRO 0 and 1 talk to other ranks in the boundary's backward alone, so a rank runs that one. It runs the first
-        pass too, and those after it until every parameter has a gradient: without any, stage 0 hangs and stage 1 raises
-        a KeyError, and stage 1 reduces only parameters that have one.
+        pass too: without any gradient, stage 0 hangs and stage 1 raises a KeyError. With overlap_comm it runs those
+        after it until every parameter has a gradient, because stage 1 reduces only these there.
         """
         inside = self._ran_in == self.ledger.window.index and not self.ledger.closes_with(totals)
         return inside and self.adapter.silent_inside_windows and self.adapter.has_every_gradient()

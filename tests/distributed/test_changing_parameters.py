@@ -11,17 +11,17 @@ import ds_parity
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_two_ranks
-from tests.distributed.test_loop_shapes import CELLS, extended, weights
+from tests.distributed.test_loop_shapes import CELLS, KINDS, extended, weights
 
 pytestmark = pytest.mark.ranks
 
 
 class Pair(torch.nn.Module):
-    """Two weights of one size."""
+    """Two weights, of one row of four and of so many rows; the rows of one weight get the same gradients."""
 
-    def __init__(self):
+    def __init__(self, rows=1):
         super().__init__()
-        self.first, self.second = (torch.nn.Linear(4, 1, bias=False) for _ in range(2))
+        self.first, self.second = (torch.nn.Linear(4, number, bias=False) for number in (1, rows))
         for weight in self.parameters():
             torch.nn.init.zeros_(weight)
 
@@ -29,11 +29,11 @@ class Pair(torch.nn.Module):
         return sum((self.first, self.second)[number](x).float().sum() for number in numbers)
 
 
-def engine_of(stage, kind="fp32", frozen=False, lr=1.0):
+def engine_of(stage, kind="fp32", frozen=False, lr=1.0, rows=1, **keys):
     """An engine over a Pair, in windows of two passes of one rollout on each rank."""
-    model = Pair()
+    model = Pair(rows)
     model.second.weight.requires_grad_(not frozen)
-    config = {**extended(stage, kind), "gradient_accumulation_passes": 4}
+    config = {**extended(stage, kind), "gradient_accumulation_passes": 4, **keys}
     client = torch.optim.SGD(model.parameters(), lr=lr)
     return ds_parity.initialize(model=model, model_parameters=model.parameters(), optimizer=client, config=config)[0]
 
@@ -91,10 +91,8 @@ def refused(stage, kind, use):
     """Whether DeepSpeed is wrong in this cell (tools/deepspeed_faults/), so that it must be refused."""
     if use == "left_out_by_the_last":
         return (stage, kind) == (1, "overlap")
-    if use == "own_adapter":
-        return stage in (1, 2)
-    # ZeRO 1 reduces once, what has a gradient by then; with overlap_comm what the last pass uses.
-    return stage == 2 or (stage == 1 and kind == "overlap" and use == "in_turn")
+    # Hooks reduce what a pass uses: on ZeRO 2 each, on ZeRO 1 the last.
+    return stage == 2 or (stage == 1 and kind == "overlap" and use in ("in_turn", "own_adapter"))
 
 
 # Where ranks differ, ZeRO 3 gathers other weights in its forward, and ZeRO 2 reduces buckets of other sizes: gloo ends
@@ -134,6 +132,54 @@ def test_ranks_may_use_other_parameters_where_that_is_right_and_are_refused_befo
     else:
         assert said == ["nothing was raised"] * 2
         assert moves == pytest.approx(RIGHT[use], abs=1e-6)
+
+
+# ZeRO 0 and 1 reduce once a window, and fill zeros in for what a rank has not used.
+ANY_CELLS = [cell for cell in CELLS if cell[0] < 2 and cell != (1, "overlap")]
+
+
+def streams(engine):
+    """Streams of 6 and 2 micro-batches of one rollout; both ranks use the second weight in every third pass."""
+    numbers = range(6 - 4 * dist.get_rank())
+    stream = [ds_parity.MicroBatch(inputs={"numbers": (0, 1) if n % 3 == 0 else (0,)}, rollouts=1) for n in numbers]
+    for micro_batch in engine.passes(stream):
+        engine.backward(engine(ones(engine), *micro_batch.inputs["numbers"]))
+        engine.step()
+
+
+@on_two_ranks
+def ranks_that_use_parameters_of_other_sizes(folder):
+    """By cell and use, clipped and not: how far the weights have moved, as each rank has them."""
+    results = {}
+    for (stage, kind), clip in product(ANY_CELLS, (0.0, 1.0)):
+        for name, use in {**USES, "streams": streams}.items():
+            engine = engine_of(stage, kind, rows=3, gradient_clipping=clip)
+            use(engine)
+            results[f"{stage} {kind} {name} {clip}"] = from_all(moved(engine))
+            engine.destroy()
+    return results
+
+
+def clipped(moves, to=1.0):
+    """The step of gradients of 4 and of 12 equal elements, which is clipped."""
+    norm = (4 * moves[0] ** 2 + 12 * moves[1] ** 2) ** 0.5
+    return [move * min(1, to / norm) for move in moves]
+
+
+# Streams: two windows of 4 rollouts, the second of rank 0's alone; the second weight is used by 2 and 1 of them.
+STREAMS = [[1, 0.5], [1, 0.25]]
+
+
+@pytest.mark.parametrize("use", [*USES, "streams"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize(("stage", "kind"), ANY_CELLS)
+def test_zero_0_and_1_are_right_where_ranks_use_parameters_of_other_sizes(two_ranks, stage, kind, clip, use):
+    steps = STREAMS if use == "streams" else [RIGHT[use]]
+    right = [sum(each) for each in zip(*(clipped(step) if clip else step for step in steps), strict=True)]
+    moves = two_ranks.of(ranks_that_use_parameters_of_other_sizes)[f"{stage} {kind} {use} {clip}"]
+    assert moves[0] == moves[1]
+    # bf16 keeps 8 bits of each weight; clipping multiplies by 1 / (norm + 1e-6).
+    assert moves[0] == pytest.approx(right, abs=1e-5, rel=2**-7 if "bf16" in KINDS[kind] else 0)
 
 
 # Parameters that are frozen and unfrozen.

@@ -95,7 +95,7 @@ OTHERS = {
     *("get_sequence_parallel_world_size", "get_world_size", "grad", "is_integer", "items", "join", "keys"),
     *("last_epoch", "mul_", "narrow", "nominal", "optim", "param_groups", "parameters", "passes"),
     *("register_step_post_hook", "remove", "resolves_data_dependency", "rollouts", "state", "synchronize"),
-    *("target", "values", "view", "whole", "zero_", "zeros"),
+    *("target", "values", "view", "whole", "zero_", "zeros", "zeros_like"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -20,8 +19,17 @@ class Bf16(Adapter):
         return optimizer
 
     def has_every_gradient(self) -> bool:
-        """Whether every parameter has a gradient accumulated: the wrapper reduces only those that do."""
-        return all(has for group in self._optimizer.fp32_groups_has_gradients for has in group)
+        """Return True: the wrapper reduces its whole buffers, which are zero where a parameter has no gradient."""
+        return True
+
+    def complete(self) -> None:
+        """Let the norm see every gradient: a rank leaves out those that its own passes did not use, whatever came in.
+
+        Ranks would clip by norms of their own, and weights would differ (bf16_optimizer.py, get_grads_for_norm).
+        """
+        self._optimizer.fp32_groups_has_gradients = [
+            [True] * len(group) for group in self._optimizer.fp32_groups_has_gradients
+        ]
 
     _came_in = 0  # gradients, since the engine was built
 
@@ -33,11 +41,6 @@ class Bf16(Adapter):
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
         return self._optimizer.bf16_groups
-
-    def used_parameters(self) -> int:
-        """Return a checksum of the parameters that have a gradient: the wrapper reduces those, one after the other."""
-        has = [bool(one) for group in self._optimizer.fp32_groups_has_gradients for one in group]
-        return zlib.crc32(bytes(has)) & 0xFFFFFF
 
     def end_backward(self) -> None:
         """Clear the bf16 gradients, which are in the fp32 buffers by now.

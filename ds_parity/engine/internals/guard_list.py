@@ -88,6 +88,32 @@ GUARDS: tuple[Guard, ...] = (
         ("if self._epilogue_ran_this_backward:", "self.micro_step_id += 1", "super().clear_backward_seen_flag()"),
     ),
     Guard(
+        ENGINE,
+        "allreduce_gradients",
+        "internals/zero12.py",
+        "ZeRO 1 reduces by this call, looked up on the object, at the boundary alone",
+        ("elif self.is_gradient_accumulation_boundary():", "self.optimizer.reduce_gradients("),
+    ),
+    Guard(
+        ZERO12,
+        "reduce_gradients",
+        "internals/zero12.py",
+        "without overlap_comm every parameter that has a gradient is reduced, in the order of the groups",
+        (
+            "if not self.overlap_comm:",
+            "for i, group in enumerate(self.bit16_groups):",
+            "if grad_reduc is not None:",
+            "self.reduce_ready_partitions_and_remove_grads(param, i)",
+        ),
+    ),
+    Guard(
+        ZERO12,
+        "get_gradient_for_reduction",
+        "internals/zero12.py",
+        "where a gradient of ZeRO 1 is accumulated",
+        ("if self.use_grad_accum_attribute:", "return param.grad_accum", "return param.grad"),
+    ),
+    Guard(
         ZERO3,
         "zero_grad",
         "internals/zero3.py",
@@ -199,7 +225,7 @@ GUARDS: tuple[Guard, ...] = (
         BF16,
         "_update_hp_grad",
         "internals/bf16.py",
-        "which parameters have a gradient is noted where idle passes ask for it",
+        "which parameters have a gradient on this rank is noted where the norm asks for it",
         ("self.fp32_groups_has_gradients[group_idx][param_idx] = True",),
     ),
     Guard(

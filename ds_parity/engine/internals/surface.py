@@ -169,6 +169,7 @@ class Zero12Optimizer(ZeroOptimizer, Protocol):
 
     cpu_offload: bool
     overlap_comm: bool
+    use_grad_accum_attribute: bool
     micro_step_id: int
     reduction_stream: Any
     bit16_groups: Iterable[Iterable[Parameter]]
@@ -191,6 +192,12 @@ class Zero12Optimizer(ZeroOptimizer, Protocol):
 
     def get_gradient_for_reduction(self, param: Parameter) -> torch.Tensor | None:
         """What a parameter has accumulated."""
+
+    def _fill_param_grad_accum_attribute(self, param: Parameter) -> None:
+        """Add a parameter's gradient to what it has accumulated in another precision."""
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Reduce what is accumulated: ZeRO 1, at the boundary."""
 
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter, i: int) -> None:
         """Reduce a parameter's gradient, as its hook does."""
@@ -267,7 +274,7 @@ class Bf16Optimizer(Protocol):
 
     bf16_groups: Iterable[Iterable[Parameter]]
     fp32_groups_gradients_flat: Iterable[torch.Tensor]
-    fp32_groups_has_gradients: Iterable[Iterable[bool]]
+    fp32_groups_has_gradients: list[list[bool]]
 
     def clear_hp_grads(self) -> None:
         """Clear the fp32 gradients."""

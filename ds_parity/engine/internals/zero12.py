@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
@@ -30,10 +32,34 @@ class Zero12(Zero):
         return optimizer
 
     def prepare(self) -> None:
-        """Note which parameters get gradients, too."""
+        """Note which parameters get gradients, too; on ZeRO 1, reduce zeros for those that have none."""
         self.begin_window()
         self._pass = 0
         super().prepare()
+        if self._fills_zeros:
+            self._fill_before(self._optimizer.reduce_gradients)
+
+    @property
+    def _fills_zeros(self) -> bool:
+        # ZeRO 1 reduces what has a gradient at the boundary, one parameter after the other, so that where ranks have
+        # used others, buckets of different parameters are added up. ZeRO 2, and 1 with overlap_comm, reduce in hooks.
+        return not (self.engine.zero_optimization_partition_gradients() or self._optimizer.overlap_comm)
+
+    def _fill_before(self, reduce: Callable[..., None]) -> None:
+        def reduce_gradients(*args: Any, **kwargs: Any) -> None:
+            self._fill_zeros()
+            reduce(*args, **kwargs)
+
+        self._optimizer.reduce_gradients = reduce_gradients  # type: ignore[method-assign]
+
+    def _fill_zeros(self) -> None:
+        optimizer = self._optimizer
+        for parameter in (p for group in optimizer.bit16_groups for p in group if p.requires_grad):
+            if optimizer.get_gradient_for_reduction(parameter) is not None:
+                continue
+            parameter.grad = torch.zeros_like(parameter)
+            if optimizer.use_grad_accum_attribute:
+                optimizer._fill_param_grad_accum_attribute(parameter)
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
@@ -60,13 +86,15 @@ class Zero12(Zero):
         Gradients are reduced in buckets, in their order: where ranks use other parameters, gradients of different
         parameters are added up (tools/deepspeed_faults/ranks_use_other_parameters.py).
         """
+        if self._fills_zeros:
+            return 0
         # ZeRO 1 reduces once, whatever has a gradient by then; idle passes that need none are not run there.
         every_pass = self.engine.zero_optimization_partition_gradients()
         return (self._sequence if every_pass else checksum(self._used)) & 0xFFFFFF
 
     def refuse_unreduced(self) -> None:
         """Raise WindowError on ZeRO 1 with overlap_comm, whose boundary reduces what its own pass uses alone."""
-        if self.engine.zero_optimization_partition_gradients() or not self._optimizer.overlap_comm:
+        if self.engine.zero_optimization_partition_gradients() or self._fills_zeros:
             return
         missing = self._used & ~self._last
         if missing:
@@ -93,7 +121,9 @@ class Zero12(Zero):
             buffers[left_out].zero_()
 
     def has_every_gradient(self) -> bool:
-        """Whether every parameter has a gradient accumulated: ZeRO 1 reduces only those that do."""
+        """Whether every parameter has a gradient accumulated: ZeRO 1 with overlap_comm reduces only those that do."""
+        if self._fills_zeros:
+            return True
         # ZeRO 2 is never asked: it reduces in every pass, so that no pass can be left out.
         trained = (p for group in self._optimizer.bit16_groups for p in group if p.requires_grad)
         return all(self._optimizer.get_gradient_for_reduction(p) is not None for p in trained)
