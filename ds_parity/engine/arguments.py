@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
 from ds_parity.config import MAX_LOOKAHEAD, Settings
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, Weighting
+from ds_parity.window.counts import whole
+
+
+def counts_by_name(
+    rollouts: SupportsIndex | None, prompts: SupportsIndex | None, tokens: SupportsIndex | None
+) -> dict[str, int]:
+    """Return the counts that a caller gives, as plain ints by their names; None where one isn't given.
+
+    Raises:
+        WindowError: one is no count, or a tensor that would have to be waited for.
+    """
+    numbers = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
+    return {name: whole(name, number) for name, number in numbers.items() if number is not None}
 
 
 def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int]) -> Counts:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, SupportsIndex, overload
 
 import torch
 
 from ds_parity.config import Settings
-from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_mean_of_parts
+from ds_parity.engine.arguments import counts_by_name, counts_of, refuse_contradiction, refuse_mean_of_parts
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division
 from ds_parity.engine.internals.adapter import choose
@@ -108,7 +108,9 @@ class Driver:
 
     # One pass.
 
-    def counts_given(self, rollouts: int | None, prompts: int | None, tokens: int | None) -> Counts:
+    def counts_given(
+        self, rollouts: SupportsIndex | None, prompts: SupportsIndex | None, tokens: SupportsIndex | None
+    ) -> Counts:
         """Return the counts of the coming pass: the caller's, completed; inside `passes`, the micro-batch's own.
 
         Args:
@@ -120,13 +122,14 @@ class Driver:
             WindowError: the pass before waits for its `step()`, or a count is missing, wrong or contradicts `passes`.
         """
         self.refuse_owed_step()
-        numbers = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
-        given = {name: number for name, number in numbers.items() if number is not None}
         if self.queue is not None:
             counts = self.queue.next_counts()
-            refuse_contradiction(counts, given)
+            refuse_contradiction(counts, counts_by_name(rollouts, prompts, tokens))
             return counts
-        self.loop_gives_counts = self.loop_gives_counts or bool(given)
+        # Counts that are refused say so, too: nothing can be foretold in such a loop.
+        gives = any(number is not None for number in (rollouts, prompts, tokens))
+        self.loop_gives_counts = self.loop_gives_counts or gives
+        given = counts_by_name(rollouts, prompts, tokens)
         counts = counts_of(self.settings, self.usual_rollouts, given)
         refuse_mean_of_parts(self.ledger.weighting, counts)
         return counts

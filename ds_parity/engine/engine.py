@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import wrapt
@@ -53,9 +53,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
-        rollouts: int | None = None,
-        prompts: int | None = None,
-        tokens: int | None = None,
+        rollouts: SupportsIndex | None = None,
+        prompts: SupportsIndex | None = None,
+        tokens: SupportsIndex | None = None,
     ) -> torch.Tensor:
         """Run backward on the loss of one micro-batch and count what it contained.
 
@@ -76,14 +76,18 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             rollouts: rollouts contained (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an
                 unchanged DeepSpeed loop runs.
             prompts: prompts finished (>= 0); required for `count: prompt`, else 0 where it isn't given.
-            tokens: loss tokens contained (>= 0); required for `loss_weight: token`.
+            tokens: loss tokens contained (>= 0); required for `loss_weight: token`. Each count may be an int, or a
+                whole-numbered tensor of one element on the CPU (`tokens=mask.sum()`, `int(mask.sum())` of a mask of
+                floats). One on an accelerator is refused, because reading it would wait: count before the
+                micro-batch is moved there.
 
         Returns:
             The loss as it was accumulated: divided, and 0 where its weight is 0.
 
         Raises:
-            WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced; the
-                window waits for its `step()`; the loss is none; or gradients were changed outside of `backward`.
+            WindowError: a count is negative, not whole, on an accelerator, missing, or contradicts what `passes`
+                announced; the window waits for its `step()`; the loss is none; or gradients were changed outside of
+                `backward`.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)

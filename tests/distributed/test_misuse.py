@@ -21,6 +21,8 @@ def misuse(folder):
         "negative": refusal(lambda: engine.backward(forward(engine, 0), rollouts=-1)),
         "nan": refusal(lambda: engine.backward(forward(engine, 0), rollouts=float("nan"))),
         "bool": refusal(lambda: engine.backward(forward(engine, 0), rollouts=True)),
+        "floats": refusal(lambda: engine.backward(forward(engine, 0), tokens=torch.ones(5).sum())),
+        "device": refusal(lambda: engine.backward(forward(engine, 0), tokens=torch.ones(5, device="meta").sum())),
         "scale": refusal(lambda: engine.backward(forward(engine, 0), scale_wrt_gas=False)),
         "step first": refusal(engine.step),
         "boundary": refusal(lambda: engine.set_gradient_accumulation_boundary(True)),
@@ -28,12 +30,13 @@ def misuse(folder):
         "micro": refusal(lambda: engine.set_train_micro_batch_size(4)),
         "coalesce": refusal(engine.coalesce_grad_reduction),
     }
-    one_pass(engine, 1, rollouts=2)
+    one_pass(engine, 1, rollouts=2, tokens=torch.tensor([1, 0, 1]).sum())
+    results["tokens"] = f"{engine.window.tokens} tokens"
     results["foretell"] = refusal(engine.is_gradient_accumulation_boundary)
     results["save"] = refusal(lambda: engine.save_checkpoint(folder))
-    results["tuple"] = refusal(lambda: engine.backward((forward(engine, 1), 0), rollouts=2))
-    engine.backward(forward(engine, 1), rollouts=2)
-    results["twice"] = refusal(lambda: engine.backward(forward(engine, 1), rollouts=2))
+    results["tuple"] = refusal(lambda: engine.backward((forward(engine, 1), 0), rollouts=2, tokens=2))
+    engine.backward(forward(engine, 1), rollouts=2, tokens=2)
+    results["twice"] = refusal(lambda: engine.backward(forward(engine, 1), rollouts=2, tokens=2))
     results["finish"] = refusal(engine.finish)
     by_token = build(config(1, loss_weight="token"))
     results["no tokens"] = refusal(lambda: by_token.backward(forward(by_token, 0)))
@@ -88,6 +91,9 @@ MISUSE = {
     "negative": "rollouts is -1: a count must be >= 0",
     "nan": "rollouts is nan: a count must be a whole number",
     "bool": "rollouts is True: a count must be a whole number",
+    "floats": r"tokens is tensor\(5\.\): a count must be a whole number.*int\(mask.sum\(\)\)",
+    "device": "tokens is a tensor on 'meta': reading it would wait.*before the micro-batch is moved",
+    "tokens": "4 tokens",
     "scale": "scale_wrt_gas=False.*leave scale_wrt_gas out",
     "step first": "without a backward.*once after every backward",
     "boundary": "ds_parity owns the boundary; remove the call",
