@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, SupportsIndex
 
 import torch
@@ -37,7 +37,7 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int])
     Raises:
         WindowError: the loss is weighed by tokens, or the window counts prompts, and these were left out.
     """
-    call = f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
+    call = _called(given)
     if settings.loss_weight == "token" and "tokens" not in given:
         raise WindowError(
             f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; "
@@ -49,6 +49,29 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int])
             "its end; pass prompts=, how many the micro-batch finishes (0 where their other rollouts are still to come)"
         )
     return Counts(**{"rollouts": usual_rollouts, **given})
+
+
+def refuse_forgotten(before: Set[str], given: Mapping[str, int], counts: Counts) -> None:
+    """Raise WindowError where a pass leaves out a count that earlier ones gave: no default fits a loop that counts.
+
+    Args:
+        before: the names of the counts that earlier passes gave.
+        given: the counts that this pass gives.
+        counts: what it would count as.
+    """
+    forgotten = [name for name in Counts.__slots__ if name in before and name not in given]
+    if forgotten:
+        missing = " and ".join(f"{name}=" for name in forgotten)
+        would = " and ".join(f"{getattr(counts, name)} {name}" for name in forgotten)
+        raise WindowError(
+            f"{_called(given)} without {missing}, which earlier passes of this engine gave: it would count {would}, "
+            f"whatever the micro-batch contains; pass {missing} in every pass, or call idle(loss) where the rank has "
+            "no micro-batch"
+        )
+
+
+def _called(given: Mapping[str, int]) -> str:
+    return f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
 
 
 def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:

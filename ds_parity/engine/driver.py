@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, overload
@@ -10,7 +10,13 @@ from typing import Any, SupportsIndex, overload
 import torch
 
 from ds_parity.config import Settings
-from ds_parity.engine.arguments import counts_by_name, counts_of, refuse_contradiction, refuse_mean_of_parts
+from ds_parity.engine.arguments import (
+    counts_by_name,
+    counts_of,
+    refuse_contradiction,
+    refuse_forgotten,
+    refuse_mean_of_parts,
+)
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division
 from ds_parity.engine.internals.adapter import choose
@@ -89,6 +95,7 @@ class Driver:
         self._limit = Limit(groups_of(engine), settings.exchange_timeout)
         self.queue: Upcoming | None = None
         self.loop_gives_counts = False
+        self._gave: set[str] = set()
         self.on_resume: list[Callable[[int], None]] = []
         self.speaks = peers.own == 0
         self.adapter = choose(engine)
@@ -119,7 +126,8 @@ class Driver:
             tokens: likewise.
 
         Raises:
-            WindowError: the pass before waits for its `step()`, or a count is missing, wrong or contradicts `passes`.
+            WindowError: the pass before waits for its `step()`; or a count is missing, wrong or contradicts `passes`.
+                Outside of `passes` the other ranks are told.
         """
         self.refuse_owed_step()
         if self.queue is not None:
@@ -129,9 +137,17 @@ class Driver:
         # Counts that are refused say so, too: nothing can be foretold in such a loop.
         gives = any(number is not None for number in (rollouts, prompts, tokens))
         self.loop_gives_counts = self.loop_gives_counts or gives
-        given = counts_by_name(rollouts, prompts, tokens)
+        # The other ranks are in this pass, and would wait for its counts.
+        with self._telling():
+            return self._counts_of_loop(counts_by_name(rollouts, prompts, tokens))
+
+    def _counts_of_loop(self, given: Mapping[str, int]) -> Counts:
         counts = counts_of(self.settings, self.usual_rollouts, given)
         refuse_mean_of_parts(self.ledger.weighting, counts)
+        # An idle pass contains nothing, whether its loop counts or not.
+        if counts.active:
+            refuse_forgotten(self._gave, given, counts)
+            self._gave.update(given)
         return counts
 
     @overload

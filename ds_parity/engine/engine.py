@@ -74,7 +74,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             retain_graph: as in DeepSpeed.
             scale_wrt_gas: accepted for unchanged loops; must be True.
             rollouts: rollouts contained (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an
-                unchanged DeepSpeed loop runs.
+                unchanged DeepSpeed loop runs. A loop that gives a count in one pass gives it in every later one, but
+                for idle passes: one that is forgotten is refused.
             prompts: prompts finished (>= 0); required for `count: prompt`, else 0 where it isn't given.
             tokens: loss tokens contained (>= 0); required for `loss_weight: token`. Each count may be an int, or a
                 whole-numbered tensor of one element on the CPU (`tokens=mask.sum()`, `int(mask.sum())` of a mask of
@@ -85,9 +86,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             The loss as it was accumulated: divided, and 0 where its weight is 0.
 
         Raises:
-            WindowError: a count is negative, not whole, on an accelerator, missing, or contradicts what `passes`
-                announced; the window waits for its `step()`; the loss is none; or gradients were changed outside of
-                `backward`.
+            WindowError: a count is negative, not whole, on an accelerator, missing (it is required, or earlier passes
+                gave it), or contradicts what `passes` announced; the window waits for its `step()`; the loss is none;
+                or gradients were changed outside of `backward`.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)

@@ -1,13 +1,14 @@
 """Calls that can't be right are refused with the rule and the way out."""
 
 import re
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.cells import config
-from tests.distributed.engines import Batch, build, forward, one_pass, refusal
+from tests.distributed.engines import Batch, build, forward, from_all, one_pass, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -147,3 +148,70 @@ def late_close(folder):
 
 def test_a_generator_that_is_closed_late_leaves_the_newer_one_alone(two_ranks):
     assert two_ranks.of(late_close) == {"taken": 3, "passes": 4}
+
+
+WHOLE = {"rollouts": 2, "prompts": 1, "tokens": 6}
+
+
+@on_two_ranks
+def forgotten_counts(folder):
+    """A loop that gave a count, and forgets it in a later pass: on all ranks, and on one of them."""
+    results = {}
+    for name in WHOLE:
+        engine = build(config(1, passes=20))
+        one_pass(engine, 1, **WHOLE)
+        others = {other: count for other, count in WHOLE.items() if other != name}
+        said = refusal(lambda: engine.backward(forward(engine, 1), **others))  # noqa: B023  # called here
+        held = engine.window
+        one_pass(engine, 1, **WHOLE)
+        after = engine.window
+        results[name] = [said, held.passes, held.rollouts, after.passes, after.rollouts, after.tokens]
+    return {**results, "alone": from_all(_forgets_alone()), "allowed": _allowed()}
+
+
+def _forgets_alone():
+    engine = build(config(1, passes=20, exchange_timeout=60))
+    one_pass(engine, 1, rollouts=2)
+    begun = time.monotonic()
+    counts = {} if dist.get_rank() else {"rollouts": 2}
+    said = refusal(lambda: one_pass(engine, 1, **counts))
+    return [said, engine.window.passes, time.monotonic() - begun]
+
+
+def _allowed():
+    """Idle passes give no counts, and passes() has its own; neither binds the loop."""
+    counted, silent = build(config(1, passes=40)), build(config(1, passes=40))
+    one_pass(counted, 1, **WHOLE)
+    counted.idle(forward(counted, 1))
+    counted.step()
+    one_pass(counted, 1, rollouts=0)
+    for _ in counted.passes([Batch(), Batch()], finish=False):
+        one_pass(counted, 1)
+    silent.idle(forward(silent, 1))
+    silent.step()
+    one_pass(silent, 1, rollouts=0, tokens=0)
+    one_pass(silent, 1)
+    one_pass(silent, 1, rollouts=2)
+    return [[counted.window.passes, counted.window.rollouts], [silent.window.passes, silent.window.rollouts]]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_count_that_earlier_passes_gave_is_not_left_out_later(two_ranks, name):
+    said, *counted = two_ranks.of(forgotten_counts)[name]
+    assert re.match(rf"WindowError: backward\(.*\) without {name}=, which earlier passes of this engine gave: .*", said)
+    assert f"pass {name}= in every pass" in said
+    assert "idle(loss)" in said
+    assert counted == [1, 4, 2, 8, 24], "nothing was counted of it, and the loop goes on"
+
+
+def test_the_other_ranks_hear_at_once_of_a_count_that_one_of_them_forgot(two_ranks):
+    (told, theirs, waited), (said, own, _) = two_ranks.of(forgotten_counts)["alone"]
+    assert said.startswith("WindowError: backward(loss) without rollouts=")
+    assert told.startswith("RankDesyncError: this rank stops because another did: ")
+    assert "rank 1 has raised WindowError: backward(loss) without rollouts=" in told
+    assert (theirs, own) == (1, 1)
+    assert waited < 20
+
+
+def test_idle_passes_and_passes_of_a_stream_need_no_counts(two_ranks):
+    assert two_ranks.of(forgotten_counts)["allowed"] == [[5, 8], [4, 6]]

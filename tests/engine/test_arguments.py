@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from ds_parity.config import parse
-from ds_parity.engine.arguments import counts_by_name, counts_of, refuse_contradiction, refuse_what_is_no_loss
+from ds_parity.engine.arguments import (
+    counts_by_name,
+    counts_of,
+    refuse_contradiction,
+    refuse_forgotten,
+    refuse_what_is_no_loss,
+)
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts
 
@@ -52,6 +58,17 @@ def test_a_count_that_can_not_be_taken_is_refused_before_it_is_compared(tokens):
     """Comparing it with what passes() announced would read it; 9.0 was taken there, and nowhere else."""
     with pytest.raises(WindowError, match="tokens is "):
         counts_by_name(1, None, tokens)
+
+
+def test_what_earlier_passes_gave_is_asked_for():
+    refuse_forgotten({"rollouts", "tokens"}, {"rollouts": 1, "tokens": 0, "prompts": 1}, Counts(1, 1, 0))
+    with pytest.raises(WindowError) as refused:
+        refuse_forgotten({"rollouts", "tokens"}, {"prompts": 1}, Counts(3, 1, 0))
+    said = str(refused.value)
+    assert said.startswith(
+        "backward(prompts=1) without rollouts= and tokens=, which earlier passes of this engine gave"
+    )
+    assert "it would count 3 rollouts and 0 tokens" in said
 
 
 def test_in_an_idle_pass_the_stand_ins_counts_are_no_contradiction():
