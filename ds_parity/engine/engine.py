@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
 import wrapt
@@ -20,6 +20,8 @@ from ds_parity.engine.ranks.upcoming import Upcoming
 from ds_parity.errors import WindowError
 from ds_parity.trace import StepRecord
 from ds_parity.window import Window
+
+Batch = TypeVar("Batch")
 
 
 class ParityEngine(wrapt.ObjectProxy[Any]):
@@ -120,13 +122,13 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     def passes(
         self,
-        stream: Iterable[Any],
+        stream: Iterable[Batch],
         *,
         lookahead: int | None = None,
         idle: Any = None,
         finish: bool = True,
         skip_idle: bool = True,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Batch]:
         """Yield this rank's micro-batches, and idle passes where it has run out of data and others have not.
 
         Every rank is handed the pass that closes a window, and the first pass of each. On ZeRO 0 and 1, which are
