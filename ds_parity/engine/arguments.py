@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, SupportsIndex
 
 import torch
 
 from ds_parity.config import MAX_LOOKAHEAD, Settings
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, Weighting
+from ds_parity.window.counts import whole
+
+
+def counts_by_name(
+    rollouts: SupportsIndex | None, prompts: SupportsIndex | None, tokens: SupportsIndex | None
+) -> dict[str, int]:
+    """Return the counts that a caller gives, as plain ints by their names; None where one isn't given.
+
+    Raises:
+        WindowError: one is no count, or a tensor that would have to be waited for.
+    """
+    numbers = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
+    return {name: whole(name, number) for name, number in numbers.items() if number is not None}
 
 
 def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int]) -> Counts:
@@ -24,7 +37,7 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int])
     Raises:
         WindowError: the loss is weighed by tokens, or the window counts prompts, and these were left out.
     """
-    call = f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
+    call = _called(given)
     if settings.loss_weight == "token" and "tokens" not in given:
         raise WindowError(
             f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; "
@@ -36,6 +49,29 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int])
             "its end; pass prompts=, how many the micro-batch finishes (0 where their other rollouts are still to come)"
         )
     return Counts(**{"rollouts": usual_rollouts, **given})
+
+
+def refuse_forgotten(before: Set[str], given: Mapping[str, int], counts: Counts) -> None:
+    """Raise WindowError where a pass leaves out a count that earlier ones gave: no default fits a loop that counts.
+
+    Args:
+        before: the names of the counts that earlier passes gave.
+        given: the counts that this pass gives.
+        counts: what it would count as.
+    """
+    forgotten = [name for name in Counts.__slots__ if name in before and name not in given]
+    if forgotten:
+        missing = " and ".join(f"{name}=" for name in forgotten)
+        would = " and ".join(f"{getattr(counts, name)} {name}" for name in forgotten)
+        raise WindowError(
+            f"{_called(given)} without {missing}, which earlier passes of this engine gave: it would count {would}, "
+            f"whatever the micro-batch contains; pass {missing} in every pass, or call idle(loss) where the rank has "
+            "no micro-batch"
+        )
+
+
+def _called(given: Mapping[str, int]) -> str:
+    return f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
 
 
 def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, SupportsIndex, overload
 
 import torch
 
 from ds_parity.config import Settings
-from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_mean_of_parts
+from ds_parity.engine.arguments import (
+    counts_by_name,
+    counts_of,
+    refuse_contradiction,
+    refuse_forgotten,
+    refuse_mean_of_parts,
+)
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division
 from ds_parity.engine.internals.adapter import choose
@@ -89,6 +95,7 @@ class Driver:
         self._limit = Limit(groups_of(engine), settings.exchange_timeout)
         self.queue: Upcoming | None = None
         self.loop_gives_counts = False
+        self._gave: set[str] = set()
         self.on_resume: list[Callable[[int], None]] = []
         self.speaks = peers.own == 0
         self.adapter = choose(engine)
@@ -108,7 +115,9 @@ class Driver:
 
     # One pass.
 
-    def counts_given(self, rollouts: int | None, prompts: int | None, tokens: int | None) -> Counts:
+    def counts_given(
+        self, rollouts: SupportsIndex | None, prompts: SupportsIndex | None, tokens: SupportsIndex | None
+    ) -> Counts:
         """Return the counts of the coming pass: the caller's, completed; inside `passes`, the micro-batch's own.
 
         Args:
@@ -117,18 +126,28 @@ class Driver:
             tokens: likewise.
 
         Raises:
-            WindowError: the pass before waits for its `step()`, or a count is missing, wrong or contradicts `passes`.
+            WindowError: the pass before waits for its `step()`; or a count is missing, wrong or contradicts `passes`.
+                Outside of `passes` the other ranks are told.
         """
         self.refuse_owed_step()
-        numbers = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
-        given = {name: number for name, number in numbers.items() if number is not None}
         if self.queue is not None:
             counts = self.queue.next_counts()
-            refuse_contradiction(counts, given)
+            refuse_contradiction(counts, counts_by_name(rollouts, prompts, tokens))
             return counts
-        self.loop_gives_counts = self.loop_gives_counts or bool(given)
+        # Counts that are refused say so, too: nothing can be foretold in such a loop.
+        gives = any(number is not None for number in (rollouts, prompts, tokens))
+        self.loop_gives_counts = self.loop_gives_counts or gives
+        # The other ranks are in this pass, and would wait for its counts.
+        with self._telling():
+            return self._counts_of_loop(counts_by_name(rollouts, prompts, tokens))
+
+    def _counts_of_loop(self, given: Mapping[str, int]) -> Counts:
         counts = counts_of(self.settings, self.usual_rollouts, given)
         refuse_mean_of_parts(self.ledger.weighting, counts)
+        # An idle pass contains nothing, whether its loop counts or not.
+        if counts.active:
+            refuse_forgotten(self._gave, given, counts)
+            self._gave.update(given)
         return counts
 
     @overload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
 import wrapt
@@ -20,6 +20,8 @@ from ds_parity.engine.ranks.upcoming import Upcoming
 from ds_parity.errors import WindowError
 from ds_parity.trace import StepRecord
 from ds_parity.window import Window
+
+Batch = TypeVar("Batch")
 
 
 class ParityEngine(wrapt.ObjectProxy[Any]):
@@ -53,9 +55,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
-        rollouts: int | None = None,
-        prompts: int | None = None,
-        tokens: int | None = None,
+        rollouts: SupportsIndex | None = None,
+        prompts: SupportsIndex | None = None,
+        tokens: SupportsIndex | None = None,
     ) -> torch.Tensor:
         """Run backward on the loss of one micro-batch and count what it contained.
 
@@ -74,16 +76,21 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             retain_graph: as in DeepSpeed.
             scale_wrt_gas: accepted for unchanged loops; must be True.
             rollouts: rollouts contained (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an
-                unchanged DeepSpeed loop runs.
+                unchanged DeepSpeed loop runs. A loop that gives a count in one pass gives it in every later one, but
+                for idle passes: one that is forgotten is refused.
             prompts: prompts finished (>= 0); required for `count: prompt`, else 0 where it isn't given.
-            tokens: loss tokens contained (>= 0); required for `loss_weight: token`.
+            tokens: loss tokens contained (>= 0); required for `loss_weight: token`. Each count may be an int, or a
+                whole-numbered tensor of one element on the CPU (`tokens=mask.sum()`, `int(mask.sum())` of a mask of
+                floats). One on an accelerator is refused, because reading it would wait: count before the
+                micro-batch is moved there.
 
         Returns:
             The loss as it was accumulated: divided, and 0 where its weight is 0.
 
         Raises:
-            WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced; the
-                window waits for its `step()`; the loss is none; or gradients were changed outside of `backward`.
+            WindowError: a count is negative, not whole, on an accelerator, missing (it is required, or earlier passes
+                gave it), or contradicts what `passes` announced; the window waits for its `step()`; the loss is none;
+                or gradients were changed outside of `backward`.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)
@@ -115,13 +122,13 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     def passes(
         self,
-        stream: Iterable[Any],
+        stream: Iterable[Batch],
         *,
         lookahead: int | None = None,
         idle: Any = None,
         finish: bool = True,
         skip_idle: bool = True,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Batch]:
         """Yield this rank's micro-batches, and idle passes where it has run out of data and others have not.
 
         Every rank is handed the pass that closes a window, and the first pass of each. On ZeRO 0 and 1, which are

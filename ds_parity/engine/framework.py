@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -56,9 +56,9 @@ class FrameworkEngine(ParityEngine):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
-        rollouts: int | None = None,
-        prompts: int | None = None,
-        tokens: int | None = None,
+        rollouts: SupportsIndex | None = None,
+        prompts: SupportsIndex | None = None,
+        tokens: SupportsIndex | None = None,
     ) -> torch.Tensor:
         """Run backward and count, as `ParityEngine.backward` does; a pass inside a window needs no `step()`.
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from ds_parity.errors import TraceError
 from ds_parity.trace.digits import Precision
 
 SCHEMA = 1
@@ -89,7 +90,8 @@ class StepRecord(_Line):
 
     Attributes:
         step: counted from 1.
-        passes: passes of the window.
+        passes: passes of the window, each of which all ranks run together: what one rank runs. What
+            `gradient_accumulation_passes` is a number of are micro-batches of all ranks: `micro_batches_on`.
         idle_passes: pairs of (rank, pass) in which the rank had no rollouts.
         rollouts: over all ranks and passes of the window.
         prompts: finished in the window.
@@ -118,6 +120,32 @@ class StepRecord(_Line):
     skipped: bool | None = False
     weights: Weights | None = None
     metrics: dict[str, Float] = Field(default_factory=dict)
+
+    def micro_batches_on(self, ranks: int) -> int | None:
+        """Return the micro-batches of all ranks that entered the window, idle passes not among them.
+
+        The key `gradient_accumulation_passes` is a number of these, and `passes` is not: 64 micro-batches on 2 ranks
+        are 32 passes.
+
+        Args:
+            ranks: data-parallel ranks (>= 1): `engine.dp_world_size`, in a trace `Header.ranks`.
+
+        Returns:
+            `passes` * `ranks` - `idle_passes`; None where the record doesn't hold both.
+
+        Raises:
+            TraceError: the step can't have run on so many ranks.
+        """
+        if self.passes is None or self.idle_passes is None:
+            return None
+        active = self.passes * ranks - self.idle_passes
+        if ranks < 1 or active < 0:
+            raise TraceError(
+                f"step {self.step}: ranks is {ranks}, with {self.idle_passes} idle passes in {self.passes} passes: "
+                "there is at least one rank, and each has at most one idle pass in each pass; give the number of "
+                "data-parallel ranks (engine.dp_world_size, in a trace Header.ranks)"
+            )
+        return active
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,17 @@ from ds_parity.errors import WindowError
 MOST: Final = 2**40
 
 
-def _whole(name: str, value: Any) -> int:
+def whole(name: str, value: Any) -> int:
+    """Return a count as a plain int, from an int, a NumPy integer or a whole-numbered tensor of one element on the CPU.
+
+    Args:
+        name: of the count, for the message.
+        value: of it, from 0 to 2**40.
+
+    Raises:
+        WindowError: it is negative, above 2**40, fractional, NaN, a flag, a float, or a tensor off the CPU.
+    """
+    _refuse_unreadable(name, value)
     # Torch's flags, unlike numpy's, say that they are whole numbers; only their type tells.
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         raise WindowError(f"{name} is {value!r}: a count must be a whole number >= 0; pass how many, not whether")
@@ -21,8 +31,8 @@ def _whole(name: str, value: Any) -> int:
         number = operator.index(value)
     except TypeError:
         raise WindowError(
-            f"{name} is {value!r}: a count must be a whole number >= 0; pass an int (a NaN or a fraction here means "
-            "that the data path miscounted)"
+            f"{name} is {value!r}: a count must be a whole number >= 0; pass an int, int(mask.sum()) where a mask "
+            "holds floats (a NaN or a fraction here means that the data path miscounted)"
         ) from None
     if number < 0:
         raise WindowError(f"{name} is {number}: a count must be >= 0; pass 0 for an idle pass")
@@ -34,12 +44,26 @@ def _whole(name: str, value: Any) -> int:
     return number
 
 
+def _refuse_unreadable(name: str, value: Any) -> None:
+    # Torch isn't imported here. What of NumPy's has a device calls it by a plain string.
+    device = getattr(getattr(value, "device", None), "type", "cpu")
+    if device != "cpu":
+        raise WindowError(
+            f"{name} is a tensor on {device!r}: reading it would wait for all work that is queued there, in every "
+            "pass; count on the host, before the micro-batch is moved, or pass int(...) or .item() of it where waiting "
+            "is accepted"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """What one rank's micro-batch contains, each number from 0 to 2**40.
 
+    A whole-numbered tensor of one element on the CPU becomes a plain int.
+
     Raises:
-        WindowError: a count is negative, above 2**40, fractional, NaN or a flag.
+        WindowError: a count is negative, above 2**40, fractional, NaN, a flag, a float, or a tensor off the CPU, which
+            would have to be waited for.
     """
 
     rollouts: int = 0
@@ -48,7 +72,7 @@ class Counts:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
 
     def weight(self, unit: str) -> int:
         """How many units the micro-batch's mean loss stands for: its rollouts, its tokens, or 1."""

@@ -40,8 +40,10 @@ class Window:
         target: units that close a window.
         closes_at: units since the start of counting at which this one closes.
         opened_at: units since the start of counting when it opened.
-        passes: passes counted.
+        passes: passes counted, each of which all ranks run together.
         idle_passes: idle (rank, pass) pairs among them.
+        micro_batches: the others, over all ranks: what `gradient_accumulation_passes` is a number of, whereas `passes`
+            are what one rank runs. 32 passes on 2 ranks are 64 micro-batches, where no pass is idle.
         rollouts: finished in them.
         prompts: finished in them.
         tokens: loss tokens that they contained.
@@ -56,6 +58,7 @@ class Window:
     opened_at: int
     passes: int = 0
     idle_passes: int = 0
+    micro_batches: int = 0
     rollouts: int = 0
     prompts: int = 0
     tokens: int = 0
@@ -207,6 +210,7 @@ class Ledger:
             window,
             passes=window.passes + 1,
             idle_passes=window.idle_passes + self.rules.ranks - totals.active,
+            micro_batches=window.micro_batches + totals.active,
             rollouts=window.rollouts + totals.rollouts,
             prompts=window.prompts + totals.prompts,
             tokens=window.tokens + totals.tokens,

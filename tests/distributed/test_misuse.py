@@ -1,13 +1,14 @@
 """Calls that can't be right are refused with the rule and the way out."""
 
 import re
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.cells import config
-from tests.distributed.engines import Batch, build, forward, one_pass, refusal
+from tests.distributed.engines import Batch, build, forward, from_all, one_pass, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -21,6 +22,8 @@ def misuse(folder):
         "negative": refusal(lambda: engine.backward(forward(engine, 0), rollouts=-1)),
         "nan": refusal(lambda: engine.backward(forward(engine, 0), rollouts=float("nan"))),
         "bool": refusal(lambda: engine.backward(forward(engine, 0), rollouts=True)),
+        "floats": refusal(lambda: engine.backward(forward(engine, 0), tokens=torch.ones(5).sum())),
+        "device": refusal(lambda: engine.backward(forward(engine, 0), tokens=torch.ones(5, device="meta").sum())),
         "scale": refusal(lambda: engine.backward(forward(engine, 0), scale_wrt_gas=False)),
         "step first": refusal(engine.step),
         "boundary": refusal(lambda: engine.set_gradient_accumulation_boundary(True)),
@@ -28,12 +31,13 @@ def misuse(folder):
         "micro": refusal(lambda: engine.set_train_micro_batch_size(4)),
         "coalesce": refusal(engine.coalesce_grad_reduction),
     }
-    one_pass(engine, 1, rollouts=2)
+    one_pass(engine, 1, rollouts=2, tokens=torch.tensor([1, 0, 1]).sum())
+    results["tokens"] = f"{engine.window.tokens} tokens"
     results["foretell"] = refusal(engine.is_gradient_accumulation_boundary)
     results["save"] = refusal(lambda: engine.save_checkpoint(folder))
-    results["tuple"] = refusal(lambda: engine.backward((forward(engine, 1), 0), rollouts=2))
-    engine.backward(forward(engine, 1), rollouts=2)
-    results["twice"] = refusal(lambda: engine.backward(forward(engine, 1), rollouts=2))
+    results["tuple"] = refusal(lambda: engine.backward((forward(engine, 1), 0), rollouts=2, tokens=2))
+    engine.backward(forward(engine, 1), rollouts=2, tokens=2)
+    results["twice"] = refusal(lambda: engine.backward(forward(engine, 1), rollouts=2, tokens=2))
     results["finish"] = refusal(engine.finish)
     by_token = build(config(1, loss_weight="token"))
     results["no tokens"] = refusal(lambda: by_token.backward(forward(by_token, 0)))
@@ -88,6 +92,9 @@ MISUSE = {
     "negative": "rollouts is -1: a count must be >= 0",
     "nan": "rollouts is nan: a count must be a whole number",
     "bool": "rollouts is True: a count must be a whole number",
+    "floats": r"tokens is tensor\(5\.\): a count must be a whole number.*int\(mask.sum\(\)\)",
+    "device": "tokens is a tensor on 'meta': reading it would wait.*before the micro-batch is moved",
+    "tokens": "4 tokens",
     "scale": "scale_wrt_gas=False.*leave scale_wrt_gas out",
     "step first": "without a backward.*once after every backward",
     "boundary": "ds_parity owns the boundary; remove the call",
@@ -141,3 +148,70 @@ def late_close(folder):
 
 def test_a_generator_that_is_closed_late_leaves_the_newer_one_alone(two_ranks):
     assert two_ranks.of(late_close) == {"taken": 3, "passes": 4}
+
+
+WHOLE = {"rollouts": 2, "prompts": 1, "tokens": 6}
+
+
+@on_two_ranks
+def forgotten_counts(folder):
+    """A loop that gave a count, and forgets it in a later pass: on all ranks, and on one of them."""
+    results = {}
+    for name in WHOLE:
+        engine = build(config(1, passes=20))
+        one_pass(engine, 1, **WHOLE)
+        others = {other: count for other, count in WHOLE.items() if other != name}
+        said = refusal(lambda: engine.backward(forward(engine, 1), **others))  # noqa: B023  # called here
+        held = engine.window
+        one_pass(engine, 1, **WHOLE)
+        after = engine.window
+        results[name] = [said, held.passes, held.rollouts, after.passes, after.rollouts, after.tokens]
+    return {**results, "alone": from_all(_forgets_alone()), "allowed": _allowed()}
+
+
+def _forgets_alone():
+    engine = build(config(1, passes=20, exchange_timeout=60))
+    one_pass(engine, 1, rollouts=2)
+    begun = time.monotonic()
+    counts = {} if dist.get_rank() else {"rollouts": 2}
+    said = refusal(lambda: one_pass(engine, 1, **counts))
+    return [said, engine.window.passes, time.monotonic() - begun]
+
+
+def _allowed():
+    """Idle passes give no counts, and passes() has its own; neither binds the loop."""
+    counted, silent = build(config(1, passes=40)), build(config(1, passes=40))
+    one_pass(counted, 1, **WHOLE)
+    counted.idle(forward(counted, 1))
+    counted.step()
+    one_pass(counted, 1, rollouts=0)
+    for _ in counted.passes([Batch(), Batch()], finish=False):
+        one_pass(counted, 1)
+    silent.idle(forward(silent, 1))
+    silent.step()
+    one_pass(silent, 1, rollouts=0, tokens=0)
+    one_pass(silent, 1)
+    one_pass(silent, 1, rollouts=2)
+    return [[counted.window.passes, counted.window.rollouts], [silent.window.passes, silent.window.rollouts]]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_count_that_earlier_passes_gave_is_not_left_out_later(two_ranks, name):
+    said, *counted = two_ranks.of(forgotten_counts)[name]
+    assert re.match(rf"WindowError: backward\(.*\) without {name}=, which earlier passes of this engine gave: .*", said)
+    assert f"pass {name}= in every pass" in said
+    assert "idle(loss)" in said
+    assert counted == [1, 4, 2, 8, 24], "nothing was counted of it, and the loop goes on"
+
+
+def test_the_other_ranks_hear_at_once_of_a_count_that_one_of_them_forgot(two_ranks):
+    (told, theirs, waited), (said, own, _) = two_ranks.of(forgotten_counts)["alone"]
+    assert said.startswith("WindowError: backward(loss) without rollouts=")
+    assert told.startswith("RankDesyncError: this rank stops because another did: ")
+    assert "rank 1 has raised WindowError: backward(loss) without rollouts=" in told
+    assert (theirs, own) == (1, 1)
+    assert waited < 20
+
+
+def test_idle_passes_and_passes_of_a_stream_need_no_counts(two_ranks):
+    assert two_ranks.of(forgotten_counts)["allowed"] == [[5, 8], [4, 6]]

@@ -93,7 +93,7 @@ def turns_that_end_open(folder):
         unmoved = torch.equal(before, weights.vector(engine.module))
         for one in (engine, fresh):
             for seed in (1, 2):
-                one_pass(one, seed, rollouts=1)
+                one_pass(one, seed, rollouts=1, tokens=3)
         results[stage] = {
             "unmoved": unmoved,
             "clean": torch.equal(weights.vector(engine.module), weights.vector(fresh.module)),

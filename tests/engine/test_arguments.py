@@ -1,10 +1,17 @@
 """What a micro-batch holds where nobody says, and what has to be said."""
 
+import numpy as np
 import pytest
 import torch
 
 from ds_parity.config import parse
-from ds_parity.engine.arguments import counts_of, refuse_contradiction, refuse_what_is_no_loss
+from ds_parity.engine.arguments import (
+    counts_by_name,
+    counts_of,
+    refuse_contradiction,
+    refuse_forgotten,
+    refuse_what_is_no_loss,
+)
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts
 
@@ -37,6 +44,31 @@ def test_counts_inside_passes_may_be_repeated_and_not_contradicted():
     refuse_contradiction(Counts(2, 1, 9), {"rollouts": 2, "tokens": 9})
     with pytest.raises(WindowError, match=r"\{'tokens': 8\} but passes\(\) has announced"):
         refuse_contradiction(Counts(2, 1, 9), {"rollouts": 2, "tokens": 8})
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor(9), np.int64(9)])
+def test_counts_may_be_tensors_on_the_host_and_become_plain_ints(tokens):
+    given = counts_by_name(None, None, tokens)
+    assert given == {"tokens": 9}
+    assert type(given["tokens"]) is int
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor(9.0), torch.zeros((), dtype=torch.int64, device="meta")])
+def test_a_count_that_can_not_be_taken_is_refused_before_it_is_compared(tokens):
+    """Comparing it with what passes() announced would read it; 9.0 was taken there, and nowhere else."""
+    with pytest.raises(WindowError, match="tokens is "):
+        counts_by_name(1, None, tokens)
+
+
+def test_what_earlier_passes_gave_is_asked_for():
+    refuse_forgotten({"rollouts", "tokens"}, {"rollouts": 1, "tokens": 0, "prompts": 1}, Counts(1, 1, 0))
+    with pytest.raises(WindowError) as refused:
+        refuse_forgotten({"rollouts", "tokens"}, {"prompts": 1}, Counts(3, 1, 0))
+    said = str(refused.value)
+    assert said.startswith(
+        "backward(prompts=1) without rollouts= and tokens=, which earlier passes of this engine gave"
+    )
+    assert "it would count 3 rollouts and 0 tokens" in said
 
 
 def test_in_an_idle_pass_the_stand_ins_counts_are_no_contradiction():

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ds_parity.errors import TraceError
 from ds_parity.trace import SCHEMA, Header, StepRecord, Weights
 from ds_parity.trace.records import FieldName
 
@@ -111,3 +112,29 @@ def test_records_are_frozen():
 def test_the_nan_that_pythons_own_json_writes_is_read_too():
     line = StepRecord(**STEP | {"loss": math.nan}).model_dump_json().replace('"NaN"', "NaN")
     assert math.isnan(StepRecord.model_validate_json(line).loss)
+
+
+@pytest.mark.parametrize(
+    ("passes", "idle", "ranks", "micro_batches"),
+    [(32, 0, 2, 64), (9, 6, 2, 12), (8, 0, 8, 64), (3, 0, 1, 3), (0, 0, 4, 0), (None, 0, 2, None), (3, None, 2, None)],
+)
+def test_passes_of_a_rank_and_micro_batches_of_all_ranks_have_two_names(passes, idle, ranks, micro_batches):
+    """The key gradient_accumulation_passes counts the second: 64 on 2 ranks are 32 passes."""
+    record = StepRecord(**STEP | {"passes": passes, "idle_passes": idle})
+    assert record.micro_batches_on(ranks) == micro_batches
+
+
+@pytest.mark.parametrize(("ranks", "says"), [(0, "ranks is 0"), (-2, "ranks is -2"), (1, "12 idle passes in 9 passes")])
+def test_a_number_of_ranks_that_the_step_can_not_have_run_on_is_refused(ranks, says):
+    with pytest.raises(TraceError, match=rf"^step 1: .*{says}.*Header.ranks"):
+        StepRecord(**STEP | {"passes": 9, "idle_passes": 12}).micro_batches_on(ranks)
+
+
+def test_a_line_that_was_written_before_there_was_a_name_for_micro_batches_is_read_and_written_alike():
+    line = (
+        '{"step":1,"passes":9,"idle_passes":6,"rollouts":12,"prompts":3,"tokens":64,"total":12.0,"loss":0.5,'
+        '"lr":[0.001],"grad_norm":1.0,"loss_scale":null,"skipped":false,"weights":null,"metrics":{}}'
+    )
+    record = StepRecord.model_validate_json(line)
+    assert record.micro_batches_on(2) == 12
+    assert record.model_dump_json() == line

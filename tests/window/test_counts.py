@@ -51,6 +51,37 @@ def test_a_count_in_a_tensor_of_whole_numbers_is_one():
     assert Counts(torch.tensor(3), torch.tensor([2]), torch.tensor(5, dtype=torch.uint8)) == Counts(3, 2, 5)
 
 
+WHOLE_TYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+
+
+@each_count
+@pytest.mark.parametrize("kind", WHOLE_TYPES)
+def test_a_sum_of_a_mask_is_taken_in_every_type_of_whole_numbers(name, kind):
+    counted = torch.tensor([1, 0, 1, 1]).sum().to(kind)
+    assert getattr(Counts(**{name: counted}), name) == 3
+    assert type(getattr(Counts(**{name: counted}), name)) is int
+
+
+@each_count
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_sum_of_a_mask_of_floats_is_refused_with_the_way_to_a_whole_number(name, kind):
+    """5.0 is whole, and 0.1 * 50 is not: only the caller knows whether the mask is one of zeros and ones."""
+    with pytest.raises(WindowError, match=rf"^{name} is tensor\(5\.?.*: a count must be a whole number >= 0; .*int\("):
+        Counts(**{name: torch.ones(5, dtype=kind).sum()})
+
+
+@each_count
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32, torch.bool])
+def test_a_tensor_off_the_host_is_refused_and_not_read(name, kind):
+    """On an accelerator reading it would wait for all queued work; a tensor on `meta` can't be read at all."""
+    with pytest.raises(WindowError) as refused:
+        Counts(**{name: torch.zeros((), dtype=kind, device="meta")})
+    said = str(refused.value)
+    assert said.startswith(f"{name} is a tensor on 'meta': reading it would wait for all work that is queued there")
+    assert "before the micro-batch is moved" in said
+    assert ".item()" in said
+
+
 @each_count
 @pytest.mark.parametrize("value", [2**40 + 1, 2**62, 2**63, 2**80, np.uint64(2**63)])
 def test_a_count_that_could_overflow_in_a_sum_is_refused_by_name_with_the_rule(name, value):

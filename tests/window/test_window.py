@@ -54,6 +54,23 @@ def streams(draw, overshoots=("carry", "reset"), weights=WEIGHTS):
     return rules, [PassTotals.of(one) for one in held]
 
 
+# What it contains.
+
+
+@given(streams())
+def test_a_window_tells_passes_from_the_micro_batches_of_all_ranks(stream):
+    """On 2 ranks 32 passes without an idle one are 64 micro-batches, what gradient_accumulation_passes counts."""
+    rules, passes = stream
+    ledger, since = Ledger(rules), 0
+    for number, held in enumerate(passes, 1):
+        window = ledger.count(held)
+        assert window.micro_batches == sum(one.active for one in passes[since:number])
+        assert window.micro_batches == window.passes * rules.ranks - window.idle_passes
+        if window.closed:
+            ledger.settle(applied=True)
+            since = number
+
+
 # The boundary.
 
 
