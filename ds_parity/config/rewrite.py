@@ -62,7 +62,7 @@ def rewrite(config: Mapping[str, Any], dp_world_size: int) -> Rewrite:
         The plain configuration, every change with its reason, and the settings.
 
     Raises:
-        ConfigError: a fault in the extra keys, no `gradient_accumulation_passes`, a batch size that contradicts it,
+        ConfigError: a fault in the extra keys, none that switches ds_parity on, a batch size that contradicts it,
             or DeepSpeed options that would go wrong; all of a kind in one message.
     """
     settings = parse(config)
@@ -118,7 +118,8 @@ class _Batch:
 
     @property
     def passes(self) -> int:
-        return self.settings.gradient_accumulation_passes
+        # Where the caller closes windows and gives no nominal target, DeepSpeed is told of one pass a rank.
+        return self.settings.gradient_accumulation_passes or self.ranks
 
     @property
     def steps(self) -> int:
@@ -133,6 +134,8 @@ class _Batch:
 
     @property
     def steps_why(self) -> str:
+        if self.settings.gradient_accumulation_passes is None:
+            return f"{SECTION}.boundary is caller: step() ends a window, and DeepSpeed is told of one pass a rank"
         if self.passes % self.ranks == 0:
             return f"{self.passes} passes / {self.ranks} data-parallel ranks = {self.steps} passes a rank"
         micro = self.settings.train_micro_batch_size_per_gpu
@@ -150,9 +153,10 @@ class _Batch:
             if given in (None, AUTO) or (key == BATCH and type(given) is int and given == self.train_batch_size):
                 continue
             if not is_count(given):
-                yield Fault(key, given, f'{COUNT_RULE}, or "auto"', f"leave it out: {PASSES} decides it")
+                yield Fault(key, given, f'{COUNT_RULE}, or "auto"', f"leave it out: {self._decides} decides it")
             elif key == STEPS and given != self.steps:
-                yield Fault(key, given, f"contradicts {PASSES}: {self.steps_why}", self._way_out(str(self.steps)))
+                rule = f"contradicts {self._decides}: {self.steps_why}"
+                yield Fault(key, given, rule, self._way_out(str(self.steps)))
             elif key == BATCH:
                 yield from self._batch_faults(given)
 
@@ -163,15 +167,23 @@ class _Batch:
                 rule = f"no micro-batch size fits: {given} / {self.passes} passes = {given / self.passes:.4g}"
                 yield Fault(BATCH, given, rule, f"write a multiple of {self.passes}, or leave it out")
             return
+        if self.settings.gradient_accumulation_passes is None:
+            rule = f"is not {micro} a micro-batch x {self.ranks} ranks = {self.train_batch_size}: {self.steps_why}"
+            yield Fault(BATCH, given, rule, "leave it out")
+            return
         target = self.settings.target
         if given != target:
             rule = f"contradicts {PASSES} x {MICRO} = {self.passes} x {micro} = {target} rollouts an optimizer step"
             yield Fault(BATCH, given, rule, self._way_out(str(target)))
 
+    @property
+    def _decides(self) -> str:
+        return f"{SECTION}.boundary" if self.settings.gradient_accumulation_passes is None else PASSES
+
     def _way_out(self, right: str) -> str:
         return (
             f"write {right} (in the arguments of a Hugging Face Trainer or Accelerator too), or leave it out, "
-            f"or change {PASSES}"
+            f"or change {self._decides}"
         )
 
     def write(self, draft: _Draft) -> None:

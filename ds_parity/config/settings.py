@@ -34,18 +34,25 @@ _DEEPSPEED_NEIGHBOURS: Final = frozenset({STEPS, MICRO, BATCH, "managed_gradient
 
 
 class Settings(BaseModel):
-    """The extra keys, checked. Frozen; `gradient_accumulation_passes` switches ds_parity on."""
+    """The extra keys, checked. Frozen; `gradient_accumulation_passes`, or `boundary: caller`, switches ds_parity on."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    gradient_accumulation_passes: Count = Field(
+    gradient_accumulation_passes: Count | None = Field(
+        default=None,
         description="Times train_micro_batch_size_per_gpu it is the target: what one optimizer step consumes on all "
         "data-parallel ranks together, in rollouts (or prompts: count). Where micro-batches hold more or less, passes "
-        "are fewer or more. Without this key ds_parity stands aside, and DeepSpeed's own engine is returned."
+        "are fewer or more. Without this key ds_parity stands aside, and DeepSpeed's own engine is returned, unless "
+        "ds_parity.boundary is caller, where it may be left out.",
     )
     train_micro_batch_size_per_gpu: Count | Literal["auto"] = Field(
         description='DeepSpeed\'s key: rollouts in a micro-batch of one rank. "auto" where the Hugging Face Trainer '
         "fills it in. May be left out beside train_batch_size: then it is that / gradient_accumulation_passes."
+    )
+    boundary: Literal["rollouts", "caller"] = Field(
+        default="rollouts",
+        description="What closes a window: the counts of its passes, which reach the target (rollouts), or the "
+        "caller's step(), after any number of backward() calls (caller).",
     )
     count: Literal["rollout", "prompt"] = Field(
         default="rollout", description="What the target counts: rollouts, or prompts whose rollouts are complete."
@@ -95,9 +102,13 @@ class Settings(BaseModel):
     def target(self) -> int:
         """What closes a window, summed over all data-parallel ranks: passes x micro-batch size.
 
+        Where the caller closes windows it is nominal, and 0 where `gradient_accumulation_passes` is left out.
+
         Raises:
             ConfigError: the micro-batch size is still "auto".
         """
+        if self.gradient_accumulation_passes is None:
+            return 0
         if isinstance(self.train_micro_batch_size_per_gpu, int):
             return self.gradient_accumulation_passes * self.train_micro_batch_size_per_gpu
         raise ConfigError(
@@ -105,6 +116,16 @@ class Settings(BaseModel):
             f"until something fills it in; write a whole number, or let the Hugging Face Trainer start DeepSpeed, "
             f"which puts its per_device_train_batch_size there"
         )
+
+    @property
+    def passes(self) -> int:
+        """`gradient_accumulation_passes`; 0 where the caller closes windows and it is left out."""
+        return self.gradient_accumulation_passes or 0
+
+    @property
+    def by_caller(self) -> bool:
+        """Whether the caller's `step()` closes a window, and not its counts."""
+        return self.boundary == "caller"
 
     @property
     def fingerprint(self) -> int:
@@ -138,7 +159,7 @@ def parse(config: Mapping[str, Any]) -> Settings | None:
         config: an extended configuration, as `load_config` reads it.
 
     Returns:
-        The settings; None where `gradient_accumulation_passes` is absent.
+        The settings; None where `gradient_accumulation_passes` is absent, and `ds_parity.boundary` is not `caller`.
 
     Raises:
         ConfigError: one message for all faults of the extra keys, each with its path, value, rule and way out.
@@ -146,13 +167,21 @@ def parse(config: Mapping[str, Any]) -> Settings | None:
     if not isinstance(config, Mapping):
         refuse([Fault("config", config, "must be an object of keys and values", "load_config reads one from a file")])
     faults = _misspelt(config)
-    if PASSES in config:
+    if PASSES in config or _by_caller(config):
         return _read(config, faults)
     if SECTION in config and not faults:
-        way_out = f'add for example "{PASSES}": 64, or remove the section for plain DeepSpeed'
+        way_out = (
+            f'add for example "{PASSES}": 64, or "{SECTION}": {{"boundary": "caller"}} where your step() ends each '
+            "window, or remove the section for plain DeepSpeed"
+        )
         faults.append(Fault(SECTION, config[SECTION], f"has no effect without {PASSES}", way_out))
     refuse(faults)
     return None
+
+
+def _by_caller(config: Mapping[str, Any]) -> bool:
+    section = config.get(SECTION)
+    return isinstance(section, Mapping) and section.get("boundary") == "caller"
 
 
 def is_count(value: Any) -> bool:
@@ -169,7 +198,7 @@ def _misspelt(config: Mapping[str, Any]) -> list[Fault]:
         meant = None if key in known else nearest(key, known)
         if meant in own:
             faults.append(Fault(key, config[key], "DeepSpeed ignores it in silence", f'did you mean "{meant}"?'))
-        elif PASSES in config and key in SECTION_FIELDS:
+        elif key in SECTION_FIELDS and (PASSES in config or _by_caller(config)):
             way_out = f'move it into the section: "{SECTION}": {{"{key}": ...}}'
             faults.append(Fault(key, config[key], "DeepSpeed ignores it at the top level", way_out))
     return faults
@@ -183,7 +212,10 @@ def _read(config: Mapping[str, Any], faults: list[Fault]) -> Settings:
         section = {}
     faults += [_unknown(key, value) for key, value in section.items() if key not in SECTION_FIELDS]
     values = {key: value for key, value in section.items() if key in SECTION_FIELDS}
-    values |= {PASSES: config[PASSES], MICRO: _micro(config, faults)}
+    values |= {MICRO: _micro(config, faults)}
+    if PASSES in config:
+        values[PASSES] = config[PASSES]
+    faults += _of_no_use(values)
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
@@ -198,11 +230,13 @@ def _micro(config: Mapping[str, Any], faults: list[Fault]) -> Any:
     """Return the micro-batch size as given, or computed from train_batch_size; "auto" where a fault is added."""
     if config.get(MICRO) is not None:
         return config[MICRO]
-    passes, batch = config[PASSES], config.get(BATCH)
-    if not is_count(passes):
+    passes, batch = config.get(PASSES), config.get(BATCH)
+    if passes is not None and not is_count(passes):
         return AUTO
-    if not is_count(batch):
+    if passes is None or not is_count(batch):
         rule = f"nothing says how many rollouts a micro-batch holds ({BATCH} is no whole number either)"
+        if passes is None:
+            rule = f"nothing says how many rollouts a micro-batch holds where {PASSES} is left out"
         faults.append(Fault(MICRO, config.get(MICRO, ABSENT), rule, f'add for example "{MICRO}": 1'))
         return AUTO
     if batch % passes:
@@ -212,6 +246,22 @@ def _micro(config: Mapping[str, Any], faults: list[Fault]) -> Any:
         faults.append(Fault(BATCH, batch, rule, way_out))
         return AUTO
     return batch // passes
+
+
+def _of_no_use(values: Mapping[str, Any]) -> list[Fault]:
+    """Return the keys that mean nothing where the caller closes windows, or need a target that nobody gives."""
+    if values.get("boundary") != "caller":
+        return []
+    faults = []
+    if "overshoot" in values:
+        rule = "has no meaning with ds_parity.boundary caller: a window has no surplus where step() ends it"
+        faults.append(Fault(f"{SECTION}.overshoot", values["overshoot"], rule, "leave it out"))
+    if values.get(PASSES) is None:
+        for key, value in (("lr_progress", "rollout"), ("loss_weight", "target")):
+            if values.get(key) == value:
+                rule = f"needs a nominal target, and with ds_parity.boundary caller only {PASSES} gives one"
+                faults.append(Fault(f"{SECTION}.{key}", value, rule, f'add for example "{PASSES}": 64'))
+    return faults
 
 
 def _unknown(key: Any, value: Any) -> Fault:

@@ -28,10 +28,12 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
     _refuse_what_would_be_replaced(driver, client_state)
     window = driver.ledger.window
     if window.passes:
+        units = window.closes_at - window.opened_at
+        where = "" if driver.settings.by_caller else f" (at {units} {driver.settings.count}s)"
         raise CheckpointError(
             f"save_checkpoint() inside window {window.index}: {window.rollouts} rollouts of {window.passes} passes are "
-            f"pending, and DeepSpeed doesn't save partial gradients; save after the step() that closes the window "
-            f"(at {window.closes_at - window.opened_at} {driver.settings.count}s), or call finish() first"
+            f"pending, and DeepSpeed doesn't save partial gradients; save after the step() that closes the window"
+            f"{where}, or call finish() first"
         )
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
     return {**client_state, _KEY: {**driver.ledger.state(), **settings, "groups": _groups(driver)}}

@@ -84,8 +84,10 @@ class Driver:
         group, peers, self.ranks = members.group, members.peers, members.ranks
         self.engine = engine
         self.settings = settings
-        self.usual_rollouts = settings.target // settings.gradient_accumulation_passes
-        rules = Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight)
+        assert isinstance(settings.train_micro_batch_size_per_gpu, int)  # filled in by now
+        self.usual_rollouts = settings.train_micro_batch_size_per_gpu
+        by_caller = settings.by_caller
+        rules = Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight, by_caller)
         weighting = Weighting.configured(settings.loss_weight, settings.loss_reduction, settings.target)
         self.ledger = Ledger(rules, weighting)
         together = self.ranks * peers.size

@@ -11,6 +11,7 @@ import wrapt
 from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
 from ds_parity.engine.arguments import counts_of, refuse_scaling, refuse_what_is_no_loss
+from ds_parity.engine.callers_driver import CallersDriver
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.passes import PassQueue
@@ -40,7 +41,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     def __init__(self, engine: Engine, settings: Settings, sequence: int = 1, number: int = 1) -> None:
         super().__init__(engine)
         self._self_settings = settings
-        self._self_driver = Driver(engine, settings, max(1, settings.lookahead), sequence, number)
+        kind = CallersDriver if settings.by_caller else Driver
+        self._self_driver: Driver = kind(engine, settings, max(1, settings.lookahead), sequence, number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
@@ -275,6 +277,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             WindowError: it is asked before `backward` in a loop that passes counts, which nothing can foretell.
         """
         driver: Driver = self._self_driver
+        if isinstance(driver, CallersDriver):
+            return driver.announced
         if driver.awaits_step():
             return driver.ledger.window.closed
         if driver.queue is not None:
@@ -382,7 +386,17 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     # What would move the boundary behind its back.
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Raise WindowError: the boundary follows from the counts."""
+        """Say that the next backward is its window's last, where the caller ends windows (`boundary: caller`).
+
+        On ZeRO 0 and 1 gradients are then reduced in that backward, beside it where DeepSpeed can, and not in `step()`.
+        Every rank says so before its last backward, or none does.
+
+        Raises:
+            WindowError: the boundary follows from the counts, or the last backward has run and waits for its `step()`.
+        """
+        if isinstance(self._self_driver, CallersDriver):
+            self._self_driver.announce(bool(is_boundary))
+            return
         raise self._owned("set_gradient_accumulation_boundary", "remove the call; counts given to backward() decide")
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -178,7 +178,7 @@ class FrameworkEngine(ParityEngine):
 
     def _refuse_uneven_windows(self) -> None:
         settings: Settings = self._self_settings
-        passes, ranks = settings.gradient_accumulation_passes, self._self_driver.ranks
+        passes, ranks = settings.passes, self._self_driver.ranks
         if passes % ranks and settings.overshoot == "carry":
             raise ConfigError(
                 f"gradient_accumulation_passes = {passes} on {ranks} data-parallel ranks: a framework runs "

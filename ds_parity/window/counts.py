@@ -120,3 +120,24 @@ class PassTotals:
     def counted(self, count: str) -> int:
         """The units that bring the window nearer to its target: rollouts or prompts."""
         return self.prompts if count == "prompt" else self.rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class WindowTotals:
+    """What a window that its caller has ended contains over all data-parallel ranks.
+
+    Attributes:
+        passes: the most that a rank has run.
+        active: micro-batches that were not idle.
+        rollouts: finished in them.
+        prompts: finished in them.
+        tokens: loss tokens that they contained.
+        weight: sum of their weights.
+    """
+
+    passes: int = 0
+    active: int = 0
+    rollouts: int = 0
+    prompts: int = 0
+    tokens: int = 0
+    weight: float = 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ds_parity.errors import WindowError
-from ds_parity.window.counts import PassTotals
+from ds_parity.window.counts import Counts, PassTotals, WindowTotals
 from ds_parity.window.progress import Progress
 from ds_parity.window.weighting import Weighting
 
@@ -22,6 +23,7 @@ class Rules:
         overshoot: `carry`, `reset` or `error`, what a surplus does.
         loss_weight: `rollout`, `token`, `pass` or `target`, what a loss is weighed by unless the `Ledger` is given a
             weighting of its own; what is in force is `Ledger.weighting`.
+        by_caller: the caller ends a window, whatever it holds; `target` is nominal then, and may be 0.
     """
 
     target: int
@@ -29,6 +31,7 @@ class Rules:
     count: str = "rollout"
     overshoot: str = "carry"
     loss_weight: str = "rollout"
+    by_caller: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,8 @@ class Window:
 
     Attributes:
         index: windows closed before this one (>= 0).
-        target: units that close a window.
-        closes_at: units since the start of counting at which this one closes.
+        target: units that close a window; nominal, or 0, where the caller ends it.
+        closes_at: units since the start of counting at which this one closes; of no meaning where the caller ends it.
         opened_at: units since the start of counting when it opened.
         passes: passes counted, each of which all ranks run together.
         idle_passes: idle (rank, pass) pairs among them.
@@ -62,7 +65,7 @@ class Window:
     rollouts: int = 0
     prompts: int = 0
     tokens: int = 0
-    weight: int = 0
+    weight: float = 0
     expected: float = 0.0
     closed: bool = False
 
@@ -70,7 +73,9 @@ class Window:
 class Ledger:
     """Counts passes, closes windows and keeps two clocks: `passes` and `windows` (closed, applied or not).
 
-    Fed with sums over all ranks it decides alike on each of them, without talking to any.
+    Fed with sums over all ranks it decides alike on each of them, without talking to any. Where the caller ends windows
+    it is fed with this rank's own micro-batches (`count_own`), and with what they add up to over ranks at the end
+    (`end_with`): until then `window` is what this rank has run, and `passes` counts its own.
 
     Args:
         rules: what closes a window.
@@ -84,6 +89,8 @@ class Ledger:
         origin: units consumed where counting last started anew.
         rollouts: rollouts of the windows that were closed.
         progress: units that entered applied steps.
+        last_total: the sum of weights of the last window that had any, 0.0 before it; kept where the caller ends
+            windows, whose totals are known at their end alone.
         window: the open window.
     """
 
@@ -95,6 +102,7 @@ class Ledger:
         self.origin = 0
         self.rollouts = 0
         self.progress = Progress(rules.target)
+        self.last_total = 0.0
         self.window = self._opened(0)
 
     def weigh_by(self, weighting: Weighting) -> None:
@@ -135,6 +143,46 @@ class Ledger:
         self.passes += 1
         return window
 
+    def count_own(self, counts: Counts) -> Window:
+        """Count one micro-batch of this rank, in a window that the caller ends."""
+        window = self.window
+        self.passes += 1
+        self.window = replace(
+            window,
+            passes=window.passes + 1,
+            idle_passes=window.idle_passes + (not counts.active),
+            micro_batches=window.micro_batches + counts.active,
+            rollouts=window.rollouts + counts.rollouts,
+            prompts=window.prompts + counts.prompts,
+            tokens=window.tokens + counts.tokens,
+            weight=window.weight + self.weighting.of(counts),
+        )
+        return self.window
+
+    def expect(self, total: float) -> None:
+        """Divide the losses of the open window by `total` (> 0), until its own total is known."""
+        self.window = replace(self.window, expected=total)
+
+    def end_with(self, totals: WindowTotals) -> Window:
+        """Close the window at the caller's word, with what it contains over all ranks."""
+        window = self.window
+        # From here on every rank stands at the same pass, whatever it has run itself.
+        self.passes += totals.passes - window.passes
+        self.window = replace(
+            window,
+            passes=totals.passes,
+            idle_passes=totals.passes * self.rules.ranks - totals.active,
+            micro_batches=totals.active,
+            rollouts=totals.rollouts,
+            prompts=totals.prompts,
+            tokens=totals.tokens,
+            weight=totals.weight,
+            expected=window.expected if totals.active else 0.0,
+            closed=True,
+        )
+        self.last_total = float(totals.weight) or self.last_total
+        return self.window
+
     def closes_with(self, totals: PassTotals) -> bool:
         """Whether one more pass of these `totals` would close the window."""
         return self._added(self.window, totals).closed
@@ -174,7 +222,7 @@ class Ledger:
         """Units that the open window holds."""
         return self._units(self.window)
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, int | float]:
         """What a checkpoint needs to go on: taken between windows."""
         return {
             "target": self.rules.target,
@@ -184,15 +232,17 @@ class Ledger:
             "origin": self.origin,
             "rollouts": self.rollouts,
             "progress_units": self.progress.units,
+            **({"last_total": self.last_total} if self.rules.by_caller else {}),
         }
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; the inverse of `state()`."""
         self.passes = state["passes"]
         self.consumed = state["consumed"]
         self.origin = state["origin"]
         self.rollouts = state["rollouts"]
         self.progress = Progress(self.rules.target, state["progress_units"])
+        self.last_total = float(state.get("last_total", 0.0))
         self.window = self._opened(state["windows"])
 
     def _units(self, window: Window) -> int:
@@ -201,7 +251,7 @@ class Ledger:
     def _opened(self, index: int) -> Window:
         target = self.rules.target
         carried = self.rules.overshoot == "carry"
-        surplus = (self.consumed - self.origin) % target if carried else 0
+        surplus = (self.consumed - self.origin) % target if carried and not self.rules.by_caller else 0
         closes_at = self.consumed + target - surplus
         return Window(index=index, target=target, closes_at=closes_at, opened_at=self.consumed)
 
@@ -216,7 +266,8 @@ class Ledger:
             tokens=window.tokens + totals.tokens,
             weight=window.weight + self.weighting.of(totals),
         )
-        return replace(window, closed=window.opened_at + self._units(window) >= window.closes_at)
+        reached = window.opened_at + self._units(window) >= window.closes_at
+        return replace(window, closed=reached and not self.rules.by_caller)
 
     def _expected(self, window: Window, totals: PassTotals, ahead: Sequence[PassTotals]) -> float:
         if self.weighting.constant is not None:

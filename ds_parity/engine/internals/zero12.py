@@ -54,6 +54,8 @@ class Zero12(Zero):
 
     def _fill_zeros(self) -> None:
         optimizer = self._optimizer
+        # The hooks of a backward do this; a rank may have run none in a window that its caller has ended.
+        optimizer.setup_buckets()
         for parameter in (p for group in optimizer.bit16_groups for p in group if p.requires_grad):
             if optimizer.get_gradient_for_reduction(parameter) is not None:
                 continue
@@ -71,7 +73,7 @@ class Zero12(Zero):
 
     def begin_window(self) -> None:
         """Forget what the last window used."""
-        self._used, self._sequence = 0, 0
+        self._used, self._sequence, self._filled = 0, 0, self._fills_zeros
 
     def end_backward(self) -> None:
         """End it, and add what it used to what the window did."""
@@ -86,7 +88,7 @@ class Zero12(Zero):
         Gradients are reduced in buckets, in their order: where ranks use other parameters, gradients of different
         parameters are added up (tools/deepspeed_faults/ranks_use_other_parameters.py).
         """
-        if self._fills_zeros:
+        if self._filled:
             return 0
         # ZeRO 1 reduces once, whatever has a gradient by then; idle passes that need none are not run there.
         every_pass = self.engine.zero_optimization_partition_gradients()
@@ -94,7 +96,7 @@ class Zero12(Zero):
 
     def refuse_unreduced(self) -> None:
         """Raise WindowError on ZeRO 1 with overlap_comm, whose boundary reduces what its own pass uses alone."""
-        if self.engine.zero_optimization_partition_gradients() or self._fills_zeros:
+        if self.engine.zero_optimization_partition_gradients() or self._filled:
             return
         missing = self._used & ~self._last
         if missing:
@@ -159,7 +161,6 @@ class Zero12(Zero):
         With `overlap_comm` ZeRO 1 leaves the reduction to hooks of the backward (tools/deepspeed_faults/
         allreduce_zero1_overlap.py), so it takes what DeepSpeed does at the end of `coalesce_grad_reduction`.
         """
-        self._last = self._used  # whatever has a gradient is reduced here
         if self.engine.zero_optimization_partition_gradients():
             self._optimizer.finalize_gradient_accumulation_boundary()
         elif self._optimizer.overlap_comm:
@@ -172,7 +173,8 @@ class Zero12(Zero):
         optimizer = self._optimizer
         if not get_accelerator().resolves_data_dependency():
             optimizer.reduction_stream.synchronize()  # the reduction of the last pass may still use the buckets
-        optimizer.setup_buckets()
+        self._fill_zeros()
+        self._filled = True
         for index, group in enumerate(optimizer.bit16_groups):
             for param in group:
                 if param.requires_grad and optimizer.get_gradient_for_reduction(param) is not None:

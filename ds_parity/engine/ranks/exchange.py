@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.agreement import in_short
 from ds_parity.engine.ranks.hostsum import HostSum, Sum
-from ds_parity.engine.ranks.wire import Announcement, GatheredPass, Message, Peers, Place
+from ds_parity.engine.ranks.wire import Announcement, GatheredPass, Message, Peers, Place, WindowMessage
 from ds_parity.errors import RankDesyncError
+from ds_parity.window import Counts, Window, WindowTotals
 
 _ALONE = Peers()
 
@@ -76,6 +77,31 @@ class Exchange:
             raise self._gone(pending.place, error) from error
         self.stopping = self.stopping or answer.stopping
         return answer.passes
+
+    def whole_window(self, place: Place, own: Window) -> WindowTotals:
+        """Return what a window contains over all ranks, each of which says what it has run in it.
+
+        Args:
+            place: where this rank is.
+            own: the window with what this rank has run.
+
+        Raises:
+            RankDesyncError: on every rank, where ranks are out of sync, one is gone, or time ran out.
+        """
+        message = WindowMessage(own, self.stop, self._peers)
+        vector = torch.tensor(message.pack(), dtype=torch.float64, device="cpu")
+        try:
+            if self._over is not None:
+                self.collectives += 1
+                vector = self._over.start(vector, place, greatest=1).wait()
+            agree, stop, totals = message.unpack(vector.tolist())
+            if not agree and self._over is not None:
+                held = Counts(own.rollouts, own.prompts, own.tokens)
+                raise self._peers_differ(self._over, [Announcement(held)])
+        except RuntimeError as error:
+            raise self._gone(place, error) from error
+        self.stopping = self.stopping or stop
+        return totals
 
     def refuse(self, place: Place, error: Exception) -> None:
         """Come to the exchange that the others wait in, to say that this rank has raised and trains no further."""

@@ -53,12 +53,13 @@ class HostSum:
         self._rank = dist.get_rank(group)
         self._core = core_of(len(self._members))
 
-    def start(self, vector: torch.Tensor, place: Place) -> Sum:
+    def start(self, vector: torch.Tensor, place: Place, *, greatest: int = 0) -> Sum:
         """Send what can be sent at once; every rank of the group calls, with vectors of one shape and type.
 
         Args:
             vector: (n,) int64 or float64, on the host.
             place: where this rank is; all must be there.
+            greatest: of the last so many numbers the greatest is returned, and not their sum.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -69,7 +70,7 @@ class HostSum:
         if left is not None:
             left.wait()
         self.collectives += 1
-        _RUNNING[self._group] = running = Sum(self, vector, place)
+        _RUNNING[self._group] = running = Sum(self, vector, place, greatest)
         running.begin()
         return running
 
@@ -216,7 +217,9 @@ class Sum:
 
     _FOLD, _UNFOLD, _SECOND = 62, 63, 64  # tags; rounds use their number, and what follows the first part adds 64
 
-    def __init__(self, over: HostSum, vector: torch.Tensor, place: Place) -> None:
+    def __init__(self, over: HostSum, vector: torch.Tensor, place: Place, greatest: int = 0) -> None:
+        assert not greatest or vector.numel() + _HEADS <= CAPACITY, "what follows in a second part is summed"
+        self._greatest = greatest
         self._over = over
         self._place = place
         self._type = vector.dtype
@@ -326,8 +329,11 @@ class Sum:
         return vector
 
     def _added(self, mine: torch.Tensor, theirs: torch.Tensor, tag: int) -> torch.Tensor:
-        if self._type == torch.int64:
+        if self._type == torch.int64 and not self._greatest:
             return mine + theirs
         heads = 0 if tag else _HEADS  # the first part alone has them
-        body = mine[heads:].view(self._type) + theirs[heads:].view(self._type)
+        own, others = mine[heads:].view(self._type), theirs[heads:].view(self._type)
+        body = own + others
+        if self._greatest:
+            body[-self._greatest :] = torch.maximum(own, others)[-self._greatest :]
         return torch.cat([mine[:heads] + theirs[:heads], body.view(torch.int64)])

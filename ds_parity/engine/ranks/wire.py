@@ -4,6 +4,8 @@ Every sum begins with two numbers for the fingerprint of its place (kind of call
 and of its length. The fingerprint is 24 bits wide and is summed together with its square: by Cauchy-Schwarz
 n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
 
+Where callers end windows, one sum a window holds what each rank has run in it (`WindowMessage`), in float64.
+
 In an exchange of counts one number follows for how many ranks ask to stop, and six for each pass: int64, and no more of
 them for more ranks.
 
@@ -17,7 +19,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ds_parity.window import Counts, PassTotals
+from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
 _HEAD = 1  # who asks to stop
 _FIELDS = 6  # of a pass
@@ -37,7 +39,7 @@ class Peers:
     own: int = 0
     first: int = 0
 
-    def checksum(self, numbers: Sequence[int]) -> int:
+    def checksum(self, numbers: Sequence[float]) -> int:
         """Return a number that adds up to 0 over peers with the same numbers (else with a chance of 2^-32)."""
         checksum = zlib.crc32(repr((self.first, numbers)).encode())
         return checksum if self.own else checksum * (1 - self.size)
@@ -175,3 +177,39 @@ class Message:
             stopping=sums[0] > 0,
             passes=tuple(passes),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMessage:
+    """What one rank has run in a window that callers end.
+
+    Numbers are float64, because weights may be fractions: whole numbers are exact up to 2**53, and beyond it the sum is
+    still the same on every rank.
+
+    Attributes:
+        window: this rank's own.
+        stop: it asks all ranks to stop.
+        peers: this rank among those that share its micro-batches.
+    """
+
+    window: Window
+    stop: bool = False
+    peers: Peers = field(default_factory=Peers)
+
+    def pack(self) -> list[float]:
+        """Return the numbers that are summed over ranks, but for the last: the greatest is taken of that."""
+        own = self.window
+        numbers: list[float] = [own.micro_batches, own.rollouts, own.prompts, own.tokens, own.weight]
+        checksum = [self.peers.checksum([*numbers, own.passes])] if self.peers.size > 1 else []
+        sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
+        return [int(self.stop), *sent, *checksum, own.passes]
+
+    def unpack(self, sums: Sequence[float]) -> tuple[bool, bool, WindowTotals]:
+        """Return whether peers agree, whether a rank asks to stop, and what the window contains over all ranks.
+
+        Args:
+            sums: of what `pack` returned, over all ranks.
+        """
+        active, rollouts, prompts, tokens = (round(number) for number in sums[1:5])
+        totals = WindowTotals(round(sums[-1]), active, rollouts, prompts, tokens, sums[5])
+        return self.peers.size == 1 or sums[6] == 0, sums[0] > 0, totals

@@ -213,14 +213,14 @@ class Scenario:
         return planned
 
     def _uniform(self, settings: Settings) -> Layout:
-        passes, left = divmod(settings.gradient_accumulation_passes, self.ranks)
+        passes, left = divmod(settings.passes, self.ranks)
         if left:
             raise ConfigError(
-                f"uniform windows need passes that the ranks divide: {settings.gradient_accumulation_passes} passes on "
+                f"uniform windows need passes that the ranks divide: {settings.passes} passes on "
                 f"{self.ranks} ranks leave a remainder of {left}; choose another number of ranks"
             )
         tokens = _LEVEL if settings.loss_weight == "token" else None
-        per_batch = settings.target // settings.gradient_accumulation_passes
+        per_batch = settings.target // settings.passes
         pool = self._pool(settings.target * self.windows, tokens)
         rows = uniform_layout(self.ranks * per_batch, passes * self.windows, pool)
         return tuple(

@@ -19,6 +19,6 @@ class LocalCount(Loop):
     def windows(self) -> list[PlannedWindow]:
         """Wait for as many targets as there are ranks."""
         longer = self.settings.model_copy(
-            update={"gradient_accumulation_passes": self.settings.gradient_accumulation_passes * self.wanted.ranks}
+            update={"gradient_accumulation_passes": self.settings.passes * self.wanted.ranks}
         )
         return windows_of(self.passes, longer, lookahead=True)

@@ -15,7 +15,7 @@ class SchedulerBudgetInPasses(Loop):
 
     def of_engine(self) -> Scenario:
         """Plan the schedule in passes."""
-        passes = self.settings.gradient_accumulation_passes // self.wanted.ranks
+        passes = self.settings.passes // self.wanted.ranks
         section = self.wanted.config["scheduler"]
         steps = section["params"]["warmup_num_steps"] * passes
         return self.configured(scheduler={**section, "params": {**section["params"], "warmup_num_steps": steps}})

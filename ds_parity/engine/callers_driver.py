@@ -1,0 +1,178 @@
+"""Windows that the caller ends: any number of backwards, then one step()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_parity.engine.driver import CallersBoundary, Driver
+from ds_parity.engine.ranks.wire import Place
+from ds_parity.errors import WindowError
+from ds_parity.window import Counts, PassTotals
+
+OPENS, ENDS, FINISHES = "opens its first window", "ends a window", "finishes"
+
+
+class CallersDriver(Driver):
+    """Drives a DeepSpeed engine whose caller ends each window by `step()` (`ds_parity.boundary: caller`).
+
+    This rank's micro-batches are counted by themselves, and summed over ranks in `step()`, so that passes exchange
+    nothing. Losses are divided by the total of the window before, which every rank knows, and the gradient is corrected
+    in the step. The first window has none before it: its ranks exchange what their first micro-batches weigh.
+    """
+
+    announced = False  # the caller has said that the coming backward is the window's last
+    _reduced = False  # the window's gradients have been reduced in the backward that was announced as its last
+    _opened = False
+
+    def run_pass(  # type: ignore[override]
+        self, loss: torch.Tensor, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run one backward of the open window: count it, divide its loss, accumulate.
+
+        Args:
+            loss: scalar.
+            counts: what this rank's micro-batch contains.
+            caller: of no use here.
+            **kwargs: for DeepSpeed's `backward`.
+
+        Returns:
+            The loss as it was accumulated.
+
+        Raises:
+            WindowError: the last backward was announced as the window's last, and waits for its `step()`.
+            RankDesyncError: ranks are out of sync.
+        """
+        self.refuse_owed_step()
+        self._refuse_strays()
+        self._refuse_idle_experts(counts)
+        self._finished = False
+        if self.queue is not None:
+            self.queue.take(0)  # what it contains is summed with its window
+        window = self.ledger.count_own(counts)
+        self._open()
+        if self.announced and self.adapter.inside_no_sync:
+            with self._telling():
+                raise WindowError(
+                    f"the last backward() of window {window.index} inside no_sync(): its gradients would not be "
+                    "reduced; leave no_sync() out, DeepSpeed communicates only where it must"
+                )
+        # ZeRO 0 and 1 reduce in a boundary's backward; where none was announced, step() reduces.
+        self.boundary.mark(self.announced)
+        expected = self.ledger.window.expected
+        accumulated = self._division.backward(loss, counts, self.ledger.weighting, expected, **kwargs)
+        self._reduced = self.announced
+        if window.passes == 1:
+            self.adapter.forget_last_window(self.announced)
+        return accumulated
+
+    def announce(self, last: bool) -> None:
+        """Take the caller's word that the coming backward is its window's last, so that it may reduce.
+
+        Raises:
+            WindowError: the window's last backward has run, and waits for its `step()`.
+        """
+        if last:
+            self.refuse_owed_step()
+        self.announced = last and not self._reduced
+
+    def refuse_owed_step(self) -> None:
+        """Raise WindowError where the window's gradients have been reduced: nothing can be added to them."""
+        if self._reduced:
+            raise WindowError(
+                f"backward() in window {self.ledger.window.index} after its last one: "
+                "set_gradient_accumulation_boundary(True) said that the backward() before is the last, and its "
+                "gradients have been reduced; call step() after it, or announce the last backward() alone"
+            )
+
+    def step(self, **kwargs: Any) -> None:
+        """End the window: sum what it contains over ranks, reduce, correct, update, move the scheduler, record.
+
+        Args:
+            **kwargs: for DeepSpeed's `step`.
+
+        Raises:
+            WindowError: no rank ran a backward since the last step.
+            RankDesyncError: ranks are out of sync; on ZeRO 2 and 3 also where they ran other numbers of backwards.
+        """
+        self._refuse_strays()
+        if self._passes_over_ranks(ENDS) == 0:
+            raise WindowError(
+                f"step() in window {self.ledger.window.index} without a backward() before it on any rank: with "
+                "ds_parity.boundary 'caller' each step() ends a window; call it once after the window's backwards"
+            )
+        self._close(**kwargs)
+
+    def finish(self) -> None:
+        """Settle the window that the data ended in: step, drop or error.
+
+        Raises:
+            WindowError: a window is open and `last_window` is `error`.
+            RankDesyncError: not every rank has finished.
+        """
+        window = self.ledger.window
+        passes = self._passes_over_ranks(FINISHES)
+        self._finished = True
+        if passes == 0:
+            return
+        if self.settings.last_window == "error":
+            raise WindowError(
+                f"finish() in window {window.index}, which {passes} passes have run in and no step() has ended, and "
+                "ds_parity.last_window is 'error'; call step() after the window's backwards, or choose 'step' or 'drop'"
+            )
+        self._refuse_strays()
+        self._close(drop=self.settings.last_window == "drop")
+
+    def _close(self, *, drop: bool = False, **kwargs: Any) -> None:
+        reduced, self._reduced, self.announced = self._reduced, False, False
+        if drop or self.ledger.total() == 0:
+            # DeepSpeed would take a step at the end of a backward that was announced as the last.
+            self.boundary.mark(False)
+            self.boundary.drop() if drop and self.ledger.total() else self.boundary.skip()
+            return
+        if not reduced:
+            self.boundary.mark(True)
+            self.adapter.reduce()
+            self.adapter.kept.after_backward()
+        self.boundary.update(**kwargs)
+
+    def _open(self) -> None:
+        """Say what the open window's losses are divided by, until its own total is known."""
+        ledger = self.ledger
+        if ledger.window.expected:
+            return
+        expected = ledger.weighting.constant or ledger.last_total
+        if not expected and not self._opened:
+            first = self.exchange.whole_window(self._place(OPENS), ledger.window)
+            self._opened = True
+            # What first micro-batches weigh stands for the window: any value > 0 is put right in the step.
+            counted = first.prompts if self.settings.count == "prompt" else first.rollouts
+            nominal = self.settings.target / counted if self.settings.target and counted else 1.0
+            expected = first.weight * nominal
+        ledger.expect(expected or float(self.ranks * self.usual_rollouts))
+
+    def _passes_over_ranks(self, doing: str) -> int:
+        """Close the window with what all ranks have run in it, where one has; return the most that a rank ran."""
+        self._open()  # a rank that has run none is waited for in the first window's exchange
+        totals = self.exchange.whole_window(self._place(doing), self.ledger.window)
+        if totals.passes:
+            self.ledger.end_with(totals)
+        return totals.passes
+
+    def abandon(self) -> None:
+        """Throw the open window away; ranks may have run different numbers of its passes, which are uncounted."""
+        self.ledger.passes -= self.ledger.window.passes
+        self._reduced = self.announced = False
+        super().abandon()
+
+    def may_skip(self, totals: PassTotals) -> bool:
+        """Return False: the loop is handed every pass, because it ends the window by what it has been handed."""
+        return False
+
+    def _place(self, kind: str) -> Place:
+        place = super()._place(kind)
+        if kind in (OPENS, ENDS, FINISHES) and self.adapter.silent_inside_windows:
+            # Ranks may run different numbers of backwards where DeepSpeed does not talk to others in them.
+            return Place(kind, place.window, 0, place.configuration, place.engine)
+        return place
