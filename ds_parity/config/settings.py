@@ -67,10 +67,17 @@ class Settings(BaseModel):
         description="How the loss given to backward was reduced: the mean over the micro-batch's weight units, or "
         "their sum.",
     )
-    loss_weight: Literal["rollout", "token", "pass", "target"] = Field(
+    loss_weight: Literal["rollout", "token", "pass", "target", "weight", "divided"] = Field(
         default="rollout",
-        description="The unit that a step averages over: every rollout, token or pass weighs the same, or the sum is "
-        "divided by the constant target (Dr. GRPO, PipelineRL).",
+        description="The unit that a step averages over: every rollout, token or pass weighs the same; the sum is "
+        "divided by the constant target (target: Dr. GRPO, PipelineRL); each micro-batch brings a weight of its own, "
+        "backward(loss, weight=...) (weight); or the caller has divided every loss by the step's denominator, so that "
+        "passes add up (divided).",
+    )
+    across_ranks: Literal["sum", "mean"] | None = Field(
+        default=None,
+        description="With loss_weight divided, what becomes of the ranks' losses: they add up (sum: divided by a "
+        "denominator of all ranks) or are averaged (mean: by one of each rank, or multiplied by the ranks).",
     )
     lr_progress: Literal["optimizer_step", "rollout"] = Field(
         default="optimizer_step",
@@ -213,8 +220,11 @@ def _read(config: Mapping[str, Any], faults: list[Fault]) -> Settings:
     faults += [_unknown(key, value) for key, value in section.items() if key not in SECTION_FIELDS]
     values = {key: value for key, value in section.items() if key in SECTION_FIELDS}
     values |= {MICRO: _micro(config, faults)}
+    faults += _of_divided(values)
     if PASSES in config:
         values[PASSES] = config[PASSES]
+        if config[PASSES] is None and not _by_caller(config):
+            faults.append(_wrong(PASSES, None))
     faults += _of_no_use(values)
     try:
         settings = Settings.model_validate(values)
@@ -264,6 +274,27 @@ def _of_no_use(values: Mapping[str, Any]) -> list[Fault]:
     return faults
 
 
+def _of_divided(values: Mapping[str, Any]) -> list[Fault]:
+    """Return what is missing beside losses that their caller divides, or means nothing there."""
+    across, reduction = f"{SECTION}.across_ranks", f"{SECTION}.loss_reduction"
+    if values.get("loss_weight") != "divided":
+        if values.get("across_ranks") is None:
+            return []
+        rule = "has a meaning with ds_parity.loss_weight divided alone: elsewhere the step has one denominator"
+        return [Fault(across, values["across_ranks"], rule, "leave it out")]
+    faults = []
+    if values.get("across_ranks") is None:
+        rule = "must be said with ds_parity.loss_weight divided: nothing shows what the caller has divided by"
+        way_out = (
+            '"sum" where it is a denominator of all ranks, "mean" where it is one of each rank, or multiplied by them'
+        )
+        faults.append(Fault(across, values.get("across_ranks", ABSENT), rule, way_out))
+    if "loss_reduction" in values:
+        rule = "has no meaning with ds_parity.loss_weight divided: passes add up as they are"
+        faults.append(Fault(reduction, values["loss_reduction"], rule, "leave it out"))
+    return faults
+
+
 def _unknown(key: Any, value: Any) -> Fault:
     if key in (*_TOP_LEVEL, BATCH, STEPS):
         return Fault(f"{SECTION}.{key}", value, "belongs at the top level", f"move it out of {SECTION}")
@@ -274,11 +305,17 @@ def _wrong(name: str, value: Any) -> Fault:
     if name == PASSES and value == AUTO:
         rule = "nothing can fill it in: neither DeepSpeed nor the Hugging Face Trainer has an argument for it"
         return Fault(PASSES, value, rule, f'write the number, for example "{PASSES}": 64')
-    choices = get_args(Settings.model_fields[name].annotation)
+    choices = _choices(Settings.model_fields[name].annotation)
     if name in _RULES:
         return Fault(key_path(name), value, _RULES[name], _number_way_out(name, value))
     rule = f"must be one of {', '.join(_quoted(choices))}"
     return Fault(key_path(name), value, rule, _did_you_mean(value, choices))
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    # Of `Literal[...]`, and of `Literal[...] | None`.
+    parts = get_args(annotation)
+    return tuple(word for part in parts for word in (get_args(part) or (part,)) if isinstance(word, str))
 
 
 def _did_you_mean(word: Any, options: Collection[str]) -> str:

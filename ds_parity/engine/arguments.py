@@ -11,33 +11,36 @@ import torch
 from ds_parity.config import MAX_LOOKAHEAD, Settings
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, Weighting
-from ds_parity.window.counts import whole
+from ds_parity.window.counts import COUNTED, weight_of, whole
 
 
 def counts_by_name(
-    rollouts: SupportsIndex | None, prompts: SupportsIndex | None, tokens: SupportsIndex | None
-) -> dict[str, int]:
-    """Return the counts that a caller gives, as plain ints by their names; None where one isn't given.
+    rollouts: SupportsIndex | None, prompts: SupportsIndex | None, tokens: SupportsIndex | None, weight: Any = None
+) -> dict[str, Any]:
+    """Return what a caller gives, as plain numbers by their names; None where one isn't given.
 
     Raises:
-        WindowError: one is no count, or a tensor that would have to be waited for.
+        WindowError: one is no count, no weight, or a tensor that would have to be waited for.
     """
     numbers = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
-    return {name: whole(name, number) for name, number in numbers.items() if number is not None}
+    given: dict[str, Any] = {name: whole(name, number) for name, number in numbers.items() if number is not None}
+    return given if weight is None else {**given, "weight": weight_of(weight)}
 
 
-def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int]) -> Counts:
+def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, Any]) -> Counts:
     """Return the counts of a micro-batch: those given, and the usual number of rollouts where they are left out.
 
     Args:
         settings: the extra keys.
         usual_rollouts: what a micro-batch holds where nobody says.
-        given: rollouts, prompts, tokens, as far as they were given.
+        given: rollouts, prompts, tokens, weight, as far as they were given.
 
     Raises:
-        WindowError: the loss is weighed by tokens, or the window counts prompts, and these were left out.
+        WindowError: the loss is weighed by tokens or by weights, or the window counts prompts, and these were left out;
+            or a weight is given where nothing is weighed by it.
     """
     call = _called(given)
+    _refuse_weight(settings, given, call)
     if settings.loss_weight == "token" and "tokens" not in given:
         raise WindowError(
             f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; "
@@ -51,6 +54,22 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, int])
     return Counts(**{"rollouts": usual_rollouts, **given})
 
 
+def _refuse_weight(settings: Settings, given: Mapping[str, Any], call: str) -> None:
+    if settings.loss_weight == "weight":
+        # An idle pass weighs nothing, whoever says so.
+        idle = given.get("rollouts") == 0 and not given.get("tokens")
+        if "weight" not in given and not idle:
+            raise WindowError(
+                f"{call} without weight= although ds_parity.loss_weight is 'weight': nothing says what the "
+                "micro-batch's loss weighs; pass weight=, any finite number >= 0"
+            )
+    elif "weight" in given:
+        raise WindowError(
+            f"{call} although ds_parity.loss_weight is {settings.loss_weight!r}: the loss is not weighed by it; set "
+            "ds_parity.loss_weight to 'weight', or leave weight= out"
+        )
+
+
 def refuse_forgotten(before: Set[str], given: Mapping[str, int], counts: Counts) -> None:
     """Raise WindowError where a pass leaves out a count that earlier ones gave: no default fits a loop that counts.
 
@@ -59,7 +78,7 @@ def refuse_forgotten(before: Set[str], given: Mapping[str, int], counts: Counts)
         given: the counts that this pass gives.
         counts: what it would count as.
     """
-    forgotten = [name for name in Counts.__slots__ if name in before and name not in given]
+    forgotten = [name for name in COUNTED if name in before and name not in given]
     if forgotten:
         missing = " and ".join(f"{name}=" for name in forgotten)
         would = " and ".join(f"{getattr(counts, name)} {name}" for name in forgotten)
@@ -154,20 +173,24 @@ def iterator_of(stream: Any) -> Iterator[Any]:
         ) from error
 
 
-def counts_in(batch: Any) -> Counts:
+def counts_in(batch: Any, *, weighed: bool = False) -> Counts:
     """Return the counts that a micro-batch of a stream says it contains.
+
+    Args:
+        batch: with `rollouts`, `prompts` and `tokens`.
+        weighed: and with `weight`, what its loss weighs (`loss_weight: weight`).
 
     Raises:
         WindowError: it says none, or one that can't be right.
     """
-    lacking = [name for name in Counts.__slots__ if not hasattr(batch, name)]
+    lacking = [name for name in (*COUNTED, *(("weight",) if weighed else ())) if not hasattr(batch, name)]
     if lacking:
         of = f" of {len(batch)}" if isinstance(batch, tuple | list | dict) else ""
         without = " and ".join(part for part in (", ".join(lacking[:-1]), lacking[-1]) if part)
         raise WindowError(
             f"passes() got a {type(batch).__name__}{of} without {without}: ranks announce what a micro-batch contains "
             "before it runs, so it must say so; yield ds_parity.MicroBatch(inputs, rollouts=..., prompts=..., "
-            "tokens=...) or any object with these three attributes, or leave passes() out and give the counts to "
+            "tokens=...) or any object with these attributes, or leave passes() out and give the counts to "
             "engine.backward(loss, rollouts=...)"
         )
-    return Counts(batch.rollouts, batch.prompts, batch.tokens)
+    return Counts(batch.rollouts, batch.prompts, batch.tokens, batch.weight if weighed else 0)

@@ -88,12 +88,13 @@ class Driver:
         self.usual_rollouts = settings.train_micro_batch_size_per_gpu
         by_caller = settings.by_caller
         rules = Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight, by_caller)
-        weighting = Weighting.configured(settings.loss_weight, settings.loss_reduction, settings.target)
+        weighting = self._weighting()
         self.ledger = Ledger(rules, weighting)
         together = self.ranks * peers.size
         self._number = number
         self.over = HostSum(group_of(group), settings.exchange_timeout) if together > 1 else None
-        self.exchange = Exchange(self.over, together, slots, settings.exchange_timeout, peers)
+        weighed = settings.loss_weight == "weight"
+        self.exchange = Exchange(self.over, together, slots, settings.exchange_timeout, peers, weighed=weighed)
         self._limit = Limit(groups_of(engine), settings.exchange_timeout)
         self.queue: Upcoming | None = None
         self.loop_gives_counts = False
@@ -115,10 +116,20 @@ class Driver:
         # DeepSpeed's own boundary follows from its counter; from here on it is marked by hand before every backward.
         self.boundary.mark(False)
 
+    def _weighting(self) -> Weighting:
+        settings = self.settings
+        if settings.loss_weight == "divided":
+            return Weighting.divided(self.ranks, settings.across_ranks or "mean")
+        return Weighting.configured(settings.loss_weight, settings.loss_reduction, settings.target)
+
     # One pass.
 
     def counts_given(
-        self, rollouts: SupportsIndex | None, prompts: SupportsIndex | None, tokens: SupportsIndex | None
+        self,
+        rollouts: SupportsIndex | None,
+        prompts: SupportsIndex | None,
+        tokens: SupportsIndex | None,
+        weight: Any = None,
     ) -> Counts:
         """Return the counts of the coming pass: the caller's, completed; inside `passes`, the micro-batch's own.
 
@@ -126,6 +137,7 @@ class Driver:
             rollouts: what the caller gives for the micro-batch (>= 0); None where it gives nothing.
             prompts: likewise.
             tokens: likewise.
+            weight: likewise, of `loss_weight: weight` (finite and >= 0).
 
         Raises:
             WindowError: the pass before waits for its `step()`; or a count is missing, wrong or contradicts `passes`.
@@ -134,16 +146,16 @@ class Driver:
         self.refuse_owed_step()
         if self.queue is not None:
             counts = self.queue.next_counts()
-            refuse_contradiction(counts, counts_by_name(rollouts, prompts, tokens))
+            refuse_contradiction(counts, counts_by_name(rollouts, prompts, tokens, weight))
             return counts
         # Counts that are refused say so, too: nothing can be foretold in such a loop.
-        gives = any(number is not None for number in (rollouts, prompts, tokens))
+        gives = any(number is not None for number in (rollouts, prompts, tokens, weight))
         self.loop_gives_counts = self.loop_gives_counts or gives
         # The other ranks are in this pass, and would wait for its counts.
         with self._telling():
-            return self._counts_of_loop(counts_by_name(rollouts, prompts, tokens))
+            return self._counts_of_loop(counts_by_name(rollouts, prompts, tokens, weight))
 
-    def _counts_of_loop(self, given: Mapping[str, int]) -> Counts:
+    def _counts_of_loop(self, given: Mapping[str, Any]) -> Counts:
         counts = counts_of(self.settings, self.usual_rollouts, given)
         refuse_mean_of_parts(self.ledger.weighting, counts)
         # An idle pass contains nothing, whether its loop counts or not.

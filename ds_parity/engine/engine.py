@@ -60,6 +60,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         rollouts: SupportsIndex | None = None,
         prompts: SupportsIndex | None = None,
         tokens: SupportsIndex | None = None,
+        weight: Any = None,
     ) -> torch.Tensor:
         """Run backward on the loss of one micro-batch and count what it contained.
 
@@ -85,6 +86,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 whole-numbered tensor of one element on the CPU (`tokens=mask.sum()`, `int(mask.sum())` of a mask of
                 floats). One on an accelerator is refused, because reading it would wait: count before the
                 micro-batch is moved there.
+            weight: what the loss weighs (finite and >= 0): required for `loss_weight: weight`, refused elsewhere. The
+                step is sum(weight * gradient) / sum(weight) over all ranks and passes.
 
         Returns:
             The loss as it was accumulated: divided, and 0 where its weight is 0.
@@ -98,7 +101,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         refuse_scaling(scale_wrt_gas)
         refuse_what_is_no_loss(loss)
         driver: Driver = self._self_driver
-        counts = driver.counts_given(rollouts, prompts, tokens)
+        counts = driver.counts_given(rollouts, prompts, tokens, weight)
         with self._self_driver.waiting("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, retain_graph=retain_graph)
         return scaled

@@ -45,6 +45,9 @@ class FrameworkEngine(ParityEngine):
                 and the caller steps a scheduler that DeepSpeed does not have.
         """
         self._refuse_inside_passes()
+        if self._self_settings.by_caller:
+            super().set_gradient_accumulation_boundary(is_boundary)
+            return
         if self._self_said is None:
             self._refuse_uneven_windows()
             self._refuse_scheduler_out_of_reach()
@@ -59,6 +62,7 @@ class FrameworkEngine(ParityEngine):
         rollouts: SupportsIndex | None = None,
         prompts: SupportsIndex | None = None,
         tokens: SupportsIndex | None = None,
+        weight: Any = None,
     ) -> torch.Tensor:
         """Run backward and count, as `ParityEngine.backward` does; a pass inside a window needs no `step()`.
 
@@ -70,6 +74,7 @@ class FrameworkEngine(ParityEngine):
             rollouts: as in `ParityEngine.backward`.
             prompts: likewise.
             tokens: likewise.
+            weight: likewise.
 
         Raises:
             WindowError: what the caller said of the boundary contradicts the counts; a loss that is divided already is
@@ -79,15 +84,21 @@ class FrameworkEngine(ParityEngine):
         driver: Driver = self._self_driver
         said: bool | None = self._self_said
         self._self_ended = False
+        if self._self_settings.by_caller:
+            # A framework ends windows by step() alone, and divides losses or not, as everywhere.
+            self._settle_division(divided=not scale_wrt_gas)
+            return super().backward(
+                loss, retain_graph, rollouts=rollouts, prompts=prompts, tokens=tokens, weight=weight
+            )
         if said is None or driver.queue is not None:
             self._settle_division(divided=False)
             return super().backward(
-                loss, retain_graph, scale_wrt_gas, rollouts=rollouts, prompts=prompts, tokens=tokens
+                loss, retain_graph, scale_wrt_gas, rollouts=rollouts, prompts=prompts, tokens=tokens, weight=weight
             )
         refuse_what_is_no_loss(loss)
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas)
-        counts = driver.counts_given(rollouts, prompts, tokens)
+        counts = driver.counts_given(rollouts, prompts, tokens, weight)
         caller = CallersBoundary(said, _DOING[said], functools.partial(self._check_boundary, said))
         with driver.waiting("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, caller, retain_graph=retain_graph)
@@ -146,6 +157,8 @@ class FrameworkEngine(ParityEngine):
         return f"{units} of the {window.closes_at - window.opened_at} {unit}s that close it"
 
     def _settle_division(self, *, divided: bool) -> None:
+        if self._self_settings.loss_weight == "divided":  # said once and for all
+            return
         if self._self_divided is None:
             self._self_divided = divided
             if divided:
@@ -164,7 +177,8 @@ class FrameworkEngine(ParityEngine):
             if name in settings.model_fields_set:
                 raise WindowError(
                     f"backward(scale_wrt_gas=False): the caller has divided the loss for the step itself, and "
-                    f"ds_parity.{name} = {getattr(settings, name)!r} would weigh it again; remove ds_parity.{name}: "
+                    f"ds_parity.{name} = {getattr(settings, name)!r} would weigh it again; remove ds_parity.{name} (or "
+                    'write loss_weight "divided" with across_ranks "mean", which says the same): '
                     "the caller's own division stands (transformers' Trainer weighs all tokens of the step alike, TRL "
                     "by its loss_type), and ds_parity keeps the count"
                 )

@@ -123,7 +123,7 @@ class PassQueue:
                 self._out_of_data = True
                 break
             self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
-            counts = counts_in(batch)
+            counts = counts_in(batch, weighed=self._driver.ledger.weighting.unit == "weight")
             # The smallest micro-batch makes the cheapest idle pass.
             if self._smallest is None or batch.tokens < self._smallest.tokens:
                 self._smallest = whole(batch)

@@ -12,6 +12,7 @@ from typing import Any, Final
 import wrapt
 
 _COUNTS: Final = {"rollouts": 0, "prompts": 0, "tokens": 0}
+_SILENT: Final = {**_COUNTS, "weight": 0}  # a weight need not be there
 
 
 def whole(batch: Any) -> Any:
@@ -35,8 +36,9 @@ def stand_in(batch: Any) -> Any:
     if again is batch or _shared(again, batch):
         return _StandIn(again)
     if isinstance(again, MutableMapping):  # one whose keys are its attributes
-        again.update({name: 0 for name in _COUNTS if name in again})
-    again = _answering(again, {**_COUNTS, "idle": True})
+        again.update({name: 0 for name in _SILENT if name in again})
+    silent = _COUNTS if _weight_of(batch) is None else _SILENT
+    again = _answering(again, {**silent, "idle": True})
     return again if says_so(again) else _StandIn(again)
 
 
@@ -47,7 +49,7 @@ def _of_dataclass(batch: Any) -> Any:
     names = {field.name for field in fields(batch) if field.init}
     inputs = getattr(batch, "inputs", None)
     own = {"inputs": dict(inputs)} if isinstance(inputs, Mapping) else {}
-    answers = {**_COUNTS, "idle": True, **own}
+    answers = {**_SILENT, "idle": True, **own}
     try:
         return replace(batch, **{name: value for name, value in answers.items() if name in names})
     except Exception:  # a constructor of its own
@@ -56,7 +58,16 @@ def _of_dataclass(batch: Any) -> Any:
 
 def says_so(batch: Any) -> bool:
     """Whether a micro-batch says by itself that it counts nothing and is idle."""
-    return getattr(batch, "idle", None) is True and all(getattr(batch, name) == 0 for name in _COUNTS)
+    if getattr(batch, "idle", None) is not True:
+        return False
+    return not (any(getattr(batch, name) for name in _COUNTS) or _weight_of(batch))
+
+
+def _weight_of(batch: Any) -> Any:
+    try:
+        return getattr(batch, "weight", None)
+    except Exception:  # a class may look attributes up as keys
+        return None
 
 
 def _answering(again: Any, answers: dict[str, Any]) -> Any:
@@ -83,7 +94,7 @@ def _shared(again: Any, batch: Any) -> bool:
 class _StandIn(wrapt.ObjectProxy[Any]):
     """A micro-batch that takes none of the answers itself: everything else is the micro-batch's."""
 
-    rollouts = prompts = tokens = 0
+    rollouts = prompts = tokens = weight = 0
     idle = True
 
     def __init__(self, batch: Any) -> None:

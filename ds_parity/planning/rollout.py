@@ -90,6 +90,7 @@ class MicroBatch:
         prompts: prompts that it finishes (>= 0).
         tokens: loss tokens in it (>= 0).
         held: the rollouts or pairs that it was made of, row by row, with their ids, rewards and advantages.
+        weight: what its loss weighs, under `ds_parity.loss_weight` `weight` alone (finite and >= 0).
         planned_for: the data-parallel ranks of the plan that it is part of, None where it is part of none. On any other
             number of ranks `engine.passes` refuses it, because some of the plan's micro-batches would run nowhere.
     """
@@ -100,11 +101,12 @@ class MicroBatch:
     tokens: int = 0
     held: tuple[Unit, ...] = field(default=(), repr=False)
     planned_for: int | None = field(default=None, repr=False)
+    weight: float = 0
 
     @property
     def idle(self) -> bool:
-        """Whether it is that of an idle pass: it finishes no rollout, and has no loss token of one.
+        """Whether it is that of an idle pass: it finishes no rollout, has no loss token of one, and weighs nothing.
 
         A loop over `engine.passes` knows stand-ins by it, which hold the inputs of another micro-batch.
         """
-        return not self.rollouts and not self.tokens
+        return not (self.rollouts or self.tokens or self.weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +12,7 @@ from ds_parity.errors import WindowError
 # Ranks add the counts of a pass in int64, which wraps round without a word: with this limit only 8 million ranks could.
 # Over passes they are added as Python's ints, which have no end. No micro-batch comes near it (10**12 tokens).
 MOST: Final = 2**40
+COUNTED: Final = ("rollouts", "prompts", "tokens")
 
 
 def whole(name: str, value: Any) -> int:
@@ -44,6 +46,28 @@ def whole(name: str, value: Any) -> int:
     return number
 
 
+def weight_of(value: Any) -> float:
+    """Return a weight as a plain float, from a number or a real tensor of one element on the CPU.
+
+    Args:
+        value: finite and >= 0.
+
+    Raises:
+        WindowError: it is negative, NaN, infinite, a flag, no number, or a tensor off the CPU.
+    """
+    _refuse_unreadable("weight", value)
+    rule = "a weight must be a finite number >= 0; pass what the micro-batch's mean loss stands for, 0 for an idle pass"
+    if isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", "")):
+        raise WindowError(f"weight is {value!r}: {rule}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise WindowError(f"weight is {value!r}: {rule}") from None
+    if not 0 <= number < math.inf:
+        raise WindowError(f"weight is {number!r}: {rule}")
+    return number
+
+
 def _refuse_unreadable(name: str, value: Any) -> None:
     # Torch isn't imported here. What of NumPy's has a device calls it by a plain string.
     device = getattr(getattr(value, "device", None), "type", "cpu")
@@ -57,35 +81,45 @@ def _refuse_unreadable(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one rank's micro-batch contains, each number from 0 to 2**40.
+    """What one rank's micro-batch contains, each count from 0 to 2**40; and what it weighs where its caller says so.
 
     A whole-numbered tensor of one element on the CPU becomes a plain int.
 
+    Attributes:
+        rollouts: that it finishes.
+        prompts: that it finishes.
+        tokens: loss tokens of it.
+        weight: of `loss_weight: weight` alone: finite and >= 0.
+
     Raises:
         WindowError: a count is negative, above 2**40, fractional, NaN, a flag, a float, or a tensor off the CPU, which
-            would have to be waited for.
+            would have to be waited for; or the weight is none.
     """
 
     rollouts: int = 0
     prompts: int = 0
     tokens: int = 0
+    weight: float = 0
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in COUNTED:
             object.__setattr__(self, name, whole(name, getattr(self, name)))
+        object.__setattr__(self, "weight", weight_of(self.weight))
 
-    def weight(self, unit: str) -> int:
-        """How many units the micro-batch's mean loss stands for: its rollouts, its tokens, or 1."""
+    def in_units(self, unit: str) -> float:
+        """How many units the micro-batch's mean loss stands for: its rollouts, its tokens, its weight, or 1."""
         if unit == "token":
             return self.tokens
+        if unit == "weight":
+            return self.weight
         if unit == "pass":
             return int(self.active)
         return self.rollouts
 
     @property
     def active(self) -> bool:
-        """Whether the pass is not idle: it finishes rollouts, or has loss tokens of one (a turn before its last)."""
-        return self.rollouts > 0 or self.tokens > 0
+        """Whether the pass is not idle: it finishes rollouts, has loss tokens (a turn before its last), or weighs."""
+        return self.rollouts > 0 or self.tokens > 0 or self.weight > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +130,7 @@ class PassTotals:
     prompts: int = 0
     tokens: int = 0
     active: int = 0
+    weight: float = 0
 
     @classmethod
     def of(cls, ranks: list[Counts]) -> PassTotals:
@@ -105,17 +140,20 @@ class PassTotals:
             prompts=sum(counts.prompts for counts in ranks),
             tokens=sum(counts.tokens for counts in ranks),
             active=sum(counts.active for counts in ranks),
+            weight=sum(counts.weight for counts in ranks),
         )
 
-    def weight(self, unit: str) -> int:
+    def in_units(self, unit: str) -> float:
         """The sum of the ranks' weights; a rank's `pass` weight is 1, so there it is the number of active ranks."""
         if unit == "pass":
             return self.active
+        if unit == "weight":
+            return self.weight
         return self.tokens if unit == "token" else self.rollouts
 
     def contributes(self, unit: str) -> bool:
         """Whether the pass has a gradient: also one of turns that finish no rollout, under a weight of rollouts."""
-        return self.weight(unit) > 0 or self.tokens > 0
+        return self.in_units(unit) > 0 or self.tokens > 0
 
     def counted(self, count: str) -> int:
         """The units that bring the window nearer to its target: rollouts or prompts."""

@@ -14,8 +14,8 @@ class Weighting:
     """What a micro-batch's loss weighs in its step, and whether the step's denominator is a constant.
 
     Attributes:
-        name: `rollout`, `token`, `pass` or `target` as in the configuration; or `divided`: the caller has divided every
-            loss for the step itself, so that passes add up and ranks are averaged.
+        name: as in the configuration: `rollout`, `token`, `pass`, `target`, `weight` (each micro-batch brings its own)
+            or `divided`: the caller has divided every loss for the step itself, so that passes add up.
         reduction: `mean` (a loss is a mean over its weight units) or `sum` (it is their sum).
         constant: total of every window that has a weight (> 0), where it does not follow from what the window holds.
     """
@@ -30,27 +30,31 @@ class Weighting:
         return cls(loss_weight, loss_reduction, float(target) if loss_weight == "target" else None)
 
     @classmethod
-    def divided(cls, ranks: int) -> Weighting:
-        """Return the weighting of losses that their caller has divided.
+    def divided(cls, ranks: int, across_ranks: str = "mean") -> Weighting:
+        """Return the weighting of losses that their caller has divided: a pass enters with weight 1.
 
-        The total is the number of data-parallel `ranks` (>= 1), so that a pass enters with weight 1 and the mean over
-        ranks is left as DeepSpeed takes it.
+        Args:
+            ranks: data-parallel ranks (>= 1).
+            across_ranks: `sum`: by a denominator of all ranks, so that their gradients add up; `mean`: they are
+                averaged, because the caller divided by its own rank's denominator, or multiplied by the ranks.
         """
-        return cls(DIVIDED, "mean", float(ranks))
+        return cls(DIVIDED, "mean", 1.0 if across_ranks == "sum" else float(ranks))
 
     @property
     def described(self) -> str:
         """What the total of a window counts, in words."""
-        return "weight of divided losses" if self.name == DIVIDED else f"{self.name} weight"
+        if self.name == DIVIDED:
+            return "weight of divided losses"
+        return "weight" if self.name == "weight" else f"{self.name} weight"
 
     @property
     def over_rollouts(self) -> bool:
         """Whether a loss is a mean over the rollouts that its micro-batch finishes."""
         return self.reduction == "mean" and self.name in ("rollout", "target")
 
-    def of(self, counts: Counts | PassTotals) -> int:
+    def of(self, counts: Counts | PassTotals) -> float:
         """Return the weight of a micro-batch, or the sum of the weights of a pass over all ranks (>= 0)."""
-        return counts.weight(self.unit)
+        return counts.in_units(self.unit)
 
     def silences(self, counts: Counts) -> bool:
         """Whether a micro-batch contributes nothing to its step: no weight, and no part of a summed loss."""
@@ -76,5 +80,5 @@ class Weighting:
 
     @property
     def unit(self) -> str:
-        """The unit of the weights: `rollout`, `token`, `pass` or `target`; a divided loss counts as a pass."""
+        """`rollout`, `token`, `pass`, `target` or `weight`, what the weights count; a divided loss is a pass."""
         return "pass" if self.name == DIVIDED else self.name

@@ -283,7 +283,7 @@ class Ledger:
         # is put right at the boundary.
         needed = window.closes_at - window.opened_at
         counted = totals.counted(self.rules.count)
-        estimate = needed * max(1, self.weighting.of(totals))
+        estimate = needed * (self.weighting.of(totals) or 1)
         return estimate / counted if counted else float(estimate)
 
     def _refuse_surplus(self, window: Window) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ds_parity.config import Settings, parse
+from ds_parity.config import Settings, parse, rewrite
 from ds_parity.config.settings import SECTION_FIELDS, key_path
 from ds_parity.errors import ConfigError
 
@@ -100,6 +100,8 @@ def test_the_defaults_are_those_of_the_contract():
     assert settings.model_dump() == {
         "gradient_accumulation_passes": 4,
         "train_micro_batch_size_per_gpu": 2,
+        "boundary": "rollouts",
+        "across_ranks": None,
         "count": "rollout",
         "overshoot": "carry",
         "loss_reduction": "mean",
@@ -115,18 +117,68 @@ def test_the_defaults_are_those_of_the_contract():
 
 def test_every_key_of_the_section_is_read():
     section = {
+        "boundary": "rollouts",
+        "across_ranks": "sum",
         "count": "prompt",
         "overshoot": "reset",
-        "loss_reduction": "sum",
-        "loss_weight": "target",
+        "loss_weight": "divided",
         "lr_progress": "rollout",
         "last_window": "drop",
         "lookahead": 3,
         "exchange_timeout": 0.5,
         "trace": "run.jsonl",
     }
-    assert set(section) == set(SECTION_FIELDS)
+    # Losses that are divided already are not reduced, and the caller's window has no surplus.
+    assert set(section) == set(SECTION_FIELDS) - {"loss_reduction"}
+    assert parse(config(ds_parity={"loss_reduction": "sum"})).loss_reduction == "sum"
     assert parse(config(ds_parity=section)).model_dump(include=set(section)) == section
+
+
+CALLER = {"train_micro_batch_size_per_gpu": 2, "ds_parity": {"boundary": "caller"}}
+
+
+def test_where_the_caller_ends_windows_passes_may_be_left_out():
+    settings = parse(CALLER)
+    assert (settings.by_caller, settings.passes, settings.target) == (True, 0, 0)
+    assert parse({**CALLER, "gradient_accumulation_passes": 4}).target == 8
+    assert rewrite(CALLER, 2).config["gradient_accumulation_steps"] == 1
+    assert rewrite(CALLER, 2).config["train_batch_size"] == 4
+    assert rewrite({**CALLER, "gradient_accumulation_passes": 8}, 2).config["gradient_accumulation_steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"overshoot": "carry"}, ["ds_parity.overshoot", "no meaning with ds_parity.boundary caller"]),
+        (
+            {"lr_progress": "rollout"},
+            ["ds_parity.lr_progress", "needs a nominal target", "gradient_accumulation_passes"],
+        ),
+        ({"loss_weight": "target"}, ["ds_parity.loss_weight", "needs a nominal target"]),
+        ({"loss_weight": "divided"}, ["ds_parity.across_ranks", "must be said"]),
+        ({"across_ranks": "sum"}, ["ds_parity.across_ranks", "loss_weight divided alone"]),
+        ({"across_ranks": "avg"}, ["ds_parity.across_ranks", '"sum", "mean"']),
+        ({"loss_weight": "divided", "across_ranks": "sum", "loss_reduction": "sum"}, ["ds_parity.loss_reduction"]),
+    ],
+)
+def test_what_means_nothing_where_the_caller_ends_windows_is_refused(section, words):
+    text = message({**CALLER, "ds_parity": {"boundary": "caller", **section}})
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"gradient_accumulation_steps": 4}, ["gradient_accumulation_steps", "contradicts ds_parity.boundary"]),
+        ({"train_batch_size": 12}, ["train_batch_size", "is not 2 a micro-batch x 2 ranks = 4"]),
+    ],
+)
+def test_deepspeeds_own_accumulation_does_not_contradict_the_callers_windows(keys, words):
+    with pytest.raises(ConfigError) as caught:
+        rewrite({**CALLER, **keys}, 2)
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_every_field_has_a_description_for_the_readme():
@@ -154,7 +206,7 @@ def test_a_count_is_a_whole_number_of_at_least_1_and_nothing_else(key, value):
     ("section", "words"),
     [
         ({"overshot": "carry"}, ['ds_parity.overshot = "carry"', 'did you mean "overshoot"?']),
-        ({"zzz": 1}, ["ds_parity.zzz = 1", 'choose from "count", "overshoot"']),
+        ({"zzz": 1}, ["ds_parity.zzz = 1", 'choose from "boundary", "count", "overshoot"']),
         ({"overshoot": "cary"}, ['ds_parity.overshoot = "cary"', '"carry", "reset", "error"', 'did you mean "carry"?']),
         ({"count": "tokens"}, ['ds_parity.count = "tokens"', '"rollout", "prompt"']),
         ({"loss_weight": None}, ["ds_parity.loss_weight = null", 'must be one of "rollout"']),

@@ -1,20 +1,18 @@
 """Windows that the caller ends: as an oracle in fp64 says, and bit for bit as DeepSpeed driven by hand."""
 
-from itertools import product
-
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 
 import ds_parity
-from tests.distributed.engines import from_all, perceptron, refusal
+from tests.distributed.engines import perceptron
 from tests.distributed.sets import on_two_ranks
-from tests.distributed.test_loop_shapes import CELLS, KINDS, RATE, dtype_of, extended, loss_of, sample, weights
+from tests.distributed.test_loop_shapes import CELLS, KINDS, RATE, extended, loss_of, sample, weights
 
 pytestmark = pytest.mark.ranks
 
-# Rollouts by window, rank and backward. All windows of the first plan have the same total, so that nothing is corrected.
+# Rollouts by window, rank and backward. All windows of the first plan have one total: nothing is corrected.
 ALIKE = (((2, 1, 2), (3, 1, 1)), ((1, 4), (2, 3)), ((5,), (5,)))
 OTHERS = (((2, 1), (1, 2)), ((7, 1, 1), (1, 2, 4)), ((0, 0), (0, 0)), ((0, 3), (2, 0)), ((1,), (1,)))
 # ZeRO 0 and 1 take other numbers of backwards on each rank, none among them.
@@ -144,7 +142,7 @@ def windows_that_callers_end(folder):
 @pytest.mark.parametrize("plan", PLANS)
 def test_steps_are_those_of_the_oracle(two_ranks, stage, kind, plan):
     if plan == "uneven" and stage > 1:
-        return
+        pytest.skip("ZeRO 2 and 3 talk to the other ranks in every backward")
     results = two_ranks.of(windows_that_callers_end)
     for right, own in zip(results["oracle"][plan], results[f"{stage} {kind}"][plan]["weights"], strict=True):
         assert own == pytest.approx(right, abs=2e-7)

@@ -112,23 +112,23 @@ def test_counts_cannot_be_changed_after_they_were_checked():
 
 @pytest.mark.parametrize(("unit", "weight"), [("rollout", 3), ("token", 50), ("pass", 1), ("target", 3)])
 def test_the_weight_of_a_micro_batch_is_its_rollouts_its_tokens_or_one(unit, weight):
-    assert Counts(rollouts=3, prompts=2, tokens=50).weight(unit) == weight
+    assert Counts(rollouts=3, prompts=2, tokens=50).in_units(unit) == weight
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_micro_batch_that_holds_nothing_weighs_nothing(unit):
-    assert Counts().weight(unit) == 0
+    assert Counts().in_units(unit) == 0
 
 
 def test_rollouts_without_a_loss_token_have_no_token_weight():
-    assert Counts(rollouts=3).weight("token") == 0
+    assert Counts(rollouts=3).in_units("token") == 0
 
 
 @given(HELD, st.sampled_from(UNITS))
 @example([Counts(rollouts=3)], "token")
 def test_a_pass_weighs_what_its_ranks_weigh_together(held, unit):
     totals = PassTotals.of(held)
-    assert totals.weight(unit) == sum(counts.weight(unit) for counts in held)
+    assert totals.in_units(unit) == sum(counts.in_units(unit) for counts in held)
     assert totals.active == sum(counts.rollouts > 0 or counts.tokens > 0 for counts in held)
     assert [getattr(totals, name) for name in NAMES] == [sum(getattr(one, name) for one in held) for name in NAMES]
 
@@ -144,13 +144,13 @@ def test_a_turn_that_finishes_no_rollout_is_no_idle_pass(unit):
     turn = PassTotals.of([Counts(tokens=7), Counts()])
     assert turn.active == 1
     assert turn.contributes(unit)
-    assert turn.weight(unit) == {"token": 7, "pass": 1}.get(unit, 0)
+    assert turn.in_units(unit) == {"token": 7, "pass": 1}.get(unit, 0)
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_what_holds_neither_rollouts_nor_tokens_is_idle_whatever_prompts_it_finishes(unit):
     turn = PassTotals.of([Counts(prompts=1)])
-    assert (turn.active, turn.contributes(unit), turn.weight(unit)) == (0, False, 0)
+    assert (turn.active, turn.contributes(unit), turn.in_units(unit)) == (0, False, 0)
 
 
 def test_the_target_counts_rollouts_or_prompts():

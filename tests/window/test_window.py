@@ -174,7 +174,7 @@ def test_nothing_is_counted_twice_or_lost(stream):
     for name in ("rollouts", "prompts", "tokens"):
         assert sum(getattr(window, name) for window in windows) == sum(getattr(held, name) for held in passes)
     assert sum(window.passes for window in windows) == len(passes)
-    assert sum(window.weight for window in windows) == sum(held.weight(rules.loss_weight) for held in passes)
+    assert sum(window.weight for window in windows) == sum(held.in_units(rules.loss_weight) for held in passes)
     assert ledger.rollouts + ledger.window.rollouts == sum(held.rollouts for held in passes)
 
 
@@ -271,7 +271,7 @@ def test_in_a_uniform_window_of_any_size_the_expected_total_is_exactly_the_total
     held = PassTotals.of([counts] * ranks)
     rules = Rules(gas * held.counted(count), ranks, count, loss_weight=weight)
     first = Ledger(rules).count(held)
-    whole = gas * ranks * counts.weight(weight)
+    whole = gas * ranks * counts.in_units(weight)
     assert first.expected == (rules.target if weight == "target" else whole)
     assert first.closed == (gas == 1)
 

@@ -28,6 +28,7 @@ class Exchange:
         slots: passes that one exchange holds (>= 1).
         timeout: seconds that `over` waits, for the message of an error.
         peers: this rank among those that share its micro-batch.
+        weighed: micro-batches bring weights of their own.
 
     Attributes:
         ranks: how many ranks exchange.
@@ -37,8 +38,18 @@ class Exchange:
         stopping: some rank did, as all ranks know it from the same exchange on.
     """
 
-    def __init__(self, over: HostSum | None, ranks: int, slots: int, timeout: float, peers: Peers = _ALONE) -> None:
+    def __init__(
+        self,
+        over: HostSum | None,
+        ranks: int,
+        slots: int,
+        timeout: float,
+        peers: Peers = _ALONE,
+        *,
+        weighed: bool = False,
+    ) -> None:
         self.ranks = ranks
+        self._weighed = weighed
         self.slots = slots
         self.collectives = 0
         self.stop = False
@@ -54,9 +65,9 @@ class Exchange:
             RankDesyncError: another rank is gone.
         """
         padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
-        message = Message((*passes, *padding), self.stop, self._peers)
+        message = Message((*passes, *padding), self.stop, self._peers, self._weighed)
         # On the host, because reading a sum from the accelerator would wait for all of its queued work.
-        vector = torch.tensor(message.pack(), dtype=torch.int64, device="cpu")
+        vector = torch.tensor(message.pack(), dtype=torch.float64 if self._weighed else torch.int64, device="cpu")
         if self._over is None:
             return Pending(self, place, message, vector)
         self.collectives += 1

@@ -6,8 +6,8 @@ n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
 
 Where callers end windows, one sum a window holds what each rank has run in it (`WindowMessage`), in float64.
 
-In an exchange of counts one number follows for how many ranks ask to stop, and six for each pass: int64, and no more of
-them for more ranks.
+In an exchange of counts one number follows for how many ranks ask to stop, and six for each pass (a seventh
+where micro-batches bring weights): int64, or float64 with weights, and no more of them for more ranks.
 
 Ranks that share a micro-batch (sequence parallelism) have the same counts, which one of them sends. Each adds a
 checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.
@@ -143,40 +143,47 @@ class Message:
         passes: what it announces, the same number of passes on every rank.
         stop: it asks all ranks to stop.
         peers: this rank among those that share its micro-batch.
+        weighed: micro-batches bring weights of their own (`loss_weight: weight`), one number more for each pass; all
+            numbers are float64 then, in which counts are exact up to 2**53, and int64 otherwise.
     """
 
     passes: tuple[Announcement, ...]
     stop: bool = False
     peers: Peers = field(default_factory=Peers)
+    weighed: bool = False
 
-    def pack(self) -> list[int]:
+    def pack(self) -> list[float]:
         """Return the numbers that are summed over ranks; `unpack` reads their sums."""
-        numbers: list[int] = []
+        numbers: list[float] = []
         for one in self.passes:
             counts = one.counts
             numbers += [counts.rollouts, counts.prompts, counts.tokens, int(counts.active)]
             numbers += [int(one.out_of_data), int(one.stuck)]
+            numbers += [counts.weight] if self.weighed else []
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         # The counts of a shared micro-batch enter the sum once.
-        sent = [0] * len(numbers) if self.peers.own else numbers
+        sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
         return [int(self.stop), *sent, *checksum]
 
-    def unpack(self, sums: Sequence[int]) -> Answer:
+    def unpack(self, sums: Sequence[float]) -> Answer:
         """Return what the sums of all ranks' numbers say; the inverse of `pack` where there is one rank.
 
         Args:
             sums: of what `pack` returned, over all ranks.
         """
-        numbers = sums[_HEAD : _HEAD + _FIELDS * len(self.passes)]
-        passes = [
-            GatheredPass(PassTotals(*numbers[at : at + 4]), *numbers[at + 4 : at + _FIELDS])
-            for at in range(0, len(numbers), _FIELDS)
-        ]
+        fields = _FIELDS + self.weighed
+        numbers = sums[_HEAD : _HEAD + fields * len(self.passes)]
+        passes = [self._gathered(numbers[at : at + fields]) for at in range(0, len(numbers), fields)]
         return Answer(
             peers_agree=self.peers.size == 1 or sums[-1] == 0,
             stopping=sums[0] > 0,
             passes=tuple(passes),
         )
+
+    def _gathered(self, numbers: Sequence[float]) -> GatheredPass:
+        rollouts, prompts, tokens, active, out_of_data, stuck = (round(number) for number in numbers[:_FIELDS])
+        weight = numbers[_FIELDS] if self.weighed else 0
+        return GatheredPass(PassTotals(rollouts, prompts, tokens, active, weight), out_of_data, stuck)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Meter:
         # the same thread it may be taken again, so that a signal handler that records in here does not hang.
         self._lock = RLock()
 
-    def add(self, loss: torch.Tensor, units: int) -> None:
+    def add(self, loss: torch.Tensor, units: float) -> None:
         """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
         # fp64 on the device: thousands of fp32 losses would lose digits, and reading each would wait for the device.
         with self._lock:

@@ -15,7 +15,5 @@ class SpDoubleCount(Loop):
 
     def windows(self) -> list[PlannedWindow]:
         """Count each rollout as often as ranks hold it."""
-        section = {
-            "gradient_accumulation_passes": self.settings.passes // self.wanted.sequence_parallel
-        }
+        section = {"gradient_accumulation_passes": self.settings.passes // self.wanted.sequence_parallel}
         return windows_of(self.passes, self.settings.model_copy(update=section), lookahead=True)
