@@ -33,6 +33,15 @@ Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 _DEEPSPEED_NEIGHBOURS: Final = frozenset({STEPS, MICRO, BATCH, "managed_gradient_accumulation"})
 
 
+class TermSettings(BaseModel):
+    """One term of the loss, as the configuration has it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    weight: Literal["rollout", "token", "pass", "target", "weight"] = "rollout"
+    coefficient: float = Field(default=1.0, allow_inf_nan=False)
+
+
 class Settings(BaseModel):
     """The extra keys, checked. Frozen; `gradient_accumulation_passes`, or `boundary: caller`, switches ds_parity on."""
 
@@ -79,6 +88,12 @@ class Settings(BaseModel):
         description="With loss_weight divided, what becomes of the ranks' losses: they add up (sum: divided by a "
         "denominator of all ranks) or are averaged (mean: by one of each rank, or multiplied by the ranks).",
     )
+    terms: Annotated[dict[str, TermSettings], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Terms of the loss by name, each with the unit that its own mean runs over and a coefficient: "
+        'backward({"policy": a, "kl": b}) with {"policy": {"weight": "token"}, "kl": {"weight": "rollout", '
+        '"coefficient": 0.05}}. In place of loss_weight.',
+    )
     lr_progress: Literal["optimizer_step", "rollout"] = Field(
         default="optimizer_step",
         description="What moves the LR scheduler: one step for each optimizer step, or the rollouts consumed / target.",
@@ -88,10 +103,11 @@ class Settings(BaseModel):
         description="What an unfinished window does at the end of the data: a step normalised by what it holds, "
         "nothing (drop), or a WindowError (error).",
     )
-    lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] = Field(
+    lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] | Literal["window"] = Field(
         default=0,
         description="Passes read ahead, whose counts are exchanged together in one collective; 0 to 4096, because each "
-        "exchange costs as much as so many passes, also where there are fewer.",
+        "exchange costs as much as so many passes, also where there are fewer. window: passes() reads until the "
+        "window is full, so that its total is always known.",
     )
     exchange_timeout: float = Field(
         default=600.0,
@@ -147,7 +163,9 @@ SECTION_FIELDS: Final = tuple(name for name in Settings.model_fields if name not
 _RULES: Final[Mapping[str, str]] = {
     PASSES: COUNT_RULE,
     MICRO: f'{COUNT_RULE}, or "auto"',
-    "lookahead": f"must be a whole number from 0 to {MAX_LOOKAHEAD}",
+    "lookahead": f'must be a whole number from 0 to {MAX_LOOKAHEAD}, or "window"',
+    "terms": 'must be an object of terms by name, each {"weight": "rollout", "token", "pass", "target" or "weight", '
+    '"coefficient": a finite number}',
     "exchange_timeout": f"must be a finite number of seconds, greater than 0 (at least {MIN_SECONDS}) and at most "
     f"{MAX_SECONDS} (a year)",
     "trace": "must be the path of a file, or null",
@@ -220,7 +238,7 @@ def _read(config: Mapping[str, Any], faults: list[Fault]) -> Settings:
     faults += [_unknown(key, value) for key, value in section.items() if key not in SECTION_FIELDS]
     values = {key: value for key, value in section.items() if key in SECTION_FIELDS}
     values |= {MICRO: _micro(config, faults)}
-    faults += _of_divided(values)
+    faults += [*_of_divided(values), *_of_terms(values)]
     if PASSES in config:
         values[PASSES] = config[PASSES]
         if config[PASSES] is None and not _by_caller(config):
@@ -266,6 +284,9 @@ def _of_no_use(values: Mapping[str, Any]) -> list[Fault]:
     if "overshoot" in values:
         rule = "has no meaning with ds_parity.boundary caller: a window has no surplus where step() ends it"
         faults.append(Fault(f"{SECTION}.overshoot", values["overshoot"], rule, "leave it out"))
+    if values.get("lookahead") == "window":
+        rule = "reads until a window is full, and with ds_parity.boundary caller step() ends it, wherever that is"
+        faults.append(Fault(f"{SECTION}.lookahead", "window", rule, "call engine.expect(...) before each window"))
     if values.get(PASSES) is None:
         for key, value in (("lr_progress", "rollout"), ("loss_weight", "target")):
             if values.get(key) == value:
@@ -292,6 +313,24 @@ def _of_divided(values: Mapping[str, Any]) -> list[Fault]:
     if "loss_reduction" in values:
         rule = "has no meaning with ds_parity.loss_weight divided: passes add up as they are"
         faults.append(Fault(reduction, values["loss_reduction"], rule, "leave it out"))
+    return faults
+
+
+def _of_terms(values: Mapping[str, Any]) -> list[Fault]:
+    """Return what contradicts several terms of the loss."""
+    terms = values.get("terms")
+    if terms is None:
+        return []
+    faults = []
+    if "loss_weight" in values:
+        rule = "is said by each term of ds_parity.terms for itself"
+        faults.append(Fault(f"{SECTION}.loss_weight", values["loss_weight"], rule, "leave it out"))
+    units = (
+        [one.get("weight") for one in terms.values() if isinstance(one, Mapping)] if isinstance(terms, Mapping) else []
+    )
+    if "target" in units and values.get("boundary") == "caller" and values.get(PASSES) is None:
+        rule = f"a weight of target needs a nominal target, and with ds_parity.boundary caller only {PASSES} gives one"
+        faults.append(Fault(f"{SECTION}.terms", terms, rule, f'add for example "{PASSES}": 64'))
     return faults
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import torch
 
 from ds_parity.config import MAX_LOOKAHEAD, Settings
 from ds_parity.errors import WindowError
-from ds_parity.window import Counts, Weighting
+from ds_parity.window import Counts, Weighting, Window
 from ds_parity.window.counts import COUNTED, weight_of, whole
 
 
@@ -24,16 +25,27 @@ def counts_by_name(
     """
     numbers = {"rollouts": rollouts, "prompts": prompts, "tokens": tokens}
     given: dict[str, Any] = {name: whole(name, number) for name, number in numbers.items() if number is not None}
-    return given if weight is None else {**given, "weight": weight_of(weight)}
+    if weight is None:
+        return given
+    # Terms have weights by their names.
+    return {**given, "weight": dict(weight) if isinstance(weight, Mapping) else weight_of(weight)}
 
 
-def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, Any]) -> Counts:
+def counts_of(
+    settings: Settings,
+    usual_rollouts: int,
+    given: Mapping[str, Any],
+    weighting: Weighting | None = None,
+    terms: Set[str] = frozenset(),
+) -> Counts:
     """Return the counts of a micro-batch: those given, and the usual number of rollouts where they are left out.
 
     Args:
         settings: the extra keys.
         usual_rollouts: what a micro-batch holds where nobody says.
         given: rollouts, prompts, tokens, weight, as far as they were given.
+        weighting: of the window, where its loss has several terms.
+        terms: names of those that the loss has.
 
     Raises:
         WindowError: the loss is weighed by tokens or by weights, or the window counts prompts, and these were left out;
@@ -41,9 +53,10 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, Any])
     """
     call = _called(given)
     _refuse_weight(settings, given, call)
-    if settings.loss_weight == "token" and "tokens" not in given:
+    by = _weighed_by_tokens(settings)
+    if by and "tokens" not in given:
         raise WindowError(
-            f"{call} without tokens= although ds_parity.loss_weight is 'token': the loss is weighed by its tokens; "
+            f"{call} without tokens= although ds_parity.{by} is 'token': the loss is weighed by its tokens; "
             "pass tokens=, how many loss tokens the micro-batch holds"
         )
     if settings.count == "prompt" and "prompts" not in given:
@@ -51,10 +64,33 @@ def counts_of(settings: Settings, usual_rollouts: int, given: Mapping[str, Any])
             f"{call} without prompts= although ds_parity.count is 'prompt': nothing would bring the window nearer to "
             "its end; pass prompts=, how many the micro-batch finishes (0 where their other rollouts are still to come)"
         )
-    return Counts(**{"rollouts": usual_rollouts, **given})
+    counted = {"rollouts": usual_rollouts, **{name: given[name] for name in COUNTED if name in given}}
+    counts = Counts(**counted)
+    if weighting is not None and weighting.terms is not None:
+        return replace(counts, weights=weighting.terms.weigh(counts, terms, given.get("weight", {})))
+    return replace(counts, weights=(given["weight"],)) if "weight" in given else counts
+
+
+def _weighed_by_tokens(settings: Settings) -> str | None:
+    if settings.terms is None:
+        return "loss_weight" if settings.loss_weight == "token" else None
+    return next((f"terms.{name}.weight" for name, term in settings.terms.items() if term.weight == "token"), None)
 
 
 def _refuse_weight(settings: Settings, given: Mapping[str, Any], call: str) -> None:
+    by_name = isinstance(given.get("weight", {}), Mapping)
+    if settings.terms is not None:
+        if not by_name:
+            raise WindowError(
+                f"{call} although the loss has the terms {', '.join(settings.terms)}: one weight is none of theirs; "
+                "pass weight={name: ...} for terms whose weight is 'weight', or leave weight= out"
+            )
+        return
+    if "weight" in given and by_name:
+        raise WindowError(
+            f"{call}: weights by name are those of ds_parity.terms, which this configuration does not have; pass one "
+            "number, or name the terms there"
+        )
     if settings.loss_weight == "weight":
         # An idle pass weighs nothing, whoever says so.
         idle = given.get("rollouts") == 0 and not given.get("tokens")
@@ -98,7 +134,13 @@ def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:
 
     The loop may repeat them, also in an idle pass, where it says what the stand-in holds.
     """
-    wrong = {name: count for name, count in given.items() if announced.active and count != getattr(announced, name)}
+    counts = {name: count for name, count in given.items() if name != "weight"}
+    wrong: dict[str, Any] = {
+        n: count for n, count in counts.items() if announced.active and count != getattr(announced, n)
+    }
+    weight = given.get("weight")
+    if announced.active and isinstance(weight, float) and announced.weights != ((weight,) if weight else ()):
+        wrong["weight"] = weight
     if wrong:
         raise WindowError(
             f"backward() got {wrong} but passes() has announced {announced}: inside passes() the counts are the "
@@ -134,6 +176,11 @@ def refuse_scaling(scale_wrt_gas: bool) -> None:
         )
 
 
+def parts_of(loss: Any) -> tuple[Any, ...]:
+    """Return the terms of a loss, or the one tensor that it is."""
+    return tuple(loss.values()) if isinstance(loss, Mapping) and loss else (loss,)
+
+
 def refuse_what_is_no_loss(loss: Any) -> None:
     """Raise WindowError before anything is counted: a pass that is counted and has no gradient can't be taken back."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None or loss.is_complex():
@@ -150,6 +197,8 @@ def chunk_of(lookahead: Any) -> int:
     Raises:
         WindowError: the look-ahead of `passes()` is none that the key could have.
     """
+    if lookahead == "window":  # as many as it takes: passes() sees to it
+        return 1
     try:
         passes = -1 if isinstance(lookahead, bool) else operator.index(lookahead)
     except TypeError:
@@ -157,7 +206,7 @@ def chunk_of(lookahead: Any) -> int:
     if not 0 <= passes <= MAX_LOOKAHEAD:
         raise WindowError(
             f"passes(lookahead={lookahead!r}): must be a whole number from 0 to {MAX_LOOKAHEAD}, because each exchange "
-            "costs as much as so many passes; leave it out for that of ds_parity.lookahead"
+            "costs as much as so many passes, or 'window'; leave it out for that of ds_parity.lookahead"
         )
     return max(1, passes)
 
@@ -173,17 +222,20 @@ def iterator_of(stream: Any) -> Iterator[Any]:
         ) from error
 
 
-def counts_in(batch: Any, *, weighed: bool = False) -> Counts:
+def counts_in(batch: Any, weighting: Weighting | None = None) -> Counts:
     """Return the counts that a micro-batch of a stream says it contains.
 
     Args:
         batch: with `rollouts`, `prompts` and `tokens`.
-        weighed: and with `weight`, what its loss weighs (`loss_weight: weight`).
+        weighting: of the window; with `loss_weight: weight` the micro-batch must say what it weighs, by `weight`, and
+            with `terms` it may, by name.
 
     Raises:
         WindowError: it says none, or one that can't be right.
     """
-    lacking = [name for name in (*COUNTED, *(("weight",) if weighed else ())) if not hasattr(batch, name)]
+    terms = None if weighting is None else weighting.terms
+    own = weighting is not None and weighting.brought and terms is None
+    lacking = [name for name in (*COUNTED, *(("weight",) if own else ())) if not hasattr(batch, name)]
     if lacking:
         of = f" of {len(batch)}" if isinstance(batch, tuple | list | dict) else ""
         without = " and ".join(part for part in (", ".join(lacking[:-1]), lacking[-1]) if part)
@@ -193,4 +245,94 @@ def counts_in(batch: Any, *, weighed: bool = False) -> Counts:
             "tokens=...) or any object with these attributes, or leave passes() out and give the counts to "
             "engine.backward(loss, rollouts=...)"
         )
-    return Counts(batch.rollouts, batch.prompts, batch.tokens, batch.weight if weighed else 0)
+    counts = Counts(batch.rollouts, batch.prompts, batch.tokens, (batch.weight,) if own else ())
+    if terms is None:
+        return counts
+    by_name = getattr(batch, "weight", None)
+    return replace(
+        counts, weights=terms.weigh(counts, set(terms.names), by_name if isinstance(by_name, Mapping) else {})
+    )
+
+
+def refuse_missing_terms(weighting: Weighting, counts: Counts, given: Set[str] | None) -> None:
+    """Raise WindowError where a loss is not of the terms that the configuration names, or lacks one announced.
+
+    Args:
+        weighting: of the window.
+        counts: what the micro-batch contains.
+        given: names of the terms of its loss; None where it is one tensor.
+    """
+    terms = weighting.terms
+    if terms is None:
+        if given is not None:
+            raise WindowError(
+                f"backward() got a loss of the terms {', '.join(given)}, and the configuration has no ds_parity.terms: "
+                "nothing says what each is divided by; add them there, or pass one tensor"
+            )
+        return
+    if given is None:
+        if counts.active:
+            raise WindowError(
+                f"backward() got one tensor, and ds_parity.terms names {', '.join(terms.names)}: each has a "
+                f"denominator of its own; pass {{{', '.join(f'{name!r}: ...' for name in terms.names)}}}"
+            )
+        return
+    terms.refuse_unknown(list(given))
+    lacking = [t.name for t, w in zip(terms, counts.weights, strict=False) if w and t.name not in given]
+    if lacking:
+        raise WindowError(
+            f"backward() without {', '.join(lacking)}, which passes() has announced: a micro-batch that lacks a term "
+            "says so by its weight={name: 0}"
+        )
+
+
+def refuse_name_of_term(settings: Settings, name: Any) -> None:
+    """Raise WindowError where a metric has the name of a term of the loss, whose mean is recorded under it."""
+    if settings.terms is not None and name in settings.terms:
+        raise WindowError(
+            f"record({name!r}): the mean of that term of ds_parity.terms is recorded under its name; choose another"
+        )
+
+
+def promised(
+    window: Window, weighting: Weighting, passes: Any, weight: Any, given: Mapping[str, Any]
+) -> tuple[Window, frozenset[str]]:
+    """Return what a rank says that its next window will contain, as a window, and the names of what it says.
+
+    Args:
+        window: the window, before its first pass.
+        weighting: of the window.
+        passes: micro-batches that are not idle; None where it isn't said.
+        weight: what they weigh together, or weights by the names of terms; None where it isn't said.
+        given: rollouts, prompts and tokens, likewise.
+
+    Raises:
+        WindowError: a number is wrong, or one that weighs the loss is missing.
+    """
+    numbers = {name: whole(name, number) for name, number in given.items() if number is not None}
+    if passes is not None:
+        numbers["active"] = whole("passes", passes)
+    # One micro-batch that contains all of it weighs as much, but for passes, which it says by themselves.
+    counts = Counts(numbers.get("rollouts", 0), numbers.get("prompts", 0), numbers.get("tokens", 0))
+    by_name = dict(weight) if isinstance(weight, Mapping) else {}
+    units = {term.name: term.unit for term in weighting.terms} if weighting.terms else {"": weighting.unit}
+    for name, unit in units.items():
+        needs = {"rollout": "rollouts", "token": "tokens", "pass": "active", "target": "rollouts"}.get(unit, "weight")
+        told = name in by_name or (needs == "weight" and weight is not None) or needs in numbers
+        if not told:
+            of = f"the term {name!r}" if name else "the loss"
+            missing = {"active": "passes"}.get(needs, needs)
+            raise WindowError(
+                f"expect() without {missing}=, by which {of} is weighed: the total that it is divided by follows from "
+                f"it; pass {missing}="
+            )
+    own: tuple[float, ...] = ()
+    if weighting.terms:
+        passes_by_name = {n: numbers["active"] for n, unit in units.items() if unit == "pass" and n not in by_name}
+        own = weighting.terms.weigh(counts, set(units), {**passes_by_name, **by_name})
+    elif weighting.unit == "weight":
+        own = (weight_of(weight),)
+    total = sum(own) if own else numbers["active"] if weighting.unit == "pass" else weighting.of(counts)
+    said = frozenset(numbers) | ({"weights"} if own else set())
+    window = replace(window, rollouts=counts.rollouts, prompts=counts.prompts, tokens=counts.tokens)
+    return replace(window, micro_batches=numbers.get("active", 0), weight=total, weights=own), said

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.ranks.wire import Place
 from ds_parity.errors import WindowError
@@ -27,12 +28,12 @@ class CallersDriver(Driver):
     _opened = False
 
     def run_pass(  # type: ignore[override]
-        self, loss: torch.Tensor, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
+        self, loss: Loss, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Run one backward of the open window: count it, divide its loss, accumulate.
 
         Args:
-            loss: scalar.
+            loss: scalar, or terms by their names.
             counts: what this rank's micro-batch contains.
             caller: of no use here.
             **kwargs: for DeepSpeed's `backward`.
@@ -60,8 +61,7 @@ class CallersDriver(Driver):
                 )
         # ZeRO 0 and 1 reduce in a boundary's backward; where none was announced, step() reduces.
         self.boundary.mark(self.announced)
-        expected = self.ledger.window.expected
-        accumulated = self._division.backward(loss, counts, self.ledger.weighting, expected, **kwargs)
+        accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
         self._reduced = self.announced
         if window.passes == 1:
             self.adapter.forget_last_window(self.announced)
@@ -142,7 +142,8 @@ class CallersDriver(Driver):
         ledger = self.ledger
         if ledger.window.expected:
             return
-        expected = ledger.weighting.constant or ledger.last_total
+        known = ledger.promised.totals.weight if ledger.promised else 0.0
+        expected = ledger.weighting.constant or known or ledger.last_total
         if not expected and not self._opened:
             first = self.exchange.whole_window(self._place(OPENS), ledger.window)
             self._opened = True

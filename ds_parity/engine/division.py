@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.record.metrics import Meter
-from ds_parity.window import Counts, Weighting
+from ds_parity.window import Counts, Weighting, Window
 
 _LOG = logging.getLogger("ds_parity")
+Loss: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
+"""A loss, or its terms by their names."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -36,29 +38,59 @@ class Division:
         self._peers = peers
         self._warned = False
 
-    def backward(
-        self, loss: torch.Tensor, counts: Counts, weighting: Weighting, expected: float, **kwargs: Any
-    ) -> torch.Tensor:
+    def backward(self, loss: Loss, counts: Counts, weighting: Weighting, window: Window, **kwargs: Any) -> torch.Tensor:
         """Run one backward; return the loss as it was accumulated.
 
         Args:
-            loss: scalar.
+            loss: scalar, or the terms of the loss by their names.
             counts: what the micro-batch contains.
             weighting: of the window.
-            expected: total that the window's losses are divided by (> 0, unless the micro-batch contributes nothing).
+            window: the open window; its `expected` total, which losses are divided by, is > 0 unless the micro-batch
+                contributes nothing.
             **kwargs: for DeepSpeed's `backward`.
         """
         if weighting.silences(counts):
+            if not isinstance(loss, torch.Tensor):
+                loss = sum(loss.values(), torch.zeros((), device=self._engine.device))
             with silenced(self._engine.module):
                 self._backward(loss, **kwargs)
             return torch.zeros_like(loss)
+        if not isinstance(loss, torch.Tensor):
+            combined = self._combined(loss, counts, weighting, window)
+            self._meter.add(combined, window.expected)
+            return self._scaled(combined * (self._averaged_over / self._peers), **kwargs)
+        expected = window.expected
         self._meter.add(loss, 1 if weighting.reduction == "sum" else weighting.of(counts))
         divisor = weighting.divisor(expected, counts, self._averaged_over, self._peers)
         if loss.dtype in _HALVES:
             if not self._warned:
                 self._warn_of_rounding(loss.dtype, 1 / divisor)
             loss = loss.float()
-        scaled = loss / divisor
+        return self._scaled(loss / divisor, **kwargs)
+
+    def _combined(
+        self, losses: Mapping[str, torch.Tensor], counts: Counts, weighting: Weighting, window: Window
+    ) -> Any:
+        """Return the sum of coefficient * weight * loss / total over the terms of one micro-batch."""
+        terms = weighting.terms
+        assert terms is not None, "the names of terms have been checked"
+        # Where all have one unit, each is divided by its part of the expected total, and all are corrected alike.
+        divisors = window.divisors or (window.expected / len(terms),) * len(terms)
+        parts = []
+        for term, weight, divisor in zip(terms, counts.weights, divisors, strict=True):
+            loss = losses.get(term.name)
+            if loss is None:
+                continue
+            if not weight or not divisor:
+                parts.append(_Silent.apply(loss.reshape(()).float()))  # type: ignore[no-untyped-call]
+                continue
+            summed = weighting.reduction == "sum"
+            own = loss.reshape(()).float()
+            parts.append(own * (term.coefficient * (1 if summed else weight) / divisor))
+            self._meter.record(term.name, own.detach() / weight if summed else own.detach(), weight)
+        return sum(parts[1:], parts[0])
+
+    def _scaled(self, scaled: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         scale = self._adapter.unscaled_loss_scale()
         if scale == 1:
             return self._backward(scaled, **kwargs)
@@ -85,6 +117,18 @@ class Division:
         self._adapter.end_backward()
         self._adapter.kept.after_backward()
         return accumulated
+
+
+class _Silent(torch.autograd.Function):
+    """A term that weighs nothing: 0, with a backward that reaches the same parameters as on other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient)
 
 
 @contextmanager

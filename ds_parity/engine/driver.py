@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, overload
@@ -13,12 +13,14 @@ from ds_parity.config import Settings
 from ds_parity.engine.arguments import (
     counts_by_name,
     counts_of,
+    promised,
     refuse_contradiction,
     refuse_forgotten,
     refuse_mean_of_parts,
+    refuse_missing_terms,
 )
 from ds_parity.engine.boundary import Boundary
-from ds_parity.engine.division import Division
+from ds_parity.engine.division import Division, Loss
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.groups import groups_of, members_of
 from ds_parity.engine.internals.surface import Engine
@@ -31,7 +33,7 @@ from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement, Place
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import RankDesyncError, WindowError
-from ds_parity.window import Counts, Ledger, PassTotals, Rules, Weighting, Window
+from ds_parity.window import Counts, Ledger, PassTotals, Promise, Rules, Term, Terms, Weighting, Window
 
 RUNS = "runs a pass"
 
@@ -93,8 +95,8 @@ class Driver:
         together = self.ranks * peers.size
         self._number = number
         self.over = HostSum(group_of(group), settings.exchange_timeout) if together > 1 else None
-        weighed = settings.loss_weight == "weight"
-        self.exchange = Exchange(self.over, together, slots, settings.exchange_timeout, peers, weighed=weighed)
+        wait, weights = settings.exchange_timeout, weighting.brought
+        self.exchange = Exchange(self.over, together, slots, wait, peers, weights=weights)
         self._limit = Limit(groups_of(engine), settings.exchange_timeout)
         self.queue: Upcoming | None = None
         self.loop_gives_counts = False
@@ -118,6 +120,9 @@ class Driver:
 
     def _weighting(self) -> Weighting:
         settings = self.settings
+        if settings.terms:
+            terms = tuple(Term(name, one.weight, one.coefficient) for name, one in settings.terms.items())
+            return Weighting.of_terms(Terms(terms, float(settings.target)), settings.loss_reduction)
         if settings.loss_weight == "divided":
             return Weighting.divided(self.ranks, settings.across_ranks or "mean")
         return Weighting.configured(settings.loss_weight, settings.loss_reduction, settings.target)
@@ -130,6 +135,7 @@ class Driver:
         prompts: SupportsIndex | None,
         tokens: SupportsIndex | None,
         weight: Any = None,
+        terms: Set[str] | None = None,
     ) -> Counts:
         """Return the counts of the coming pass: the caller's, completed; inside `passes`, the micro-batch's own.
 
@@ -137,7 +143,8 @@ class Driver:
             rollouts: what the caller gives for the micro-batch (>= 0); None where it gives nothing.
             prompts: likewise.
             tokens: likewise.
-            weight: likewise, of `loss_weight: weight` (finite and >= 0).
+            weight: likewise, of `loss_weight: weight` (finite and >= 0), or of terms by their names.
+            terms: names of those that the loss has; None where it is one tensor.
 
         Raises:
             WindowError: the pass before waits for its `step()`; or a count is missing, wrong or contradicts `passes`.
@@ -147,38 +154,41 @@ class Driver:
         if self.queue is not None:
             counts = self.queue.next_counts()
             refuse_contradiction(counts, counts_by_name(rollouts, prompts, tokens, weight))
+            refuse_missing_terms(self.ledger.weighting, counts, terms)
             return counts
         # Counts that are refused say so, too: nothing can be foretold in such a loop.
         gives = any(number is not None for number in (rollouts, prompts, tokens, weight))
         self.loop_gives_counts = self.loop_gives_counts or gives
         # The other ranks are in this pass, and would wait for its counts.
         with self._telling():
-            return self._counts_of_loop(counts_by_name(rollouts, prompts, tokens, weight))
+            return self._counts_of_loop(counts_by_name(rollouts, prompts, tokens, weight), terms)
 
-    def _counts_of_loop(self, given: Mapping[str, Any]) -> Counts:
-        counts = counts_of(self.settings, self.usual_rollouts, given)
+    def _counts_of_loop(self, given: Mapping[str, Any], terms: Set[str] | None) -> Counts:
+        counts = counts_of(self.settings, self.usual_rollouts, given, self.ledger.weighting, terms or frozenset())
+        refuse_missing_terms(self.ledger.weighting, counts, terms)
         refuse_mean_of_parts(self.ledger.weighting, counts)
         # An idle pass contains nothing, whether its loop counts or not.
         if counts.active:
             refuse_forgotten(self._gave, given, counts)
-            self._gave.update(given)
+            self._gave.update(given.keys() - {"weight"})
         return counts
 
     @overload
     def run_pass(
-        self, loss: torch.Tensor, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
+        self, loss: Loss, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
     ) -> torch.Tensor: ...
 
     @overload
     def run_pass(self, loss: None, counts: Counts) -> None: ...
 
     def run_pass(
-        self, loss: torch.Tensor | None, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
+        self, loss: Loss | None, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
     ) -> torch.Tensor | None:
         """Run one pass: exchange its counts, count it in its window, divide its loss, run DeepSpeed's backward.
 
         Args:
-            loss: scalar; None for an idle pass that needs neither forward nor backward on this rank (`may_skip`).
+            loss: scalar, or terms by their names; None for an idle pass that needs neither forward nor backward on
+                this rank (`may_skip`).
             counts: what this rank's micro-batch contains.
             caller: what a caller with a boundary of its own says of the pass.
             **kwargs: for DeepSpeed's `backward`.
@@ -195,8 +205,8 @@ class Driver:
         self._refuse_strays()
         self._refuse_idle_experts(counts)
         self._finished = caller is not None  # a framework ends its last window, and never says that it was the last
-        totals, ahead = self._exchanged(counts, caller)
-        window = self._counted(totals, ahead, caller)
+        totals, ahead, whole = self._exchanged(counts, caller)
+        window = self._counted(totals, ahead, caller, whole=whole)
         if loss is None:
             self.engine.step()  # moves DeepSpeed's clocks; inside a window it does nothing else
             return None
@@ -211,7 +221,7 @@ class Driver:
             )
         # ZeRO 0 and 1 reduce in the boundary's backward, so DeepSpeed must know of it before.
         self.boundary.mark(steps)
-        accumulated = self._division.backward(loss, counts, self.ledger.weighting, window.expected, **kwargs)
+        accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
         self._ran_in = window.index
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
@@ -241,21 +251,25 @@ class Driver:
             self.exchange.refuse(self._place(RUNS), error)
             raise
 
-    def _exchanged(self, counts: Counts, caller: CallersBoundary | None) -> tuple[PassTotals, list[PassTotals]]:
-        """Return what the pass contains over all ranks, and what is known of the passes after it."""
+    def _exchanged(self, counts: Counts, caller: CallersBoundary | None) -> tuple[PassTotals, list[PassTotals], bool]:
+        """Return what the pass contains over all ranks, what is known of those after it, and whether that is all."""
         if self.queue is not None:
+            if self.queue.whole_windows:
+                return (*self.queue.take(len(self.queue)), True)
             # How far a chunk that was begun in the window before reaches into this one is chance: a run that is resumed
             # here begins a chunk. What every window knows of itself is its first chunk.
             within = max(0, self.exchange.slots - 1 - self.ledger.window.passes)
-            return self.queue.take(within)
+            return (*self.queue.take(within), False)
         upcoming = self.upcoming(caller.doing if caller else RUNS)
         upcoming.announce([UpcomingPass(Announcement(counts))])
-        return upcoming.take(0)
+        return (*upcoming.take(0), False)
 
-    def _counted(self, totals: PassTotals, ahead: Sequence[PassTotals], caller: CallersBoundary | None) -> Window:
+    def _counted(
+        self, totals: PassTotals, ahead: Sequence[PassTotals], caller: CallersBoundary | None, *, whole: bool
+    ) -> Window:
         if caller is not None:
             caller.check(totals)
-        window = self.ledger.count(totals, ahead)
+        window = self.ledger.count(totals, ahead, whole=whole)
         return self.ledger.end() if caller is not None and caller.ends else window
 
     def step(self, **kwargs: Any) -> None:
@@ -294,6 +308,36 @@ class Driver:
                 f"backward() in window {self.ledger.window.index} while the pass before it waits for its step(): one "
                 "step() ends one pass; call it after every backward()"
             )
+
+    # What a window will contain.
+
+    def expect(self, passes: SupportsIndex | None, weight: Any, **given: SupportsIndex | None) -> None:
+        """Take note of what this rank's next window will contain: one exchange of all ranks.
+
+        Args:
+            passes: micro-batches that are not idle; None where it isn't said.
+            weight: what they weigh together, or weights by the names of terms; None where it isn't said.
+            **given: rollouts, prompts and tokens, likewise.
+
+        Raises:
+            WindowError: a window is open, a number is wrong, or one that weighs the loss is missing.
+            RankDesyncError: ranks are out of sync, or say numbers of other things.
+        """
+        with self._telling():
+            own, said = self._promised(passes, weight, given)
+        place = replace(self._place(f"says {', '.join(sorted(said))} of its next window"), pass_index=0)
+        self.ledger.promise(Promise(self.exchange.whole_window(place, own), said))
+
+    def _promised(
+        self, passes: SupportsIndex | None, weight: Any, given: Mapping[str, Any]
+    ) -> tuple[Window, frozenset[str]]:
+        window = self.ledger.window
+        if window.passes:
+            raise WindowError(
+                f"expect() inside window {window.index}, of which {window.passes} passes have run: its losses were "
+                "divided by then; call it after the step() that closes a window and before the next backward()"
+            )
+        return promised(window, self.ledger.weighting, passes, weight, given)
 
     # Passes that are announced ahead.
 

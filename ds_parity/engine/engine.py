@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar
 
 import torch
 import wrapt
 
 from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
-from ds_parity.engine.arguments import counts_of, refuse_scaling, refuse_what_is_no_loss
+from ds_parity.engine.arguments import (
+    chunk_of,
+    counts_of,
+    parts_of,
+    refuse_name_of_term,
+    refuse_scaling,
+    refuse_what_is_no_loss,
+)
 from ds_parity.engine.callers_driver import CallersDriver
+from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.passes import PassQueue
@@ -42,7 +50,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         super().__init__(engine)
         self._self_settings = settings
         kind = CallersDriver if settings.by_caller else Driver
-        self._self_driver: Driver = kind(engine, settings, max(1, settings.lookahead), sequence, number)
+        self._self_driver: Driver = kind(engine, settings, chunk_of(settings.lookahead), sequence, number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
@@ -53,7 +61,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     def backward(
         self,
-        loss: torch.Tensor,
+        loss: Loss,
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
@@ -87,7 +95,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 floats). One on an accelerator is refused, because reading it would wait: count before the
                 micro-batch is moved there.
             weight: what the loss weighs (finite and >= 0): required for `loss_weight: weight`, refused elsewhere. The
-                step is sum(weight * gradient) / sum(weight) over all ranks and passes.
+                step is sum(weight * gradient) / sum(weight) over all ranks and passes. With terms: weights by their
+                names, for those whose own weight is `weight`.
 
         Returns:
             The loss as it was accumulated: divided, and 0 where its weight is 0.
@@ -99,12 +108,44 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)
-        refuse_what_is_no_loss(loss)
+        for part in parts_of(loss):
+            refuse_what_is_no_loss(part)
         driver: Driver = self._self_driver
-        counts = driver.counts_given(rollouts, prompts, tokens, weight)
+        terms = loss.keys() if isinstance(loss, Mapping) else None
+        counts = driver.counts_given(rollouts, prompts, tokens, weight, terms)
         with self._self_driver.waiting("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, retain_graph=retain_graph)
         return scaled
+
+    def expect(
+        self,
+        *,
+        rollouts: SupportsIndex | None = None,
+        prompts: SupportsIndex | None = None,
+        tokens: SupportsIndex | None = None,
+        passes: SupportsIndex | None = None,
+        weight: Any = None,
+    ) -> None:
+        """Say what this rank's next window will contain, so that its losses are divided by the right totals at once.
+
+        Every rank calls it between windows; one exchange. Terms of different units need it, unless `passes` looks ahead
+        over whole windows. A window that then contains anything else is a `WindowError` on every rank, in place of its
+        step.
+
+        Args:
+            rollouts: that this rank's micro-batches of the window contain together (>= 0).
+            prompts: likewise.
+            tokens: likewise.
+            passes: micro-batches of this rank that are not idle (>= 0).
+            weight: what they weigh together (finite and >= 0), or weights by the names of terms: of those whose weight
+                is `weight`, or that are not in every micro-batch.
+
+        Raises:
+            WindowError: a window is open, a number is wrong, or one that the loss is weighed by is missing.
+            RankDesyncError: ranks are out of sync, or not all say the same numbers.
+        """
+        with self._self_driver.waiting("expect()"):
+            self._self_driver.expect(passes, weight, rollouts=rollouts, prompts=prompts, tokens=tokens)
 
     def idle(self, loss: torch.Tensor) -> torch.Tensor:
         """Run an idle pass: a real backward that contributes exactly nothing, also where `loss` is inf or NaN.
@@ -129,7 +170,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         self,
         stream: Iterable[Batch],
         *,
-        lookahead: int | None = None,
+        lookahead: int | Literal["window"] | None = None,
         idle: Any = None,
         finish: bool = True,
         skip_idle: bool = True,
@@ -242,6 +283,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             WindowError: name, value or weight is none of these.
         """
         queue: Upcoming | None = self._self_driver.queue
+        refuse_name_of_term(self._self_settings, name)
         self._self_driver.meter.record(name, value, weight, idle=queue is not None and queue.idle)
 
     def group_advantages(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
 import torch
 
 from ds_parity.config import Settings
-from ds_parity.engine.arguments import refuse_what_is_no_loss
+from ds_parity.engine.arguments import parts_of, refuse_what_is_no_loss
+from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.surface import Engine
@@ -55,7 +57,7 @@ class FrameworkEngine(ParityEngine):
 
     def backward(
         self,
-        loss: torch.Tensor,
+        loss: Loss,
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
@@ -95,10 +97,12 @@ class FrameworkEngine(ParityEngine):
             return super().backward(
                 loss, retain_graph, scale_wrt_gas, rollouts=rollouts, prompts=prompts, tokens=tokens, weight=weight
             )
-        refuse_what_is_no_loss(loss)
+        for part in parts_of(loss):
+            refuse_what_is_no_loss(part)
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas)
-        counts = driver.counts_given(rollouts, prompts, tokens, weight)
+        terms = loss.keys() if isinstance(loss, Mapping) else None
+        counts = driver.counts_given(rollouts, prompts, tokens, weight, terms)
         caller = CallersBoundary(said, _DOING[said], functools.partial(self._check_boundary, said))
         with driver.waiting("backward()"):
             scaled: torch.Tensor = driver.run_pass(loss, counts, caller, retain_graph=retain_graph)

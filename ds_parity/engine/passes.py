@@ -22,7 +22,7 @@ class PassQueue:
     Args:
         driver: runs the passes, and exchanges their counts.
         stream: micro-batches of this rank, with `rollouts`, `prompts` and `tokens`.
-        lookahead: passes exchanged together; 0 as 1.
+        lookahead: passes exchanged together; 0 as 1; `window` for as many as the window has.
         idle: what idle passes run until a micro-batch was seen.
         skip_idle: hand out no idle pass that needs none (`Driver.may_skip`).
 
@@ -35,10 +35,13 @@ class PassQueue:
     """
 
     def __init__(
-        self, driver: Driver, stream: Iterable[Any], lookahead: int, idle: Any = None, *, skip_idle: bool = False
+        self, driver: Driver, stream: Iterable[Any], lookahead: int | str, idle: Any = None, *, skip_idle: bool = False
     ) -> None:
         try:
-            chunk, self._stream = chunk_of(lookahead), iterator_of(stream)
+            whole_windows = lookahead == "window"
+            # A whole window has as many passes a rank, where micro-batches are the usual ones.
+            ahead = driver.engine.gradient_accumulation_steps() if whole_windows else lookahead
+            chunk, self._stream = chunk_of(ahead), iterator_of(stream)
             if idle is not None:
                 counts_in(idle)
         except Exception as error:  # the other ranks wait for what this one announces
@@ -51,6 +54,7 @@ class PassQueue:
         # The one micro-batch that is kept when it has been run. Its inputs are its own, the loop may take others apart.
         self._smallest = None if idle is None else whole(idle)
         self.upcoming = driver.upcoming()
+        self.upcoming.whole_windows = whole_windows
         self._out_of_data = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -93,6 +97,9 @@ class PassQueue:
 
     def _fill(self) -> None:
         # A window starts with at least a chunk known; chunks follow each other, each pass exchanged once.
+        if self.upcoming.whole_windows:
+            self._fill_window()
+            return
         wanted = self._chunk if self._driver.ledger.window.passes == 0 else 1
         while len(self.upcoming) < wanted and not self.upcoming.all_out_of_data:
             pending = self.upcoming.announce(self._next_chunk())
@@ -102,6 +109,15 @@ class PassQueue:
                 # This rank goes into its forward; one whose stream has ended waits to hear whether there is a pass at
                 # all, and ZeRO 3's forward waits for that one.
                 pending.proceed()
+
+    def _fill_window(self) -> None:
+        ledger = self._driver.ledger
+        # Only in front of a window: all that it will hold is known from there on.
+        if ledger.window.passes and len(self.upcoming):
+            return
+        while not (self.upcoming.all_out_of_data or ledger.reaches_boundary(self.upcoming.known())):
+            self.upcoming.announce(self._next_chunk())
+            self.upcoming.learn()
 
     def _next_chunk(self) -> list[UpcomingPass]:
         try:
@@ -123,7 +139,7 @@ class PassQueue:
                 self._out_of_data = True
                 break
             self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
-            counts = counts_in(batch, weighed=self._driver.ledger.weighting.unit == "weight")
+            counts = counts_in(batch, self._driver.ledger.weighting)
             # The smallest micro-batch makes the cheapest idle pass.
             if self._smallest is None or batch.tokens < self._smallest.tokens:
                 self._smallest = whole(batch)

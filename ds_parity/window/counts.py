@@ -89,7 +89,8 @@ class Counts:
         rollouts: that it finishes.
         prompts: that it finishes.
         tokens: loss tokens of it.
-        weight: of `loss_weight: weight` alone: finite and >= 0.
+        weights: what its caller says that it weighs (`loss_weight: weight`), or what each term of its loss weighs
+            (`terms`): finite and >= 0; empty where all are 0.
 
     Raises:
         WindowError: a count is negative, above 2**40, fractional, NaN, a flag, a float, or a tensor off the CPU, which
@@ -99,19 +100,20 @@ class Counts:
     rollouts: int = 0
     prompts: int = 0
     tokens: int = 0
-    weight: float = 0
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in COUNTED:
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-        object.__setattr__(self, "weight", weight_of(self.weight))
+        weights = tuple(weight_of(weight) for weight in self.weights)
+        object.__setattr__(self, "weights", weights if any(weights) else ())
 
     def in_units(self, unit: str) -> float:
         """How many units the micro-batch's mean loss stands for: its rollouts, its tokens, its weight, or 1."""
         if unit == "token":
             return self.tokens
         if unit == "weight":
-            return self.weight
+            return sum(self.weights)
         if unit == "pass":
             return int(self.active)
         return self.rollouts
@@ -119,7 +121,7 @@ class Counts:
     @property
     def active(self) -> bool:
         """Whether the pass is not idle: it finishes rollouts, has loss tokens (a turn before its last), or weighs."""
-        return self.rollouts > 0 or self.tokens > 0 or self.weight > 0
+        return self.rollouts > 0 or self.tokens > 0 or bool(self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class PassTotals:
     prompts: int = 0
     tokens: int = 0
     active: int = 0
-    weight: float = 0
+    weights: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, ranks: list[Counts]) -> PassTotals:
@@ -140,7 +142,7 @@ class PassTotals:
             prompts=sum(counts.prompts for counts in ranks),
             tokens=sum(counts.tokens for counts in ranks),
             active=sum(counts.active for counts in ranks),
-            weight=sum(counts.weight for counts in ranks),
+            weights=added(*(counts.weights for counts in ranks)),
         )
 
     def in_units(self, unit: str) -> float:
@@ -148,7 +150,7 @@ class PassTotals:
         if unit == "pass":
             return self.active
         if unit == "weight":
-            return self.weight
+            return sum(self.weights)
         return self.tokens if unit == "token" else self.rollouts
 
     def contributes(self, unit: str) -> bool:
@@ -171,6 +173,7 @@ class WindowTotals:
         prompts: finished in them.
         tokens: loss tokens that they contained.
         weight: sum of their weights.
+        weights: the same one by one, where micro-batches bring them or terms have them.
     """
 
     passes: int = 0
@@ -179,3 +182,10 @@ class WindowTotals:
     prompts: int = 0
     tokens: int = 0
     weight: float = 0
+    weights: tuple[float, ...] = ()
+
+
+def added(*weights: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the sums of weights place by place; an empty tuple stands for zeros."""
+    there = [one for one in weights if one]
+    return tuple(map(sum, zip(*there, strict=True))) if there else ()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_parity.window.counts import Counts, PassTotals
+from ds_parity.window.terms import Terms
 
 DIVIDED = "divided"
+TERMS = "terms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +20,19 @@ class Weighting:
             or `divided`: the caller has divided every loss for the step itself, so that passes add up.
         reduction: `mean` (a loss is a mean over its weight units) or `sum` (it is their sum).
         constant: total of every window that has a weight (> 0), where it does not follow from what the window holds.
+        terms: the terms of the loss, where it has several; a micro-batch weighs what all of them weigh, and where they
+            have different units each is divided by its own total as it goes in, so that the constant is 1.
     """
 
     name: str = "rollout"
     reduction: str = "mean"
     constant: float | None = None
+    terms: Terms | None = None
+
+    @classmethod
+    def of_terms(cls, terms: Terms, loss_reduction: str) -> Weighting:
+        """Return the weighting of a loss of several terms."""
+        return cls(TERMS, loss_reduction, None if terms.alike else 1.0, terms)
 
     @classmethod
     def configured(cls, loss_weight: str, loss_reduction: str, target: int) -> Weighting:
@@ -45,12 +55,13 @@ class Weighting:
         """What the total of a window counts, in words."""
         if self.name == DIVIDED:
             return "weight of divided losses"
-        return "weight" if self.name == "weight" else f"{self.name} weight"
+        return "weight" if self.unit == "weight" else f"{self.name} weight"
 
     @property
     def over_rollouts(self) -> bool:
         """Whether a loss is a mean over the rollouts that its micro-batch finishes."""
-        return self.reduction == "mean" and self.name in ("rollout", "target")
+        units = {term.unit for term in self.terms} if self.terms else {self.name}
+        return self.reduction == "mean" and bool(units & {"rollout", "target"})
 
     def of(self, counts: Counts | PassTotals) -> float:
         """Return the weight of a micro-batch, or the sum of the weights of a pass over all ranks (>= 0)."""
@@ -81,4 +92,14 @@ class Weighting:
     @property
     def unit(self) -> str:
         """`rollout`, `token`, `pass`, `target` or `weight`, what the weights count; a divided loss is a pass."""
-        return "pass" if self.name == DIVIDED else self.name
+        return {DIVIDED: "pass", TERMS: "weight"}.get(self.name, self.name)
+
+    @property
+    def brought(self) -> int:
+        """How many weights a micro-batch brings beside its counts."""
+        return len(self.terms) if self.terms else int(self.name == "weight")
+
+    @property
+    def needs_totals(self) -> bool:
+        """Whether the totals of a window must be known before its first backward: one factor can't correct them all."""
+        return self.terms is not None and not self.terms.alike

@@ -102,6 +102,7 @@ def test_the_defaults_are_those_of_the_contract():
         "train_micro_batch_size_per_gpu": 2,
         "boundary": "rollouts",
         "across_ranks": None,
+        "terms": None,
         "count": "rollout",
         "overshoot": "carry",
         "loss_reduction": "mean",
@@ -129,7 +130,7 @@ def test_every_key_of_the_section_is_read():
         "trace": "run.jsonl",
     }
     # Losses that are divided already are not reduced, and the caller's window has no surplus.
-    assert set(section) == set(SECTION_FIELDS) - {"loss_reduction"}
+    assert set(section) == set(SECTION_FIELDS) - {"loss_reduction", "terms"}
     assert parse(config(ds_parity={"loss_reduction": "sum"})).loss_reduction == "sum"
     assert parse(config(ds_parity=section)).model_dump(include=set(section)) == section
 

@@ -9,7 +9,7 @@ import torch
 from ds_parity.engine.division import Division, silenced
 from ds_parity.engine.internals.plain import Plain
 from ds_parity.engine.record.metrics import Meter
-from ds_parity.window import Counts, Weighting
+from ds_parity.window import Counts, Weighting, Window
 
 
 def perceptron():
@@ -90,7 +90,7 @@ def divided(dtype, rollouts):
     loss = engine.module(torch.ones(2, 3)).sum().to(dtype)
     weighting = Weighting.configured("rollout", "mean", 3)
     for _ in range(2):
-        division.backward(loss.clone(), Counts(rollouts=rollouts), weighting, 3.0)
+        division.backward(loss.clone(), Counts(rollouts=rollouts), weighting, Window(0, 3, 3, 0, expected=3.0))
     return loss, engine.loss_seen
 
 

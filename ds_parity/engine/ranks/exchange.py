@@ -28,7 +28,7 @@ class Exchange:
         slots: passes that one exchange holds (>= 1).
         timeout: seconds that `over` waits, for the message of an error.
         peers: this rank among those that share its micro-batch.
-        weighed: micro-batches bring weights of their own.
+        weights: how many weights a micro-batch brings beside its counts.
 
     Attributes:
         ranks: how many ranks exchange.
@@ -46,10 +46,10 @@ class Exchange:
         timeout: float,
         peers: Peers = _ALONE,
         *,
-        weighed: bool = False,
+        weights: int = 0,
     ) -> None:
         self.ranks = ranks
-        self._weighed = weighed
+        self._weights = weights
         self.slots = slots
         self.collectives = 0
         self.stop = False
@@ -65,9 +65,9 @@ class Exchange:
             RankDesyncError: another rank is gone.
         """
         padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
-        message = Message((*passes, *padding), self.stop, self._peers, self._weighed)
+        message = Message((*passes, *padding), self.stop, self._peers, self._weights)
         # On the host, because reading a sum from the accelerator would wait for all of its queued work.
-        vector = torch.tensor(message.pack(), dtype=torch.float64 if self._weighed else torch.int64, device="cpu")
+        vector = torch.tensor(message.pack(), dtype=torch.float64 if self._weights else torch.int64, device="cpu")
         if self._over is None:
             return Pending(self, place, message, vector)
         self.collectives += 1
@@ -99,7 +99,7 @@ class Exchange:
         Raises:
             RankDesyncError: on every rank, where ranks are out of sync, one is gone, or time ran out.
         """
-        message = WindowMessage(own, self.stop, self._peers)
+        message = WindowMessage(own, self._weights, self.stop, self._peers)
         vector = torch.tensor(message.pack(), dtype=torch.float64, device="cpu")
         try:
             if self._over is not None:

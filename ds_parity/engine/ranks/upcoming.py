@@ -44,10 +44,12 @@ class Upcoming:
 
     Attributes:
         all_out_of_data: every rank has announced a pass without a micro-batch: there are no more.
+        whole_windows: a window's passes are all known before its first one runs.
     """
 
     def __init__(self, start: Callable[[Sequence[Announcement]], Pending], ranks: int) -> None:
         self.all_out_of_data = False
+        self.whole_windows = False
         self._start = start
         self._ranks = ranks
         self._passes: deque[UpcomingPass] = deque()
@@ -140,6 +142,11 @@ class Upcoming:
             )
         self.learn()
         return self._gathered(self.first).totals
+
+    def known(self) -> list[PassTotals]:
+        """Return what the passes contain over all ranks that were announced and not taken."""
+        self.learn()
+        return [self._gathered(one).totals for one in self._passes]
 
     def take(self, ahead: int) -> tuple[PassTotals, list[PassTotals]]:
         """Take the next pass.

@@ -6,8 +6,8 @@ n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
 
 Where callers end windows, one sum a window holds what each rank has run in it (`WindowMessage`), in float64.
 
-In an exchange of counts one number follows for how many ranks ask to stop, and six for each pass (a seventh
-where micro-batches bring weights): int64, or float64 with weights, and no more of them for more ranks.
+In an exchange of counts one number follows for how many ranks ask to stop, and six for each pass (and one for each
+weight that a micro-batch brings): int64, or float64 with weights, and no more of them for more ranks.
 
 Ranks that share a micro-batch (sequence parallelism) have the same counts, which one of them sends. Each adds a
 checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.
@@ -143,14 +143,14 @@ class Message:
         passes: what it announces, the same number of passes on every rank.
         stop: it asks all ranks to stop.
         peers: this rank among those that share its micro-batch.
-        weighed: micro-batches bring weights of their own (`loss_weight: weight`), one number more for each pass; all
-            numbers are float64 then, in which counts are exact up to 2**53, and int64 otherwise.
+        weights: how many weights a micro-batch brings, as many numbers more for each pass; with weights all numbers are
+            float64, in which counts are exact up to 2**53, and int64 otherwise.
     """
 
     passes: tuple[Announcement, ...]
     stop: bool = False
     peers: Peers = field(default_factory=Peers)
-    weighed: bool = False
+    weights: int = 0
 
     def pack(self) -> list[float]:
         """Return the numbers that are summed over ranks; `unpack` reads their sums."""
@@ -159,7 +159,7 @@ class Message:
             counts = one.counts
             numbers += [counts.rollouts, counts.prompts, counts.tokens, int(counts.active)]
             numbers += [int(one.out_of_data), int(one.stuck)]
-            numbers += [counts.weight] if self.weighed else []
+            numbers += counts.weights or [0] * self.weights
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         # The counts of a shared micro-batch enter the sum once.
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
@@ -171,7 +171,7 @@ class Message:
         Args:
             sums: of what `pack` returned, over all ranks.
         """
-        fields = _FIELDS + self.weighed
+        fields = _FIELDS + self.weights
         numbers = sums[_HEAD : _HEAD + fields * len(self.passes)]
         passes = [self._gathered(numbers[at : at + fields]) for at in range(0, len(numbers), fields)]
         return Answer(
@@ -182,8 +182,9 @@ class Message:
 
     def _gathered(self, numbers: Sequence[float]) -> GatheredPass:
         rollouts, prompts, tokens, active, out_of_data, stuck = (round(number) for number in numbers[:_FIELDS])
-        weight = numbers[_FIELDS] if self.weighed else 0
-        return GatheredPass(PassTotals(rollouts, prompts, tokens, active, weight), out_of_data, stuck)
+        weights = tuple(numbers[_FIELDS:])
+        totals = PassTotals(rollouts, prompts, tokens, active, weights if any(weights) else ())
+        return GatheredPass(totals, out_of_data, stuck)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +196,13 @@ class WindowMessage:
 
     Attributes:
         window: this rank's own.
+        weights: how many weights a micro-batch brings.
         stop: it asks all ranks to stop.
         peers: this rank among those that share its micro-batches.
     """
 
     window: Window
+    weights: int = 0
     stop: bool = False
     peers: Peers = field(default_factory=Peers)
 
@@ -207,6 +210,7 @@ class WindowMessage:
         """Return the numbers that are summed over ranks, but for the last: the greatest is taken of that."""
         own = self.window
         numbers: list[float] = [own.micro_batches, own.rollouts, own.prompts, own.tokens, own.weight]
+        numbers += own.weights or [0] * self.weights
         checksum = [self.peers.checksum([*numbers, own.passes])] if self.peers.size > 1 else []
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
         return [int(self.stop), *sent, *checksum, own.passes]
@@ -218,5 +222,8 @@ class WindowMessage:
             sums: of what `pack` returned, over all ranks.
         """
         active, rollouts, prompts, tokens = (round(number) for number in sums[1:5])
-        totals = WindowTotals(round(sums[-1]), active, rollouts, prompts, tokens, sums[5])
-        return self.peers.size == 1 or sums[6] == 0, sums[0] > 0, totals
+        weights = tuple(sums[6 : 6 + self.weights])
+        totals = WindowTotals(
+            round(sums[-1]), active, rollouts, prompts, tokens, sums[5], weights if any(weights) else ()
+        )
+        return self.peers.size == 1 or sums[6 + self.weights] == 0, sums[0] > 0, totals

@@ -59,7 +59,8 @@ class HandDriven:
         ahead = _looks_ahead(scenario)
         windows = windows_of(batches, self._settings, lookahead=ahead)
         # With a shorter look-ahead ds_parity divides by an estimate, which is not written out here.
-        if ahead and max(w.last - w.first for w in windows) >= self._settings.lookahead:
+        lookahead = self._settings.lookahead
+        if ahead and lookahead != "window" and max(w.last - w.first for w in windows) >= lookahead:
             raise ConfigError(
                 "deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest"
             )
@@ -136,7 +137,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
 
 
 def _looks_ahead(scenario: Scenario) -> bool:
-    return scenario.settings.lookahead > 0 and scenario.drive == "passes"
+    return scenario.settings.lookahead != 0 and scenario.drive == "passes"
 
 
 def _backward(

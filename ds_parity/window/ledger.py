@@ -1,4 +1,4 @@
-"""The window: which pass closes it, and what the step's loss is divided by. A state machine to test on paper."""
+"""Which pass closes a window, and what the step's loss is divided by. A state machine to test on paper."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_parity.errors import WindowError
-from ds_parity.window.counts import Counts, PassTotals, WindowTotals
+from ds_parity.window.counts import Counts, PassTotals, WindowTotals, added
 from ds_parity.window.progress import Progress
+from ds_parity.window.promise import Promise
+from ds_parity.window.standing import Window
 from ds_parity.window.weighting import Weighting
 
 
@@ -34,42 +36,6 @@ class Rules:
     by_caller: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A window as it stands: everything that the passes counted so far contained, over all ranks.
-
-    Attributes:
-        index: windows closed before this one (>= 0).
-        target: units that close a window; nominal, or 0, where the caller ends it.
-        closes_at: units since the start of counting at which this one closes; of no meaning where the caller ends it.
-        opened_at: units since the start of counting when it opened.
-        passes: passes counted, each of which all ranks run together.
-        idle_passes: idle (rank, pass) pairs among them.
-        micro_batches: the others, over all ranks: what `gradient_accumulation_passes` is a number of, whereas `passes`
-            are what one rank runs. 32 passes on 2 ranks are 64 micro-batches, where no pass is idle.
-        rollouts: finished in them.
-        prompts: finished in them.
-        tokens: loss tokens that they contained.
-        weight: sum of the weights.
-        expected: the total that losses are divided by as they go in; 0.0 until a pass contributes.
-        closed: whether the last pass counted is the boundary.
-    """
-
-    index: int
-    target: int
-    closes_at: int
-    opened_at: int
-    passes: int = 0
-    idle_passes: int = 0
-    micro_batches: int = 0
-    rollouts: int = 0
-    prompts: int = 0
-    tokens: int = 0
-    weight: float = 0
-    expected: float = 0.0
-    closed: bool = False
-
-
 class Ledger:
     """Counts passes, closes windows and keeps two clocks: `passes` and `windows` (closed, applied or not).
 
@@ -89,6 +55,7 @@ class Ledger:
         origin: units consumed where counting last started anew.
         rollouts: rollouts of the windows that were closed.
         progress: units that entered applied steps.
+        promised: what the open window will contain over all ranks, None where nobody has said so.
         last_total: the sum of weights of the last window that had any, 0.0 before it; kept where the caller ends
             windows, whose totals are known at their end alone.
         window: the open window.
@@ -103,6 +70,7 @@ class Ledger:
         self.rollouts = 0
         self.progress = Progress(rules.target)
         self.last_total = 0.0
+        self.promised: Promise | None = None
         self.window = self._opened(0)
 
     def weigh_by(self, weighting: Weighting) -> None:
@@ -119,16 +87,18 @@ class Ledger:
             )
         self.weighting = weighting
 
-    def count(self, totals: PassTotals, ahead: Sequence[PassTotals] = ()) -> Window:
+    def count(self, totals: PassTotals, ahead: Sequence[PassTotals] = (), *, whole: bool = False) -> Window:
         """Count one pass; returns the window, `closed` where this pass is the boundary.
 
         Args:
             totals: what the pass contained over all ranks.
             ahead: the passes after it, as far as they are known; where they reach the boundary, the total is known
                 and the expected total is the actual one.
+            whole: they reach the boundary, or the end of the data before it.
 
         Raises:
-            WindowError: the pass overshoots under `overshoot: error`, or the window is closed already.
+            WindowError: the pass overshoots under `overshoot: error`; the window is closed already, or contains
+                something else than was promised; or its totals must be known before its first backward, and are not.
         """
         if self.window.closed:
             raise WindowError(
@@ -137,9 +107,9 @@ class Ledger:
             )
         window = self._added(self.window, totals)
         if not window.expected and totals.contributes(self.weighting.unit):
-            window = replace(window, expected=self._expected(window, totals, ahead))
+            window = self._divided(window, totals, ahead, whole)
         self._refuse_surplus(window)
-        self.window = window
+        self.window = self._checked(window)
         self.passes += 1
         return window
 
@@ -156,19 +126,30 @@ class Ledger:
             prompts=window.prompts + counts.prompts,
             tokens=window.tokens + counts.tokens,
             weight=window.weight + self.weighting.of(counts),
+            weights=added(window.weights, counts.weights),
         )
         return self.window
 
     def expect(self, total: float) -> None:
-        """Divide the losses of the open window by `total` (> 0), until its own total is known."""
+        """Divide the losses of the open window by `total` (> 0), until its own total is known.
+
+        Raises:
+            WindowError: the totals of its terms must be known before its first backward, and are not.
+        """
+        if self.promised is not None:
+            self.window = self._divided_by(self.window, self.promised.totals.weight, self.promised.totals.weights)
+            return
+        self._refuse_unknown_totals()
         self.window = replace(self.window, expected=total)
+
+    def promise(self, promise: Promise) -> None:
+        """Take note of what the coming window will contain over all ranks; it is held against it at its end."""
+        self.promised = promise
 
     def end_with(self, totals: WindowTotals) -> Window:
         """Close the window at the caller's word, with what it contains over all ranks."""
         window = self.window
-        # From here on every rank stands at the same pass, whatever it has run itself.
-        self.passes += totals.passes - window.passes
-        self.window = replace(
+        ended = replace(
             window,
             passes=totals.passes,
             idle_passes=totals.passes * self.rules.ranks - totals.active,
@@ -177,15 +158,28 @@ class Ledger:
             prompts=totals.prompts,
             tokens=totals.tokens,
             weight=totals.weight,
+            weights=totals.weights,
             expected=window.expected if totals.active else 0.0,
             closed=True,
         )
+        self.window = self._checked(ended)
+        # From here on every rank stands at the same pass, whatever it has run itself.
+        self.passes += totals.passes - window.passes
         self.last_total = float(totals.weight) or self.last_total
         return self.window
 
     def closes_with(self, totals: PassTotals) -> bool:
         """Whether one more pass of these `totals` would close the window."""
         return self._added(self.window, totals).closed
+
+    def reaches_boundary(self, ahead: Sequence[PassTotals]) -> bool:
+        """Whether the passes of `ahead` close the open window."""
+        window = self.window
+        for totals in ahead:
+            window = self._added(window, totals)
+            if window.closed:
+                return True
+        return False
 
     def total(self) -> float:
         """The one denominator of the step: the sum of weights so far, or a constant.
@@ -200,7 +194,7 @@ class Ledger:
 
         One that has reached its target is closed already, and stays as it is.
         """
-        self.window = replace(self.window, closed=True)
+        self.window = self._checked(replace(self.window, closed=True))
         return self.window
 
     def settle(self, *, applied: bool) -> Window:
@@ -215,6 +209,7 @@ class Ledger:
         self.rollouts += ended.rollouts
         if applied:
             self.progress = self.progress.advanced(self._units(ended))
+        self.promised = None
         self.window = self._opened(ended.index + 1)
         return ended
 
@@ -243,6 +238,7 @@ class Ledger:
         self.rollouts = state["rollouts"]
         self.progress = Progress(self.rules.target, state["progress_units"])
         self.last_total = float(state.get("last_total", 0.0))
+        self.promised = None
         self.window = self._opened(state["windows"])
 
     def _units(self, window: Window) -> int:
@@ -265,20 +261,61 @@ class Ledger:
             prompts=window.prompts + totals.prompts,
             tokens=window.tokens + totals.tokens,
             weight=window.weight + self.weighting.of(totals),
+            weights=added(window.weights, totals.weights),
         )
         reached = window.opened_at + self._units(window) >= window.closes_at
         return replace(window, closed=reached and not self.rules.by_caller)
 
-    def _expected(self, window: Window, totals: PassTotals, ahead: Sequence[PassTotals]) -> float:
-        if self.weighting.constant is not None:
-            return self.weighting.constant
+    def _divided(self, window: Window, totals: PassTotals, ahead: Sequence[PassTotals], whole: bool) -> Window:
+        """Return the window with what its losses are divided by, from its first pass with a gradient on."""
+        if self.promised is not None:
+            return self._divided_by(window, self.promised.totals.weight, self.promised.totals.weights)
         known = window
         for later in ahead:
             if known.closed:
                 break
             known = self._added(known, later)
-        if known.closed and known.weight:
-            return float(known.weight)
+        if (known.closed or whole) and known.weight:
+            return self._divided_by(window, known.weight, known.weights)
+        self._refuse_unknown_totals()
+        return replace(window, expected=self._estimate(window, totals))
+
+    def _divided_by(self, window: Window, weight: float, weights: tuple[float, ...]) -> Window:
+        divisors = self.weighting.terms.divisors(weights) if self.weighting.terms else ()
+        constant = self.weighting.constant
+        return replace(window, expected=float(weight) if constant is None else constant, divisors=divisors)
+
+    def _refuse_unknown_totals(self) -> None:
+        if self.weighting.needs_totals and self.weighting.terms:
+            units = ", ".join(f"{term.name} by {term.unit}" for term in self.weighting.terms)
+            raise WindowError(
+                f"backward() in window {self.window.index}, whose totals are not known: the terms of ds_parity.terms "
+                f"are means over different units ({units}), and one accumulated gradient can't be corrected by several "
+                "factors. Call engine.expect(rollouts=..., tokens=...) before the window's first backward(), on every "
+                "rank with what it will run; or take micro-batches from passes() with ds_parity.lookahead 'window'; or "
+                "give all terms one unit"
+            )
+
+    def _checked(self, window: Window) -> Window:
+        """Return a window; raise WindowError where it is closed and its losses were divided by something else."""
+        if not window.closed:
+            return window
+        if self.promised is not None:
+            self.promised.refuse_other(window)
+        terms = self.weighting.terms
+        if terms is not None and not window.divisors and len(set(window.weights)) > 1:
+            weights = ", ".join(f"{name} {weight:g}" for name, weight in zip(terms.names, window.weights, strict=True))
+            raise WindowError(
+                f"the terms of ds_parity.terms weigh differently in window {window.index} ({weights}): some "
+                "micro-batches lack one, and one accumulated gradient can't be corrected by several factors; give each "
+                "term in every pass, or tell the totals before: engine.expect(..., weight={name: ...}), or passes() "
+                "with ds_parity.lookahead 'window' over micro-batches whose weight is {name: 0} for what they lack"
+            )
+        return window
+
+    def _estimate(self, window: Window, totals: PassTotals) -> float:
+        if self.weighting.constant is not None:
+            return self.weighting.constant
         # The first contributing pass stands for the window: exact where passes are alike, and any other value > 0
         # is put right at the boundary.
         needed = window.closes_at - window.opened_at

@@ -1,0 +1,110 @@
+"""Several loss terms, each with a denominator of its own: what each weighs, and what it is divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from ds_parity.errors import WindowError
+from ds_parity.window.counts import Counts, weight_of
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of the loss.
+
+    Attributes:
+        name: by which `backward({name: loss})` gives it.
+        unit: `rollout`, `token`, `pass`, `target` or `weight`, what its mean runs over.
+        coefficient: what its mean is multiplied by in the step's loss.
+    """
+
+    name: str
+    unit: str
+    coefficient: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of the loss, in the order of the configuration.
+
+    The step's loss is the sum over terms of coefficient * sum(weight * loss) / sum(weight), where the sums run over the
+    micro-batches of all ranks and passes that have the term.
+
+    Attributes:
+        all: the terms (one at least).
+        target: the total of a term whose unit is `target`.
+    """
+
+    all: tuple[Term, ...]
+    target: float = 0.0
+
+    def __iter__(self) -> Iterator[Term]:
+        return iter(self.all)
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(term.name for term in self.all)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all have one unit, so that one total corrects all of them."""
+        return len({term.unit for term in self.all}) == 1 and self.all[0].unit not in ("target", "weight")
+
+    def weigh(self, counts: Counts, given: Set[str], own: Mapping[str, object]) -> tuple[float, ...]:
+        """Return what each term of a micro-batch weighs.
+
+        Args:
+            counts: what the micro-batch contains.
+            given: names of the terms that it has; the others weigh 0.
+            own: weights by name that its caller gives; those of terms whose unit is `weight`, and of others that are
+                not in every micro-batch.
+
+        Raises:
+            WindowError: a name is none of a term, a weight is none, or a term whose unit is `weight` has none.
+        """
+        self.refuse_unknown([*given, *own])
+        return tuple(self._weight(term, counts, given, own) for term in self.all)
+
+    def _weight(self, term: Term, counts: Counts, given: Set[str], own: Mapping[str, object]) -> float:
+        if term.name not in given:
+            return 0.0
+        if term.name in own:
+            return weight_of(own[term.name])
+        if term.unit == "weight" and counts.active:
+            raise WindowError(
+                f"term {term.name!r} without a weight although ds_parity.terms.{term.name}.weight is 'weight': give "
+                f"it, weight={{{term.name!r}: ...}}, any finite number >= 0"
+            )
+        return counts.in_units(term.unit)
+
+    def refuse_unknown(self, names: Sequence[str]) -> None:
+        """Raise WindowError where a name is none of a term."""
+        unknown = [name for name in names if name not in self.names]
+        if unknown:
+            raise WindowError(
+                f"{', '.join(map(repr, unknown))}: no term of ds_parity.terms, which are {', '.join(self.names)}; "
+                "write the name as it stands there, or add the term to the configuration"
+            )
+
+    def divisors(self, totals: Sequence[float]) -> tuple[float, ...]:
+        """Return what each term is divided by, from the totals of their weights over a window.
+
+        Raises:
+            WindowError: no micro-batch of any rank has a term.
+        """
+        totals = totals or (0.0,) * len(self.all)
+        for term, total in zip(self.all, totals, strict=True):
+            if not total and term.unit != "weight":
+                raise WindowError(
+                    f"no micro-batch of any rank has the term {term.name!r} of ds_parity.terms in this window: its "
+                    "mean is a mean of nothing; give the term in a pass, remove it from the configuration, or choose "
+                    "the weight 'weight', by which it may weigh 0 in a whole window"
+                )
+        return tuple(
+            self.target if term.unit == "target" else total for term, total in zip(self.all, totals, strict=True)
+        )
