@@ -5,6 +5,7 @@ import pytest
 import ds_parity
 from tests.hard.unforeseen.cells import STAGES, Found, Watched
 from tests.hard.unforeseen.experts import Experts, Whole, apart, grouped
+from tests.hard.unforeseen.oracle import sample
 from tests.hard.unforeseen.scenarios import Scenarios
 
 play = Scenarios()
@@ -26,13 +27,16 @@ def found(watched):
 
 @play.right(STAGES[:3], [f"{where}-{sizes}" for where in ("everywhere", "halves") for sizes in ("uniform", "ragged")])
 def every_rank_has_samples(case):
-    """The same number of rollouts in all passes, or 1 to 3."""
+    """Two each, which make 2 rollouts in all passes, or 1 to 3."""
     watched = watched_experts(case, 2 if case.variant.startswith("halves") else 1)
     for index in range(6):
         sizes = [1 + (rank + index) % 3 if case.variant.endswith("ragged") else 2 for rank in range(watched.ranks)]
-        watched.engine.backward(watched.loss(index, sizes[watched.rank]), rollouts=sizes[watched.rank])
+        watched.engine.backward(watched.loss(index), rollouts=sizes[watched.rank])
         watched.engine.step()
-        watched.noted(index, *sizes)
+        for rank, size in enumerate(sizes):
+            x, y = (one.double() for one in sample(rank, index, 2))
+            watched.oracle.add(size, lambda model, x=x, y=y: model(x, y))
+        watched.oracle.end_pass(sum(sizes))
     return found(watched)
 
 
