@@ -87,6 +87,7 @@ OTHERS = {
         "clears_strays",
         "ref",
         "coalesce",
+        "empty_like",
         "is_sparse",
     ),
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),
