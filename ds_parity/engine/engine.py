@@ -62,6 +62,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Waits for the counts of the other ranks (never for the accelerator), because whether this pass is the boundary
         decides what DeepSpeed's backward does.
 
+        Losses are divided by the expected total, so the gradient that `p.grad` (ZeRO 0) or DeepSpeed's
+        `safe_get_full_grad` shows between the boundary's `backward()` and its `step()` is that of the step only once it
+        is multiplied by `engine.window.correction`. What `safe_set_full_grad` puts in its place must be divided by it.
+
         With sequence parallelism every rank of a group gives the counts and the loss of the whole micro-batch, gathered
         from the group with `torch.distributed.nn.functional.all_gather` as in DeepSpeed's ALST tutorial: in value and
         in gradient, the micro-batch's loss is the mean of what its ranks give. A rank that gives only its own share, so
@@ -282,7 +286,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     @property
     def window(self) -> Window:
-        """The window as it stands: index, passes, rollouts, prompts, tokens, target."""
+        """The window as it stands: index, passes, rollouts, prompts, tokens, target.
+
+        Its `correction` (a float > 0) is what `step()` multiplies the accumulated gradient by.
+        """
         window: Window = self._self_driver.ledger.window
         return window
 

@@ -144,8 +144,9 @@ class KeptGradients:
             "Causes: loss.backward() in place of engine.backward(loss); a function that runs a backward inside the "
             "forward (of DeepSpeed's, TiledFusedLogitsLoss does; SequenceTiledCompute and TiledMLP do not); "
             "model.zero_grad(); gradients that are changed by hand before the step (clipping: set gradient_clipping; "
-            "masks and noise: parameter.register_hook, or ZeRO 1 to 3 with safe_set_full_grad). Hand every "
-            "loss to engine.backward(), and leave gradients to engine.step(). This window can't be mended: "
+            "masks and noise: parameter.register_hook, or ZeRO 1 to 3 with safe_set_full_grad, divided by "
+            "engine.window.correction). Hand every loss to engine.backward(), and leave gradients to engine.step(). "
+            "This window can't be mended: "
             + ("load a checkpoint" if self._adapter.clears_strays else "load a checkpoint into a new engine")
         )
 
