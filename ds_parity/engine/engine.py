@@ -30,6 +30,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
     - `step` updates at the boundary only, and must follow every `backward`;
     - `zero_grad`, also of the optimizers, does nothing inside a window: its gradients have been counted;
+    - `step` of the optimizers raises `WindowError` where it is called by itself: `engine.step()` calls it;
     - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.

@@ -1,15 +1,21 @@
 """What a loop does beside the engine: it reads gradients, steps optimizers, adds parameters, sets a default device."""
 
+import gc
+import warnings
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from torch.optim.lr_scheduler import LambdaLR
 
+import ds_parity
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import perceptron
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_changing_parameters import Pair, ones
-from tests.distributed.test_loop_shapes import engine_of, loss_of, sample, weights
+from tests.distributed.test_loop_shapes import engine_of, extended, loss_of, sample, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -97,3 +103,99 @@ def gradients_that_are_set(folder):
 def test_a_gradient_that_is_set_is_divided_by_the_correction(two_ranks, stage):
     moved = two_ranks.of(gradients_that_are_set)[stage]
     assert moved == pytest.approx([0.5] * len(moved), abs=1e-6)
+
+
+# Optimizers that are stepped by their user.
+
+STEPPED = [*product((0, 1), ("fp32", "bf16")), (2, "fp32"), (3, "fp32"), (1, "offload"), (3, "offload")]
+PASSES = ((2, 2), (3, 3), (2, 3), (3, 2))  # two windows of 10 rollouts
+
+
+def train(engine, beside=lambda: None, after=lambda: None):
+    """Two windows; `beside` runs before each step(), `after` behind it."""
+    for at, counts in enumerate(PASSES):
+        engine.backward(loss_of(engine, engine, 2 * at + dist.get_rank()), rollouts=counts[dist.get_rank()])
+        beside()
+        engine.step()
+        after()
+    return weights(engine)
+
+
+@on_two_ranks
+def optimizers_stepped_by_hand(folder):
+    """By cell: whether weights are as without it, and what the calls are answered with."""
+    results = {}
+    for stage, kind in STEPPED:
+        engine, _ = engine_of(stage, kind)
+        right = train(engine)
+        engine.destroy()
+        cell = {}
+        for which in ("returned", "client"):
+            engine, client = engine_of(stage, kind)
+            stepped, said = engine.optimizer if which == "returned" else client, []
+            made = train(engine, lambda o=stepped, said=said: said.append(answer(o.step)))
+            cell[which] = [made == right, said]
+            if engine.optimizer is not stepped or which == "returned":
+                cell[f"{which} between"] = answer(stepped.step)
+            engine.destroy()
+        results[f"{stage} {kind}"] = cell
+    return results
+
+
+@pytest.mark.parametrize("which", ["returned", "client"])
+@pytest.mark.parametrize(("stage", "kind"), STEPPED)
+def test_an_optimizer_is_stepped_by_the_engine_alone(two_ranks, stage, kind, which):
+    equal, said = two_ranks.of(optimizers_stepped_by_hand)[f"{stage} {kind}"][which]
+    assert len(said) == len(PASSES)
+    assert all(one.startswith("WindowError: step() of the optimizer") for one in said), said
+    assert all("engine.step()" in one for one in said)
+    assert equal
+
+
+@pytest.mark.parametrize(("stage", "kind"), STEPPED)
+def test_an_optimizer_without_a_gradient_is_not_stepped_by_hand_where_it_would_do_something(two_ranks, stage, kind):
+    """torch's own does nothing between windows, where it has no gradients; DeepSpeed's have old ones, or none."""
+    cell = two_ranks.of(optimizers_stepped_by_hand)[f"{stage} {kind}"]
+    refused = cell["returned between"].startswith("WindowError")
+    assert refused == ((stage, kind) != (0, "fp32")), cell
+
+
+@on_two_ranks
+def optimizers_with_schedulers(folder):
+    """By stage and order: what torch warns of, how often the optimizer was stepped, whether it is free in the end."""
+    results = {}
+    for stage, order in product((0, 1, 3), ("before", "in initialize", "after")):
+        model = perceptron()
+        client = torch.optim.SGD(model.parameters(), lr=0.5)
+        steps = []
+        client.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
+        made = LambdaLR(client, lambda n: 0.5**n) if order == "before" else None
+        keywords = {"lr_scheduler": lambda o: LambdaLR(o, lambda n: 0.5**n)} if order == "in initialize" else {}
+        engine, *_ = ds_parity.initialize(
+            model=model, model_parameters=model.parameters(), optimizer=client, config=extended(stage), **keywords
+        )
+        made = LambdaLR(client, lambda n: 0.5**n) if order == "after" else made
+        steps.clear()
+
+        def after(engine=engine, made=made):
+            if made is not None and not engine.window.passes:
+                made.step()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(engine, after=after)
+        rate, taken = client.param_groups[0]["lr"], len(steps)
+        engine.destroy()
+        del engine, after
+        gc.collect()
+        said = [str(one.message) for one in caught if "lr_scheduler" in str(one.message)]
+        results[f"{stage} {order}"] = [said, rate, taken, answer(client.step)]
+    return results
+
+
+@pytest.mark.parametrize(("stage", "order"), product((0, 1, 3), ("before", "in initialize", "after")))
+def test_schedulers_count_the_engines_steps_and_a_destroyed_engine_leaves_the_optimizer_free(two_ranks, stage, order):
+    said, rate, taken, last = two_ranks.of(optimizers_with_schedulers)[f"{stage} {order}"]
+    assert not said
+    assert (rate, taken) == (0.125, 2)
+    assert "WindowError" not in last

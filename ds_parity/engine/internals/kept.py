@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ds_parity.engine.internals.stepped import guard_step
 from ds_parity.errors import WindowError
 
 if TYPE_CHECKING:
-    import torch
-
     from ds_parity.engine.internals.base import Adapter
     from ds_parity.engine.internals.surface import Parameter
 
@@ -38,6 +39,9 @@ class KeptGradients:
     Attributes:
         broken: a stray gradient is where nothing takes it out, so that the engine can't go on.
     """
+
+    # Engines that end a window just now: two may share an optimizer.
+    _ending = 0
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -55,7 +59,7 @@ class KeptGradients:
         self._ended = True
 
     def guard(self) -> None:
-        """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window.
+        """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window, and refuse their `step()`.
 
         A loop that was written for torch calls it before every pass, and accelerate's optimizers take it so, too
         (accelerate/utils/deepspeed.py, DeepSpeedOptimizerWrapper.zero_grad). `step()` clears gradients in any case.
@@ -71,6 +75,16 @@ class KeptGradients:
         # them in the next window, too, and raises an AttributeError without them. It never calls this itself.
         if engine.basic_optimizer is not engine.optimizer:
             self._guard_one(engine.basic_optimizer, always=True)
+            guard_step(self, engine.basic_optimizer, always=True)
+        guard_step(self, engine.optimizer, always=not isinstance(engine.optimizer, torch.optim.Optimizer))
+
+    def keeps_steps(self, *, always: bool) -> bool:
+        """Whether nobody but an engine may step the optimizer now.
+
+        Args:
+            always: also between windows.
+        """
+        return not (self._ended or KeptGradients._ending) and (always or self._kept)
 
     def after_backward(self) -> None:
         """Note the gradients as the backward that just ran has left them."""
@@ -82,9 +96,11 @@ class KeptGradients:
         """Let what runs inside use and clear the gradients: it ends the window."""
         self.broken = self.broken or (not self._adapter.clears_strays and self._has_strays())
         self._kept = False
+        KeptGradients._ending += 1
         try:
             yield
         finally:
+            KeptGradients._ending -= 1
             self._adapter.begin_window()
             self._noted = self._adapter.gradients_seen()
 
