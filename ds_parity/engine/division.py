@@ -69,7 +69,7 @@ class Division:
         # What flows back into a loss has the loss's own type, so no division can keep it exact.
         # A loss scale is a power of two that keeps it within the range, so that only digits are lost.
         digits, exponent = math.frexp(coefficient)
-        rounded = math.ldexp(torch.tensor(digits, dtype=torch.float64).to(dtype).item(), exponent)
+        rounded = math.ldexp(torch.tensor(digits, dtype=torch.float64, device="cpu").to(dtype).item(), exponent)
         if rounded == coefficient:
             return
         self._warned = True

@@ -199,3 +199,72 @@ def test_schedulers_count_the_engines_steps_and_a_destroyed_engine_leaves_the_op
     assert not said
     assert (rate, taken) == (0.125, 2)
     assert "WindowError" not in last
+
+
+# A default device that is not the host's.
+
+
+class Elsewhere:
+    """Sets the default device while ours run: `meta` holds no numbers, so that whoever counts on it fails."""
+
+    def __enter__(self):
+        torch.set_default_device("meta")
+
+    def __exit__(self, *_):
+        torch.set_default_device(None)
+
+
+def train_elsewhere(engine, where):
+    """Two windows through passes(), the default device set around every call of ours."""
+    stream = [ds_parity.MicroBatch({}, rollouts=counts[dist.get_rank()]) for counts in PASSES]
+    batches = engine.passes(iter(stream), lookahead=2)
+    for at in range(len(PASSES)):
+        with where():
+            next(batches)
+        loss = loss_of(engine, engine, 2 * at + dist.get_rank())
+        with where():
+            engine.record("reward", 1.5, 2)
+            engine.record("each", torch.tensor([1.0, 2.0], device="cpu"))
+            engine.backward(loss)
+            engine.step()
+    with where():
+        assert next(batches, None) is None
+        advantages = engine.group_advantages(["a", "b"], [1.0, float(dist.get_rank())])
+    return [weights(engine), engine.last_step.metrics, engine.last_step.loss, advantages]
+
+
+class Here:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+
+@on_two_ranks
+def default_devices(folder):
+    """By stage: what a run with another default device ends in, and whether it came to the same."""
+    results = {}
+    for stage in STAGES:
+        engine, _ = engine_of(stage)
+        right = train_elsewhere(engine, Here)
+        engine.destroy()
+        made = []
+
+        def play(stage=stage, made=made):
+            model = perceptron()
+            client = torch.optim.SGD(model.parameters(), lr=0.5)
+            with Elsewhere():
+                engine, *_ = ds_parity.initialize(
+                    model=model, model_parameters=model.parameters(), optimizer=client, config=extended(stage)
+                )
+            made.append(train_elsewhere(engine, Elsewhere))
+            engine.destroy()
+
+        results[f"{stage}"] = [answer(play), made == [right]]
+        torch.set_default_device(None)
+    return results
+
+
+def test_a_default_device_is_not_where_ranks_talk(two_ranks, stage):
+    assert two_ranks.of(default_devices)[stage] == ["nothing was raised", True]
