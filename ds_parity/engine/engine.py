@@ -42,9 +42,18 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         self._self_driver = Driver(engine, settings, max(1, settings.lookahead), sequence, number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
+        """Run the forward.
+
+        Raises:
+            WindowError: on ZeRO 3, a parameter came into the model after the engine was built.
+            RankDesyncError: another rank ended, or did not come in time.
+        """
         with self._self_driver.waiting("a forward"):
-            return self.__wrapped__(*args, **kwargs)
+            try:
+                return self.__wrapped__(*args, **kwargs)
+            except AttributeError as error:
+                self._self_driver.explain_forward(error)
+                raise
 
     # The pass.
 
@@ -88,7 +97,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced; the
-                window waits for its `step()`; the loss is none; or gradients were changed outside of `backward`.
+                window waits for its `step()`; the loss is none; or gradients were changed outside of `backward`, or
+                belong to a parameter that the engine was not built with.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)

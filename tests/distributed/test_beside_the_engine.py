@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ds_parity
 from tests.distributed.cells import STAGES
-from tests.distributed.engines import perceptron
+from tests.distributed.engines import from_all, perceptron
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_changing_parameters import Pair, ones
 from tests.distributed.test_loop_shapes import engine_of, extended, loss_of, sample, weights
@@ -199,6 +199,113 @@ def test_schedulers_count_the_engines_steps_and_a_destroyed_engine_leaves_the_op
     assert not said
     assert (rate, taken) == (0.125, 2)
     assert "WindowError" not in last
+
+
+# Parameters that the engine was not built with.
+
+
+class Growing(torch.nn.Module):
+    """One layer; another one may come."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 1, bias=False), None
+        torch.nn.init.zeros_(self.first.weight)
+
+    def grow(self):
+        self.second = torch.nn.Linear(4, 1, bias=False).to(self.first.weight.device)
+        torch.nn.init.zeros_(self.second.weight)
+        return [self.second.weight]
+
+    def replace(self):
+        self.first = torch.nn.Linear(4, 1, bias=False).to(self.first.weight.device)
+        return [self.first.weight]
+
+    def assign(self):
+        self.first.weight = torch.nn.Parameter(torch.zeros_like(self.first.weight))
+        return [self.first.weight]
+
+    def forward(self, x, *numbers):
+        layers = [layer for layer in (self.first, self.second) if layer is not None]
+        return sum(layers[number](x).sum() for number in numbers or range(len(layers)))
+
+
+def built(model, parameters, stage, passes=4):
+    config = {**extended(stage), "gradient_accumulation_passes": passes}
+    config["ds_parity"] = {"exchange_timeout": 20.0}
+    client = torch.optim.SGD(parameters, lr=1.0)
+    return ds_parity.initialize(model=model, model_parameters=parameters, optimizer=client, config=config)[0]
+
+
+def run(engine, *numbers, passes=2):
+    for _ in range(passes):
+        engine.backward(engine(ones(engine), *numbers))
+        engine.step()
+
+
+HOWS = ("grow", "replace", "assign")
+
+
+@on_two_ranks
+def parameters_that_come_later(folder):
+    """By stage and how: what the window is answered with; in one case rank 1 alone has changed its model."""
+    results = {}
+    for stage, how, where in [*product(STAGES, HOWS, ["both"]), (0, "grow", "rank 1"), (1, "grow", "rank 1")]:
+        model = Growing()
+        engine = built(model, list(model.parameters()), stage)
+        run(engine)
+        if where == "both" or dist.get_rank():
+            getattr(model, how)()
+        results[f"{stage} {how} {where}"] = from_all(answer(lambda engine=engine: run(engine)))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("stage", "how"), product(STAGES, HOWS))
+def test_a_parameter_that_the_engine_was_not_built_with_is_not_left_out_in_silence(two_ranks, stage, how):
+    name = "second.weight" if how == "grow" else "first.weight"
+    for said in two_ranks.of(parameters_that_come_later)[f"{stage} {how} both"]:
+        assert said.startswith(f"WindowError: {name}: not in the model when its engine was built"), said
+        assert "build a new engine" in said
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_parameter_that_came_on_one_rank_is_told_to_the_others(two_ranks, stage):
+    others, own = two_ranks.of(parameters_that_come_later)[f"{stage} grow rank 1"]
+    assert own.startswith("WindowError: second.weight: not in the model")
+    assert others.startswith("RankDesyncError")
+    assert "second.weight" in others
+
+
+@on_two_ranks
+def parameters_of_somebody(folder):
+    """Parameters that came later and are in an optimizer: in that of ZeRO 0, or in another engine's."""
+    model = Growing()
+    engine = built(model, list(model.parameters()), 0)
+    run(engine)
+    engine.optimizer.add_param_group({"params": model.grow(), "lr": 2.0})
+    results = {"added": [answer(lambda: run(engine)), [values[0] for values in weights(engine)]]}
+    engine.destroy()
+    model = Growing()
+    actor = built(model, list(model.parameters()), 1)
+    critic = built(model, model.grow(), 1, passes=8)
+
+    def both():
+        for _ in range(4):
+            for trained, number in ((critic, 1), (actor, 0)):
+                trained.backward(trained(ones(trained), number))
+                trained.step()
+
+    results["another's"] = [answer(both), [values[0] for values in weights(actor)]]
+    for trained in (actor, critic):
+        trained.destroy()
+    return results
+
+
+def test_a_parameter_that_came_later_may_be_in_a_group_or_in_another_engine(two_ranks):
+    results = two_ranks.of(parameters_of_somebody)
+    assert results["added"] == ["nothing was raised", [-2, -2]]
+    assert results["another's"] == ["nothing was raised", [-2, -1]]
 
 
 # A default device that is not the host's.

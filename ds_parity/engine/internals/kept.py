@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_parity.engine.internals.newcomers import Newcomers, names_of
 from ds_parity.engine.internals.stepped import guard_step
 from ds_parity.errors import WindowError
 
@@ -45,6 +46,7 @@ class KeptGradients:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
+        self._newcomers = Newcomers(adapter)
         self._kept = False
         self._noted: object = None
         self._flags_noted: list[bool] = []
@@ -57,6 +59,7 @@ class KeptGradients:
     def end(self) -> None:
         """Guard nothing any more: the engine is destroyed."""
         self._ended = True
+        self._newcomers.end()
 
     def guard(self) -> None:
         """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window, and refuse their `step()`.
@@ -69,6 +72,7 @@ class KeptGradients:
         engine.zero_grad()
         self._noted = self._adapter.gradients_seen()
         self._flags_noted = self._flags_at_start = self._flags()
+        self._newcomers.begin()
         self._guard_one(engine)
         self._guard_one(engine.optimizer)
         # Inside a wrapper the client's optimizer has buffers in place of gradients: with CPU offload DeepSpeed needs
@@ -104,6 +108,18 @@ class KeptGradients:
             self._adapter.begin_window()
             self._noted = self._adapter.gradients_seen()
 
+    def refuse_newcomers(self) -> None:
+        """Raise WindowError where a gradient of the window belongs to a parameter that no optimizer holds."""
+        self._newcomers.refuse()
+
+    def explain_forward(self, error: AttributeError) -> None:
+        """Raise WindowError where a forward has raised because of a parameter that came later.
+
+        Args:
+            error: that the forward has raised.
+        """
+        self._newcomers.explain(error)
+
     def refuse_freezing(self, window: int) -> None:
         """Raise WindowError where a parameter was frozen or unfrozen at a time at which it can't be.
 
@@ -122,7 +138,7 @@ class KeptGradients:
         lost = [one for one in self._homeless if one[1].grad is not None]
         if lost:
             raise WindowError(
-                f"{_names(lost)}: trained now, but the optimizer of ZeRO stage "
+                f"{names_of(lost)}: trained now, but the optimizer of ZeRO stage "
                 f"{self._adapter.engine.zero_optimization_stage()} holds nothing for it, because it was frozen when "
                 "the engine was built: its gradient would never be applied; build the engine with all that will ever "
                 "be trained, and freeze it after that, or build a new engine"
@@ -131,7 +147,7 @@ class KeptGradients:
     def _refuse_inside(self, own: list[tuple[str, Parameter]], window: int) -> None:
         if self._kept and own:
             raise WindowError(
-                f"requires_grad of {_names(own)} changed inside window {window}: gradients that its passes have "
+                f"requires_grad of {names_of(own)} changed inside window {window}: gradients that its passes have "
                 "accumulated would be lost, or ranks' weights would differ; freeze and unfreeze between windows, where "
                 "engine.window.passes is 0"
             )
@@ -194,11 +210,6 @@ class KeptGradients:
                 )
 
         owner.zero_grad = guarded
-
-
-def _names(parameters: list[tuple[str, Parameter]]) -> str:
-    names = [name for name, _ in parameters]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def note_gradients(parameters: list[Parameter], note: Callable[[int], None]) -> None:
