@@ -81,7 +81,11 @@ class Division:
         )
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        accumulated: torch.Tensor = self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        try:
+            accumulated: torch.Tensor = self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        except IndexError as error:
+            self._adapter.kept.explain_backward(error)
+            raise
         self._adapter.end_backward()
         self._adapter.kept.after_backward()
         return accumulated

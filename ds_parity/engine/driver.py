@@ -180,7 +180,8 @@ class Driver:
             )
         # ZeRO 0 and 1 reduce in the boundary's backward, so DeepSpeed must know of it before.
         self.boundary.mark(steps)
-        accumulated = self._division.backward(loss, counts, self.ledger.weighting, window.expected, **kwargs)
+        with self._telling():
+            accumulated = self._division.backward(loss, counts, self.ledger.weighting, window.expected, **kwargs)
         self._ran_in = window.index
         if window.passes == 1:
             self.adapter.forget_last_window(steps)

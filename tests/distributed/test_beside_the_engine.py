@@ -375,3 +375,34 @@ def default_devices(folder):
 
 def test_a_default_device_is_not_where_ranks_talk(two_ranks, stage):
     assert two_ranks.of(default_devices)[stage] == ["nothing was raised", True]
+
+
+# Losses that have nothing of the model in them.
+
+
+@on_two_ranks
+def foreign_losses(folder):
+    """By stage: what a pass of such a loss is answered with, and how far the weights move in its window."""
+    results = {}
+    for stage in STAGES:
+        model = Pair()
+        engine = built(model, list(model.parameters()), stage)
+
+        def play(engine=engine):
+            engine.backward(engine(ones(engine), 0, 1))
+            engine.step()
+            engine.backward(torch.zeros((), requires_grad=True) * 1)
+            engine.step()
+
+        results[f"{stage}"] = [from_all(answer(play)), [values[0] for values in weights(engine)]]
+        engine.destroy()
+    return results
+
+
+def test_a_loss_with_nothing_of_the_model_has_no_gradient_or_is_refused_with_a_reason(two_ranks, stage):
+    said, moved = two_ranks.of(foreign_losses)[stage]
+    if stage == "2":
+        assert all(one.startswith("WindowError: the loss has nothing of the model in it") for one in said), said
+    else:
+        assert said == ["nothing was raised"] * 2
+        assert moved == [-0.5, -0.5]

@@ -120,6 +120,21 @@ class KeptGradients:
         """
         self._newcomers.explain(error)
 
+    def explain_backward(self, error: IndexError) -> None:
+        """Raise WindowError where a backward has raised because no parameter got a gradient in it: ZeRO 2 does.
+
+        Args:
+            error: that the backward has raised.
+        """
+        if self._adapter.gradients_seen() == self._noted:
+            self._newcomers.refuse()
+            raise WindowError(
+                "the loss has nothing of the model in it, no parameter got a gradient: DeepSpeed's ZeRO stage "
+                f"{self._adapter.engine.zero_optimization_stage()} raises where there is none to reduce ({error}). Its "
+                "pass is counted, so load a checkpoint; give engine.idle(loss) any loss of the model where a rank has "
+                "nothing to train, or add 0.0 * (what the forward gave).sum() to the loss"
+            ) from error
+
     def refuse_freezing(self, window: int) -> None:
         """Raise WindowError where a parameter was frozen or unfrozen at a time at which it can't be.
 
