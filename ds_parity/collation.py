@@ -162,22 +162,25 @@ def _padded(rows: Sequence[Rollout], pad: int) -> dict[str, Any]:
     length = max(len(row.tokens) for row in rows)
     ids = [[*row.tokens, *[pad] * (length - len(row.tokens))] for row in rows]
     scored = [[row.prompt_length <= t < len(row.tokens) for t in range(1, length)] for row in rows]
-    return {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(scored, dtype=torch.float32)}
+    mask = torch.tensor(scored, dtype=torch.float32, device="cpu")
+    return {"input_ids": torch.tensor(ids, device="cpu"), "loss_mask": mask}
 
 
 def _packed(rows: Sequence[Rollout]) -> dict[str, Any]:
     lengths = [len(row.tokens) for row in rows]
     starts = list(accumulate(lengths[:-1], initial=0))
-    ids = torch.tensor([token for row in rows for token in row.tokens])
-    mask = torch.zeros(len(ids), dtype=torch.float32)
+    ids = torch.tensor([token for row in rows for token in row.tokens], device="cpu")
+    mask = torch.zeros(len(ids), dtype=torch.float32, device="cpu")
     for start, row in zip(starts, rows, strict=True):
         mask[start + row.prompt_length : start + len(row.tokens)] = 1
-    repeats = torch.tensor(lengths)
+    # On the host, whatever the default device is: to_device moves them.
+    repeats, begins = (torch.tensor(numbers, device="cpu") for numbers in (lengths, starts))
+    places, numbers = (torch.arange(count, device="cpu") for count in (len(ids), len(rows)))
     return {
         "input_ids": ids[None],
         "loss_mask": mask[None, 1:],
-        "position_ids": (torch.arange(len(ids)) - torch.tensor(starts).repeat_interleave(repeats))[None],
-        "segment_ids": torch.arange(len(rows)).repeat_interleave(repeats)[None],
+        "position_ids": (places - begins.repeat_interleave(repeats))[None],
+        "segment_ids": numbers.repeat_interleave(repeats)[None],
     }
 
 
@@ -189,8 +192,9 @@ def _of_units(units: Sequence[Unit]) -> dict[str, Tensor]:
     if pairs:
         return {
             "reference_logps": torch.tensor(
-                [(pair.chosen_logp, pair.rejected_logp) for pair in pairs], dtype=torch.float32
+                [(pair.chosen_logp, pair.rejected_logp) for pair in pairs], dtype=torch.float32, device="cpu"
             )
         }
     rollouts = cast("Sequence[Rollout]", units)
-    return {"advantages": torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)}
+    advantages = [rollout.advantage for rollout in rollouts]
+    return {"advantages": torch.tensor(advantages, dtype=torch.float32, device="cpu")}

@@ -81,6 +81,11 @@ def refuse_scaling(scale_wrt_gas: bool) -> None:
 
 def refuse_what_is_no_loss(loss: Any) -> None:
     """Raise WindowError before anything is counted: a pass that is counted and has no gradient can't be taken back."""
+    if not torch.is_grad_enabled():
+        raise WindowError(
+            "backward() under torch.no_grad() or torch.inference_mode(): what is computed there has no graph, and the "
+            "loss is divided before its backward; call forward and backward() outside of them"
+        )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None or loss.is_complex():
         what = f"of shape {tuple(loss.shape)} and {loss.dtype} " if isinstance(loss, torch.Tensor) else ""
         raise WindowError(

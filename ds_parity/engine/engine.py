@@ -30,6 +30,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
     - `step` updates at the boundary only, and must follow every `backward`;
     - `zero_grad`, also of the optimizers, does nothing inside a window: its gradients have been counted;
+    - `step` of the optimizers raises `WindowError` where it is called by itself: `engine.step()` calls it;
     - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
@@ -41,9 +42,18 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         self._self_driver = Driver(engine, settings, max(1, settings.lookahead), sequence, number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
+        """Run the forward.
+
+        Raises:
+            WindowError: on ZeRO 3, a parameter came into the model after the engine was built.
+            RankDesyncError: another rank ended, or did not come in time.
+        """
         with self._self_driver.waiting("a forward"):
-            return self.__wrapped__(*args, **kwargs)
+            try:
+                return self.__wrapped__(*args, **kwargs)
+            except AttributeError as error:
+                self._self_driver.explain_forward(error)
+                raise
 
     # The pass.
 
@@ -61,6 +71,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Waits for the counts of the other ranks (never for the accelerator), because whether this pass is the boundary
         decides what DeepSpeed's backward does.
+
+        Losses are divided by the expected total, so the gradient that `p.grad` (ZeRO 0) or DeepSpeed's
+        `safe_get_full_grad` shows between the boundary's `backward()` and its `step()` is that of the step only once it
+        is multiplied by `engine.window.correction`. What `safe_set_full_grad` puts in its place must be divided by it.
 
         With sequence parallelism every rank of a group gives the counts and the loss of the whole micro-batch, gathered
         from the group with `torch.distributed.nn.functional.all_gather` as in DeepSpeed's ALST tutorial: in value and
@@ -83,7 +97,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             WindowError: a count is negative or not whole, is missing, contradicts what `passes` announced; the
-                window waits for its `step()`; the loss is none; or gradients were changed outside of `backward`.
+                window waits for its `step()`; the loss is none; or gradients were changed outside of `backward`, or
+                belong to a parameter that the engine was not built with.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)
@@ -282,7 +297,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     @property
     def window(self) -> Window:
-        """The window as it stands: index, passes, rollouts, prompts, tokens, target."""
+        """The window as it stands: index, passes, rollouts, prompts, tokens, target.
+
+        Its `correction` (a float > 0) is what `step()` multiplies the accumulated gradient by.
+        """
         window: Window = self._self_driver.ledger.window
         return window
 

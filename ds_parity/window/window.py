@@ -46,6 +46,7 @@ class Window:
         prompts: finished in them.
         tokens: loss tokens that they contained.
         weight: sum of the weights.
+        total: what the window's step is divided by as it stands: the sum of the weights, or a constant.
         expected: the total that losses are divided by as they go in; 0.0 until a pass contributes.
         closed: whether the last pass counted is the boundary.
     """
@@ -60,8 +61,19 @@ class Window:
     prompts: int = 0
     tokens: int = 0
     weight: int = 0
+    total: float = 0.0
     expected: float = 0.0
     closed: bool = False
+
+    @property
+    def correction(self) -> float:
+        """Expected / total (> 0): what `step()` multiplies the accumulated gradient by.
+
+        Between the boundary's `backward()` and its `step()`, the gradient that `p.grad` (ZeRO 0) or DeepSpeed's
+        `safe_get_full_grad` shows is that of the step once it is multiplied by this. It is 1.0 where the total was
+        known when the window began (a look-ahead that covers it, `loss_weight: target`), or nothing weighs anything.
+        """
+        return self.expected / self.total if self.expected and self.total else 1.0
 
 
 class Ledger:
@@ -141,8 +153,7 @@ class Ledger:
 
         A constant that is the target makes the loss of Dr. GRPO (arXiv 2503.20783).
         """
-        constant = self.weighting.constant
-        return float(self.window.weight) if constant is None or not self.window.weight else constant
+        return self.window.total
 
     def end(self) -> Window:
         """Close the window where it stands, short of its target: the end of the data.
@@ -203,6 +214,7 @@ class Ledger:
         return Window(index=index, target=target, closes_at=closes_at, opened_at=self.consumed)
 
     def _added(self, window: Window, totals: PassTotals) -> Window:
+        weight, constant = window.weight + self.weighting.of(totals), self.weighting.constant
         window = replace(
             window,
             passes=window.passes + 1,
@@ -210,7 +222,8 @@ class Ledger:
             rollouts=window.rollouts + totals.rollouts,
             prompts=window.prompts + totals.prompts,
             tokens=window.tokens + totals.tokens,
-            weight=window.weight + self.weighting.of(totals),
+            weight=weight,
+            total=float(weight) if constant is None or not weight else constant,
         )
         return replace(window, closed=window.opened_at + self._units(window) >= window.closes_at)
 

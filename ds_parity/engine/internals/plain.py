@@ -58,7 +58,9 @@ class Plain(Adapter):
             gradients = [p.grad for p in self._trained if p.grad is not None]
             # torch takes no norm of a sparse gradient; its values have the same.
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            self._skip_unless_finite(torch.nn.utils.get_total_norm(dense))
+            # Of no gradient at all torch gives a norm on its default device, whatever that is.
+            if dense:
+                self._skip_unless_finite(torch.nn.utils.get_total_norm(dense))
 
     def _skip_unless_finite(self, norm: torch.Tensor) -> None:
         # A GradScaler looks itself.

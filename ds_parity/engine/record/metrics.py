@@ -129,7 +129,7 @@ class Meter:
     def _settled_on_device(self, over: PlacedSum, loss: torch.Tensor, samples: _Samples) -> Sums:
         # The flag goes over the host: read from the device it would make the host wait for the whole step.
         new = self._new(samples)
-        if over.start(torch.tensor([len(new)])).wait().tolist()[0]:
+        if over.start(torch.tensor([len(new)], device="cpu")).wait().tolist()[0]:
             self._agree(over, new)
         vector = self._vector([loss], self._agreed, samples)
         dist.all_reduce(vector, group=self._group)
