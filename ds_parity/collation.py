@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.checks import check_choices, check_prompt
+from ds_parity.planning.checks import check_choices, check_prompt, one_number
 from ds_parity.planning.plans import Plan
 from ds_parity.planning.rollout import MicroBatch, PreferencePair, Rollout, Unit
 
@@ -55,8 +55,8 @@ def collate(
         fp32, chosen and rejected.
 
     Raises:
-        ConfigError: a prompt is empty or longer than its sequence, rollouts and pairs are mixed, or the layout is
-            unknown.
+        ConfigError: a prompt is empty or longer than its sequence, an advantage or a log probability is not one finite
+            number, rollouts and pairs are mixed, or the layout is unknown.
     """
     check_choices(layout=layout)
     idle = Rollout(prompt_id="idle", tokens=(pad, pad), prompt_length=2)
@@ -187,10 +187,23 @@ def _of_units(units: Sequence[Unit]) -> dict[str, Tensor]:
     if pairs and len(pairs) < len(units):
         raise ConfigError(f"{len(pairs)} of {len(units)} are preference pairs: a micro-batch holds one kind")
     if pairs:
-        return {
-            "reference_logps": torch.tensor(
-                [(pair.chosen_logp, pair.rejected_logp) for pair in pairs], dtype=torch.float32
-            )
-        }
-    rollouts = cast("Sequence[Rollout]", units)
-    return {"advantages": torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)}
+        logps = [[_logp(pair, name) for name in ("chosen_logp", "rejected_logp")] for pair in pairs]
+        return {"reference_logps": torch.tensor(logps, dtype=torch.float32)}
+    advantages = [_advantage(rollout) for rollout in cast("Sequence[Rollout]", units)]
+    return {"advantages": torch.tensor(advantages, dtype=torch.float32)}
+
+
+def _logp(pair: PreferencePair, name: str) -> float:
+    of = f"pair of prompt {pair.prompt_id!r}: {name}"
+    return one_number(
+        of, getattr(pair, name), "give the sum over the answer's tokens, in nats (0.0 where none is known)"
+    )
+
+
+def _advantage(rollout: Rollout) -> float:
+    return one_number(
+        f"rollout of prompt {rollout.prompt_id!r}: advantage",
+        rollout.advantage,
+        "for one of each token (PPO, GAE) write a loss of your own, and keep them in a field of a subclass of Rollout: "
+        "micro_batch.held has them row by row",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -68,13 +69,36 @@ def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
 
 def check_prompt(sequence: Rollout) -> None:
     """Raise ConfigError where a sequence has no prompt token, or more of them than tokens."""
-    length = len(sequence.tokens)
-    if not 1 <= sequence.prompt_length <= length:
+    length, own = len(sequence.tokens), sequence.prompt_length
+    said = f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {own!r}, must be"
+    if isinstance(own, bool) or not hasattr(own, "__index__"):
+        raise ConfigError(f"{said} a whole number; give how many of its {length} tokens belong to the prompt")
+    if not 1 <= own <= length:
         raise ConfigError(
-            f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {sequence.prompt_length}, must be from 1 to "
-            f"its {length} tokens; add a BOS where there is no prompt, and shorten prompt_length with a prompt that "
-            "was cut"
+            f"{said} from 1 to its {length} tokens; add a BOS where there is no prompt, and shorten prompt_length with "
+            "a prompt that was cut"
         )
+
+
+def one_number(of: str, value: Any, way_out: str) -> float:
+    """Return a number that a rollout or a pair has one of.
+
+    Args:
+        of: the thing that the value is ("rollout of prompt 'p': advantage").
+        value: a number, or a tensor or an array that is one.
+        way_out: what to do in place of it.
+
+    Raises:
+        ConfigError: the value is not one finite number.
+    """
+    try:
+        # A list or a tensor of one number is one of each token, of a rollout that has one token.
+        number = math.nan if isinstance(value, str | bytes) or getattr(value, "ndim", None) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{of} is {value!r}, must be one finite number; {way_out}")
+    return number
 
 
 def _check_repeated(rollouts: Sequence[Unit]) -> None:
