@@ -213,8 +213,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         It stands in `last_step.metrics`, the trace and the monitors once the window is closed: call it between a pass's
         start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record
         different names, or none. Costs no collective of its own, because it travels with the loss in the one sum of a
-        step, but for the first step that holds a name on some rank: a gather and, on CPUs, a sum. In an idle pass of `passes` it does nothing; leave it out where you call `idle`.
-        Never waits for the accelerator.
+        step, but for the first step that holds a name on some rank: a gather and, on CPUs, a sum. A name that no rank
+        has recorded for 64 to 127 windows is forgotten, and new when it comes back; so leave what changes (a step's
+        number, a prompt's id) out of names. In an idle pass of `passes` it does nothing; leave it out where you call
+        `idle`. Never waits for the accelerator.
 
         May be called from any thread, and no number is lost. It counts for the window that is open when it is called:
         while the `step()` that closes a window runs, for this one or the next; after the last window, for none. Threads
