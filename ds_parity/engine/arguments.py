@@ -140,3 +140,25 @@ def counts_in(batch: Any) -> Counts:
             "engine.backward(loss, rollouts=...)"
         )
     return Counts(batch.rollouts, batch.prompts, batch.tokens)
+
+
+def holds_nothing(batch: Any, counts: Counts) -> bool:
+    """Whether a micro-batch of a stream contains nothing, and has no inputs either that an idle pass could run.
+
+    One that keeps what it runs elsewhere, in attributes of its own, has no `inputs` at all, and is left to the loop.
+    """
+    if counts != Counts() or not hasattr(batch, "inputs"):
+        return False
+    inputs = batch.inputs
+    return inputs is None or (isinstance(inputs, Mapping) and not inputs)
+
+
+def refuse_what_runs_nothing(idle: Any) -> None:
+    """Raise WindowError where what was given to stand in is no micro-batch, or has no inputs that could be run."""
+    counts_in(idle)
+    if holds_nothing(idle, Counts()):
+        raise WindowError(
+            f"passes(idle=...) got a micro-batch without inputs (its inputs are {idle.inputs!r}): idle passes run "
+            "their forward with them; give the smallest micro-batch that the model can run, for example "
+            "ds_parity.collate([]) for a model of tokens, or leave idle= out"
+        )

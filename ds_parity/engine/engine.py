@@ -161,13 +161,15 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
-                be endless or arrive as it is produced. One that holds nothing is an idle pass, and a stand-in.
+                be endless or arrive as it is produced. One that contains nothing (counts of 0) is an idle pass, and
+                runs its own inputs; where these are None or empty, the rank's smallest micro-batch so far stands in.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
                 rank; 0 to 4096. With 0 there is one exchange a pass, and the next micro-batch is read only after the
                 current pass.
                 A window starts with so many of its passes known, all where it has no more, so the stream is read at
                 most twice as far ahead.
-            idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
+            idle: a micro-batch that idle passes run on a rank that has had none with inputs; else its smallest is run
+                again.
             finish: settle the last window when all streams have ended.
             skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks
                 (synchronised batch norm) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3,
@@ -226,8 +228,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         It stands in `last_step.metrics`, the trace and the monitors once the window is closed: call it between a pass's
         start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record
         different names, or none. Costs no collective of its own, because it travels with the loss in the one sum of a
-        step, but for the first step that holds a name on some rank: a gather and, on CPUs, a sum. In an idle pass of
-        `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
+        step, but for the first step that holds a name on some rank: a gather and, on CPUs, a sum. A name that no rank
+        has recorded for 64 to 127 windows is forgotten, and new when it comes back; so leave what changes (a step's
+        number, a prompt's id) out of names. In an idle pass of `passes` it does nothing; leave it out where you call
+        `idle`. Never waits for the accelerator.
 
         May be called from any thread, and no number is lost. It counts for the window that is open when it is called:
         while the `step()` that closes a window runs, for this one or the next; after the last window, for none. Threads
