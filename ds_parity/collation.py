@@ -228,7 +228,7 @@ def _ids(values: Sequence[Any], rows: Sequence[Rollout]) -> Tensor:
 
 def _whole_numbers(values: Sequence[Any], dimensions: int | None = None) -> Tensor | None:
     try:
-        ids = torch.tensor(values)
+        ids = torch.tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     kind = ids.dtype
