@@ -6,7 +6,7 @@ whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, cast
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.checks import check_choices, check_prompt
+from ds_parity.planning.checks import check_choices, check_prompt, listed, one_number, whole, wrong_tokens
 from ds_parity.planning.plans import Plan
 from ds_parity.planning.rollout import MicroBatch, PreferencePair, Rollout, Unit
 
@@ -55,10 +55,14 @@ def collate(
         fp32, chosen and rejected.
 
     Raises:
-        ConfigError: a prompt is empty or longer than its sequence, rollouts and pairs are mixed, or the layout is
+        ConfigError: something is no rollout, a prompt is empty or longer than its sequence, a token is no id, an
+            advantage or a log probability is not one finite number, rollouts and pairs are mixed, or the layout is
             unknown.
     """
     check_choices(layout=layout)
+    if whole(pad) is None:
+        raise ConfigError(f"pad is {pad!r}: it must be a token id, a whole number; give the tokenizer's pad_token_id")
+    held = listed(held)
     idle = Rollout(prompt_id="idle", tokens=(pad, pad), prompt_length=2)
     units: Sequence[Unit] = held or [PreferencePair(idle, idle) if pairs else idle]
     rows = [sequence for unit in units for sequence in unit.sequences]
@@ -87,12 +91,16 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
         pad: the token id of padding.
 
     Raises:
-        ConfigError: the plan is for fewer ranks, or for more than there are processes; or it has fewer windows.
+        ConfigError: the plan is for fewer ranks, or for more than there are processes; it has fewer windows, or is no
+            plan.
     """
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is a {type(plan).__name__}: it must be what ds_parity.plan() returned; plan first")
     _refuse_other_ranks(plan, rank)
-    if not 0 <= first_window <= len(plan.windows):
+    window = whole(first_window)
+    if window is None or not 0 <= window <= len(plan.windows):
         raise ConfigError(
-            f"first_window = {first_window}: the plan has {len(plan.windows)} windows, and they count from 0"
+            f"first_window = {first_window!r}: the plan has {len(plan.windows)} windows, and they count from 0"
         )
     pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
@@ -107,9 +115,10 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
 
 def _refuse_other_ranks(plan: Plan, rank: int) -> None:
     ranks = plan.dp_world_size
-    if not 0 <= rank < ranks:
+    number = whole(rank)
+    if number is None or not 0 <= number < ranks:
         raise ConfigError(
-            f"rank {rank}: the plan is for {ranks} data-parallel ranks, numbered from 0 to {ranks - 1}; plan with "
+            f"rank {rank!r}: the plan is for {ranks} data-parallel ranks, numbered from 0 to {ranks - 1}; plan with "
             "dp_world_size=engine.dp_world_size, and give dist.get_rank(engine.data_parallel_group)"
         )
     if dist.is_available() and dist.is_initialized() and ranks > dist.get_world_size():
@@ -127,9 +136,19 @@ def labels(micro_batch: MicroBatch) -> Tensor:
 
     Returns:
         (R, T) int64: the tokens that carry the loss, `IGNORED` elsewhere.
+
+    Raises:
+        ConfigError: the micro-batch has no such inputs.
     """
-    ids: Tensor = micro_batch.inputs["input_ids"]
-    scored = torch.nn.functional.pad(micro_batch.inputs["loss_mask"], (1, 0)) > 0
+    inputs = getattr(micro_batch, "inputs", None)
+    if not isinstance(inputs, Mapping) or not {"input_ids", "loss_mask"} <= inputs.keys():
+        names = f" with the inputs {sorted(map(str, inputs))}" if isinstance(inputs, Mapping) else ""
+        raise ConfigError(
+            f"labels() got a {type(micro_batch).__name__}{names}: it needs the inputs input_ids and loss_mask of a "
+            "micro-batch that ds_parity.collate() or micro_batches() made; make labels of your own inputs yourself"
+        )
+    ids: Tensor = inputs["input_ids"]
+    scored = torch.nn.functional.pad(inputs["loss_mask"], (1, 0)) > 0
     return ids.where(scored, torch.full_like(ids, IGNORED))
 
 
@@ -143,9 +162,24 @@ def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch
     Args:
         micro_batch: one whose inputs are tensors.
         device: as in `torch.Tensor.to`.
+
+    Raises:
+        ConfigError: it is no `MicroBatch`, or one of its inputs can't be moved.
     """
     target = torch.device(device)
-    return replace(micro_batch, inputs={name: _moved(value, target) for name, value in micro_batch.inputs.items()})
+    inputs: Any = micro_batch.inputs if isinstance(micro_batch, MicroBatch) else None
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"to_device() got a {type(micro_batch).__name__}: it takes a ds_parity.MicroBatch, whose inputs are a dict "
+            "of tensors; move what is of another class yourself"
+        )
+    for name, value in inputs.items():
+        if not hasattr(value, "to"):
+            raise ConfigError(
+                f"to_device(): input {name!r} is a {type(value).__name__}: it must be a tensor, or anything else with "
+                ".to(device); make a tensor of it, or move the others yourself"
+            )
+    return replace(micro_batch, inputs={name: _moved(value, target) for name, value in inputs.items()})
 
 
 def _moved(value: Any, target: torch.device) -> Any:
@@ -162,23 +196,45 @@ def _padded(rows: Sequence[Rollout], pad: int) -> dict[str, Any]:
     length = max(len(row.tokens) for row in rows)
     ids = [[*row.tokens, *[pad] * (length - len(row.tokens))] for row in rows]
     scored = [[row.prompt_length <= t < len(row.tokens) for t in range(1, length)] for row in rows]
-    return {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(scored, dtype=torch.float32)}
+    mask = torch.tensor(scored, dtype=torch.float32, device="cpu")
+    return {"input_ids": _ids(ids, rows), "loss_mask": mask}
 
 
 def _packed(rows: Sequence[Rollout]) -> dict[str, Any]:
     lengths = [len(row.tokens) for row in rows]
     starts = list(accumulate(lengths[:-1], initial=0))
-    ids = torch.tensor([token for row in rows for token in row.tokens])
-    mask = torch.zeros(len(ids), dtype=torch.float32)
+    ids = _ids([token for row in rows for token in row.tokens], rows)
+    mask = torch.zeros(len(ids), dtype=torch.float32, device="cpu")
     for start, row in zip(starts, rows, strict=True):
         mask[start + row.prompt_length : start + len(row.tokens)] = 1
-    repeats = torch.tensor(lengths)
+    # On the host, whatever the default device is: to_device moves them.
+    repeats, begins = (torch.tensor(numbers, device="cpu") for numbers in (lengths, starts))
+    places, numbers = (torch.arange(count, device="cpu") for count in (len(ids), len(rows)))
     return {
         "input_ids": ids[None],
         "loss_mask": mask[None, 1:],
-        "position_ids": (torch.arange(len(ids)) - torch.tensor(starts).repeat_interleave(repeats))[None],
-        "segment_ids": torch.arange(len(rows)).repeat_interleave(repeats)[None],
+        "position_ids": (places - begins.repeat_interleave(repeats))[None],
+        "segment_ids": numbers.repeat_interleave(repeats)[None],
     }
+
+
+def _ids(values: Sequence[Any], rows: Sequence[Rollout]) -> Tensor:
+    """Return token ids as int64; where they are none, raise what is said of the row that they come from."""
+    ids = _whole_numbers(values)
+    if ids is None:
+        raise wrong_tokens(next((row for row in rows if _whole_numbers(list(row.tokens), 1) is None), rows[0]))
+    return ids
+
+
+def _whole_numbers(values: Sequence[Any], dimensions: int | None = None) -> Tensor | None:
+    try:
+        ids = torch.tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    kind = ids.dtype
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool or dimensions not in (None, ids.ndim):
+        return None
+    return ids.to(torch.int64)
 
 
 def _of_units(units: Sequence[Unit]) -> dict[str, Tensor]:
@@ -187,10 +243,23 @@ def _of_units(units: Sequence[Unit]) -> dict[str, Tensor]:
     if pairs and len(pairs) < len(units):
         raise ConfigError(f"{len(pairs)} of {len(units)} are preference pairs: a micro-batch holds one kind")
     if pairs:
-        return {
-            "reference_logps": torch.tensor(
-                [(pair.chosen_logp, pair.rejected_logp) for pair in pairs], dtype=torch.float32
-            )
-        }
-    rollouts = cast("Sequence[Rollout]", units)
-    return {"advantages": torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)}
+        logps = [[_logp(pair, name) for name in ("chosen_logp", "rejected_logp")] for pair in pairs]
+        return {"reference_logps": torch.tensor(logps, dtype=torch.float32, device="cpu")}
+    advantages = [_advantage(rollout) for rollout in cast("Sequence[Rollout]", units)]
+    return {"advantages": torch.tensor(advantages, dtype=torch.float32, device="cpu")}
+
+
+def _logp(pair: PreferencePair, name: str) -> float:
+    of = f"pair of prompt {pair.prompt_id!r}: {name}"
+    return one_number(
+        of, getattr(pair, name), "give the sum over the answer's tokens, in nats (0.0 where none is known)"
+    )
+
+
+def _advantage(rollout: Rollout) -> float:
+    return one_number(
+        f"rollout of prompt {rollout.prompt_id!r}: advantage",
+        rollout.advantage,
+        "for one of each token (PPO, GAE) write a loss of your own, and keep them in a field of a subclass of Rollout: "
+        "micro_batch.held has them row by row",
+    )

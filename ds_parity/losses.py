@@ -80,13 +80,17 @@ class PolicyGradient(nn.Module):
         Args:
             input_ids: (B, T) int64, padded on the right, B >= 1; packed (1, T).
             loss_mask: (B, T - 1) float, 1 where input_ids[:, 1:] carries the loss, 0 elsewhere; packed (1, T - 1).
-            advantages: (B,) float.
+            advantages: (B,) float, one number a rollout.
             position_ids: packed (1, T) int64, 0 where a rollout starts; None where rollouts are padded.
             segment_ids: packed (1, T) int64, the number of the rollout, from 0 to B - 1; None where they are padded.
 
         Returns:
             A scalar in fp32 (in fp64 where the logits are fp64).
+
+        Raises:
+            ConfigError: `advantages` have another shape.
         """
+        _check_advantages(advantages, None if segment_ids is not None else len(input_ids))
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
         by_token = advantages[:, None] if segment_ids is None else advantages[segment_ids[:, 1:]]
         losses = self.token_losses(logits, input_ids[:, 1:], by_token)
@@ -173,7 +177,15 @@ class DirectPreference(nn.Module):
             The loss (scalar), the margins (B,) and the loss tokens (B,) of the pairs, the last two without gradient. A
             margin here is beta * (margin - the reference's margin): above 0 the policy prefers the chosen answer by
             more than its reference does, and the pair counts as right.
+
+        Raises:
+            ConfigError: `reference_logps` have another shape.
         """
+        if reference_logps.ndim != 2 or reference_logps.shape[1] != 2:
+            raise ConfigError(
+                f"reference_logps have the shape {tuple(reference_logps.shape)}, must be (B, 2): of each pair the "
+                "chosen and the rejected answer; give sums over their tokens, as `answers` returns them"
+            )
         logps, tokens = self.answers(input_ids, loss_mask, len(reference_logps), position_ids, segment_ids)
         log_ratios = logps - reference_logps.to(logps.dtype)
         margins = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])
@@ -250,6 +262,16 @@ def by_segment(values: Tensor, segment_ids: Tensor, segments: int) -> Tensor:
     """
     own = segment_ids[:, 1:] == torch.arange(segments, device=segment_ids.device)[:, None]
     return values.where(own, torch.zeros_like(values))
+
+
+def _check_advantages(advantages: Tensor, rows: int | None) -> None:
+    # Torch would spread others over rows, and multiply a rollout's tokens by the advantages of other rollouts.
+    if advantages.ndim != 1 or rows not in (None, len(advantages)):
+        raise ConfigError(
+            f"advantages have the shape {tuple(advantages.shape)}, must be (B,), one number a rollout"
+            f"{'' if rows is None else f': input_ids have {rows} rows'}; with one of each token (PPO, GAE) write a "
+            "loss of your own, for example a subclass whose forward() gives them to token_losses()"
+        )
 
 
 def _check(**given: str) -> None:

@@ -427,3 +427,70 @@ def test_a_rank_that_the_plan_does_not_know_is_refused():
 def test_an_unknown_layout_is_refused():
     with pytest.raises(ConfigError, match="layout is 'pack': it must be one of 'packed', 'padded'"):
         collate([SHORT], layout="pack")
+
+
+TWO_NUMBERS = {
+    "a list": [0.5, -0.1],
+    "a tensor": torch.tensor([0.5, -0.1]),
+    "a list of one": [0.5],
+    "nothing": None,
+    "a name": "0.5",
+    "not a number": math.nan,
+    "no finite one": -math.inf,
+}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("kind", TWO_NUMBERS)
+class TestWhatIsNotOneNumber:
+    def test_is_no_advantage(self, layout, kind):
+        """One number for each token was taken, and the loss mixed rollouts without a word."""
+        given = TWO_NUMBERS[kind]
+        wrong = Rollout("p", (1, 2, 3, 4), 2, advantage=given)
+        with pytest.raises(
+            ConfigError, match=r"prompt 'p': advantage is .*one finite number.*loss of your own"
+        ) as said:
+            collate([SHORT, wrong], layout=layout)
+        assert repr(given) in str(said.value)
+
+    def test_is_no_log_probability_of_a_reference(self, layout, kind):
+        wrong = PreferencePair(SHORT, LONG, -1.0, TWO_NUMBERS[kind])
+        with pytest.raises(ConfigError, match=r"pair of prompt 'a': rejected_logp is .*one finite number.*sum"):
+            collate([wrong], layout=layout)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.5), torch.tensor([0.5])[0], 0.5, True, 1])
+def test_one_number_of_any_kind_is_an_advantage(number):
+    assert collate([Rollout("p", (1, 2), 1, advantage=number)]).inputs["advantages"].tolist() == [float(number)]
+
+
+class TestInputsOfAnotherShape:
+    """Torch would spread them over rows that they don't belong to."""
+
+    @pytest.mark.parametrize("layout", ["padded", "packed"])
+    @pytest.mark.parametrize("shape", [(2, 3), (2, 1), (), (1, 2)])
+    def test_are_no_advantages(self, layout, shape):
+        inputs = dict(collate([SHORT, Rollout("b", (1, 2, 3, 4), 2)], layout=layout).inputs)
+        inputs["advantages"] = torch.zeros(shape)
+        with pytest.raises(ConfigError, match=r"advantages have the shape .*\(B,\), one number a rollout"):
+            PolicyGradient(build_tiny())(**inputs)
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_are_no_advantages_of_other_rows(self, count):
+        inputs = {**collate([SHORT, LONG]).inputs, "advantages": torch.zeros(count)}
+        with pytest.raises(ConfigError, match=rf"advantages have the shape \({count},\).* 2 rows"):
+            PolicyGradient(build_tiny())(**inputs)
+
+    @pytest.mark.parametrize("shape", [(2,), (2, 3), (1, 2, 2)])
+    def test_are_no_log_probabilities_of_a_reference(self, shape):
+        inputs = {**collate([PreferencePair(SHORT, LONG)]).inputs, "reference_logps": torch.zeros(shape)}
+        with pytest.raises(ConfigError, match=r"reference_logps have the shape .*\(B, 2\)"):
+            DirectPreference(build_tiny())(**inputs)
+
+
+@pytest.mark.parametrize("length", [1.5, 2.0, True, None, "2"])
+def test_a_length_of_a_prompt_that_is_no_whole_number_is_refused_here_and_in_a_plan(length):
+    wrong = Rollout("p", (1, 2, 3), length)
+    for call in (lambda: collate([SHORT, wrong]), lambda: plan([wrong], dp_world_size=1, target=1, max_tokens=9)):
+        with pytest.raises(ConfigError, match=r"prompt 'p': prompt_length is .* whole number"):
+            call()

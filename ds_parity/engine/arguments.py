@@ -183,6 +183,11 @@ def parts_of(loss: Any) -> tuple[Any, ...]:
 
 def refuse_what_is_no_loss(loss: Any) -> None:
     """Raise WindowError before anything is counted: a pass that is counted and has no gradient can't be taken back."""
+    if not torch.is_grad_enabled():
+        raise WindowError(
+            "backward() under torch.no_grad() or torch.inference_mode(): what is computed there has no graph, and the "
+            "loss is divided before its backward; call forward and backward() outside of them"
+        )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None or loss.is_complex():
         what = f"of shape {tuple(loss.shape)} and {loss.dtype} " if isinstance(loss, torch.Tensor) else ""
         raise WindowError(
@@ -248,10 +253,31 @@ def counts_in(batch: Any, weighting: Weighting | None = None) -> Counts:
     counts = Counts(batch.rollouts, batch.prompts, batch.tokens, (batch.weight,) if own else ())
     if terms is None:
         return counts
-    by_name = getattr(batch, "weight", None)
-    return replace(
-        counts, weights=terms.weigh(counts, set(terms.names), by_name if isinstance(by_name, Mapping) else {})
-    )
+    given = getattr(batch, "weight", None)
+    by_name = given if isinstance(given, Mapping) else {}
+    return replace(counts, weights=terms.weigh(counts, set(terms.names), by_name))
+
+
+def holds_nothing(batch: Any, counts: Counts) -> bool:
+    """Whether a micro-batch of a stream contains nothing, and has no inputs either that an idle pass could run.
+
+    One that keeps what it runs elsewhere, in attributes of its own, has no `inputs` at all, and is left to the loop.
+    """
+    if counts != Counts() or not hasattr(batch, "inputs"):
+        return False
+    inputs = batch.inputs
+    return inputs is None or (isinstance(inputs, Mapping) and not inputs)
+
+
+def refuse_what_runs_nothing(idle: Any, weighting: Weighting) -> None:
+    """Raise WindowError where what was given to stand in is no micro-batch, or has no inputs that could be run."""
+    counts_in(idle, weighting)
+    if holds_nothing(idle, Counts()):
+        raise WindowError(
+            f"passes(idle=...) got a micro-batch without inputs (its inputs are {idle.inputs!r}): idle passes run "
+            "their forward with them; give the smallest micro-batch that the model can run, for example "
+            "ds_parity.collate([]) for a model of tokens, or leave idle= out"
+        )
 
 
 def refuse_missing_terms(weighting: Weighting, counts: Counts, given: Set[str] | None) -> None:

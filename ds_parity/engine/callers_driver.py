@@ -46,7 +46,7 @@ class CallersDriver(Driver):
             RankDesyncError: ranks are out of sync.
         """
         self.refuse_owed_step()
-        self._refuse_strays()
+        self._refuse_strays(newcomers=self.ledger.window.passes == 1)
         self._refuse_idle_experts(counts)
         self._finished = False
         if self.queue is not None:
@@ -61,7 +61,8 @@ class CallersDriver(Driver):
                 )
         # ZeRO 0 and 1 reduce in a boundary's backward; where none was announced, step() reduces.
         self.boundary.mark(self.announced)
-        accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
+        with self._telling():
+            accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
         self._reduced = self.announced
         if window.passes == 1:
             self.adapter.forget_last_window(self.announced)
@@ -96,7 +97,7 @@ class CallersDriver(Driver):
             WindowError: no rank ran a backward since the last step.
             RankDesyncError: ranks are out of sync; on ZeRO 2 and 3 also where they ran other numbers of backwards.
         """
-        self._refuse_strays()
+        self._refuse_strays(newcomers=True)
         if self._passes_over_ranks(ENDS) == 0:
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it on any rank: with "
@@ -121,7 +122,7 @@ class CallersDriver(Driver):
                 f"finish() in window {window.index}, which {passes} passes have run in and no step() has ended, and "
                 "ds_parity.last_window is 'error'; call step() after the window's backwards, or choose 'step' or 'drop'"
             )
-        self._refuse_strays()
+        self._refuse_strays(newcomers=True)
         self._close(drop=self.settings.last_window == "drop")
 
     def _close(self, *, drop: bool = False, **kwargs: Any) -> None:

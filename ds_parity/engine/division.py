@@ -101,7 +101,7 @@ class Division:
         # What flows back into a loss has the loss's own type, so no division can keep it exact.
         # A loss scale is a power of two that keeps it within the range, so that only digits are lost.
         digits, exponent = math.frexp(coefficient)
-        rounded = math.ldexp(torch.tensor(digits, dtype=torch.float64).to(dtype).item(), exponent)
+        rounded = math.ldexp(torch.tensor(digits, dtype=torch.float64, device="cpu").to(dtype).item(), exponent)
         if rounded == coefficient:
             return
         self._warned = True
@@ -113,7 +113,11 @@ class Division:
         )
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        accumulated: torch.Tensor = self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        try:
+            accumulated: torch.Tensor = self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        except IndexError as error:
+            self._adapter.kept.explain_backward(error)
+            raise
         self._adapter.end_backward()
         self._adapter.kept.after_backward()
         return accumulated

@@ -202,7 +202,9 @@ class Driver:
             RankDesyncError: ranks are out of sync.
         """
         self.refuse_owed_step()
-        self._refuse_strays()
+        # All modules are looked through, which is not done in every pass. The first one has left gradients here, and
+        # where ranks differ, ZeRO 0 would add up others in the boundary's backward (gloo ends a process there).
+        self._refuse_strays(newcomers=self.ledger.window.passes == 1)
         self._refuse_idle_experts(counts)
         self._finished = caller is not None  # a framework ends its last window, and never says that it was the last
         totals, ahead, whole = self._exchanged(counts, caller)
@@ -221,7 +223,8 @@ class Driver:
             )
         # ZeRO 0 and 1 reduce in the boundary's backward, so DeepSpeed must know of it before.
         self.boundary.mark(steps)
-        accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
+        with self._telling():
+            accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
         self._ran_in = window.index
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
@@ -237,10 +240,21 @@ class Driver:
                     "ep_size 1"
                 )
 
-    def _refuse_strays(self) -> None:
+    def _refuse_strays(self, *, newcomers: bool) -> None:
         with self._telling():
             self.adapter.kept.refuse_freezing(self.ledger.window.index)
             self.adapter.kept.refuse_strays(self.ledger.window.index)
+            if newcomers:
+                self.adapter.kept.refuse_newcomers()
+
+    def explain_forward(self, error: AttributeError) -> None:
+        """Raise WindowError, on every rank, where a forward has raised because of a parameter that came later.
+
+        Args:
+            error: that the forward has raised.
+        """
+        with self._telling():
+            self.adapter.kept.explain_forward(error)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -287,7 +301,7 @@ class Driver:
                 "pass; call it once after every backward()"
             )
         if self.ledger.window.closed:
-            self._refuse_strays()
+            self._refuse_strays(newcomers=True)
         self._stepped = True
         if not self.ledger.window.closed:
             self.engine.step(**kwargs)
@@ -430,7 +444,7 @@ class Driver:
                 f"{self.settings.count}s after {window.passes} passes, and ds_parity.last_window is 'error'; feed a "
                 "multiple of the target, or choose 'step' or 'drop'"
             )
-        self._refuse_strays()
+        self._refuse_strays(newcomers=True)
         self.ledger.end()
         if self.ledger.total() == 0:
             self.boundary.skip()

@@ -41,6 +41,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
     - `step` updates at the boundary only, and must follow every `backward`;
     - `zero_grad`, also of the optimizers, does nothing inside a window: its gradients have been counted;
+    - `step` of the optimizers raises `WindowError` where it is called by itself: `engine.step()` calls it;
     - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
@@ -53,9 +54,18 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         self._self_driver: Driver = kind(engine, settings, chunk_of(settings.lookahead), sequence, number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
+        """Run the forward.
+
+        Raises:
+            WindowError: on ZeRO 3, a parameter came into the model after the engine was built.
+            RankDesyncError: another rank ended, or did not come in time.
+        """
         with self._self_driver.waiting("a forward"):
-            return self.__wrapped__(*args, **kwargs)
+            try:
+                return self.__wrapped__(*args, **kwargs)
+            except AttributeError as error:
+                self._self_driver.explain_forward(error)
+                raise
 
     # The pass.
 
@@ -74,6 +84,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Waits for the counts of the other ranks (never for the accelerator), because whether this pass is the boundary
         decides what DeepSpeed's backward does.
+
+        Losses are divided by the expected total, so the gradient that `p.grad` (ZeRO 0) or DeepSpeed's
+        `safe_get_full_grad` shows between the boundary's `backward()` and its `step()` is that of the step only once it
+        is multiplied by `engine.window.correction`. What `safe_set_full_grad` puts in its place must be divided by it.
 
         With sequence parallelism every rank of a group gives the counts and the loss of the whole micro-batch, gathered
         from the group with `torch.distributed.nn.functional.all_gather` as in DeepSpeed's ALST tutorial: in value and
@@ -104,7 +118,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: a count is negative, not whole, on an accelerator, missing (it is required, or earlier passes
                 gave it), or contradicts what `passes` announced; the window waits for its `step()`; the loss is none;
-                or gradients were changed outside of `backward`.
+                or gradients were changed outside of `backward`, or belong to a parameter that the engine was not built
+                with.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)
@@ -199,13 +214,15 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Args:
             stream: micro-batches of this rank (`MicroBatch`, or anything with `rollouts`, `prompts` and `tokens`); may
-                be endless or arrive as it is produced. One that holds nothing is an idle pass, and a stand-in.
+                be endless or arrive as it is produced. One that contains nothing (counts of 0) is an idle pass, and
+                runs its own inputs; where these are None or empty, the rank's smallest micro-batch so far stands in.
             lookahead: passes whose counts are exchanged together, in place of `ds_parity.lookahead`; the same on every
                 rank; 0 to 4096. With 0 there is one exchange a pass, and the next micro-batch is read only after the
                 current pass.
                 A window starts with so many of its passes known, all where it has no more, so the stream is read at
                 most twice as far ahead.
-            idle: a micro-batch that idle passes run on a rank that has had none; else its smallest is run again.
+            idle: a micro-batch that idle passes run on a rank that has had none with inputs; else its smallest is run
+                again.
             finish: settle the last window when all streams have ended.
             skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks
                 (synchronised batch norm) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3,
@@ -264,8 +281,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         It stands in `last_step.metrics`, the trace and the monitors once the window is closed: call it between a pass's
         start and its `step()` (after the `step()` that closes a window it counts for the next one). Ranks may record
         different names, or none. Costs no collective of its own, because it travels with the loss in the one sum of a
-        step, but for the first step that holds a name on some rank: a gather and, on CPUs, a sum. In an idle pass of
-        `passes` it does nothing; leave it out where you call `idle`. Never waits for the accelerator.
+        step, but for the first step that holds a name on some rank: a gather and, on CPUs, a sum. A name that no rank
+        has recorded for 64 to 127 windows is forgotten, and new when it comes back; so leave what changes (a step's
+        number, a prompt's id) out of names. In an idle pass of `passes` it does nothing; leave it out where you call
+        `idle`. Never waits for the accelerator.
 
         May be called from any thread, and no number is lost. It counts for the window that is open when it is called:
         while the `step()` that closes a window runs, for this one or the next; after the last window, for none. Threads
@@ -338,7 +357,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
     @property
     def window(self) -> Window:
-        """The window as it stands: index, passes, rollouts, prompts, tokens, target."""
+        """The window as it stands: index, passes, rollouts, prompts, tokens, target.
+
+        Its `correction` (a float > 0) is what `step()` multiplies the accumulated gradient by.
+        """
         window: Window = self._self_driver.ledger.window
         return window
 

@@ -218,11 +218,7 @@ def data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> int
     sequence = sequence_parallel_size(mpu, mesh_param, config)
     if sequence > 1:
         return dist.get_world_size() // sequence
-    if mesh_param:
-        return int(mesh_param[0])
-    section = config.get("tensor_parallel")
-    autotp = section.get("autotp_size", 0) if isinstance(section, dict) else 0
-    return dist.get_world_size() // (autotp if isinstance(autotp, int) and autotp > 1 else 1)
+    return int(mesh_param[0]) if mesh_param else dist.get_world_size()
 
 
 def _refuse_pipeline(model: Any) -> None:

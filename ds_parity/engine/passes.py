@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ds_parity.engine.arguments import chunk_of, counts_in, iterator_of, refuse_mean_of_parts
+from ds_parity.engine.arguments import (
+    chunk_of,
+    counts_in,
+    holds_nothing,
+    iterator_of,
+    refuse_mean_of_parts,
+    refuse_what_runs_nothing,
+)
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement
@@ -14,6 +21,8 @@ from ds_parity.errors import ConfigError, WindowError
 from ds_parity.window import Counts
 
 _END: Any = object()
+# What is handed out where a pass has no micro-batch of its own: a stand-in, made where the pass is run.
+_NOTHING: Any = object()
 
 
 class PassQueue:
@@ -43,7 +52,7 @@ class PassQueue:
             ahead = driver.engine.gradient_accumulation_steps() if whole_windows else lookahead
             chunk, self._stream = chunk_of(ahead), iterator_of(stream)
             if idle is not None:
-                counts_in(idle)
+                refuse_what_runs_nothing(idle, driver.ledger.weighting)
         except Exception as error:  # the other ranks wait for what this one announces
             driver.refuse(error)
             raise
@@ -77,7 +86,7 @@ class PassQueue:
     def _handed_out(self, one: UpcomingPass) -> Any:
         batch = self.upcoming.hand_out()
         # A pass behind the end of the data is given its stand-in where it is run: most of a long look-ahead never are.
-        return stand_in(self._smallest) if one.announcement.out_of_data else batch
+        return stand_in(self._smallest) if one.announcement.out_of_data or batch is _NOTHING else batch
 
     def _refuse_another_generator(self) -> None:
         if self._driver.queue is not self.upcoming:
@@ -103,7 +112,7 @@ class PassQueue:
         wanted = self._chunk if self._driver.ledger.window.passes == 0 else 1
         while len(self.upcoming) < wanted and not self.upcoming.all_out_of_data:
             pending = self.upcoming.announce(self._next_chunk())
-            if self._chunk > 1 or self._out_of_data:
+            if self._chunk > 1 or self._out_of_data or self._smallest is None:
                 self.upcoming.learn()
             else:
                 # This rank goes into its forward; one whose stream has ended waits to hear whether there is a pass at
@@ -126,8 +135,11 @@ class PassQueue:
             self._driver.refuse(error)
             raise
         padding = self._chunk - len(read)
-        # Every rank must hear that one has nothing to run, or the others would wait for it in the backward.
-        stuck = padding > 0 and not read and self._smallest is None
+        # Every rank must hear that one has nothing to run, or the others would wait for it in the backward. Where
+        # something was read all the same, all of it holds nothing and has no inputs.
+        stuck = self._smallest is None
+        if stuck:
+            read = [UpcomingPass(Announcement(stuck=True), _NOTHING) for _ in read]
         idle = Announcement(out_of_data=True, stuck=stuck)
         return [*read, *(UpcomingPass(idle) for _ in range(padding))]
 
@@ -140,6 +152,9 @@ class PassQueue:
                 break
             self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
             counts = counts_in(batch, self._driver.ledger.weighting)
+            if holds_nothing(batch, counts):
+                read.append(UpcomingPass(Announcement(), _NOTHING))
+                continue
             # The smallest micro-batch makes the cheapest idle pass.
             if self._smallest is None or batch.tokens < self._smallest.tokens:
                 self._smallest = whole(batch)

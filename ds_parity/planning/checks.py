@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,9 @@ def numbers(**values: Any) -> list[int]:
         ConfigError: one is not whole, or not from 1 to 2**30 (2**20 for ranks).
     """
     for name, value in values.items():
-        number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+        number = whole(value)
         most = _MOST_RANKS if name == "dp_world_size" else _MOST
-        if not 1 <= number <= most:
+        if number is None or not 1 <= number <= most:
             raise ConfigError(f"{name} is {value!r}: it must be a whole number from 1 to {most:,}")
     return [operator.index(value) for value in values.values()]
 
@@ -35,6 +37,69 @@ def check_choices(**values: str) -> None:
     for name, value in values.items():
         if value not in _CHOICES[name]:
             raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(map(repr, _CHOICES[name]))}")
+
+
+def listed(rollouts: Iterable[Any]) -> list[Unit]:
+    """Return rollouts, turns or pairs as a list.
+
+    Raises:
+        ConfigError: one of them is none of these, or has no tokens that could be counted.
+    """
+    if isinstance(rollouts, str | bytes | Mapping) or not isinstance(rollouts, Iterable):
+        raise ConfigError(
+            f"rollouts are a {type(rollouts).__name__}: they must be a list (or any other iterable) of "
+            "ds_parity.Rollout or PreferencePair; of a dict give its values()"
+        )
+    units = list(rollouts)
+    for index, unit in enumerate(units):
+        if isinstance(unit, PreferencePair):
+            for name in ("chosen", "rejected"):
+                check_rollout(f"{name} of a pair of prompt {_prompt_of(unit)!r}", getattr(unit, name))
+        else:
+            check_rollout(f"rollout {index}", unit)
+    return units
+
+
+def check_rollout(said: str, given: Any) -> None:
+    """Raise ConfigError where something is no rollout, or its tokens are no sequence.
+
+    Args:
+        said: which one it is, for the error.
+        given: what it is.
+    """
+    if not isinstance(given, Rollout):
+        raise ConfigError(
+            f"{said} is {reprlib.repr(given)}: it must be a ds_parity.Rollout(prompt_id, tokens, prompt_length), or "
+            "for two answers of which one is preferred a ds_parity.PreferencePair(chosen, rejected)"
+        )
+    try:
+        wrong = isinstance(given.tokens, str | bytes | Mapping) or len(given.tokens) < 0
+    except TypeError:
+        wrong = True
+    if wrong:
+        raise wrong_tokens(given)
+
+
+def wrong_tokens(sequence: Rollout) -> ConfigError:
+    """Return the error of a sequence whose tokens are none."""
+    return ConfigError(
+        f"rollout of prompt {sequence.prompt_id!r}: tokens are {reprlib.repr(sequence.tokens)}, must be a sequence of "
+        "token ids, prompt first, as (5, 7, 9); give what the tokenizer returned"
+    )
+
+
+def _prompt_of(pair: PreferencePair) -> Any:
+    return getattr(pair.chosen, "prompt_id", getattr(pair.rejected, "prompt_id", None))
+
+
+def whole(value: Any) -> int | None:
+    """Return a whole number as a plain int, None where it is none: a flag is none either."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
@@ -68,13 +133,36 @@ def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
 
 def check_prompt(sequence: Rollout) -> None:
     """Raise ConfigError where a sequence has no prompt token, or more of them than tokens."""
-    length = len(sequence.tokens)
-    if not 1 <= sequence.prompt_length <= length:
+    length, own = len(sequence.tokens), sequence.prompt_length
+    said = f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {own!r}, must be"
+    if whole(own) is None:
+        raise ConfigError(f"{said} a whole number; give how many of its {length} tokens belong to the prompt")
+    if not 1 <= own <= length:
         raise ConfigError(
-            f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {sequence.prompt_length}, must be from 1 to "
-            f"its {length} tokens; add a BOS where there is no prompt, and shorten prompt_length with a prompt that "
-            "was cut"
+            f"{said} from 1 to its {length} tokens; add a BOS where there is no prompt, and shorten prompt_length with "
+            "a prompt that was cut"
         )
+
+
+def one_number(of: str, value: Any, way_out: str) -> float:
+    """Return a number that a rollout or a pair has one of.
+
+    Args:
+        of: the thing that the value is ("rollout of prompt 'p': advantage").
+        value: a number, or a tensor or an array that is one.
+        way_out: what to do in place of it.
+
+    Raises:
+        ConfigError: the value is not one finite number.
+    """
+    try:
+        # A list or a tensor of one number is one of each token, of a rollout that has one token.
+        number = math.nan if isinstance(value, str | bytes) or getattr(value, "ndim", None) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{of} is {value!r}, must be one finite number; {way_out}")
+    return number
 
 
 def _check_repeated(rollouts: Sequence[Unit]) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from ds_parity.planning.checks import check_choices, check_lengths, numbers, sizes_of
+from ds_parity.planning.checks import check_choices, check_lengths, listed, numbers, sizes_of
 from ds_parity.planning.packing import best_fit, exchange, fill, level, level_runs, sorted_runs
 from ds_parity.planning.plans import Layout, Plan, WindowPlan, fewest_passes, rollout_key
 from ds_parity.planning.rollout import Unit
@@ -47,9 +47,10 @@ def plan(
         oversize: a rollout of more than `max_tokens` is refused, or gets a micro-batch of its `own`.
 
     Raises:
-        ConfigError: a number or a choice is none of these, or a rollout is empty or longer than `max_tokens`.
+        ConfigError: a number or a choice is none of these, something is no rollout, or one is empty or longer than
+            `max_tokens`.
     """
-    rollouts = list(rollouts)
+    rollouts = listed(rollouts)
     dp_world_size, target, max_tokens = numbers(dp_world_size=dp_world_size, target=target, max_tokens=max_tokens)
     check_choices(count=count, layout=layout, oversize=oversize)
     lengths = sizes_of(rollouts, layout)

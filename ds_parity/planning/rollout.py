@@ -16,7 +16,8 @@ class Rollout:
         tokens: token ids, prompt first and completion after it.
         prompt_length: how many of `tokens` belong to the prompt; the others carry the loss.
         reward: the reward of the completion.
-        advantage: the reward beside those of its group (0 where all rewards of a group are equal).
+        advantage: the reward beside those of its group (0 where all rewards of a group are equal): one finite number.
+            What has one of each token (PPO, GAE) keeps them in a field of a subclass, for a loss of its own.
         rollout_id: the same for all turns of a trajectory that is trained on as one sequence per turn; they count as
             one rollout, when the last of them has run. None: this is a whole rollout.
     """

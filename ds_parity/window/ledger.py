@@ -159,6 +159,7 @@ class Ledger:
             tokens=totals.tokens,
             weight=totals.weight,
             weights=totals.weights,
+            total=self._total_of(totals.weight),
             expected=window.expected if totals.active else 0.0,
             closed=True,
         )
@@ -186,8 +187,7 @@ class Ledger:
 
         A constant that is the target makes the loss of Dr. GRPO (arXiv 2503.20783).
         """
-        constant = self.weighting.constant
-        return float(self.window.weight) if constant is None or not self.window.weight else constant
+        return self.window.total
 
     def end(self) -> Window:
         """Close the window where it stands, short of its target: the end of the data.
@@ -252,6 +252,7 @@ class Ledger:
         return Window(index=index, target=target, closes_at=closes_at, opened_at=self.consumed)
 
     def _added(self, window: Window, totals: PassTotals) -> Window:
+        weight = window.weight + self.weighting.of(totals)
         window = replace(
             window,
             passes=window.passes + 1,
@@ -260,11 +261,16 @@ class Ledger:
             rollouts=window.rollouts + totals.rollouts,
             prompts=window.prompts + totals.prompts,
             tokens=window.tokens + totals.tokens,
-            weight=window.weight + self.weighting.of(totals),
+            weight=weight,
             weights=added(window.weights, totals.weights),
+            total=self._total_of(weight),
         )
         reached = window.opened_at + self._units(window) >= window.closes_at
         return replace(window, closed=reached and not self.rules.by_caller)
+
+    def _total_of(self, weight: float) -> float:
+        constant = self.weighting.constant
+        return float(weight) if constant is None or not weight else constant
 
     def _divided(self, window: Window, totals: PassTotals, ahead: Sequence[PassTotals], whole: bool) -> Window:
         """Return the window with what its losses are divided by, from its first pass with a gradient on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -24,6 +25,8 @@ class Window:
         weight: sum of the weights.
         weights: the same one by one, where micro-batches bring them or terms have them; else empty.
         divisors: what each term is divided by, where their totals are known; else empty.
+        total: what the window's step is divided by as it stands: the sum of the weights, or a constant; 0.0 in a window
+            that its caller ends, until `step()`.
         expected: the total that losses are divided by as they go in; 0.0 until a pass contributes.
         closed: whether the last pass counted is the boundary.
     """
@@ -41,5 +44,19 @@ class Window:
     weight: float = 0
     weights: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()
+    total: float = 0.0
     expected: float = 0.0
     closed: bool = False
+
+    @property
+    def correction(self) -> float:
+        """Expected / total (> 0): what `step()` multiplies the accumulated gradient by.
+
+        Between the boundary's `backward()` and its `step()`, the gradient that `p.grad` (ZeRO 0) or DeepSpeed's
+        `safe_get_full_grad` shows is that of the step once it is multiplied by this. It is 1.0 where the total was
+        known when the window began (a look-ahead that covers it, `loss_weight: target`), or nothing weighs anything;
+        and NaN in a window that its caller ends, whose total is known in `step()` alone.
+        """
+        if self.weight and not self.total:
+            return math.nan
+        return self.expected / self.total if self.expected and self.total else 1.0

@@ -3,11 +3,13 @@
 import math
 from itertools import product
 from threading import Thread
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_parity.engine.record import metrics
 from tests.distributed.cells import STAGES, config
 from tests.distributed.counting import Counting
 from tests.distributed.engines import Batch, build, forward, from_all, meter_of, one_pass
@@ -67,7 +69,7 @@ def recorded(folder):
     for stage in STAGES:
         for path in PATHS:
             engine = over(build(config(stage, passes=3 * dist.get_world_size())), path)
-            metrics = []
+            means = []
             for window in range(5):
                 for index in range(3):
                     loss = forward(engine, index)
@@ -76,16 +78,16 @@ def recorded(folder):
                         engine.record(name, values, weights)
                     engine.backward(loss, rollouts=1)
                     engine.step()
-                metrics.append(engine.last_step.metrics)
-            results[f"{stage} {path}"] = from_all(metrics)
+                means.append(engine.last_step.metrics)
+            results[f"{stage} {path}"] = from_all(means)
     return results
 
 
 class TestMetrics:
     def test_are_the_means_of_all_samples_of_all_ranks_and_passes(self, two_ranks, stage, path):
         for result in two_ranks.of(recorded)[f"{stage} {path}"]:
-            for window, metrics in enumerate(result):
-                assert metrics == pytest.approx(direct(window), rel=1e-13)
+            for window, means in enumerate(result):
+                assert means == pytest.approx(direct(window), rel=1e-13)
 
     def test_are_the_same_on_every_rank_to_the_last_bit(self, two_ranks, stage, path):
         first, second = two_ranks.of(recorded)[f"{stage} {path}"]
@@ -160,6 +162,40 @@ class TestWhatAMetricCosts:
         assert {name: device[name] - count for name, count in host.items() if device[name] != count} == {
             "all_reduce": 1
         }
+
+
+@on_two_ranks
+def forgotten(folder):
+    """Names are looked at in every fourth window; `b` and `a`, of rank 1 alone, are used in the first and the last."""
+    results, rank, windows = {}, dist.get_rank(), 14
+    with patch.object(metrics, "REVIEWED", 4):
+        for path in PATHS:
+            engine = over(build(config(1, passes=2)), path)
+            found, agreed = [], []
+            for window in range(windows):
+                engine.record("often", float(window + rank))
+                if rank and window in (0, windows - 1):
+                    engine.record("b", 10.0)
+                    engine.record("a", torch.tensor(float(window)))
+                one_pass(engine, window, rollouts=1)
+                found.append(engine.last_step.metrics)
+                agreed.append(meter_of(engine)._agreed)
+            results[path] = {"found": from_all(found), "agreed": from_all(agreed)}
+    return results
+
+
+class TestANameThatNoRankRecordsAnyMore:
+    def test_is_forgotten_on_all_ranks_in_one_window_and_has_a_place_again_when_it_comes_back(self, two_ranks, path):
+        first, second = two_ranks.of(forgotten)[path]["agreed"]
+        assert first == second
+        assert [len(names) for names in first] == [3] * 7 + [1] * 6 + [3]
+        assert first[-1] == ["often", "a", "b"]
+
+    def test_leaves_all_sums_right(self, two_ranks, path):
+        for found in two_ranks.of(forgotten)[path]["found"]:
+            for window, means in enumerate(found):
+                rare = {"a": float(window), "b": 10.0} if window in (0, 13) else {}
+                assert means == {"often": window + 0.5, **rare}
 
 
 @on_two_ranks

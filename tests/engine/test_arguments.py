@@ -81,3 +81,11 @@ def test_in_an_idle_pass_the_stand_ins_counts_are_no_contradiction():
 def test_what_has_no_gradient_or_several_elements_is_no_loss(loss):
     with pytest.raises(WindowError, match="that is no loss"):
         refuse_what_is_no_loss(loss)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_backward_without_gradients_is_refused_by_the_name_of_what_switches_them_off(mode):
+    loss = torch.ones(1, requires_grad=True) * 2
+    refuse_what_is_no_loss(loss)
+    with mode(), pytest.raises(WindowError, match=r"torch.no_grad\(\) or torch.inference_mode\(\)"):
+        refuse_what_is_no_loss(loss)

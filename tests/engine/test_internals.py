@@ -87,6 +87,7 @@ OTHERS = {
         "clears_strays",
         "ref",
         "coalesce",
+        "empty_like",
         "is_sparse",
     ),
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),
@@ -96,6 +97,8 @@ OTHERS = {
     *("last_epoch", "mul_", "narrow", "nominal", "optim", "param_groups", "parameters", "passes"),
     *("register_step_post_hook", "remove", "resolves_data_dependency", "rollouts", "state", "synchronize"),
     *("target", "values", "view", "whole", "zero_", "zeros", "zeros_like"),
+    *("WeakSet", "_stepped", "add", "begin", "discard", "end", "explain", "refuse"),
+    *("MethodType", "_ending", "keeps_steps"),
 }
 
 

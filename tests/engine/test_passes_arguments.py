@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ds_parity
+from ds_parity import MicroBatch
 from ds_parity.config import MAX_LOOKAHEAD
 from ds_parity.engine.passes import PassQueue
 from ds_parity.engine.ranks.upcoming import Upcoming
@@ -131,3 +132,62 @@ def test_a_micro_batch_of_the_package_needs_no_more():
     queue = PassQueue(driver, [ds_parity.MicroBatch({}, 1, 0, 3)], 0)
     driver.queue = queue.upcoming
     assert next(iter(queue)).tokens == 3
+
+
+EMPTY = {
+    "none": lambda: SimpleNamespace(inputs=None, rollouts=0, prompts=0, tokens=0),
+    "no keys": lambda: SimpleNamespace(inputs={}, rollouts=0, prompts=0, tokens=0),
+    "of the package": lambda: MicroBatch({}, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+class TestAnItemThatHoldsNothingAndHasNoInputs:
+    """Nothing could be run of it: engine(**inputs) ended in a TypeError."""
+
+    def inputs(self, stream, lookahead, idle=None):
+        driver = Alone()
+        driver.ledger.window.passes = 1  # no window's first pass, so that every pass has an exchange of its own
+        queue = PassQueue(driver, stream, lookahead, idle)
+        driver.queue = queue.upcoming
+        run = []
+        for one in queue:
+            run.append((one.inputs["x"], one.rollouts, one.idle))
+            queue.upcoming.take(0)
+        assert driver.refused == []
+        return run
+
+    @pytest.mark.parametrize("lookahead", [0, 1])
+    def test_runs_the_smallest_micro_batch_so_far_in_an_idle_pass(self, kind, lookahead):
+        stream = [MicroBatch({"x": 1}, 1, 0, 9), EMPTY[kind](), MicroBatch({"x": 2}, 1, 0, 5), EMPTY[kind]()]
+        run = [(1, 1, False), (1, 0, True), (2, 1, False), (2, 0, True)]
+        assert self.inputs(stream, lookahead) == run
+
+    def test_runs_one_that_comes_later_where_that_was_read_ahead(self, kind):
+        driver = Alone()
+        queue = PassQueue(driver, [EMPTY[kind](), MicroBatch({"x": 1}, 1, 0, 9)], 2)
+        driver.queue = queue.upcoming
+        first = next(iter(queue))
+        assert (first.inputs, first.rollouts, first.idle) == ({"x": 1}, 0, True)
+
+    @pytest.mark.parametrize("lookahead", [0, 3])
+    def test_runs_the_one_that_was_given_to_stand_in(self, kind, lookahead):
+        assert self.inputs([EMPTY[kind]()], lookahead, MicroBatch({"x": 7}, 1, 0, 9))[0] == (7, 0, True)
+
+    @pytest.mark.parametrize("lookahead", [0, 3])
+    def test_is_refused_on_every_rank_where_nothing_else_was_read(self, kind, lookahead):
+        driver = Alone()
+        queue = PassQueue(driver, [EMPTY[kind]()], lookahead)
+        driver.queue = queue.upcoming
+        with pytest.raises(WindowError, match=r"1 of 1 ranks have no micro-batch .*idle=micro_batch"):
+            next(iter(queue))
+
+    def test_is_refused_where_it_is_to_stand_in_itself(self, kind):
+        assert "passes(idle=...) got a micro-batch without inputs" in refused([Batch()], idle=EMPTY[kind]())
+
+
+def test_an_item_that_holds_nothing_but_has_inputs_of_its_own_runs_these():
+    driver = Alone()
+    queue = PassQueue(driver, [MicroBatch({"x": 3}, 0, 0, 0)], 0)
+    driver.queue = queue.upcoming
+    assert next(iter(queue)).inputs == {"x": 3}

@@ -13,9 +13,9 @@ def forks():
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """What two ranks have left of the selected cases of a module (tests/hard/unforeseen/scenarios.py)."""
+    """What a module's ranks have left of its selected cases (tests/hard/unforeseen/scenarios.py)."""
     from tests.hard.unforeseen.scenarios import launch
 
     selected = [one for one in request.session.items if one.module is request.module and "case" in one.callspec.params]
     names = list(dict.fromkeys(str(one.callspec.params["case"]) for one in selected))
-    return launch(request.module.__name__, names, tmp_path_factory.mktemp("played"))
+    return launch(request.module.__name__, names, tmp_path_factory.mktemp("played"), request.module.play.ranks)

@@ -305,6 +305,24 @@ def test_with_look_ahead_to_the_boundary_the_expected_total_is_the_total(stream,
             first = None
 
 
+@pytest.mark.parametrize(
+    ("ahead", "weight", "correction"),
+    [(0, "rollout", 4 / 5), (0, "token", 40 / 50), (0, "target", 1.0), (1, "rollout", 1.0), (1, "token", 1.0)],
+)
+def test_the_correction_is_what_the_accumulated_gradient_still_lacks(ahead, weight, correction):
+    ledger, passes = Ledger(Rules(4, 1, loss_weight=weight)), rollouts(3, 2)
+    assert ledger.window.correction == 1.0
+    (window,) = fed(ledger, passes, ahead)
+    assert window.closed
+    assert window.correction == correction
+    assert ledger.window.correction == 1.0
+
+
+def test_a_window_in_which_nothing_weighs_anything_has_nothing_to_correct():
+    ledger = Ledger(Rules(4, 1))
+    assert ledger.count(PassTotals(0, 0, 7, 1)).correction == 1.0
+
+
 @each_weight
 def test_a_first_pass_that_finishes_no_prompt_gives_something_to_divide_by_all_the_same(weight):
     ledger = Ledger(Rules(8, 1, count="prompt", loss_weight=weight))

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ds_parity.engine.internals.newcomers import Newcomers, names_of
+from ds_parity.engine.internals.stepped import guard_step
 from ds_parity.errors import WindowError
 
 if TYPE_CHECKING:
-    import torch
-
     from ds_parity.engine.internals.base import Adapter
     from ds_parity.engine.internals.surface import Parameter
 
@@ -39,8 +41,12 @@ class KeptGradients:
         broken: a stray gradient is where nothing takes it out, so that the engine can't go on.
     """
 
+    # Engines that end a window just now: two may share an optimizer.
+    _ending = 0
+
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
+        self._newcomers = Newcomers(adapter)
         self._kept = False
         self._noted: object = None
         self._flags_noted: list[bool] = []
@@ -53,9 +59,10 @@ class KeptGradients:
     def end(self) -> None:
         """Guard nothing any more: the engine is destroyed."""
         self._ended = True
+        self._newcomers.end()
 
     def guard(self) -> None:
-        """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window.
+        """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window, and refuse their `step()`.
 
         A loop that was written for torch calls it before every pass, and accelerate's optimizers take it so, too
         (accelerate/utils/deepspeed.py, DeepSpeedOptimizerWrapper.zero_grad). `step()` clears gradients in any case.
@@ -65,12 +72,23 @@ class KeptGradients:
         engine.zero_grad()
         self._noted = self._adapter.gradients_seen()
         self._flags_noted = self._flags_at_start = self._flags()
+        self._newcomers.begin()
         self._guard_one(engine)
         self._guard_one(engine.optimizer)
         # Inside a wrapper the client's optimizer has buffers in place of gradients: with CPU offload DeepSpeed needs
         # them in the next window, too, and raises an AttributeError without them. It never calls this itself.
         if engine.basic_optimizer is not engine.optimizer:
             self._guard_one(engine.basic_optimizer, always=True)
+            guard_step(self, engine.basic_optimizer, always=True)
+        guard_step(self, engine.optimizer, always=not isinstance(engine.optimizer, torch.optim.Optimizer))
+
+    def keeps_steps(self, *, always: bool) -> bool:
+        """Whether nobody but an engine may step the optimizer now.
+
+        Args:
+            always: also between windows.
+        """
+        return not (self._ended or KeptGradients._ending) and (always or self._kept)
 
     def after_backward(self) -> None:
         """Note the gradients as the backward that just ran has left them."""
@@ -82,11 +100,40 @@ class KeptGradients:
         """Let what runs inside use and clear the gradients: it ends the window."""
         self.broken = self.broken or (not self._adapter.clears_strays and self._has_strays())
         self._kept = False
+        KeptGradients._ending += 1
         try:
             yield
         finally:
+            KeptGradients._ending -= 1
             self._adapter.begin_window()
             self._noted = self._adapter.gradients_seen()
+
+    def refuse_newcomers(self) -> None:
+        """Raise WindowError where a gradient of the window belongs to a parameter that no optimizer holds."""
+        self._newcomers.refuse()
+
+    def explain_forward(self, error: AttributeError) -> None:
+        """Raise WindowError where a forward has raised because of a parameter that came later.
+
+        Args:
+            error: that the forward has raised.
+        """
+        self._newcomers.explain(error)
+
+    def explain_backward(self, error: IndexError) -> None:
+        """Raise WindowError where a backward has raised because no parameter got a gradient in it: ZeRO 2 does.
+
+        Args:
+            error: that the backward has raised.
+        """
+        if self._adapter.gradients_seen() == self._noted:
+            self._newcomers.refuse()
+            raise WindowError(
+                "the loss has nothing of the model in it, no parameter got a gradient: DeepSpeed's ZeRO stage "
+                f"{self._adapter.engine.zero_optimization_stage()} raises where there is none to reduce ({error}). Its "
+                "pass is counted, so load a checkpoint; give engine.idle(loss) any loss of the model where a rank has "
+                "nothing to train, or add 0.0 * (what the forward gave).sum() to the loss"
+            ) from error
 
     def refuse_freezing(self, window: int) -> None:
         """Raise WindowError where a parameter was frozen or unfrozen at a time at which it can't be.
@@ -106,7 +153,7 @@ class KeptGradients:
         lost = [one for one in self._homeless if one[1].grad is not None]
         if lost:
             raise WindowError(
-                f"{_names(lost)}: trained now, but the optimizer of ZeRO stage "
+                f"{names_of(lost)}: trained now, but the optimizer of ZeRO stage "
                 f"{self._adapter.engine.zero_optimization_stage()} holds nothing for it, because it was frozen when "
                 "the engine was built: its gradient would never be applied; build the engine with all that will ever "
                 "be trained, and freeze it after that, or build a new engine"
@@ -115,7 +162,7 @@ class KeptGradients:
     def _refuse_inside(self, own: list[tuple[str, Parameter]], window: int) -> None:
         if self._kept and own:
             raise WindowError(
-                f"requires_grad of {_names(own)} changed inside window {window}: gradients that its passes have "
+                f"requires_grad of {names_of(own)} changed inside window {window}: gradients that its passes have "
                 "accumulated would be lost, or ranks' weights would differ; freeze and unfreeze between windows, where "
                 "engine.window.passes is 0"
             )
@@ -144,8 +191,9 @@ class KeptGradients:
             "Causes: loss.backward() in place of engine.backward(loss); a function that runs a backward inside the "
             "forward (of DeepSpeed's, TiledFusedLogitsLoss does; SequenceTiledCompute and TiledMLP do not); "
             "model.zero_grad(); gradients that are changed by hand before the step (clipping: set gradient_clipping; "
-            "masks and noise: parameter.register_hook, or ZeRO 1 to 3 with safe_set_full_grad). Hand every "
-            "loss to engine.backward(), and leave gradients to engine.step(). This window can't be mended: "
+            "masks and noise: parameter.register_hook, or ZeRO 1 to 3 with safe_set_full_grad, divided by "
+            "engine.window.correction). Hand every loss to engine.backward(), and leave gradients to engine.step(). "
+            "This window can't be mended: "
             + ("load a checkpoint" if self._adapter.clears_strays else "load a checkpoint into a new engine")
         )
 
@@ -177,11 +225,6 @@ class KeptGradients:
                 )
 
         owner.zero_grad = guarded
-
-
-def _names(parameters: list[tuple[str, Parameter]]) -> str:
-    names = [name for name, _ in parameters]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def note_gradients(parameters: list[Parameter], note: Callable[[int], None]) -> None:

@@ -23,14 +23,17 @@ class Plain(Adapter):
         """Let the engine keep the norm that it computes to clip fp32 gradients, and throws away.
 
         Without it `get_global_grad_norm()` is None here (tools/deepspeed_faults/clip_norm_lost.py). It costs nothing:
-        the same call, its result kept.
+        the same call, its result kept. The call leaves sparse gradients unclipped
+        (tools/deepspeed_faults/sparse_gradient_not_clipped.py), so it is given what stands for them.
         """
         super().prepare()
         engine = self.engine
 
         def clip_fp32_gradients() -> None:
             norm = clip_grad_norm_(
-                parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+                parameters=[_dense(one) for one in engine.module.parameters()],
+                max_norm=engine.gradient_clipping(),
+                mpu=engine.mpu,
             )
             engine._global_grad_norm = norm
             self._skip_unless_finite(norm)
@@ -55,7 +58,9 @@ class Plain(Adapter):
             gradients = [p.grad for p in self._trained if p.grad is not None]
             # torch takes no norm of a sparse gradient; its values have the same.
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            self._skip_unless_finite(torch.nn.utils.get_total_norm(dense))
+            # Of no gradient at all torch gives a norm on its default device, whatever that is.
+            if dense:
+                self._skip_unless_finite(torch.nn.utils.get_total_norm(dense))
 
     def _skip_unless_finite(self, norm: torch.Tensor) -> None:
         # A GradScaler looks itself.
@@ -81,6 +86,24 @@ class Plain(Adapter):
                     parameter.grad.mul_(expected / total)
         with nullcontext() if self.grad_scaler() is None else _noting_a_skip(self.engine.optimizer):
             yield
+
+
+def _dense(parameter: Parameter) -> torch.Tensor:
+    """Return the parameter, or, where its gradient is sparse, a tensor whose `grad` is the gradient's values.
+
+    DeepSpeed multiplies `grad.data` in place: of a sparse tensor that is a copy, so nothing would be clipped. The
+    values of a coalesced gradient are dense, have its norm, and share its memory.
+    """
+    if parameter.grad is None or not parameter.grad.is_sparse:
+        return parameter
+    # Equal rows are added up first: the norm of a sum is not the sum of norms.
+    parameter.grad = parameter.grad.coalesce()
+    values = parameter.grad.values()
+    stand_in = torch.empty_like(values)
+    stand_in.grad = values
+    # Tensor parallelism marks its parameters by attributes, which the norm asks for.
+    vars(stand_in).update(vars(parameter))
+    return stand_in
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class HostSum:
             RuntimeError: a rank is gone.
             RankDesyncError: ranks are in different places.
         """
-        self.start(torch.zeros(0, dtype=torch.int64), place).wait()
+        self.start(torch.zeros(0, dtype=torch.int64, device="cpu"), place).wait()
         return self.gathered(value)
 
     def gathered(self, value: Any) -> list[Any]:
@@ -160,7 +160,7 @@ class HostSum:
     def receive(self, length: int, source: int, tag: int) -> torch.Tensor:
         """Wait for a vector of another rank, and return its first numbers; zeros where it sent fewer."""
         # A buffer of its own: the vector that was sent must stay as it is until the send is done.
-        received = torch.zeros(max(length, CAPACITY), dtype=torch.int64)
+        received = torch.zeros(max(length, CAPACITY), dtype=torch.int64, device="cpu")
         self._wait(dist.irecv(received, self._members[source], group=self._group, tag=tag))
         return received[:length]
 
@@ -223,7 +223,7 @@ class Sum:
         self._over = over
         self._place = place
         self._type = vector.dtype
-        heads = torch.tensor(place.head(vector.numel()), dtype=torch.int64)
+        heads = torch.tensor(place.head(vector.numel()), dtype=torch.int64, device="cpu")
         # Numbers of either type have 8 bytes, so that they travel in one message.
         self._message = torch.cat([heads, vector.view(torch.int64)])
         self._sent: list[Callable[[], object]] = []

@@ -103,8 +103,9 @@ class Upcoming:
                 self._passes.remove(one)
             elif gathered.stuck_ranks:
                 raise WindowError(
-                    f"{gathered.stuck_ranks} of {self._ranks} ranks have no micro-batch at all, so their idle passes "
-                    "have nothing to run; give passes() a small one to stand in: passes(stream, idle=micro_batch)"
+                    f"{gathered.stuck_ranks} of {self._ranks} ranks have no micro-batch at all that has inputs, so "
+                    "their idle passes have nothing to run; give passes() a small one to stand in: "
+                    "passes(stream, idle=micro_batch)"
                 )
         self._announced = ()
 

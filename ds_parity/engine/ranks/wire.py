@@ -97,7 +97,7 @@ class Announcement:
     Attributes:
         counts: what its micro-batch contains.
         out_of_data: the rank has no micro-batch for it: its stream has ended.
-        stuck: and no earlier micro-batch either that an idle pass could run.
+        stuck: it has nothing to run in it: neither a micro-batch with inputs nor an earlier one.
     """
 
     counts: Counts = field(default_factory=Counts)
@@ -112,7 +112,7 @@ class GatheredPass:
     Attributes:
         totals: what it contains over all data-parallel ranks.
         ranks_out_of_data: how many ranks announced it without a micro-batch.
-        stuck_ranks: how many of these have nothing to run in an idle pass.
+        stuck_ranks: how many have nothing to run in it.
     """
 
     totals: PassTotals

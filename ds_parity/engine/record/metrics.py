@@ -3,13 +3,19 @@
 All of them travel in one sum a step: on the host where they are computed there; else on the device, and the host sums a
 flag. The sum has a place for every metric name that the ranks have agreed on; a rank that holds a new name raises the
 flag, and only then all ranks agree on it, once: a gather on the host, and there one more sum for the new names.
+
+A name that no rank has recorded for a while is forgotten, or names that are new in every step (with a step's number in
+them) would make every sum longer for good. In one window of `REVIEWED` a number for each name goes along in the host's
+sum, how many ranks have used it; so all ranks forget the same names in the same window.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +24,12 @@ from ds_parity.engine.ranks.hostsum import PlacedSum
 from ds_parity.engine.record.samples import Number, weighed
 
 _Samples: TypeAlias = "dict[str, tuple[Number, Number]]"
+
+_LOG = logging.getLogger("ds_parity")
+
+REVIEWED: Final = 64
+"""Windows between two looks at which names are still in use: one is forgotten 64 to 127 windows after its last use."""
+_MANY_NAMES: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,9 @@ class Meter:
         self._over_host = over_host
         self._on_device = device.type != "cpu" if on_device is None else on_device
         self._agreed: tuple[str, ...] = ()
+        self._used: set[str] = set()  # by this rank, since names were looked at last
+        self._settled = 0
+        self._has_warned = False
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._samples: _Samples = {}
         # Reading a sum, adding and writing it back is one act, or another thread's number is lost between them. Held by
@@ -108,6 +123,8 @@ class Meter:
         if self._over_host is None:
             names = tuple(samples)
             return Sums(names, self._vector([loss], names, samples))
+        self._settled += 1
+        self._used.update(samples)
         over = self._settled_on_device if self._on_device else self._settled_on_host
         return over(self._over_host, loss, samples)
 
@@ -117,33 +134,70 @@ class Meter:
         return taken
 
     def _settled_on_host(self, over: PlacedSum, loss: torch.Tensor, samples: _Samples) -> Sums:
-        agreed, new = self._agreed, self._new(samples)
+        agreed, new, uses = self._agreed, self._new(samples), self._uses()
         # The loss, the count of new names and the known metrics travel together: one collective in nearly every step.
-        summed = over.start(self._vector([loss, float(len(new))], agreed, samples)).wait()
-        sums = [summed[:1], summed[2:]]
-        if summed.tolist()[1]:
+        heads: list[Number] = [loss, float(len(new)), *map(float, uses)]
+        summed = over.start(self._vector(heads, agreed, samples)).wait()
+        sums = [summed[:1], summed[len(heads) :]]
+        _, added_anywhere, *used = summed[: len(heads)].tolist()
+        if added_anywhere:
             added = self._agree(over, new)
             sums.append(over.start(self._vector([], added, samples)).wait())
-        return Sums(self._agreed, torch.cat(sums))
+        settled = Sums(self._agreed, torch.cat(sums))
+        self._forget(agreed, used)
+        return settled
 
     def _settled_on_device(self, over: PlacedSum, loss: torch.Tensor, samples: _Samples) -> Sums:
         # The flag goes over the host: read from the device it would make the host wait for the whole step.
-        new = self._new(samples)
-        if over.start(torch.tensor([len(new)])).wait().tolist()[0]:
+        agreed, new = self._agreed, self._new(samples)
+        flags = torch.tensor([len(new), *self._uses()], device="cpu")
+        added_anywhere, *used = over.start(flags).wait().tolist()
+        if added_anywhere:
             self._agree(over, new)
         vector = self._vector([loss], self._agreed, samples)
         dist.all_reduce(vector, group=self._group)
-        return Sums(self._agreed, vector)
+        settled = Sums(self._agreed, vector)
+        self._forget(agreed, used)
+        return settled
+
+    def _uses(self) -> list[int]:
+        """Return for each agreed name whether this rank has used it, in the windows in which ranks look; else none."""
+        return [] if self._settled % REVIEWED else [int(name in self._used) for name in self._agreed]
+
+    def _forget(self, names: tuple[str, ...], used: Sequence[float]) -> None:
+        """Forget the names that no rank has used; `used` has as many of them as there are names, or none."""
+        if self._settled % REVIEWED:
+            return
+        unused = {name for name, ranks in zip(names, used, strict=True) if not ranks}
+        self._agreed = tuple(name for name in self._agreed if name not in unused)
+        self._used.clear()
 
     def _new(self, samples: _Samples) -> list[str]:
-        return [name for name in samples if name not in self._agreed]
+        known = set(self._agreed)
+        return [name for name in samples if name not in known]
 
     def _agree(self, over: PlacedSum, new: list[str]) -> tuple[str, ...]:
         gathered = over.gathered(new)
         # Sorted, so that the names have the same places in the vectors of all ranks.
         added = tuple(sorted({name for names in gathered for name in names}))
         self._agreed += added
+        self._warn_of_many(added)
         return added
+
+    def _warn_of_many(self, added: tuple[str, ...]) -> None:
+        if self._has_warned or len(self._agreed) <= _MANY_NAMES:
+            return
+        self._has_warned = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _LOG.warning(
+                "engine.record() was given %d names in the last windows, as %r now: each new one costs a step a gather "
+                "over ranks, and all of the last %d to %d windows are summed in every step; leave what changes (a "
+                "step's number, a prompt's id) out of the name, and log single samples yourself",
+                len(self._agreed),
+                added[0],
+                REVIEWED,
+                2 * REVIEWED,
+            )
 
     def _vector(self, heads: list[Number], names: tuple[str, ...], samples: _Samples) -> torch.Tensor:
         numbers = [*heads, *(number for name in names for number in samples.get(name, (0.0, 0.0)))]

@@ -38,4 +38,4 @@ def summary(weights: torch.Tensor) -> Weights:
 def _signs(length: int) -> torch.Tensor:
     # Random signs (Achlioptas 2003): the sketch of a difference has its length, so a distance follows from two traces.
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 2, (_SKETCHES, length), generator=generator).mul_(2).sub_(1).double()
+    return torch.randint(0, 2, (_SKETCHES, length), generator=generator, device="cpu").mul_(2).sub_(1).double()

@@ -78,7 +78,9 @@ def _by_passes(engine: Any, scenario: Scenario) -> Iterator[None]:
 
 
 def _measure(engine: Any, batch: MicroBatch) -> None:
-    engine.record("reward", torch.tensor([rollout.reward for unit in batch.held for rollout in unit.sequences]))
+    engine.record(
+        "reward", torch.tensor([rollout.reward for unit in batch.held for rollout in unit.sequences], device="cpu")
+    )
 
 
 def _note(engine: Any, record: Record) -> None:

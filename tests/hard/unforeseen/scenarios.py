@@ -1,4 +1,4 @@
-"""Scenarios that two ranks play in one start, each guarded: an error or a hang is its own, and the others go on.
+"""Scenarios that two ranks play in one start, or more; an error or a hang is the case's own, and the others go on.
 
 A module registers its scenarios, each of which is a function of a Case that returns a Found or raises:
 
@@ -65,9 +65,14 @@ class Case:
 
 
 class Scenarios:
-    """What a module has registered."""
+    """What a module has registered.
 
-    def __init__(self):
+    Attributes:
+        ranks: how many play it.
+    """
+
+    def __init__(self, ranks=2):
+        self.ranks = ranks
         self._functions, self._cases = {}, []
 
     def right(self, cells, variants=("",), bound=BOUND):
@@ -141,14 +146,14 @@ class Outcomes:
             assert said["error"].startswith(case.starts[rank % len(case.starts)]), f"rank {rank}: {said['error']}"
 
 
-def launch(module, names, folder):
-    """Start two ranks for the named cases of a module, and again for the rest where a case has ended them."""
+def launch(module, names, folder, ranks):
+    """Start ranks for the named cases of a module, and again for the rest where a case has ended them."""
     ended = ""
     for _ in range(STARTS):
-        ranks = RankSet(2, timeout=420)
-        ranks.call(play_all, module=module, names=names, folder=str(folder))
+        started = RankSet(ranks, timeout=420)
+        started.call(play_all, module=module, names=names, folder=str(folder))
         try:
-            ranks.launch(folder)
+            started.launch(folder)
             break
         except HarnessError as error:
             ended = str(error)

@@ -67,10 +67,12 @@ def window_loss(model: nn.Module, layout: Layout, window: PlannedWindow, setting
     logp = getattr(logits, "logits", logits)[:, :-1].double().log_softmax(-1)
     chosen = logp.gather(-1, inputs["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
     factor = (
-        inputs["advantages"].double() if model.objective == "policy_gradient" else torch.ones(len(rollouts)).double()
+        inputs["advantages"].double()
+        if model.objective == "policy_gradient"
+        else torch.ones(len(rollouts), dtype=torch.float64, device="cpu")
     )
     sums = -(chosen * inputs["loss_mask"].double()).sum(-1) * factor
-    loss: torch.Tensor = (sums * torch.tensor(shares, dtype=torch.float64)).sum()
+    loss: torch.Tensor = (sums * torch.tensor(shares, dtype=torch.float64, device="cpu")).sum()
     return loss
 
 

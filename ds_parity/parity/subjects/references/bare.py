@@ -57,7 +57,7 @@ class StepNotes:
         self._settings = scenario.settings
         self._passes = passes
         self._sequence_parallel = scenario.sequence_parallel
-        self._sum = torch.zeros((), dtype=torch.float64)
+        self._sum = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def add(self, loss: torch.Tensor, own: float) -> None:
         """Add the undivided loss of a micro-batch of weight `own`."""
@@ -66,7 +66,7 @@ class StepNotes:
 
     def record(self, number: int, window: PlannedWindow, lr: list[float], grad_norm: Any, applied: bool) -> StepRecord:
         """Return the step's line; collective, and the next window starts at 0."""
-        total, self._sum = self._sum, torch.zeros((), dtype=torch.float64)
+        total, self._sum = self._sum, torch.zeros((), dtype=torch.float64, device="cpu")
         if dist.get_world_size() > 1:
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, total)

@@ -1,0 +1,83 @@
+"""Parameters that came into a model after its engine was built: an adapter that is added, a layer that is replaced.
+
+DeepSpeed collects what it trains once. A parameter that comes later gets gradients and is in no group of the optimizer,
+so that it is never trained on ZeRO 0 to 2, without a word; in the forward of ZeRO 3 it is an AttributeError.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from ds_parity.errors import WindowError
+
+if TYPE_CHECKING:
+    from ds_parity.engine.internals.base import Adapter
+    from ds_parity.engine.internals.surface import Parameter
+
+_WAY_OUT: Final = (
+    "add and replace parameters before the engine is built, or build a new engine over the model as it is now (with "
+    "ZeRO stage 0 in fp32, engine.optimizer.add_param_group will do)"
+)
+
+
+class Newcomers:
+    """Looks for gradients of parameters that nobody steps.
+
+    Args:
+        adapter: of the engine.
+    """
+
+    _everybody: Final[weakref.WeakSet[Newcomers]] = weakref.WeakSet()
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._known: dict[int, Parameter] = {}
+
+    def begin(self) -> None:
+        """Take the parameters that are there as those that the engine was built with."""
+        # They are held, so that none that comes later is given the id of one that went.
+        self._known = {id(p): p for p in self._adapter.engine.module.parameters()}
+        self._everybody.add(self)
+
+    def end(self) -> None:
+        """Step nothing any more: the engine is destroyed."""
+        self._everybody.discard(self)
+
+    def refuse(self) -> None:
+        """Raise WindowError where one has a gradient: asked in a window's second pass and before its step."""
+        new = [one for one in self._new() if one[1].grad is not None]
+        # Nearly always there is none, and the groups are not looked at.
+        owned = {id(p) for engine in self._everybody for p in engine._stepped()} if new else set()
+        lost = [one for one in new if id(one[1]) not in owned]
+        if lost:
+            raise WindowError(
+                f"{names_of(lost)}: not in the model when its engine was built, so that no group of the optimizer "
+                f"holds it, and its gradient would never be applied; {_WAY_OUT}"
+            )
+
+    def explain(self, error: AttributeError) -> None:
+        """Raise WindowError in place of what a forward of ZeRO 3 raises over a parameter that it has not partitioned.
+
+        Args:
+            error: that the forward has raised.
+        """
+        whole = [one for one in self._new() if not hasattr(one[1], "ds_id")]
+        if whole and self._adapter.engine.zero_optimization_stage() == 3:
+            raise WindowError(
+                f"{names_of(whole)}: not in the model when its engine was built, so that ZeRO stage 3 has not "
+                f"partitioned it, and its forward raises ({error}); {_WAY_OUT}"
+            ) from error
+
+    def _new(self) -> list[tuple[str, Parameter]]:
+        named = self._adapter.engine.module.named_parameters()
+        return [(name, p) for name, p in named if id(p) not in self._known]
+
+    def _stepped(self) -> list[Parameter]:
+        return [p for group in self._adapter.groups() for p in group]
+
+
+def names_of(parameters: list[tuple[str, Parameter]]) -> str:
+    """Return the first names, and how many more there are."""
+    names = [name for name, _ in parameters]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

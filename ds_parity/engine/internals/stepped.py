@@ -1,0 +1,46 @@
+"""`step()` of an engine's optimizers: the engine's own step may call it, and nobody else.
+
+A step that a loop takes itself uses gradients before they are reduced, so that ranks' weights part on ZeRO 0 without a
+word. ZeRO 1 to 3 have nothing in place for it between an engine's steps: it ends in a KeyError, or, with offload, takes
+the last gradient once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ds_parity.errors import WindowError
+
+if TYPE_CHECKING:
+    from ds_parity.engine.internals.kept import KeptGradients
+
+
+def guard_step(watcher: KeptGradients, owner: Any, *, always: bool) -> None:
+    """Make `owner.step()` raise WindowError where it is called past its engine.
+
+    Args:
+        watcher: of the engine; the owner may outlive it, and must neither keep it alive nor be bound by it then.
+        owner: an optimizer, or DeepSpeed's wrapper of one.
+        always: also between windows. torch's own optimizer has no gradients there and does nothing.
+    """
+    step: Callable[..., Any] = owner.step
+    watching = weakref.ref(watcher)
+
+    @functools.wraps(getattr(step, "__func__", step))
+    def guarded(_: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = watching()
+        if kept is not None and kept.keeps_steps(always=always):
+            raise WindowError(
+                f"step() of the optimizer ({type(owner).__name__}) was called by itself: it would use gradients that "
+                "are not complete, not reduced over ranks or not divided by the window's total, and nothing would "
+                "count it; call engine.step() after every engine.backward(), which steps the optimizer at the boundary "
+                "(an engine that is not used any more lets go of it with engine.destroy())"
+            )
+        return step(*args, **kwargs)
+
+    # A bound method, because torch's schedulers take the function out of it, and GradScaler looks at its signature.
+    owner.step = types.MethodType(guarded, owner)

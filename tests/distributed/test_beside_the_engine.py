@@ -1,0 +1,408 @@
+"""What a loop does beside the engine: it reads gradients, steps optimizers, adds parameters, sets a default device."""
+
+import gc
+import warnings
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from torch.optim.lr_scheduler import LambdaLR
+
+import ds_parity
+from tests.distributed.cells import STAGES
+from tests.distributed.engines import from_all, perceptron
+from tests.distributed.sets import on_two_ranks
+from tests.distributed.test_changing_parameters import Pair, ones
+from tests.distributed.test_loop_shapes import engine_of, extended, loss_of, sample, weights
+
+pytestmark = pytest.mark.ranks
+
+
+def answer(call):
+    """The first words of the error that `call` ends in, whoever raises it."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+# Gradients that are read between backward() and step().
+
+# Rollouts of both ranks by pass: windows of 11 and 10 rollouts whose losses are divided by 10 and by 9.
+READ = (((3, 2), (3, 3)), ((2, 2), (3, 3)))
+
+
+def mean_of(values, window, number):
+    """The gradient of a window over all ranks, in fp64, at these weights."""
+    model = perceptron().double()
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data = torch.tensor(value, dtype=torch.float64).view(parameter.shape)
+    total = sum(map(sum, window))
+    for at, counts in enumerate(window):
+        for rank, rollouts in enumerate(counts):
+            loss = model(sample(100 * number + 10 * at + rank).cpu().double()).pow(2).mean()
+            (loss * rollouts / total).backward()
+    return [p.grad.flatten().tolist() for p in model.parameters()]
+
+
+def shown(parameter, stage):
+    return parameter.grad if stage == 0 else safe_get_full_grad(parameter)
+
+
+@on_two_ranks
+def gradients_that_are_read(folder):
+    """By stage: of each window its correction, the gradient as it is shown there, and as it is."""
+    results = {}
+    for stage in STAGES:
+        engine, _ = engine_of(stage)
+        windows = []
+        for number, window in enumerate(READ):
+            values = weights(engine)
+            for at, counts in enumerate(window):
+                loss = loss_of(engine, engine, 100 * number + 10 * at + dist.get_rank())
+                engine.backward(loss, rollouts=counts[dist.get_rank()])
+                if engine.is_gradient_accumulation_boundary():
+                    read = [shown(p, stage).double().cpu().flatten().tolist() for p in engine.module.parameters()]
+                    windows.append([engine.window.correction, read, mean_of(values, window, number)])
+                engine.step()
+        results[f"{stage}"] = windows
+        engine.destroy()
+    return results
+
+
+def test_a_gradient_that_is_read_times_the_correction_is_that_of_the_step(two_ranks, stage):
+    windows = two_ranks.of(gradients_that_are_read)[stage]
+    assert [one for one, *_ in windows] == [10 / 11, 9 / 10]
+    for correction, read, right in windows:
+        for one, other in zip(read, right, strict=True):
+            assert [correction * number for number in one] == pytest.approx(other, abs=1e-6)
+
+
+@on_two_ranks
+def gradients_that_are_set(folder):
+    """By stage: how far each weight moves by a gradient of ones that is divided by the correction."""
+    results = {}
+    for stage in STAGES[1:]:
+        engine, _ = engine_of(stage, model=Pair())  # DeepSpeed sets no gradient of fewer elements than ranks
+        for counts in READ[0]:
+            engine.backward(engine(ones(engine), 0, 1), rollouts=counts[dist.get_rank()])
+            if engine.is_gradient_accumulation_boundary():
+                for parameter in engine.module.parameters():
+                    gradient = safe_get_full_grad(parameter)
+                    safe_set_full_grad(parameter, torch.ones_like(gradient) / engine.window.correction)
+            engine.step()
+        results[f"{stage}"] = [-number for values in weights(engine) for number in values]
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_a_gradient_that_is_set_is_divided_by_the_correction(two_ranks, stage):
+    moved = two_ranks.of(gradients_that_are_set)[stage]
+    assert moved == pytest.approx([0.5] * len(moved), abs=1e-6)
+
+
+# Optimizers that are stepped by their user.
+
+STEPPED = [*product((0, 1), ("fp32", "bf16")), (2, "fp32"), (3, "fp32"), (1, "offload"), (3, "offload")]
+PASSES = ((2, 2), (3, 3), (2, 3), (3, 2))  # two windows of 10 rollouts
+
+
+def train(engine, beside=lambda: None, after=lambda: None):
+    """Two windows; `beside` runs before each step(), `after` behind it."""
+    for at, counts in enumerate(PASSES):
+        engine.backward(loss_of(engine, engine, 2 * at + dist.get_rank()), rollouts=counts[dist.get_rank()])
+        beside()
+        engine.step()
+        after()
+    return weights(engine)
+
+
+@on_two_ranks
+def optimizers_stepped_by_hand(folder):
+    """By cell: whether weights are as without it, and what the calls are answered with."""
+    results = {}
+    for stage, kind in STEPPED:
+        engine, _ = engine_of(stage, kind)
+        right = train(engine)
+        engine.destroy()
+        cell = {}
+        for which in ("returned", "client"):
+            engine, client = engine_of(stage, kind)
+            stepped, said = engine.optimizer if which == "returned" else client, []
+            made = train(engine, lambda o=stepped, said=said: said.append(answer(o.step)))
+            cell[which] = [made == right, said]
+            if engine.optimizer is not stepped or which == "returned":
+                cell[f"{which} between"] = answer(stepped.step)
+            engine.destroy()
+        results[f"{stage} {kind}"] = cell
+    return results
+
+
+@pytest.mark.parametrize("which", ["returned", "client"])
+@pytest.mark.parametrize(("stage", "kind"), STEPPED)
+def test_an_optimizer_is_stepped_by_the_engine_alone(two_ranks, stage, kind, which):
+    equal, said = two_ranks.of(optimizers_stepped_by_hand)[f"{stage} {kind}"][which]
+    assert len(said) == len(PASSES)
+    assert all(one.startswith("WindowError: step() of the optimizer") for one in said), said
+    assert all("engine.step()" in one for one in said)
+    assert equal
+
+
+@pytest.mark.parametrize(("stage", "kind"), STEPPED)
+def test_an_optimizer_without_a_gradient_is_not_stepped_by_hand_where_it_would_do_something(two_ranks, stage, kind):
+    """torch's own does nothing between windows, where it has no gradients; DeepSpeed's have old ones, or none."""
+    cell = two_ranks.of(optimizers_stepped_by_hand)[f"{stage} {kind}"]
+    refused = cell["returned between"].startswith("WindowError")
+    assert refused == ((stage, kind) != (0, "fp32")), cell
+
+
+@on_two_ranks
+def optimizers_with_schedulers(folder):
+    """By stage and order: what torch warns of, how often the optimizer was stepped, whether it is free in the end."""
+    results = {}
+    for stage, order in product((0, 1, 3), ("before", "in initialize", "after")):
+        model = perceptron()
+        client = torch.optim.SGD(model.parameters(), lr=0.5)
+        steps = []
+        client.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
+        made = LambdaLR(client, lambda n: 0.5**n) if order == "before" else None
+        keywords = {"lr_scheduler": lambda o: LambdaLR(o, lambda n: 0.5**n)} if order == "in initialize" else {}
+        engine, *_ = ds_parity.initialize(
+            model=model, model_parameters=model.parameters(), optimizer=client, config=extended(stage), **keywords
+        )
+        made = LambdaLR(client, lambda n: 0.5**n) if order == "after" else made
+        steps.clear()
+
+        def after(engine=engine, made=made):
+            if made is not None and not engine.window.passes:
+                made.step()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(engine, after=after)
+        rate, taken = client.param_groups[0]["lr"], len(steps)
+        engine.destroy()
+        del engine, after
+        gc.collect()
+        said = [str(one.message) for one in caught if "lr_scheduler" in str(one.message)]
+        results[f"{stage} {order}"] = [said, rate, taken, answer(client.step)]
+    return results
+
+
+@pytest.mark.parametrize(("stage", "order"), product((0, 1, 3), ("before", "in initialize", "after")))
+def test_schedulers_count_the_engines_steps_and_a_destroyed_engine_leaves_the_optimizer_free(two_ranks, stage, order):
+    said, rate, taken, last = two_ranks.of(optimizers_with_schedulers)[f"{stage} {order}"]
+    assert not said
+    assert (rate, taken) == (0.125, 2)
+    assert "WindowError" not in last
+
+
+# Parameters that the engine was not built with.
+
+
+class Growing(torch.nn.Module):
+    """One layer; another one may come."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 1, bias=False), None
+        torch.nn.init.zeros_(self.first.weight)
+
+    def grow(self):
+        self.second = torch.nn.Linear(4, 1, bias=False).to(self.first.weight.device)
+        torch.nn.init.zeros_(self.second.weight)
+        return [self.second.weight]
+
+    def replace(self):
+        self.first = torch.nn.Linear(4, 1, bias=False).to(self.first.weight.device)
+        return [self.first.weight]
+
+    def assign(self):
+        self.first.weight = torch.nn.Parameter(torch.zeros_like(self.first.weight))
+        return [self.first.weight]
+
+    def forward(self, x, *numbers):
+        layers = [layer for layer in (self.first, self.second) if layer is not None]
+        return sum(layers[number](x).sum() for number in numbers or range(len(layers)))
+
+
+def built(model, parameters, stage, passes=4):
+    config = {**extended(stage), "gradient_accumulation_passes": passes}
+    config["ds_parity"] = {"exchange_timeout": 20.0}
+    client = torch.optim.SGD(parameters, lr=1.0)
+    return ds_parity.initialize(model=model, model_parameters=parameters, optimizer=client, config=config)[0]
+
+
+def run(engine, *numbers, passes=2):
+    for _ in range(passes):
+        engine.backward(engine(ones(engine), *numbers))
+        engine.step()
+
+
+HOWS = ("grow", "replace", "assign")
+
+
+@on_two_ranks
+def parameters_that_come_later(folder):
+    """By stage and how: what the window is answered with; in one case rank 1 alone has changed its model."""
+    results = {}
+    for stage, how, where in [*product(STAGES, HOWS, ["both"]), (0, "grow", "rank 1"), (1, "grow", "rank 1")]:
+        model = Growing()
+        engine = built(model, list(model.parameters()), stage)
+        run(engine)
+        if where == "both" or dist.get_rank():
+            getattr(model, how)()
+        results[f"{stage} {how} {where}"] = from_all(answer(lambda engine=engine: run(engine)))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("stage", "how"), product(STAGES, HOWS))
+def test_a_parameter_that_the_engine_was_not_built_with_is_not_left_out_in_silence(two_ranks, stage, how):
+    name = "second.weight" if how == "grow" else "first.weight"
+    for said in two_ranks.of(parameters_that_come_later)[f"{stage} {how} both"]:
+        assert said.startswith(f"WindowError: {name}: not in the model when its engine was built"), said
+        assert "build a new engine" in said
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_parameter_that_came_on_one_rank_is_told_to_the_others(two_ranks, stage):
+    others, own = two_ranks.of(parameters_that_come_later)[f"{stage} grow rank 1"]
+    assert own.startswith("WindowError: second.weight: not in the model")
+    assert others.startswith("RankDesyncError")
+    assert "second.weight" in others
+
+
+@on_two_ranks
+def parameters_of_somebody(folder):
+    """Parameters that came later and are in an optimizer: in that of ZeRO 0, or in another engine's."""
+    model = Growing()
+    engine = built(model, list(model.parameters()), 0)
+    run(engine)
+    engine.optimizer.add_param_group({"params": model.grow(), "lr": 2.0})
+    results = {"added": [answer(lambda: run(engine)), [values[0] for values in weights(engine)]]}
+    engine.destroy()
+    model = Growing()
+    actor = built(model, list(model.parameters()), 1)
+    critic = built(model, model.grow(), 1, passes=8)
+
+    def both():
+        for _ in range(4):
+            for trained, number in ((critic, 1), (actor, 0)):
+                trained.backward(trained(ones(trained), number))
+                trained.step()
+
+    results["another's"] = [answer(both), [values[0] for values in weights(actor)]]
+    for trained in (actor, critic):
+        trained.destroy()
+    return results
+
+
+def test_a_parameter_that_came_later_may_be_in_a_group_or_in_another_engine(two_ranks):
+    results = two_ranks.of(parameters_of_somebody)
+    assert results["added"] == ["nothing was raised", [-2, -2]]
+    assert results["another's"] == ["nothing was raised", [-2, -1]]
+
+
+# A default device that is not the host's.
+
+
+class Elsewhere:
+    """Sets the default device while ours run: `meta` holds no numbers, so that whoever counts on it fails."""
+
+    def __enter__(self):
+        torch.set_default_device("meta")
+
+    def __exit__(self, *_):
+        torch.set_default_device(None)
+
+
+def train_elsewhere(engine, where):
+    """Two windows through passes(), the default device set around every call of ours."""
+    stream = [ds_parity.MicroBatch({}, rollouts=counts[dist.get_rank()]) for counts in PASSES]
+    batches = engine.passes(iter(stream), lookahead=2)
+    for at in range(len(PASSES)):
+        with where():
+            next(batches)
+        loss = loss_of(engine, engine, 2 * at + dist.get_rank())
+        with where():
+            engine.record("reward", 1.5, 2)
+            engine.record("each", torch.tensor([1.0, 2.0], device="cpu"))
+            engine.backward(loss)
+            engine.step()
+    with where():
+        assert next(batches, None) is None
+        advantages = engine.group_advantages(["a", "b"], [1.0, float(dist.get_rank())])
+    return [weights(engine), engine.last_step.metrics, engine.last_step.loss, advantages]
+
+
+class Here:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+
+@on_two_ranks
+def default_devices(folder):
+    """By stage: what a run with another default device ends in, and whether it came to the same."""
+    results = {}
+    for stage in STAGES:
+        engine, _ = engine_of(stage)
+        right = train_elsewhere(engine, Here)
+        engine.destroy()
+        made = []
+
+        def play(stage=stage, made=made):
+            model = perceptron()
+            client = torch.optim.SGD(model.parameters(), lr=0.5)
+            with Elsewhere():
+                engine, *_ = ds_parity.initialize(
+                    model=model, model_parameters=model.parameters(), optimizer=client, config=extended(stage)
+                )
+            made.append(train_elsewhere(engine, Elsewhere))
+            engine.destroy()
+
+        results[f"{stage}"] = [answer(play), made == [right]]
+        torch.set_default_device(None)
+    return results
+
+
+def test_a_default_device_is_not_where_ranks_talk(two_ranks, stage):
+    assert two_ranks.of(default_devices)[stage] == ["nothing was raised", True]
+
+
+# Losses that have nothing of the model in them.
+
+
+@on_two_ranks
+def foreign_losses(folder):
+    """By stage: what a pass of such a loss is answered with, and how far the weights move in its window."""
+    results = {}
+    for stage in STAGES:
+        model = Pair()
+        engine = built(model, list(model.parameters()), stage)
+
+        def play(engine=engine):
+            engine.backward(engine(ones(engine), 0, 1))
+            engine.step()
+            engine.backward(torch.zeros((), requires_grad=True) * 1)
+            engine.step()
+
+        results[f"{stage}"] = [from_all(answer(play)), [values[0] for values in weights(engine)]]
+        engine.destroy()
+    return results
+
+
+def test_a_loss_with_nothing_of_the_model_has_no_gradient_or_is_refused_with_a_reason(two_ranks, stage):
+    said, moved = two_ranks.of(foreign_losses)[stage]
+    if stage == "2":
+        assert all(one.startswith("WindowError: the loss has nothing of the model in it") for one in said), said
+    else:
+        assert said == ["nothing was raised"] * 2
+        assert moved == [-0.5, -0.5]
