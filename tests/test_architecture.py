@@ -55,7 +55,8 @@ def test_a_missing_folder_would_be_noticed():
 def test_every_name_of_the_package_in_the_glossary_is_there():
     package = griffe.load("ds_parity", search_paths=[str(ROOT)], try_relative_path=False)
     names = {name.removeprefix("ds_parity.") for name in re.findall(r"`(ds_parity(?:\.\w+)+)`", GLOSSARY)}
-    keys = {"overshoot", "last_window", "loss_weight", "lookahead"}  # keys of the section ds_parity of a configuration
+    # Keys of the section ds_parity of a configuration.
+    keys = {"overshoot", "last_window", "loss_weight", "lookahead", "boundary", "terms"}
     assert keys < names
     for name in names - keys:
         assert package[name], name

@@ -34,7 +34,9 @@ RUN = {
 def key_table():
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
-        default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
+        # Required but for windows that the caller ends, as its meaning says.
+        required = field.is_required() or name == "gradient_accumulation_passes"
+        default = "required" if required else f"`{json.dumps(field.default)}`"
         rows.append(f"| `{key_path(name)}` | {default} | {field.description} |")
     return "\n".join(rows)
 
