@@ -15,7 +15,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
+from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 from ds_parity.parity.subjects.references.private_state import (
     averages_over_ranks,
@@ -59,7 +59,11 @@ class HandDriven:
         ahead = _looks_ahead(scenario)
         windows = windows_of(batches, self._settings, lookahead=ahead)
         # With a shorter look-ahead ds_parity divides by an estimate, which is not written out here.
-        if ahead and max(w.last - w.first for w in windows) >= self._settings.lookahead:
+        if (
+            ahead
+            and not self._settings.by_caller
+            and max(w.last - w.first for w in windows) >= self._settings.lookahead
+        ):
             raise ConfigError(
                 "deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest"
             )
@@ -147,6 +151,9 @@ def _backward(
     if units == 0:
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return
+    if window.divided_by is not None:
+        # The caller divides, and what goes in is what the step's loss is made of.
+        loss = loss * given_share(batch, window)
     notes.add(loss, units)
     averaged: float = scenario.ranks if averages_over_ranks(engine) else 1
     if engine.zero_optimization_stage() < 3:
