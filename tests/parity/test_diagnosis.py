@@ -154,6 +154,11 @@ def test_a_norm_that_is_divided_twice_is_named_where_the_loss_is_reported_right(
     assert found[0].name == "divided-already", found
 
 
+def test_a_loss_that_was_divided_by_each_ranks_share_is_named_too():
+    found = causes(scaled(lambda n: 2 / total(n)))
+    assert found[0].name == "divided-already", found
+
+
 def test_another_total_of_the_same_data_is_no_missing_weight_where_tokens_or_rollouts_weigh():
     found = causes(scaled(lambda n: 0.8, total=lambda n: 4.5), reference=lambda n: {"total": float(ROLLOUTS[n - 1])})
     assert "weight-left-out" not in [cause.name for cause in found]

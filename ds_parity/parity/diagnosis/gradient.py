@@ -95,9 +95,11 @@ def _constant(view: View, factor: float, count: int) -> Iterator[Cause]:
 def _divided_already(view: View, factor: float) -> Iterator[Cause]:
     """Whether the first norm that differs is too small by its window's total; weights were the same up to there."""
     total = view.totals[view.first]
+    said = f"in step {view.step(view.first)} the gradient norm is {factor:.5g} times the reference's, 1 /"
     if total > 1 and near(factor, 1 / total):
-        said = f"in step {view.step(view.first)} the gradient norm is the reference's / {1 / factor:.6g}: the total"
-        yield Cause("divided-already", 0.96, f"{said} is {total:.6g}")
+        yield Cause("divided-already", 0.96, f"{said} {total:.6g}: the total")
+    elif total > view.ranks > 1 and near(factor, view.ranks / total):
+        yield Cause("divided-already", 0.85, f"{said} {total / view.ranks:.6g}: the total for each rank")
 
 
 def _denominator(view: View) -> Iterator[Cause]:
