@@ -4,16 +4,21 @@ import pytest
 import torch
 
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
+from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weight, windows_of
 from ds_parity.parity.subjects.references.alone import train_alone, window_loss
 from tests.distributed import cells
 
 REDUCTIONS = ("mean", "sum")
+OWN = ({"loss_weight": "weight"}, *({"loss_weight": "divided", "across_ranks": how} for how in ("sum", "mean")))
 
 
 def scenario(loss_weight, reduction="mean", objective="policy_gradient"):
     """Three windows that overshoot and one that stays open, with idle ranks and 1 to 5 rollouts a micro-batch."""
-    config = cells.config(0, passes=8, loss_weight=loss_weight, loss_reduction=reduction)
+    return of_section({"loss_weight": loss_weight, "loss_reduction": reduction}, objective)
+
+
+def of_section(section, objective="policy_gradient"):
+    config = cells.config(0, passes=8, **section)
     return Scenario("alone", config, shape="overshoot", windows=4, short=3, seed=3, objective=objective, **cells.TINY)
 
 
@@ -23,6 +28,7 @@ def by_definition(model, passes, window, settings):
     for batch in (batch for row in passes[window.first : window.last + 1] for batch in row if batch.rollouts):
         loss = model(**batch.inputs)
         assert loss.dtype == torch.float64
+        loss = loss * given_share(batch, window)
         terms.append(loss * (1 if settings.loss_reduction == "sum" else weight(batch, settings.loss_weight)))
     return torch.stack(terms).sum() / window.total
 
@@ -42,6 +48,29 @@ def test_the_loss_of_a_window_is_the_weighted_sum_over_its_micro_batches(loss_we
     for window in windows:
         found = window_loss(model, layout, window, wanted.settings)
         torch.testing.assert_close(found, by_definition(model, passes, window, wanted.settings), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("boundary", ["rollouts", "caller"])
+@pytest.mark.parametrize("section", OWN)
+def test_losses_that_bring_weights_or_are_divided_come_to_the_same(section, boundary):
+    wanted = of_section({**section, "boundary": boundary})
+    model, layout, passes = wanted.build().double(), wanted.layout(), wanted.batches()
+    for window in windows_of(passes, wanted.settings):
+        found = window_loss(model, layout, window, wanted.settings)
+        torch.testing.assert_close(found, by_definition(model, passes, window, wanted.settings), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("across", ["sum", "mean"])
+def test_losses_that_their_caller_divides_by_the_tokens_make_the_step_of_tokens(across):
+    """Whatever became of the ranks: the definition of both is the mean over the window's tokens."""
+    divided = of_section({"loss_weight": "divided", "across_ranks": across})
+    by_tokens = of_section({"loss_weight": "token"})
+    model, layout = by_tokens.build().double(), by_tokens.layout()
+    assert layout == divided.layout()
+    windows = [windows_of(one.batches(), one.settings) for one in (divided, by_tokens)]
+    for own, right in zip(*windows, strict=True):
+        found = window_loss(model, layout, own, divided.settings)
+        torch.testing.assert_close(found, window_loss(model, layout, right, by_tokens.settings), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss_weight", cells.WEIGHTS)

@@ -14,6 +14,7 @@ from ds_parity.parity.verification.control_scenarios import NAMES, scenario
 BUGS = [
     "boundary-off-by-one",
     "last-backward-only",
+    "last-backward-by-caller",
     "sticky-boundary",
     "late-boundary",
     "counter-drift",
@@ -26,6 +27,9 @@ BUGS = [
     "mean-of-micro-batches",
     "gas-scaled-twice",
     "dp-mean-left-in",
+    "divided-already",
+    "sum-over-ranks",
+    "weight-left-out",
     "sp-factor-by-stage",
     "running-total",
     "target-not-actual",

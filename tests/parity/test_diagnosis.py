@@ -65,6 +65,17 @@ def total(number):
     return 100.0 * ROLLOUTS[number - 1]
 
 
+def scaled(factor, **others):
+    """Loss and gradient norm off by a factor, and what else a step says."""
+
+    def changed(number):
+        found = {"loss": (0.5 + number - 1) * factor(number), "grad_norm": NORMS[number - 1] * factor(number)}
+        found |= {"weights": Weights(checksum="b" * 64, norm=20.0 + number)}
+        return found | {name: value(number) for name, value in others.items()}
+
+    return changed
+
+
 def held(*rollouts, passes=None):
     return lambda n: {
         "rollouts": rollouts[n - 1],
@@ -75,11 +86,24 @@ def held(*rollouts, passes=None):
     }
 
 
+def divided(number):
+    """What a reference says whose losses are divided already."""
+    return {"total": 2.0}
+
+
+def weighed(number):
+    """What a reference says whose micro-batches bring weights."""
+    return {"total": 3.25 + number}
+
+
 CASES = {
     "dp-mean-left-in": (off(lambda n: 0.5), {}),
     "gas-scaled-twice": (off(lambda n: 0.25), {}),
     "sp-factor-by-stage": (off(lambda n: 2.0), {"ranks": 1}),
     "constant-factor": (off(lambda n: 0.37), {}),
+    "divided-already": (scaled(lambda n: 1 / total(n)), {}),
+    "sum-over-ranks": (scaled(lambda n: 2.0, total=lambda n: 1.0), {"reference": divided}),
+    "weight-left-out": (scaled(lambda n: 0.8 + n / 9, total=lambda n: 4.5), {"reference": weighed}),
     "idle-counted": (off(lambda n: total(n) / (total(n) + 70 * (2 + (n - 1) % 2))), {}),
     "target-not-actual": (off(lambda n: total(n) / 1200), {}),
     "wrong-window": (off(lambda n: 1.0 if n == 1 else total(n) / total(n - 1)), {}),
@@ -123,6 +147,21 @@ def test_the_first_cause_is_the_fault_that_was_put_in(name):
     found = causes(change, **options)
     assert found, "a difference without a cause"
     assert found[0].name == name, [(cause.name, cause.likelihood) for cause in found]
+
+
+def test_a_norm_that_is_divided_twice_is_named_where_the_loss_is_reported_right():
+    found = causes(off(lambda n: 1 / total(n)))
+    assert found[0].name == "divided-already", found
+
+
+def test_a_loss_that_was_divided_by_each_ranks_share_is_named_too():
+    found = causes(scaled(lambda n: 2 / total(n)))
+    assert found[0].name == "divided-already", found
+
+
+def test_another_total_of_the_same_data_is_no_missing_weight_where_tokens_or_rollouts_weigh():
+    found = causes(scaled(lambda n: 0.8, total=lambda n: 4.5), reference=lambda n: {"total": float(ROLLOUTS[n - 1])})
+    assert "weight-left-out" not in [cause.name for cause in found]
 
 
 def test_a_schedule_that_moves_on_a_skipped_step_is_named():
@@ -174,8 +213,9 @@ def test_causes_name_steps_by_their_number_also_where_a_trace_begins_later(name)
     def renumbered(held):
         return Trace(held.header, tuple(record.model_copy(update={"step": record.step + 40}) for record in held.steps))
 
-    change, options = CASES[name]
-    a, b = renumbered(trace(engine="torch", ranks=1)), renumbered(trace(change, **options))
+    change, options = CASES[name][0], dict(CASES[name][1])
+    reference = options.pop("reference", lambda number: {})
+    a, b = renumbered(trace(reference, engine="torch", ranks=1)), renumbered(trace(change, **options))
     found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
     assert found[0].name == name
     named = [int(n) for cause in found for n in re.findall(r"\bsteps? \[?(\d+)", cause.evidence)]

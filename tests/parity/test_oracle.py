@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_parity.config import parse
-from ds_parity.parity.subjects.oracle import weight, windows_of
+from ds_parity.parity.subjects.oracle import coefficient, given_share, weight, windows_of
 from ds_parity.planning.rollout import MicroBatch
-from ds_parity.window import Counts, Ledger, PassTotals, Rules
+from ds_parity.window import Counts, Ledger, PassTotals, Rules, WindowTotals
 
 WEIGHTS = ("rollout", "token", "pass", "target")
 
@@ -134,6 +134,40 @@ def test_oracle_and_ledger_stand_at_the_same_progress_while_every_window_weighs_
         assert planned.progress == found.progress
 
 
+def as_caller(wanted):
+    return wanted.model_copy(update={"boundary": "caller", "overshoot": "carry"})
+
+
+@given(layouts())
+def test_windows_that_callers_end_are_those_of_the_target_with_the_same_totals(layout):
+    wanted, passes = layout
+    wanted = wanted.model_copy(update={"overshoot": "carry"})
+    ended, counted = windows_of(passes, as_caller(wanted)), windows_of(passes, wanted)
+    assert [(w.first, w.last, w.total, w.open, w.progress) for w in ended] == [
+        (w.first, w.last, w.total, w.open, w.progress) for w in counted
+    ]
+
+
+@given(layouts())
+def test_a_window_that_its_caller_ends_is_divided_by_the_last_total_that_a_ledger_keeps(layout):
+    wanted, passes = layout
+    wanted = as_caller(wanted)
+    rules = Rules(wanted.target, len(passes[0]), wanted.count, "carry", wanted.loss_weight, by_caller=True)
+    ledger = Ledger(rules)
+    for number, planned in enumerate(windows_of(passes, wanted)):
+        if number and ledger.last_total and wanted.loss_weight != "target":
+            assert planned.expected == ledger.last_total
+        rows = passes[planned.first : planned.last + 1]
+        for row in rows:
+            ledger.count_own(Counts(row[0].rollouts, row[0].prompts, row[0].tokens))
+        held = [PassTotals.of([Counts(one.rollouts, one.prompts, one.tokens) for one in row]) for row in rows]
+        sums = {name: sum(getattr(one, name) for one in held) for name in ("active", "rollouts", "prompts", "tokens")}
+        weighs = sum(ledger.weighting.of(one) for one in held)
+        ledger.end_with(WindowTotals(passes=len(rows), weight=weighs, **sums))
+        assert planned.total == ledger.total()
+        ledger.settle(applied=planned.total > 0)
+
+
 def test_a_window_without_weight_makes_no_progress():
     """Spec 2, LR: an empty window moves neither scheduler nor progress; here 4 rollouts without a loss token."""
     passes = [[batch(4, 0, 0)], [batch(4, 0, 10)]]
@@ -169,6 +203,50 @@ def test_totals_and_expected_totals_worked_out_by_hand(loss_weight, totals, expe
     assert [w.total for w in windows] == totals
     assert [w.expected for w in windows] == expected
     assert [w.progress for w in windows] == [Fraction(5, 4), Fraction(8, 4), Fraction(9, 4)]
+
+
+def caller(passes=4, **section):
+    extended = {"train_micro_batch_size_per_gpu": 1, "ds_parity": {"boundary": "caller", **section}}
+    return parse(extended if passes is None else {**extended, "gradient_accumulation_passes": passes})
+
+
+@pytest.mark.parametrize(
+    ("section", "totals", "expected"),
+    [
+        # In the first window the first micro-batch of rank 0, of one rollout, four times; then the total before.
+        ({"loss_weight": "token"}, [53.0, 27.0, 9.0], [40.0, 53.0, 27.0]),
+        ({"loss_weight": "rollout"}, [5.0, 3.0, 1.0], [4.0, 5.0, 3.0]),
+        ({"loss_weight": "target"}, [4.0, 4.0, 4.0], [4.0, 4.0, 4.0]),
+        ({"loss_weight": "divided", "across_ranks": "sum"}, [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]),
+        ({"loss_weight": "divided", "across_ranks": "mean"}, [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]),
+    ],
+)
+def test_what_windows_that_callers_end_are_divided_by_worked_out_by_hand(section, totals, expected):
+    windows = windows_of(PASSES, caller(**section))
+    assert [w.total for w in windows] == totals
+    assert [w.expected for w in windows] == expected
+
+
+def test_without_a_target_the_first_micro_batches_stand_for_the_first_window_as_they_are():
+    passes = [[batch(1, 0, 10), batch()], [batch(5, 0, 7), batch(2, 0, 3)], [batch(1, 0, 6), batch()]]
+    windows = windows_of(passes, caller(None, loss_weight="token"))
+    # Eight nominal rollouts end a window, where nothing else says what does.
+    assert [(w.last, w.expected, w.total, w.open) for w in windows] == [(1, 10.0, 20.0, False), (2, 20.0, 6.0, True)]
+
+
+def test_empty_windows_are_passed_over_and_a_usual_micro_batch_on_each_rank_stands_for_what_nothing_is_known_of():
+    empty, some = [batch(4, 0, 0), batch()], [batch(4, 0, 9), batch()]
+    windows = windows_of([empty, empty, some, empty, some], caller(loss_weight="token"))
+    assert [w.total for w in windows] == [0, 0, 9, 0, 9]
+    assert [w.expected for w in windows] == [2, 2, 2, 9, 9]
+
+
+def test_a_loss_that_its_caller_divides_enters_by_its_tokens():
+    for across, ranks in (("sum", 1), ("mean", 2)):
+        window = windows_of(PASSES, caller(loss_weight="divided", across_ranks=across))[0]
+        assert window.divided_by == 53 / ranks
+        assert given_share(PASSES[0][0], window) == pytest.approx(10 * ranks / 53)
+        assert coefficient(PASSES[0][0], window, "divided") == pytest.approx(10 / 53)
 
 
 def test_under_reset_the_surplus_is_forgotten_and_prompts_are_counted_where_they_are_the_unit():

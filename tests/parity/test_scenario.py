@@ -119,6 +119,49 @@ def test_short_takes_that_many_rollouts_off_the_end_and_leaves_the_last_window_o
     assert not any(w.open for w in windows_of(scenario(shape).batches(), wanted.settings))
 
 
+CALLER = {**cells.config(1, passes=12), "ds_parity": {"boundary": "caller"}}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_of_an_uneven_scenario_run_other_numbers_of_backwards_and_one_none_in_the_second_window(ranks):
+    loop, drawn = (scenario("overshoot", CALLER, seed=3, drive=drive, ranks=ranks) for drive in ("loop", "uneven"))
+    layout = drawn.layout()
+    assert Counter(flat(layout)) == Counter(flat(loop.layout()))
+    assert all(any(row) for row in layout)
+    cut = [layout[w.first : w.last + 1] for w in windows_of(drawn.batches(), drawn.settings)]
+    runs = [[sum(map(bool, column)) for column in zip(*window, strict=True)] for window in cut]
+    assert [window[0] == 0 for window in runs[:3]] == [False, ranks > 1, False]
+    assert ranks == 1 or any(len(set(window)) > 1 for window in runs[:1] + runs[2:])
+    # What the first micro-batches weigh stands for the first window, so that it has no gaps before them.
+    assert all(cell for cell, number in zip(layout[0], runs[0], strict=True) if number)
+
+
+def test_without_a_target_a_scenario_has_windows_of_eight_passes():
+    bare = {key: value for key, value in CALLER.items() if key != "gradient_accumulation_passes"}
+    assert (
+        scenario("uniform", bare).layout() == scenario("uniform", {**bare, "gradient_accumulation_passes": 8}).layout()
+    )
+
+
+@pytest.mark.parametrize("drive", ["announced", "uneven"])
+def test_a_loop_that_ends_windows_needs_the_key_that_says_so(drive):
+    with pytest.raises(ConfigError, match=f"drive is '{drive}'.*set ds_parity.boundary to 'caller'"):
+        scenario(drive=drive)
+
+
+def test_a_training_function_that_ends_windows_is_refused():
+    with pytest.raises(ConfigError, match=r"a training function with ds_parity.boundary 'caller'"):
+        scenario(config=CALLER, train="mine:train")
+
+
+def test_micro_batches_bring_weights_where_they_are_weighed_by_them_alone():
+    own = scenario("overshoot", cells.config(1, loss_weight="weight"))
+    weights = [one.weight for row in own.batches() for one in row]
+    assert len(set(weights)) > 3
+    assert weights == [one.tokens % 8 / 4 for row in own.batches() for one in row]
+    assert not any(one.weight for row in scenario("overshoot").batches() for one in row)
+
+
 def test_a_scenario_without_the_key_is_refused():
     bare = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
     with pytest.raises(ConfigError, match=r"'test'.*no gradient_accumulation_passes.*add the key"):

@@ -27,6 +27,10 @@ REMEDIES = {
     "base-lr": "give both runs the same learning rate",
     "dp-mean-left-in": "multiply the loss by the data-parallel size: DeepSpeed averages over ranks",
     "gas-scaled-twice": "pass scale_wrt_gas=False, or don't divide by the number of passes yourself",
+    "divided-already": "divide once: give plain mean losses, or say that they are divided (ds_parity.loss_weight: "
+    "divided)",
+    "sum-over-ranks": "say what became of the ranks when the loss was divided (ds_parity.across_ranks: mean or sum)",
+    "weight-left-out": "give a weight to every backward() of every rank (ds_parity.loss_weight: weight refuses others)",
     "sp-factor-by-stage": "ZeRO 3 averages over sequence-parallel ranks too, other stages don't: correct for the stage",
     "constant-factor": "look for a factor of this size: a batch size, a world size, a loss that is summed and not "
     "averaged",
@@ -38,6 +42,8 @@ REMEDIES = {
     "half-broadcast": "sum the denominator over ranks in every unit it is needed in",
     "aux-term-scaled-apart": "divide every term of the loss by the same total",
     "last-backward-only": "set the boundary flag to False before every backward but the window's last",
+    "last-backward-by-caller": "set the boundary flag to False before every backward but the last, or let "
+    "ds_parity.boundary caller do it",
     "late-boundary": "set the boundary flag before the last backward, not before step()",
     "sticky-boundary": "reset the boundary flag after step(), before the next backward",
     "mid-window-checkpoint": "save between windows: gradients of an open one are not in a checkpoint",

@@ -18,6 +18,7 @@ def causes(view: View) -> Iterator[Cause]:
         yield from _factors(view)
         yield from _weighting(view)
     elif {"grad_norm", "loss"} <= view.at_first:
+        yield from _denominator(view)
         yield from _data(view)
         yield from _loss(view)
     elif "weights" in view.at_first and "loss" not in view.at_first:
@@ -57,8 +58,10 @@ def _factors(view: View) -> Iterator[Cause]:
     factor = ratios[0]
     if view.first == 0 and alike(ratios):
         yield from _constant(view, factor, len(ratios))
+        yield from _divided_already(view, factor)
         return
     totals = view.totals
+    yield from _divided_already(view, factor)
     counted = [(1 / r - 1) * totals[i] / view.idle[i] for i, r in known if r and view.idle[i]]
     if view.first == 0 and len(counted) > 1 and alike(counted, 0.1) and counted[0] > 0:
         said = f"norms fit total / (total + {counted[0]:.4g} for each idle pass) in {len(counted)} steps"
@@ -87,6 +90,39 @@ def _constant(view: View, factor: float, count: int) -> Iterator[Cause]:
     if view.ranks == 1 and (near(factor, round(factor)) or near(1 / factor, round(1 / factor))):
         yield Cause("sp-factor-by-stage", 0.7, f"{said}, on one data-parallel rank")
     yield Cause("constant-factor", 0.5, said)
+
+
+def _divided_already(view: View, factor: float) -> Iterator[Cause]:
+    """Whether the first norm that differs is too small by its window's total; weights were the same up to there."""
+    total = view.totals[view.first]
+    said = f"in step {view.step(view.first)} the gradient norm is {factor:.5g} times the reference's, 1 /"
+    if total > 1 and near(factor, 1 / total):
+        yield Cause("divided-already", 0.96, f"{said} {total:.6g}: the total")
+    elif total > view.ranks > 1 and near(factor, view.ranks / total):
+        yield Cause("divided-already", 0.85, f"{said} {total / view.ranks:.6g}: the total for each rank")
+
+
+def _denominator(view: View) -> Iterator[Cause]:
+    """Losses and norms that were divided by something else, though the data and its total, or its counts, agree."""
+    loss, norm = view.ratios("loss")[view.first], view.ratios("grad_norm")[view.first]
+    if loss is None or norm is None:
+        return
+    if "total" not in view.fields:
+        if near(loss, norm):
+            yield from _divided_already(view, norm)
+        return
+    a, b = view.pairs[view.first]
+    if "total" not in view.at_first or view.at_first & {"rollouts", "tokens"} or not (a.total and b.total):
+        return
+    said = f"the total of step {a.step} is {b.total:.6g} where the reference has {a.total:.6g}"
+    factor = a.total / b.total
+    by_ranks = near(factor, view.ranks) or near(factor, 1 / view.ranks)
+    if view.ranks > 1 and by_ranks and near(loss, factor) and near(norm, factor):
+        times = f"loss and gradient norm are {factor:.4g} times the reference's"
+        yield Cause("sum-over-ranks", 0.95, f"{said}, and {times}: the number of ranks is {view.ranks}")
+    # A total that is no count is a sum of weights that micro-batches bring.
+    elif a.total not in (a.rollouts, a.tokens, a.prompts):
+        yield Cause("weight-left-out", 0.9, f"{said}, of the same rollouts and tokens")
 
 
 def _weighting(view: View) -> Iterator[Cause]:

@@ -18,6 +18,10 @@ ADAMW = {
 _HERE = "ds_parity.parity.matrix.setups"
 
 NOT_FORESEEN = "which steps overflow depends on fp16 itself, which plain torch in fp64 does not have"
+NOT_OF_ONE_WEIGHT = "bare DeepSpeed weighs all passes alike, and each brings its own weight here"
+NOT_DIVIDED = "bare DeepSpeed divides by its number of passes, and the caller has divided already"
+REDUCED_IN_STEP = "DeepSpeed's buffers live in the step() that reduces, and would hide a copy; see the announced rows"
+KEEPS_GRADIENTS = "driven by hand, a window that takes no step keeps its gradients, which the next one adds to"
 NOT_BARE = "bare DeepSpeed steps by the sum over ranks here, ds_parity by the mean over the window"
 
 
@@ -76,6 +80,7 @@ _OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 _DYNAMIC = {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1}
 _GROWS = dict.fromkeys(STAGES, "fp16_growing_scale")
 _UNSCALED = {0: "fp16_zero0_unscaled_loss"}
+_AUTOCAST_BF16 = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 _AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 
 _PRECISION = (
@@ -104,7 +109,7 @@ _PRECISION = (
         _fp16(**_DYNAMIC | {"loss_scale_window": 2}),
         faults=_GROWS,
     ),
-    Variant("precision", "torch_autocast bf16", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, quick=(2,)),
+    Variant("precision", "torch_autocast bf16", _AUTOCAST_BF16, quick=(2,)),
     Variant(
         "precision",
         "torch_autocast fp16",
@@ -275,6 +280,93 @@ _WINDOW = (
     Variant("window", "ranks that run dry", ragged={"drive": "passes"}),
 )
 
+_WEIGHED = _section(loss_weight="weight")
+_ADDED = _section(loss_weight="divided", across_ranks="sum")
+_AVERAGED = _section(loss_weight="divided", across_ranks="mean")
+_LOSSES = (
+    Variant("losses", "a weight of the caller's own", _WEIGHED, left_out={"deepspeed": NOT_OF_ONE_WEIGHT}, quick=(1,)),
+    Variant("losses", "divided by the caller, added up", _ADDED, (1, 3), left_out={"deepspeed": NOT_DIVIDED}),
+    Variant("losses", "divided by the caller, averaged", _AVERAGED, (0, 2), left_out={"deepspeed": NOT_DIVIDED}),
+)
+
+
+def _by_caller(**keys: Any) -> dict[str, Any]:
+    """The caller ends windows, and no target is given."""
+    return {"gradient_accumulation_passes": None, **_section(boundary="caller", **keys)}
+
+
+_CALLER = (
+    Variant("caller's step", "fp32", _by_caller(), quick=(1,)),
+    Variant("caller's step", "bf16", BF16 | _by_caller(), quick=(2,)),
+    Variant("caller's step", "bf16, fp32 accumulation", BF16 | FP32_ACCUMULATION | _by_caller(), SHARDED),
+    Variant(
+        "caller's step",
+        "fp16, dynamic, overflows",
+        _fp16(**_DYNAMIC | {"initial_scale_power": 22}) | _by_caller(),
+        fields={"windows": 7},
+        left_out={"probe": "its window overflows and is skipped", "torch": NOT_FORESEEN},
+        faults=_UNSCALED,
+    ),
+    Variant("caller's step", "torch_autocast bf16", _AUTOCAST_BF16 | _by_caller(), (0, 2)),
+    Variant(
+        "caller's step",
+        "offload_optimizer, fp32",
+        ADAMW | _zero(**_OFFLOADED) | _by_caller(),
+        SHARDED,
+        left_out={"memory": REDUCED_IN_STEP},
+    ),
+    Variant(
+        "caller's step",
+        "overlap_comm, bf16",
+        BF16 | _zero(overlap_comm=True) | _by_caller(),
+        SHARDED,
+        left_out={"memory": REDUCED_IN_STEP},
+    ),
+    Variant("caller's step", "announced", _by_caller(), ragged={"drive": "announced"}, quick=(0,)),
+    Variant(
+        "caller's step",
+        "announced, overlap_comm, bf16",
+        BF16 | _zero(overlap_comm=True) | _by_caller(),
+        (1, 2),
+        ragged={"drive": "announced"},
+    ),
+    Variant("caller's step", "streams", _by_caller(), (0, 2), ragged={"drive": "passes"}),
+    Variant("caller's step", "streams with look-ahead", _by_caller(lookahead=3), (1, 3), ragged={"drive": "passes"}),
+    Variant("caller's step", "unequal backwards", _by_caller(), (0, 1), ragged={"drive": "uneven"}, quick=(1,)),
+    Variant("caller's step", "unequal backwards, bf16", BF16 | _by_caller(), (0, 1), ragged={"drive": "uneven"}),
+    Variant(
+        "caller's step",
+        "an empty window",
+        _by_caller(),
+        ragged={"shape": "hollow"},
+        left_out={"memory": KEEPS_GRADIENTS},
+    ),
+    Variant(
+        "caller's step", "a nominal target, LR by rollout", _section(boundary="caller", lr_progress="rollout"), (0, 2)
+    ),
+    Variant(
+        "caller's step",
+        "a weight of the caller's own",
+        _by_caller(loss_weight="weight"),
+        (0, 3),
+        left_out={"deepspeed": NOT_OF_ONE_WEIGHT},
+    ),
+    Variant(
+        "caller's step",
+        "divided by the caller, added up",
+        _by_caller(**_ADDED["ds_parity"]),
+        (1, 2),
+        left_out={"deepspeed": NOT_DIVIDED},
+    ),
+    Variant(
+        "caller's step",
+        "divided by the caller, averaged",
+        _by_caller(**_AVERAGED["ds_parity"]),
+        (0, 3),
+        left_out={"deepspeed": NOT_DIVIDED},
+    ),
+)
+
 _RANKS = (
     Variant("ranks", "1 rank", fields={"ranks": 1}, left_out={"memory": "nothing is exchanged"}),
     Variant("ranks", "4 ranks", fields={"ranks": 4}),
@@ -290,5 +382,7 @@ VARIANTS = (
     *_OPTIMIZER,
     *_SCHEDULER,
     *_WINDOW,
+    *_LOSSES,
+    *_CALLER,
     *_RANKS,
 )

@@ -21,7 +21,7 @@ from ds_parity.parity.running import half_precision, weights
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import own_batches
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import weight, windows_of
+from ds_parity.parity.subjects.oracle import coefficient, weight, windows_of
 
 # A step long enough that the update, not the weights, fills the digits of a bf16 weight.
 _RATE = {"fp32": 1.0, "bf16": 1024.0, "fp16": 1024.0}
@@ -42,9 +42,8 @@ def probe_scenario(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
     window = windows_of(passes, wanted.settings)[0]
     start, gradients = _gradients(wanted, window.last + 1)
     update = _update(wanted, start, resolve(subject))
-    expected = [
-        [weight(b, wanted.settings.loss_weight) / window.total for b in row] for row in passes[: window.last + 1]
-    ]
+    unit = wanted.settings.loss_weight
+    expected = [[coefficient(batch, window, unit) for batch in row] for row in passes[: window.last + 1]]
     return asdict(decompose(update, gradients, expected))
 
 

@@ -3,10 +3,12 @@
 import math
 import random
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Literal, TypeAlias
 
 from ds_parity.collation import collate
+from ds_parity.config import Settings
 from ds_parity.errors import ConfigError
 from ds_parity.planning.plans import Plan, rollout_key
 from ds_parity.planning.rollout import MicroBatch, Rollout
@@ -18,6 +20,32 @@ Passes: TypeAlias = Sequence[Sequence[MicroBatch]]
 """passes[pass][rank] is a collated micro-batch; one without rollouts on an idle rank."""
 
 _MOST_PASSES = 9
+
+# What a window of a scenario consists of where the caller ends windows and the configuration gives no target.
+NOMINAL_PASSES = 8
+
+
+def cut_by(settings: Settings) -> Settings:
+    """Return the settings whose target says where a scenario's windows end.
+
+    They are those of the configuration, completed where `ds_parity.boundary` is `caller` and it gives no target.
+    """
+    if settings.gradient_accumulation_passes is not None:
+        return settings
+    return settings.model_copy(update={"gradient_accumulation_passes": NOMINAL_PASSES})
+
+
+def own_weight(tokens: int) -> float:
+    """Return what a micro-batch weighs by itself (`loss_weight: weight`), from how many loss tokens it has.
+
+    A multiple of 1/4 from 0 to 1.75, which sums represent exactly in any order; some weigh 0.
+    """
+    return tokens % 8 / 4
+
+
+def weighed(passes: Passes) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Return the micro-batches with weights of their own."""
+    return tuple(tuple(replace(batch, weight=own_weight(batch.tokens)) for batch in row) for row in passes)
 
 
 def finishing(keys: Sequence[Hashable]) -> list[int]:

@@ -62,10 +62,10 @@ class Peaks:
     """Watches up to two windows after the first, without what writes a step down.
 
     Each window is watched from its last backward on, where gradients are corrected and stepped: before, activations and
-    DeepSpeed's buckets would hide a copy of them.
+    DeepSpeed's buckets would hide a copy of them. Where step() reduces (`ds_parity.boundary: caller`), from there on.
 
     Attributes:
-        bytes: for each window, the most that lived after its last backward, above what lived at its start.
+        bytes: for each window, the most that lived after its last backward or reduction, above what lived at its start.
         parameters: how many numbers the model has.
     """
 
@@ -73,7 +73,8 @@ class Peaks:
         self.bytes: list[int] = []
         self.parameters = 0
         self._live: LiveBytes | None = None
-        self._unwatched = (DeepSpeedEngine.forward, DeepSpeedEngine.backward)
+        engine = DeepSpeedEngine
+        self._unwatched = (engine.forward, engine.backward, engine.allreduce_gradients)
 
     def before(self, module: nn.Module) -> None:
         """End a window."""
@@ -94,26 +95,32 @@ class Peaks:
     def end(self) -> None:
         """Stop watching; a window that no step has ended is not counted."""
         if self._live is not None:
-            DeepSpeedEngine.forward, DeepSpeedEngine.backward = self._unwatched
+            engine = DeepSpeedEngine
+            engine.forward, engine.backward, engine.allreduce_gradients = self._unwatched
             self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._live = None
 
     def _watch(self, live: LiveBytes) -> None:
-        forward, backward = self._unwatched
+        forward, *others = self._unwatched
 
         def entering(engine: Any, *args: Any, **kwargs: Any) -> Any:
             live.patience = 0.0
             return forward(engine, *args, **kwargs)
 
-        def returning(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            result = backward(engine, *args, **kwargs)
-            time.sleep(_PATIENCE)
-            # The last backward of a window wins: each begins the watch anew.
-            live.peak, live.patience = live.now, _PATIENCE
-            return result
+        def beginning(function: Any) -> Any:
+            def returning(engine: Any, *args: Any, **kwargs: Any) -> Any:
+                result = function(engine, *args, **kwargs)
+                time.sleep(_PATIENCE)
+                # The last one of a window wins: each begins the watch anew.
+                live.peak, live.patience = live.now, _PATIENCE
+                return result
+
+            return returning
 
         # On the class, because the engine under test looks them up there through its proxy.
-        DeepSpeedEngine.forward, DeepSpeedEngine.backward = entering, returning
+        engine = DeepSpeedEngine
+        engine.forward = entering
+        engine.backward, engine.allreduce_gradients = map(beginning, others)
 
 
 def _tensors(values: Any) -> Any:

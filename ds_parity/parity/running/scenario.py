@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -15,17 +15,31 @@ from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.rollouts import informative, line_turns, load_rollouts, shorten
 from ds_parity.parity.running.functions import resolve
-from ds_parity.parity.running.layouts import Layout, collate_layout, planned_layout, ragged_layout, uniform_layout
-from ds_parity.parity.running.shapes import hollow, leveled, sloped, streamed
+from ds_parity.parity.running.layouts import (
+    Layout,
+    collate_layout,
+    cut_by,
+    planned_layout,
+    ragged_layout,
+    uniform_layout,
+    weighed,
+)
+from ds_parity.parity.running.shapes import hollow, leveled, sloped, streamed, uneven
 from ds_parity.planning import Plan, plan
 from ds_parity.planning.rollout import MicroBatch, Rollout
 
 # Loss tokens of every rollout in uniform windows that are weighed by tokens.
 _LEVEL = 64
 
+# The bundled loss of a micro-batch where its weight says nothing of it: what it is a mean over.
+_MEANS = {"weight": "rollout", "divided": "token"}
+
+# Shapes of loop that end windows by themselves: they exist with `ds_parity.boundary` `caller` alone.
+_OF_CALLERS = ("announced", "uneven")
+
 _CHOICES = {
     "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned", "hollow"),
-    "drive": ("loop", "passes"),
+    "drive": ("loop", "passes", "announced", "uneven"),
     "collation": ("padded", "packed"),
 }
 
@@ -45,7 +59,9 @@ class Scenario:
             `hollow` (ragged, and the second window has no loss tokens).
         windows: how many windows' worth of rollouts there are (>= 1).
         seed: of the model's weights, of the choice of rollouts and of the raggedness.
-        drive: `loop` (counts given to every backward) or `passes` (the engine reads the stream).
+        drive: `loop` (counts given to every backward), `passes` (the engine reads the stream), or, where the caller
+            ends windows, `announced` (a loop that announces each window's last backward) or `uneven` (ranks leave idle
+            passes out, and so run other numbers of backwards).
         max_tokens: rollouts are shortened to this length (>= 2), None: as they are.
         model: `package.module:function`, called with a seed, returns an `nn.Module` from token ids to logits.
         rollouts: a JSON Lines file of the user's own, None: the bundled ones.
@@ -85,6 +101,16 @@ class Scenario:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"scenario {self.name!r}: {name} is {getattr(self, name)!r}, it must be in {known}")
+        if self.drive in _OF_CALLERS and not _by_caller(self.config):
+            raise ConfigError(
+                f"scenario {self.name!r}: drive is {self.drive!r}, a loop that ends windows by itself: set "
+                "ds_parity.boundary to 'caller', or choose 'loop' or 'passes'"
+            )
+        if self.train is not None and _by_caller(self.config):
+            raise ConfigError(
+                f"scenario {self.name!r}: a training function with ds_parity.boundary 'caller' ends windows where no "
+                "reference knows of it; leave train out, or choose boundary 'rollouts'"
+            )
         if self.turns and self.shape != "planned":
             raise ConfigError(f"scenario {self.name!r}: turns in {self.shape!r} windows, must be in 'planned' ones")
         if self.collation == "packed" and self.sequence_parallel > 1:
@@ -104,7 +130,7 @@ class Scenario:
         if settings is None:
             raise ConfigError(
                 f"scenario {self.name!r}: the configuration has no gradient_accumulation_passes, so there is "
-                "nothing to compare with bare DeepSpeed; add the key"
+                "nothing to compare with bare DeepSpeed; add the key (or ds_parity.boundary 'caller')"
             )
         return settings
 
@@ -131,7 +157,7 @@ class Scenario:
         Raises:
             ConfigError: there are too few rollouts, or uniform windows can't be formed.
         """
-        settings = self.settings
+        settings = cut_by(self.settings)
         if self.shape == "uniform":
             return self._uniform(settings)
         if self.shape == "planned":
@@ -147,11 +173,14 @@ class Scenario:
             layout = sloped(layout, settings.target, rising=self.shape == "rising")
         if self.shape == "hollow":
             layout = hollow(layout, settings.target)
+        if self.drive == "uneven":
+            layout = uneven(layout, settings.target)
         return streamed(layout, self.ranks) if self.drive == "passes" else layout
 
     def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
         """Return the collated layout, on the host."""
-        return collate_layout(self.layout(), self.collation)
+        passes = collate_layout(self.layout(), self.collation)
+        return weighed(passes) if self.settings.loss_weight == "weight" else passes
 
     def build(self) -> nn.Module:
         """Return the model with its loss on top, weights drawn from the seed."""
@@ -163,7 +192,8 @@ class Scenario:
         if self.train is not None:
             return policy
         settings = self.settings
-        return PolicyGradient(policy, settings.loss_weight, settings.loss_reduction, self.objective)
+        unit = _MEANS.get(settings.loss_weight, settings.loss_weight)
+        return PolicyGradient(policy, unit, settings.loss_reduction, self.objective)
 
     def keywords(self, module: nn.Module) -> dict[str, Any]:
         """Return what `initialize` is given beside the model and the configuration."""
@@ -219,7 +249,7 @@ class Scenario:
                 f"uniform windows need passes that the ranks divide: {settings.passes} passes on "
                 f"{self.ranks} ranks leave a remainder of {left}; choose another number of ranks"
             )
-        tokens = _LEVEL if settings.loss_weight == "token" else None
+        tokens = _LEVEL if settings.loss_weight in ("token", "divided") else None
         per_batch = settings.target // settings.passes
         pool = self._pool(settings.target * self.windows, tokens)
         rows = uniform_layout(self.ranks * per_batch, passes * self.windows, pool)
@@ -237,6 +267,11 @@ class Scenario:
         start = (self.seed * 97) % max(1, len(every) - wanted + 1)
         chosen = every[start : start + wanted]
         return chosen if self.max_tokens is None else shorten(chosen, self.max_tokens)
+
+
+def _by_caller(config: Mapping[str, Any]) -> bool:
+    settings = parse(config)
+    return settings is not None and settings.by_caller
 
 
 @lru_cache(maxsize=4)

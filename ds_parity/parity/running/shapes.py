@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, zip_longest
 
 from ds_parity.parity.running.layouts import Layout
 from ds_parity.planning.rollout import Rollout
@@ -14,6 +15,34 @@ def streamed(layout: Layout, ranks: int) -> Layout:
     streams = [[row[rank] for row in layout if row[rank]] for rank in range(ranks)]
     passes = max(len(stream) for stream in streams)
     return tuple(tuple(stream[i] if i < len(stream) else () for stream in streams) for i in range(passes))
+
+
+def uneven(layout: Layout, target: int) -> Layout:
+    """Return the layout with the gaps of every window moved behind its last micro-batches, rank by rank.
+
+    A rank that leaves its idle passes out then runs fewer backwards than another. In the second window the last rank
+    runs what rank 0 has, which runs nothing.
+    """
+    rows: list[tuple[tuple[Rollout, ...], ...]] = []
+    for window in _windows(layout, target):
+        rows += zip_longest(*([cell for cell in column if cell] for column in zip(*window, strict=True)), fillvalue=())
+    # Without gaps a window may end sooner, so they are cut anew; what a pass contains stays the same from here on.
+    first, *others = _windows(tuple(rows), target)
+    emptied = tuple(((), *row[1:-1], row[0] + row[-1]) for row in others[0]) if others and len(layout[0]) > 1 else ()
+    return (*first, *(emptied or chain(*others[:1])), *chain(*others[1:]))
+
+
+def _windows(layout: Layout, target: int) -> Iterator[Layout]:
+    """Yield the passes of each window that multiples of `target` rollouts cut, and what is left."""
+    first = consumed = 0
+    for index, row in enumerate(layout):
+        count = sum(map(len, row))
+        if (consumed + count) // target > consumed // target:
+            yield layout[first : index + 1]
+            first = index + 1
+        consumed += count
+    if first < len(layout):
+        yield layout[first:]
 
 
 def sloped(layout: Layout, target: int, *, rising: bool) -> Layout:

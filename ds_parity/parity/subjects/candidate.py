@@ -13,6 +13,7 @@ from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import ulysses
+from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, windows_of
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -30,7 +31,7 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
     )
     if scenario.train is not None:
         return _trained(engine, scenario, record)
-    drive = _by_passes if scenario.drive == "passes" else _by_counts
+    drive = _ending_windows if scenario.settings.by_caller else _BY_DRIVE[scenario.drive]
     for _ in drive(engine, scenario):
         _note(engine, record)
     engine.finish()
@@ -56,25 +57,67 @@ def _stream(scenario: Scenario) -> list[MicroBatch]:
 
 
 def _by_counts(engine: Any, scenario: Scenario) -> Iterator[None]:
-    idle = stand_in(scenario)
-    for batch in own_batches(scenario):
-        if not batch.idle:
-            loss = engine(**batch.inputs)
-            _measure(engine, batch)
-            engine.backward(loss, rollouts=batch.rollouts, prompts=batch.prompts, tokens=batch.tokens)
-        else:
-            engine.idle(engine(**idle.inputs))
+    for _ in _counted(engine, scenario):
         engine.step()
         yield
 
 
 def _by_passes(engine: Any, scenario: Scenario) -> Iterator[None]:
-    for batch in engine.passes(_stream(scenario), idle=stand_in(scenario), finish=False):
-        loss = engine(**batch.inputs)
-        _measure(engine, batch)
-        engine.backward(loss)
+    for _ in _handed_out(engine, scenario):
         engine.step()
         yield
+
+
+_BY_DRIVE = {"loop": _by_counts, "passes": _by_passes}
+
+
+def _ending_windows(engine: Any, scenario: Scenario) -> Iterator[None]:
+    """Call step() where a window ends, and nowhere else; the one that the data ends in is left to finish()."""
+    ends = {window.last for window in windows_of(scenario.batches(), scenario.settings) if not window.open}
+    run = _handed_out if scenario.drive == "passes" else _counted
+    for index in run(engine, scenario):
+        if index in ends:
+            engine.step()
+            yield
+
+
+def _counted(engine: Any, scenario: Scenario) -> Iterator[int]:
+    """Run one backward after another with its counts, and yield the pass that it was."""
+    idle, own = stand_in(scenario), own_batches(scenario)
+    windows = _by_pass(scenario)
+    for index, batch in enumerate(own):
+        if scenario.drive == "announced":
+            engine.set_gradient_accumulation_boundary(index == windows[index].last)
+        if not batch.idle:
+            loss = _divided(engine(**batch.inputs), batch, windows[index])
+            _measure(engine, batch)
+            weight = {"weight": batch.weight} if scenario.settings.loss_weight == "weight" else {}
+            engine.backward(loss, rollouts=batch.rollouts, prompts=batch.prompts, tokens=batch.tokens, **weight)
+        elif scenario.drive != "uneven":
+            engine.idle(engine(**idle.inputs))
+        yield index
+
+
+def _handed_out(engine: Any, scenario: Scenario) -> Iterator[int]:
+    """The same with what `passes()` hands out, counting the passes that it does."""
+    own = own_batches(scenario)
+    windows = iter([window for batch, window in zip(own, _by_pass(scenario), strict=True) if not batch.idle])
+    for index, batch in enumerate(engine.passes(_stream(scenario), idle=stand_in(scenario), finish=False)):
+        loss = engine(**batch.inputs)
+        if not batch.idle:
+            loss = _divided(loss, batch, next(windows))
+        _measure(engine, batch)
+        engine.backward(loss)
+        yield index
+
+
+def _by_pass(scenario: Scenario) -> list[PlannedWindow]:
+    windows = windows_of(scenario.batches(), scenario.settings)
+    return [window for window in windows for _ in range(window.first, window.last + 1)]
+
+
+def _divided(loss: torch.Tensor, batch: MicroBatch, window: PlannedWindow) -> torch.Tensor:
+    return loss if window.divided_by is None else loss * given_share(batch, window)
 
 
 def _measure(engine: Any, batch: MicroBatch) -> None:

@@ -5,11 +5,12 @@ The references take their steps by this, and never by the window machine that th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ds_parity.config import Settings
-from ds_parity.parity.running.layouts import Passes
+from ds_parity.parity.running.layouts import Passes, cut_by
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -22,6 +23,8 @@ class PlannedWindow:
         total: the total that the step is to be divided by.
         open: the data ended before the target was reached.
         progress: nominal progress after it.
+        divided_by: what the caller divides the window's losses by before they go in, where he has to
+            (`loss_weight: divided`): a micro-batch's mean over tokens is multiplied by its tokens and divided by this.
     """
 
     first: int
@@ -30,11 +33,23 @@ class PlannedWindow:
     total: float
     open: bool
     progress: Fraction
+    divided_by: float | None = None
 
 
-def weight(batch: MicroBatch, unit: str) -> int:
-    """Return the units that a micro-batch's mean loss stands for."""
-    return {"token": batch.tokens, "pass": int(not batch.idle)}.get(unit, batch.rollouts)
+def weight(batch: MicroBatch, unit: str) -> float:
+    """Return the units that a micro-batch's mean loss stands for; a loss that its caller has divided is a pass."""
+    whole = int(not batch.idle)
+    return {"token": batch.tokens, "pass": whole, "divided": whole, "weight": batch.weight}.get(unit, batch.rollouts)
+
+
+def given_share(batch: MicroBatch, window: PlannedWindow) -> float:
+    """Return what the caller multiplies a micro-batch's mean loss by, before it goes in: 1 but for divided losses."""
+    return 1.0 if window.divided_by is None else batch.tokens / window.divided_by
+
+
+def coefficient(batch: MicroBatch, window: PlannedWindow, unit: str) -> float:
+    """Return the coefficient with which a micro-batch's mean loss is to enter its step."""
+    return weight(batch, unit) * given_share(batch, window) / window.total
 
 
 def windows_of(passes: Passes, settings: Settings, lookahead: bool = False) -> list[PlannedWindow]:
@@ -43,8 +58,12 @@ def windows_of(passes: Passes, settings: Settings, lookahead: bool = False) -> l
     Args:
         passes: passes[pass][rank].
         settings: the extra keys.
-        lookahead: a window that reaches its target divides losses by the actual total from its start.
+        lookahead: a window that reaches its target divides losses by the actual total from its start. Of no effect
+            where the caller ends windows.
+
+    Where the caller ends windows, the scenario's loop does so at the nominal target.
     """
+    nominal, settings = settings.gradient_accumulation_passes is not None, cut_by(settings)
     windows: list[PlannedWindow] = []
     consumed = opened = first = applied = 0
     for index, row in enumerate(passes):
@@ -61,9 +80,12 @@ def windows_of(passes: Passes, settings: Settings, lookahead: bool = False) -> l
             consumed >= limit and total and (lookahead or _first_with_a_gradient(window, settings) == len(window) - 1)
         )
         guess = total if known else _expected(window, settings, limit - opened)
+        if settings.by_caller:
+            guess = _expected_by_caller(window, settings, nominal, windows)
         applied += consumed - opened if total else 0
         progress = Fraction(applied, settings.target)
-        windows.append(PlannedWindow(first, index, guess, total, consumed < limit, progress))
+        divided_by = _divided_by(window, settings)
+        windows.append(PlannedWindow(first, index, guess, total, consumed < limit, progress, divided_by))
         first, opened = index + 1, consumed
     return windows
 
@@ -72,23 +94,60 @@ def _units(batch: MicroBatch, settings: Settings) -> int:
     return batch.prompts if settings.count == "prompt" else batch.rollouts
 
 
-def _weights(window: Passes, settings: Settings) -> list[int]:
+def _weights(window: Passes, settings: Settings) -> list[float]:
     return [sum(weight(batch, settings.loss_weight) for batch in row) for row in window]
 
 
 def _total(window: Passes, settings: Settings) -> float:
     weights = sum(_weights(window, settings))
-    return float(settings.target if settings.loss_weight == "target" and weights else weights)
+    constant = _constant(settings, len(window[0]))
+    return float(weights if constant is None or not weights else constant)
+
+
+def _constant(settings: Settings, ranks: int) -> float | None:
+    """Return the total of every window that has a weight, where it does not follow from what it contains."""
+    if settings.loss_weight == "divided":
+        return 1.0 if settings.across_ranks == "sum" else float(ranks)
+    return float(settings.target) if settings.loss_weight == "target" else None
+
+
+def _divided_by(window: Passes, settings: Settings) -> float | None:
+    """Return the caller's own denominator: the window's tokens, of each rank in the mean where ranks are averaged."""
+    if settings.loss_weight != "divided":
+        return None
+    tokens = sum(batch.tokens for row in window for batch in row)
+    return tokens / (1 if settings.across_ranks == "sum" else len(window[0]))
+
+
+def _expected_by_caller(window: Passes, settings: Settings, nominal: bool, before: Sequence[PlannedWindow]) -> float:
+    """Return what a window's losses are divided by where it is the caller who ends it.
+
+    The last total that was not 0; in the first window what the first micro-batches of all ranks weigh, as many times as
+    their rollouts (or prompts) fit into a target that the configuration gives; and where all of these weigh 0, a usual
+    micro-batch on each rank.
+    """
+    ranks = len(window[0])
+    constant = _constant(settings, ranks)
+    if constant is not None:
+        return constant
+    usual = float(ranks * int(settings.train_micro_batch_size_per_gpu))
+    totals = [one.total for one in before if one.total]
+    if before:
+        return totals[-1] if totals else usual
+    counted = sum(_units(batch, settings) for batch in window[0])
+    times = settings.target / counted if nominal and counted else 1.0
+    return _weights(window, settings)[0] * times or usual
 
 
 def _expected(window: Passes, settings: Settings, needed: int) -> float:
-    if settings.loss_weight == "target":
-        return float(settings.target)
+    constant = _constant(settings, len(window[0]))
+    if constant is not None:
+        return constant
     first = _first_with_a_gradient(window, settings)
     if first is None:
         return 0.0
     counted = sum(_units(batch, settings) for batch in window[first])
-    return needed * max(1, _weights(window, settings)[first]) / max(counted, 1)
+    return needed * (_weights(window, settings)[first] or 1) / max(counted, 1)
 
 
 def _first_with_a_gradient(window: Passes, settings: Settings) -> int | None:

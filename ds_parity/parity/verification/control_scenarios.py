@@ -7,7 +7,20 @@ from typing import Any
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.scenario import Scenario
 
-NAMES = ("tokens", "rollouts", "uniform", "clipped", "unclipped", "prompts", "progress", "hollow", "sharded")
+NAMES = (
+    "tokens",
+    "rollouts",
+    "uniform",
+    "clipped",
+    "unclipped",
+    "prompts",
+    "progress",
+    "hollow",
+    "sharded",
+    "caller",
+    "weights",
+    "averaged",
+)
 
 _LR = 0.05
 # What differs in the update alone shows in the weights alone, so it must move them far.
@@ -21,6 +34,9 @@ _SECTIONS: dict[str, dict[str, Any]] = {
     "rollouts": {"loss_weight": "rollout"},
     "prompts": {"count": "prompt"},
     "progress": {"lr_progress": "rollout"},
+    "caller": {"boundary": "caller"},
+    "weights": {"loss_weight": "weight"},
+    "averaged": {"loss_weight": "divided", "across_ranks": "mean"},
 }
 _SHAPES: dict[str, dict[str, Any]] = {
     "uniform": {"shape": "uniform", "windows": 4, "short": 0},

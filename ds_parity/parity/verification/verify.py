@@ -13,6 +13,7 @@ from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import Cause, diagnose
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
+from ds_parity.parity.running.layouts import cut_by
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.trace import Trace, read_trace
 
@@ -21,6 +22,12 @@ Progress = Callable[[int, str], None]
 _RUN_SCENARIO = "ds_parity.parity.running.tasks:run_scenario"
 ATTEMPT_SCENARIO = "ds_parity.parity.running.tasks:attempt_scenario"
 TIERS = {"deepspeed": Tier.EXACT, "deepspeed-loop": Tier.EXACT, "torch": Tier.REASSOCIATED}
+
+# Losses for which bare DeepSpeed's mean over passes is another step.
+_NOT_ALIKE = {
+    "weight": "its mean over passes gives every micro-batch one weight, and here each brings its own",
+    "divided": "it divides every loss by its number of passes, and here the caller has divided already",
+}
 
 
 @dataclass(frozen=True)
@@ -81,13 +88,15 @@ def scenarios(
         ConfigError: the configuration can't be run at all.
     """
     ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
-    ragged = replace(ragged, short=min(2, ragged.settings.target - 1))
+    ragged = replace(ragged, short=min(2, cut_by(ragged.settings).target - 1))
     ragged.layout()  # for its ConfigError, before any rank is started
     references = ("deepspeed-loop",) if ragged.train else ("deepspeed-loop", "torch")
     wanted: list[tuple[Scenario, tuple[str, ...]]] = [(ragged, references)]
     if ragged.train:
         why = "a training function drives an engine, and this reference has none of ds_parity's calls"
         return wanted, [LeftOut("ragged", "torch", why), LeftOut("uniform", "deepspeed", why)]
+    if ragged.settings.loss_weight in _NOT_ALIKE:
+        return wanted, [LeftOut("uniform", "deepspeed", _NOT_ALIKE[ragged.settings.loss_weight])]
     uniform = Scenario("uniform", config, ranks, shape="uniform", **options)
     try:
         uniform.layout()

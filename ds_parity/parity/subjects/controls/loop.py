@@ -10,7 +10,7 @@ import torch
 from ds_parity.parity.running.layouts import Passes
 from ds_parity.parity.running.own_batches import Record, own_batches, own_rank, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
+from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize, metrics_of
 from ds_parity.parity.subjects.references.private_state import averages_over_ranks
 from ds_parity.parity.subjects.references.torch_counterparts import ByHand
@@ -154,6 +154,8 @@ class Loop:
         if self.units(batch) == 0:
             self.engine.backward(self.silenced(loss, index), scale_wrt_gas=False)
             return
+        if self.window.divided_by is not None:
+            loss = loss * given_share(batch, self.window)
         self.notes.add(*self.noted(loss, batch, index))
         self.engine.backward(self.divided(loss, batch, index), scale_wrt_gas=False)
 

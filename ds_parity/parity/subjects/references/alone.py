@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_parity.collation import collate
 from ds_parity.config import Settings
-from ds_parity.parity.running.layouts import Layout
+from ds_parity.parity.running.layouts import Layout, own_weight
 from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
@@ -62,6 +62,9 @@ def window_loss(model: nn.Module, layout: Layout, window: PlannedWindow, setting
         return None
     rollouts = [rollout for cell in cells for rollout in cell]
     shares = _shares(cells, window.total, settings.loss_weight)
+    if window.divided_by is not None:
+        # The caller has multiplied means over tokens by tokens / divided_by, and a pass weighs 1.
+        shares = _shares(cells, window.divided_by * window.total, "token")
     inputs = collate(rollouts).inputs
     logits = model.policy(inputs["input_ids"])  # type: ignore[operator]
     logp = getattr(logits, "logits", logits)[:, :-1].double().log_softmax(-1)
@@ -85,6 +88,9 @@ def _shares(cells: Sequence[Sequence[Rollout]], total: float, unit: str) -> list
                 shares.append(1 / total)
             elif unit == "pass":
                 shares.append(1 / max(rollout.loss_tokens, 1) / len(cell) / total)
+            elif unit == "weight":
+                own = own_weight(sum(one.loss_tokens for one in cell))
+                shares.append(own / max(rollout.loss_tokens, 1) / len(cell) / total)
             else:
                 shares.append(1 / max(rollout.loss_tokens, 1) / total)
     return shares

@@ -56,6 +56,7 @@ class StepNotes:
         self._engine = engine
         self._settings = scenario.settings
         self._passes = passes
+        self._leaves_idle_out = scenario.drive == "uneven"
         self._sequence_parallel = scenario.sequence_parallel
         self._sum = torch.zeros((), dtype=torch.float64, device="cpu")
 
@@ -74,10 +75,14 @@ class StepNotes:
             total = torch.stack(gathered[:: self._sequence_parallel]).sum()
         rows = self._passes[window.first : window.last + 1]
         batches = [batch for row in rows for batch in row]
+        passes = len(rows)
+        if self._leaves_idle_out:
+            # Ranks that leave idle passes out come to as many as the busiest of them runs.
+            passes = max(sum(not batch.idle for batch in column) for column in zip(*rows, strict=True))
         return StepRecord(
             step=number,
-            passes=len(rows),
-            idle_passes=sum(batch.idle for batch in batches),
+            passes=passes,
+            idle_passes=sum(batch.idle for batch in batches) - (len(rows) - passes) * len(rows[0]),
             rollouts=sum(batch.rollouts for batch in batches),
             prompts=sum(batch.prompts for batch in batches),
             tokens=sum(batch.tokens for batch in batches),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_parity.parity.running.layouts import cut_by
 from ds_parity.parity.running.own_batches import Record, own_batches
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import windows_of
@@ -16,7 +17,10 @@ def run_with_fixed_steps(scenario: Scenario, record: Record) -> Any:
     With `managed_gradient_accumulation: false` the loop calls step() at the boundary only, as it must there.
     """
     managed = scenario.config.get("managed_gradient_accumulation", True)
-    engine = initialize(scenario, managed=managed)
+    steps = None
+    if scenario.settings.gradient_accumulation_passes is None:
+        steps = cut_by(scenario.settings).passes // scenario.ranks  # DeepSpeed's own loop needs to be told how many
+    engine = initialize(scenario, steps, managed=managed)
     passes = scenario.batches()
     windows = iter(windows_of(passes, scenario.settings))
     notes = StepNotes(engine, scenario, passes)

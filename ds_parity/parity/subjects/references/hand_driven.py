@@ -15,7 +15,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, weight, windows_of
+from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weight, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 from ds_parity.parity.subjects.references.private_state import (
     averages_over_ranks,
@@ -60,7 +60,7 @@ class HandDriven:
         windows = windows_of(batches, self._settings, lookahead=ahead)
         # With a shorter look-ahead ds_parity divides by an estimate, which is not written out here.
         lookahead = self._settings.lookahead
-        if ahead and lookahead != "window" and max(w.last - w.first for w in windows) >= lookahead:
+        if ahead and not self._settings.by_caller and lookahead != "window" and _longest(windows) > lookahead:
             raise ConfigError(
                 "deepspeed-loop knows the totals of whole windows: ds_parity.lookahead must hold the longest"
             )
@@ -136,6 +136,10 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
         """The last window was settled with its last pass."""
 
 
+def _longest(windows: list[PlannedWindow]) -> int:
+    return max(window.last - window.first + 1 for window in windows)
+
+
 def _looks_ahead(scenario: Scenario) -> bool:
     return scenario.settings.lookahead != 0 and scenario.drive == "passes"
 
@@ -148,6 +152,9 @@ def _backward(
     if units == 0:
         engine.backward(loss * 0.0, scale_wrt_gas=False)
         return
+    if window.divided_by is not None:
+        # The caller divides, and what goes in is what the step's loss is made of.
+        loss = loss * given_share(batch, window)
     notes.add(loss, units)
     averaged: float = scenario.ranks if averages_over_ranks(engine) else 1
     if engine.zero_optimization_stage() < 3:

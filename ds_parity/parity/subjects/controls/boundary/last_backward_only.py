@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ds_parity.parity.subjects.controls.loop import Loop
 
 
@@ -12,7 +14,7 @@ class LastBackwardOnly(Loop):
     seen = "OpenRLHF's dynamic batches, open-instruct #1498, DeepSpeed #7981"
     stages = (1, 2)
     accumulation_steps = 1
-    like = ("mid-window-checkpoint",)
+    like: ClassVar[tuple[str, ...]] = ("mid-window-checkpoint",)
 
     def marks(self, index: int) -> bool:
         """Say boundary at every pass, as gradient accumulation 1 does."""
