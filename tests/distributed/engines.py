@@ -60,6 +60,12 @@ def run_stream(engine, stream, **options):
     return handed, steps
 
 
+def let_go(engine):
+    """The bare engine of one that is not used any more, whose optimizer it may step itself."""
+    engine._self_driver.adapter.kept.end()
+    return engine.__wrapped__
+
+
 def refusal(call):
     """The error that `call` ends in, as text."""
     try:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.cells import STAGES, config
 from tests.distributed.counting import Counting
-from tests.distributed.engines import Batch, build, exchanges_of, forward, one_pass
+from tests.distributed.engines import Batch, build, exchanges_of, forward, let_go, one_pass
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -22,7 +22,7 @@ def overhead(folder):
             before = exchanges_of(engine)
             for index in range(6):
                 one_pass(engine, index)
-        bare = engine.__wrapped__
+        bare = let_go(engine)
         with Counting() as theirs:
             for index in range(6):
                 bare.set_gradient_accumulation_boundary(index == 5)
