@@ -12,6 +12,7 @@ from ds_parity.losses import PolicyGradient
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.running.shapes import leveled, streamed
 from ds_parity.parity.subjects.oracle import windows_of
+from ds_parity.parity.verification.verify import scenarios
 from ds_parity.planning.rollout import Rollout
 from tests.distributed import cells
 
@@ -187,3 +188,20 @@ def test_a_model_that_is_no_module_is_refused_by_name():
 @pytest.mark.parametrize(("section", "dtype"), [("bf16", "bf16"), ("fp16", "fp16"), ("neither", "fp32")])
 def test_the_type_is_that_of_the_section_which_is_enabled(section, dtype):
     assert scenario(config={**cells.config(1), section: {"enabled": True}}).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("section", "left_out"),
+    [
+        ({}, []),
+        ({"loss_weight": "weight"}, ["each brings its own"]),
+        ({"loss_weight": "divided", "across_ranks": "sum"}, ["the caller has divided already"]),
+    ],
+)
+def test_verify_takes_a_caller_without_a_target_and_leaves_out_what_bare_deepspeed_cannot_do(section, left_out):
+    config = {**CALLER, "ds_parity": {"boundary": "caller", **section}}
+    del config["gradient_accumulation_passes"]
+    runs, reasons = scenarios(config, 2, windows=3, **cells.TINY)
+    assert [one.name for one, _ in runs] == (["ragged"] if left_out else ["uniform", "ragged"])
+    assert all(one.layout() for one, _ in runs)
+    assert [reason.why[-len(said) :] for reason, said in zip(reasons, left_out, strict=True)] == left_out
