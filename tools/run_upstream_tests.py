@@ -4,9 +4,10 @@
     python tools/run_upstream_tests.py ~/DeepSpeed unit/v1/zero          # these folders, files or tests of its tests/
     python tools/run_upstream_tests.py ~/DeepSpeed.git --at v0.19.5      # a bare repository, at a tag
 
-Three modes: `bare`; `plain`, where `deepspeed.initialize` is ds_parity's and the configuration as it was; `keyed`,
+Four modes: `bare`; `plain`, where `deepspeed.initialize` is ds_parity's and the configuration as it was; `keyed`,
 where `gradient_accumulation_passes` is set to what the configuration means (gradient_accumulation_steps x data-parallel
-ranks). The tests of the checkout run against the DeepSpeed that is installed: only its tests/ folder is taken.
+ranks); and `caller`, where `ds_parity.boundary` is (for configurations without accumulation steps of their own).
+The tests of the checkout run against the DeepSpeed that is installed: only its tests/ folder is taken.
 
 Exit code 0: what passes bare passes through the wrapper, or is refused by an error of ds_parity, or expects what the
 key replaces (`DEFINED`); the last two with the key only. 1: a test ends otherwise. 2: bad input.
@@ -29,7 +30,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MODES = ("bare", "plain", "keyed")
+MODES = ("bare", "plain", "keyed", "caller")
+KEYED = ("keyed", "caller")
 SURROUNDINGS = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}  # the caller's own win
 # Accumulation, ZeRO, schedulers, configuration, checkpoints: the files with the most to say for their time.
 USUAL = (
@@ -266,9 +268,9 @@ def _classify(report: Report, test: str, mode: str, outcomes: dict[str, Outcome]
         return
     outcome = outcomes[mode]
     where = f"{mode} {test}"
-    if mode == "keyed" and _is_refusal(outcome):
+    if mode in KEYED and _is_refusal(outcome):
         report.refused[where] = outcome.message.partition(REFUSAL)[2]
-    elif mode == "keyed" and (why := _defined(test, outcome)):
+    elif mode in KEYED and (why := _defined(test, outcome)):
         report.defined[where] = why
     else:
         report.differs[where] = f"{outcomes['bare'].status} bare, {outcome.status}: {outcome.message[-600:]}"

@@ -88,7 +88,7 @@ class Settings(BaseModel):
         description="With loss_weight divided, what becomes of the ranks' losses: they add up (sum: divided by a "
         "denominator of all ranks) or are averaged (mean: by one of each rank, or multiplied by the ranks).",
     )
-    terms: Annotated[dict[str, TermSettings], Field(min_length=1)] | None = Field(
+    terms: Annotated[dict[str, TermSettings], Field(min_length=1, max_length=100)] | None = Field(
         default=None,
         description="Terms of the loss by name, each with the unit that its own mean runs over and a coefficient: "
         'backward({"policy": a, "kl": b}) with {"policy": {"weight": "token"}, "kl": {"weight": "rollout", '

@@ -250,7 +250,12 @@ def counts_in(batch: Any, weighting: Weighting | None = None) -> Counts:
             "tokens=...) or any object with these attributes, or leave passes() out and give the counts to "
             "engine.backward(loss, rollouts=...)"
         )
-    counts = Counts(batch.rollouts, batch.prompts, batch.tokens, (batch.weight,) if own else ())
+    if own and batch.weight is None and (batch.rollouts or batch.tokens):
+        raise WindowError(
+            f"passes() got a {type(batch).__name__} without a weight although ds_parity.loss_weight is 'weight': "
+            "nothing says what its loss weighs; give it, weight=..., any finite number >= 0"
+        )
+    counts = Counts(batch.rollouts, batch.prompts, batch.tokens, (batch.weight or 0,) if own else ())
     if terms is None:
         return counts
     given = getattr(batch, "weight", None)
@@ -292,8 +297,8 @@ def refuse_missing_terms(weighting: Weighting, counts: Counts, given: Set[str] |
     if terms is None:
         if given is not None:
             raise WindowError(
-                f"backward() got a loss of the terms {', '.join(given)}, and the configuration has no ds_parity.terms: "
-                "nothing says what each is divided by; add them there, or pass one tensor"
+                f"backward() got a loss of the terms {', '.join(map(repr, given))}, and the configuration has no "
+                "ds_parity.terms: nothing says what each is divided by; add them there, or pass one tensor"
             )
         return
     if given is None:
@@ -314,7 +319,7 @@ def refuse_missing_terms(weighting: Weighting, counts: Counts, given: Set[str] |
 
 def refuse_name_of_term(settings: Settings, name: Any) -> None:
     """Raise WindowError where a metric has the name of a term of the loss, whose mean is recorded under it."""
-    if settings.terms is not None and name in settings.terms:
+    if settings.terms is not None and isinstance(name, str) and name in settings.terms:
         raise WindowError(
             f"record({name!r}): the mean of that term of ds_parity.terms is recorded under its name; choose another"
         )

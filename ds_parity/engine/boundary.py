@@ -79,8 +79,12 @@ class Boundary:
         self.mark(False)
         self._settle(lr, sums, applied=engine.was_step_applied())
 
-    def skip(self) -> None:
-        """Close a window that has no weight: no step, and a warning."""
+    def skip(self, *, reduced: bool = False) -> None:
+        """Close a window that has no weight: no step, and a warning.
+
+        Args:
+            reduced: a backward was marked as the window's last, whose reduction DeepSpeed keeps for a step.
+        """
         window = self._ledger.window
         _LOG.warning(
             "window %d (%d passes, %d rollouts) has a total of 0 %s: no optimizer step is taken for it, and it "
@@ -89,7 +93,7 @@ class Boundary:
         )
         self.counters.consumed(window.rollouts)
         with self._adapter.kept.released():
-            if window.expected:  # turns that finish no rollout have gradients, and weigh nothing
+            if window.expected or reduced:  # turns that finish no rollout have gradients, and weigh nothing
                 self._adapter.discard()
             # ZeRO 3 partitions gathered parameters in step() alone, and this window has none.
             self._adapter.release_parameters()

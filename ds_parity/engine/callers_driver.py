@@ -26,6 +26,7 @@ class CallersDriver(Driver):
     announced = False  # the caller has said that the coming backward is the window's last
     _reduced = False  # the window's gradients have been reduced in the backward that was announced as its last
     _opened = False
+    _lost = False  # a backward was counted and raised
 
     def run_pass(  # type: ignore[override]
         self, loss: Loss, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
@@ -49,24 +50,35 @@ class CallersDriver(Driver):
         self._refuse_strays(newcomers=self.ledger.window.passes == 1)
         self._refuse_idle_experts(counts)
         self._finished = False
+        self._refuse_no_sync()
+        with self._telling():
+            # Before anything is counted, so that expect() is still in time.
+            self.ledger.refuse_unknown_totals()
+            if not self._opens_together:
+                self._open()
         if self.queue is not None:
             self.queue.take(0)  # what it contains is summed with its window
+        # A backward that raises has been counted, and its gradient may be there in part.
+        self._lost = True
         window = self.ledger.count_own(counts)
         self._open()
-        if self.announced and self.adapter.inside_no_sync:
-            with self._telling():
-                raise WindowError(
-                    f"the last backward() of window {window.index} inside no_sync(): its gradients would not be "
-                    "reduced; leave no_sync() out, DeepSpeed communicates only where it must"
-                )
         # ZeRO 0 and 1 reduce in a boundary's backward; where none was announced, step() reduces.
         self.boundary.mark(self.announced)
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
+        self._lost = False
         self._reduced = self.announced
         if window.passes == 1:
             self.adapter.forget_last_window(self.announced)
         return accumulated
+
+    def _refuse_no_sync(self) -> None:
+        if self.announced and self.adapter.inside_no_sync:
+            with self._telling():
+                raise WindowError(
+                    f"the last backward() of window {self.ledger.window.index} inside no_sync(): its gradients would "
+                    "not be reduced; leave no_sync() out, DeepSpeed communicates only where it must"
+                )
 
     def announce(self, last: bool) -> None:
         """Take the caller's word that the coming backward is its window's last, so that it may reduce.
@@ -79,12 +91,20 @@ class CallersDriver(Driver):
         self.announced = last and not self._reduced
 
     def refuse_owed_step(self) -> None:
-        """Raise WindowError where the window's gradients have been reduced: nothing can be added to them."""
+        """Raise WindowError where nothing can be added to the window: it has been reduced, or a backward has raised."""
+        self._refuse_lost()
         if self._reduced:
             raise WindowError(
                 f"backward() in window {self.ledger.window.index} after its last one: "
                 "set_gradient_accumulation_boundary(True) said that the backward() before is the last, and its "
                 "gradients have been reduced; call step() after it, or announce the last backward() alone"
+            )
+
+    def _refuse_lost(self) -> None:
+        if self._lost:
+            raise WindowError(
+                f"window {self.ledger.window.index} has a backward() that was counted and then raised, so that its "
+                "gradient may be there in part or not at all: load a checkpoint, which throws the window away"
             )
 
     def step(self, **kwargs: Any) -> None:
@@ -97,8 +117,14 @@ class CallersDriver(Driver):
             WindowError: no rank ran a backward since the last step.
             RankDesyncError: ranks are out of sync; on ZeRO 2 and 3 also where they ran other numbers of backwards.
         """
+        with self._telling():
+            self._refuse_lost()
         self._refuse_strays(newcomers=True)
+        if self.announced and not self._reduced:
+            # Other ranks reduce in their last backward, and this one had none.
+            self._reduce()
         if self._passes_over_ranks(ENDS) == 0:
+            self.announced = self._reduced = False
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it on any rank: with "
                 "ds_parity.boundary 'caller' each step() ends a window; call it once after the window's backwards"
@@ -112,7 +138,12 @@ class CallersDriver(Driver):
             WindowError: a window is open and `last_window` is `error`.
             RankDesyncError: not every rank has finished.
         """
+        with self._telling():
+            self._refuse_lost()
         window = self.ledger.window
+        drop = self.settings.last_window == "drop"
+        if drop:
+            self.ledger.promised = None
         passes = self._passes_over_ranks(FINISHES)
         self._finished = True
         if passes == 0:
@@ -123,20 +154,32 @@ class CallersDriver(Driver):
                 "ds_parity.last_window is 'error'; call step() after the window's backwards, or choose 'step' or 'drop'"
             )
         self._refuse_strays(newcomers=True)
-        self._close(drop=self.settings.last_window == "drop")
+        self._close(drop=drop)
 
     def _close(self, *, drop: bool = False, **kwargs: Any) -> None:
         reduced, self._reduced, self.announced = self._reduced, False, False
         if drop or self.ledger.total() == 0:
             # DeepSpeed would take a step at the end of a backward that was announced as the last.
             self.boundary.mark(False)
-            self.boundary.drop() if drop and self.ledger.total() else self.boundary.skip()
+            self.boundary.drop() if drop and self.ledger.total() else self.boundary.skip(reduced=reduced)
             return
         if not reduced:
-            self.boundary.mark(True)
-            self.adapter.reduce()
-            self.adapter.kept.after_backward()
+            self._reduce()
+            self._reduced = False
         self.boundary.update(**kwargs)
+
+    def _reduce(self) -> None:
+        self.boundary.mark(True)
+        self.adapter.reduce()
+        self.adapter.kept.after_backward()
+        self._reduced = True
+
+    @property
+    def _opens_together(self) -> bool:
+        """Whether the open window's total is estimated from all ranks' first micro-batches: nothing is known of it."""
+        known = self.ledger.promised.totals.weight if self.ledger.promised else 0.0
+        constant = self.ledger.weighting.constant
+        return not (constant or known or self.ledger.last_total or self._opened or self.ledger.window.expected)
 
     def _open(self) -> None:
         """Say what the open window's losses are divided by, until its own total is known."""
@@ -147,7 +190,8 @@ class CallersDriver(Driver):
         expected = ledger.weighting.constant or known or ledger.last_total
         if not expected and not self._opened:
             first = self.exchange.whole_window(self._place(OPENS), ledger.window)
-            self._opened = True
+            # Where first micro-batches weigh nothing, those of the next window say it.
+            self._opened = first.weight > 0
             # What first micro-batches weigh stands for the window: any value > 0 is put right in the step.
             counted = first.prompts if self.settings.count == "prompt" else first.rollouts
             nominal = self.settings.target / counted if self.settings.target and counted else 1.0
@@ -165,7 +209,7 @@ class CallersDriver(Driver):
     def abandon(self) -> None:
         """Throw the open window away; ranks may have run different numbers of its passes, which are uncounted."""
         self.ledger.passes -= self.ledger.window.passes
-        self._reduced = self.announced = False
+        self._reduced = self.announced = self._lost = self._opened = False
         super().abandon()
 
     def may_skip(self, totals: PassTotals) -> bool:

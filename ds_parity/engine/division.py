@@ -77,17 +77,23 @@ class Division:
         # Where all have one unit, each is divided by its part of the expected total, and all are corrected alike.
         divisors = window.divisors or (window.expected / len(terms),) * len(terms)
         parts = []
-        for term, weight, divisor in zip(terms, counts.weights, divisors, strict=True):
+        summed = weighting.reduction == "sum"
+        weights = counts.weights or (0.0,) * len(terms)
+        for term, weight, divisor in zip(terms, weights, divisors, strict=True):
             loss = losses.get(term.name)
             if loss is None:
                 continue
-            if not weight or not divisor:
-                parts.append(_Silent.apply(loss.reshape(()).float()))  # type: ignore[no-untyped-call]
+            # A sum over turns that finish no rollout is a part of their rollout's loss.
+            part = summed and counts.tokens > 0 and term.unit in ("rollout", "target")
+            own = loss.reshape(()) if loss.dtype == torch.float64 else loss.reshape(()).float()
+            if not divisor or not (weight or part):
+                parts.append(_Silent.apply(own))  # type: ignore[no-untyped-call]
                 continue
-            summed = weighting.reduction == "sum"
-            own = loss.reshape(()).float()
-            parts.append(own * (term.coefficient * (1 if summed else weight) / divisor))
-            self._meter.record(term.name, own.detach() / weight if summed else own.detach(), weight)
+            coefficient = term.coefficient * (1 if summed else weight) / divisor
+            if loss.dtype in _HALVES and not self._warned:
+                self._warn_of_rounding(loss.dtype, coefficient * self._averaged_over / self._peers)
+            parts.append(own * coefficient)
+            self._meter.add_term(term.name, own if summed else own * weight, weight)
         return sum(parts[1:], parts[0])
 
     def _scaled(self, scaled: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -445,6 +445,8 @@ class Driver:
                 "multiple of the target, or choose 'step' or 'drop'"
             )
         self._refuse_strays(newcomers=True)
+        if self.settings.last_window == "drop":
+            self.ledger.promised = None
         self.ledger.end()
         if self.ledger.total() == 0:
             self.boundary.skip()

@@ -177,7 +177,7 @@ class FrameworkEngine(ParityEngine):
 
     def _refuse_weights(self) -> None:
         settings: Settings = self._self_settings
-        for name in ("loss_weight", "loss_reduction"):
+        for name in ("loss_weight", "loss_reduction", "terms"):
             if name in settings.model_fields_set:
                 raise WindowError(
                     f"backward(scale_wrt_gas=False): the caller has divided the loss for the step itself, and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ds_parity.config import MAX_LOOKAHEAD
 from ds_parity.engine.arguments import (
     chunk_of,
     counts_in,
@@ -48,8 +49,7 @@ class PassQueue:
     ) -> None:
         try:
             whole_windows = lookahead == "window"
-            # A whole window has as many passes a rank, where micro-batches are the usual ones.
-            ahead = driver.engine.gradient_accumulation_steps() if whole_windows else lookahead
+            ahead = _usual_passes(driver) if whole_windows else lookahead
             chunk, self._stream = chunk_of(ahead), iterator_of(stream)
             if idle is not None:
                 refuse_what_runs_nothing(idle, driver.ledger.weighting)
@@ -172,3 +172,17 @@ class PassQueue:
                 f"{ranks}: some of the plan's micro-batches would run nowhere, or on no rank of their own; plan with "
                 "dp_world_size=engine.dp_world_size"
             )
+
+
+def _usual_passes(driver: Driver) -> int:
+    """Return how many passes of usual micro-batches a whole window has: so many are exchanged together.
+
+    Raises:
+        WindowError: the caller ends windows, so that nobody knows where they end.
+    """
+    if driver.settings.by_caller:
+        raise WindowError(
+            "passes(lookahead='window') with ds_parity.boundary 'caller': step() ends a window, wherever that is, so "
+            "nobody knows what it will contain; call engine.expect(...) before each window"
+        )
+    return min(driver.engine.gradient_accumulation_steps(), MAX_LOOKAHEAD)

@@ -91,7 +91,9 @@ class MicroBatch:
         prompts: prompts that it finishes (>= 0).
         tokens: loss tokens in it (>= 0).
         held: the rollouts or pairs that it was made of, row by row, with their ids, rewards and advantages.
-        weight: what its loss weighs, under `ds_parity.loss_weight` `weight` alone (finite and >= 0).
+        weight: what its loss weighs, under `ds_parity.loss_weight` `weight` (finite and >= 0); or, with
+            `ds_parity.terms`, weights by the names of terms: of those whose weight is `weight`, and 0 for those that
+            it lacks.
         planned_for: the data-parallel ranks of the plan that it is part of, None where it is part of none. On any other
             number of ranks `engine.passes` refuses it, because some of the plan's micro-batches would run nowhere.
     """
@@ -102,7 +104,7 @@ class MicroBatch:
     tokens: int = 0
     held: tuple[Unit, ...] = field(default=(), repr=False)
     planned_for: int | None = field(default=None, repr=False)
-    weight: float = 0
+    weight: float | Mapping[str, float] | None = None
 
     @property
     def idle(self) -> bool:
@@ -110,4 +112,5 @@ class MicroBatch:
 
         A loop over `engine.passes` knows stand-ins by it, which hold the inputs of another micro-batch.
         """
-        return not (self.rollouts or self.tokens or self.weight)
+        weighs = self.weight if isinstance(self.weight, int | float) else 0
+        return not (self.rollouts or self.tokens or weighs)

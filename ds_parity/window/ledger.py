@@ -100,11 +100,7 @@ class Ledger:
             WindowError: the pass overshoots under `overshoot: error`; the window is closed already, or contains
                 something else than was promised; or its totals must be known before its first backward, and are not.
         """
-        if self.window.closed:
-            raise WindowError(
-                f"window {self.window.index} is closed and waits for its step(), but another pass was counted; call "
-                "step() after every backward()"
-            )
+        self._refuse_closed()
         window = self._added(self.window, totals)
         if not window.expected and totals.contributes(self.weighting.unit):
             window = self._divided(window, totals, ahead, whole)
@@ -115,6 +111,7 @@ class Ledger:
 
     def count_own(self, counts: Counts) -> Window:
         """Count one micro-batch of this rank, in a window that the caller ends."""
+        self._refuse_closed()
         window = self.window
         self.passes += 1
         self.window = replace(
@@ -136,18 +133,20 @@ class Ledger:
         Raises:
             WindowError: the totals of its terms must be known before its first backward, and are not.
         """
-        if self.promised is not None:
+        if self.promised is not None and self.promised.totals.weight:
             self.window = self._divided_by(self.window, self.promised.totals.weight, self.promised.totals.weights)
-            return
-        self._refuse_unknown_totals()
-        self.window = replace(self.window, expected=total)
+        elif self.window.passes or not self.weighting.needs_totals:
+            self.refuse_unknown_totals()
+            self.window = replace(self.window, expected=total)
 
     def promise(self, promise: Promise) -> None:
         """Take note of what the coming window will contain over all ranks; it is held against it at its end."""
         self.promised = promise
+        self.window = replace(self.window, expected=0.0, divisors=())
 
     def end_with(self, totals: WindowTotals) -> Window:
         """Close the window at the caller's word, with what it contains over all ranks."""
+        self._refuse_closed()
         window = self.window
         ended = replace(
             window,
@@ -268,13 +267,21 @@ class Ledger:
         reached = window.opened_at + self._units(window) >= window.closes_at
         return replace(window, closed=reached and not self.rules.by_caller)
 
+    def _refuse_closed(self) -> None:
+        if self.window.closed:
+            way_out = "load a checkpoint" if self.rules.by_caller else "call step() after every backward()"
+            raise WindowError(
+                f"window {self.window.index} is closed and waits for its step(), but another pass was counted; "
+                f"{way_out}"
+            )
+
     def _total_of(self, weight: float) -> float:
         constant = self.weighting.constant
         return float(weight) if constant is None or not weight else constant
 
     def _divided(self, window: Window, totals: PassTotals, ahead: Sequence[PassTotals], whole: bool) -> Window:
         """Return the window with what its losses are divided by, from its first pass with a gradient on."""
-        if self.promised is not None:
+        if self.promised is not None and self.promised.totals.weight:
             return self._divided_by(window, self.promised.totals.weight, self.promised.totals.weights)
         known = window
         for later in ahead:
@@ -283,7 +290,7 @@ class Ledger:
             known = self._added(known, later)
         if (known.closed or whole) and known.weight:
             return self._divided_by(window, known.weight, known.weights)
-        self._refuse_unknown_totals()
+        self.refuse_unknown_totals()
         return replace(window, expected=self._estimate(window, totals))
 
     def _divided_by(self, window: Window, weight: float, weights: tuple[float, ...]) -> Window:
@@ -291,8 +298,9 @@ class Ledger:
         constant = self.weighting.constant
         return replace(window, expected=float(weight) if constant is None else constant, divisors=divisors)
 
-    def _refuse_unknown_totals(self) -> None:
-        if self.weighting.needs_totals and self.weighting.terms:
+    def refuse_unknown_totals(self) -> None:
+        """Raise WindowError where the window's totals must be known before its first backward, and are not."""
+        if self.weighting.needs_totals and self.weighting.terms and self.promised is None:
             units = ", ".join(f"{term.name} by {term.unit}" for term in self.weighting.terms)
             raise WindowError(
                 f"backward() in window {self.window.index}, whose totals are not known: the terms of ds_parity.terms "

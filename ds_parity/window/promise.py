@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from ds_parity.errors import WindowError
 from ds_parity.window.counts import WindowTotals
@@ -31,7 +33,7 @@ class Promise:
             "weights": window.weights,
         }
         said = {name: getattr(self.totals, name) for name in self.said}
-        wrong = {name: holds[name] for name in sorted(said) if holds[name] != said[name]}
+        wrong = {name: holds[name] for name in sorted(said) if not _equal(holds[name], said[name])}
         if len(wrong) > 1:  # weights follow from the others
             wrong.pop("weights", None)
         if wrong:
@@ -39,9 +41,19 @@ class Promise:
             expected = ", ".join(f"{said[name]} {_SAID.get(name, name)}" for name in wrong)
             raise WindowError(
                 f"window {window.index} contains {found} over all ranks, and expect() has said {expected}: its losses "
-                "were divided by that, so the step would be wrong; no step is taken. Say what the window's "
-                "micro-batches contain, on every rank, or leave expect() out where all losses have one unit"
+                "were divided by that, so that the step would be wrong, and none is taken. Say what the window's "
+                "micro-batches contain, on every rank, or leave expect() out where all losses have one unit; to go on "
+                "from here, load a checkpoint"
             )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, tuple):
+        return bool(one == other)
+    # Weights may be fractions, whose sums depend on their order; an empty tuple stands for zeros.
+    length = max(len(one), len(other))
+    pairs = zip(one or (0.0,) * length, other or (0.0,) * length, strict=True)
+    return all(math.isclose(own, told, rel_tol=1e-9) for own, told in pairs)
 
 
 _SAID = {"active": "micro-batches"}

@@ -79,6 +79,28 @@ def stopping(engine):
     return from_all([before, engine.stopping])
 
 
+class BrokenError(Exception):
+    """What a loop may catch."""
+
+
+def backward_that_raises(engine):
+    """On one rank: it was counted, so nothing may be added to its window, until it is thrown away."""
+
+    def broken(_):
+        raise BrokenError
+
+    a_window(engine, 1)
+    loss = loss_of(engine, engine, 1)
+    said = "nothing was raised"
+    if dist.get_rank() == 0:
+        loss.register_hook(broken)
+        try:
+            engine.backward(loss, rollouts=1)
+        except BrokenError:
+            said = refusal(lambda: engine.backward(loss_of(engine.module, engine, 1), rollouts=1))
+    return from_all(said)
+
+
 def ending(engine, rule):
     """The data ends inside a window, whose backwards are on one rank alone."""
     a_window(engine, 1)
@@ -93,6 +115,22 @@ PLAYS = {
     play.__name__: play
     for play in (step_without_a_backward, backward_after_the_last, saving_inside, recording, stopping)
 }
+
+
+def past_an_empty_window(stage, kind, empty):
+    """The weights after two windows, with an empty one between them whose last backward was announced, and without."""
+    engine = engine_of(stage, kind)
+    a_window(engine, 1)
+    if empty:
+        engine.set_gradient_accumulation_boundary(True)
+        engine.idle(loss_of(engine, engine, 5))
+        engine.step()
+    for number, rollouts in enumerate((1, 3)):
+        one_backward(engine, 2 + 10 * number, rollouts)
+    engine.step()
+    trained = weights(engine)
+    engine.destroy()
+    return trained
 
 
 def resumed(stage, folder):
@@ -127,7 +165,14 @@ def windows_of_callers(folder):
             engine = engine_of(stage, last_window=rule)
             results[f"{stage} {rule}"] = ending(engine, rule)
             engine.destroy()
+        for kind in ("fp32", "offload") if stage else ("fp32",):
+            past = [past_an_empty_window(stage, kind, empty) for empty in (True, False)]
+            results[f"{stage} {kind} empty"] = past[0] == past[1]
         results[f"{stage} resumed"] = resumed(stage, folder)
+        if stage < 2:  # the others would wait in their own backward
+            engine = engine_of(stage)
+            results[f"{stage} raised"] = backward_that_raises(engine)
+            engine.destroy()
     return results
 
 
@@ -184,3 +229,15 @@ def test_a_run_goes_on_bit_for_bit_from_its_checkpoint(two_ranks, stage):
     whole, again = two_ranks.of(windows_of_callers)[f"{stage} resumed"]
     assert again == whole
     assert whole[1:] == [6, 12]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_backward_that_raised_is_not_counted_twice(two_ranks, stage):
+    said, other = two_ranks.of(windows_of_callers)[f"{stage} raised"]
+    assert said.startswith("WindowError: window 1 has a backward() that was counted and then raised"), said
+    assert other == "nothing was raised"
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(s, k) for s in STAGES for k in ("fp32", "offload") if s or k == "fp32"])
+def test_an_empty_window_leaves_nothing_behind(two_ranks, stage, kind):
+    assert two_ranks.of(windows_of_callers)[f"{stage} {kind} empty"] is True

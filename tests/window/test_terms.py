@@ -81,6 +81,41 @@ def test_a_promise_gives_the_totals_and_is_held_against_the_window():
     assert ledger.promised is None
 
 
+def test_weights_that_are_added_in_another_order_keep_a_promise():
+    terms = Terms((Term("own", "weight"), Term("policy", "token")))
+    ledger = ledger_of(terms, target=6)
+    ledger.promise(Promise(WindowTotals(0, 0, 6, 0, 30, 31.2, (1.2, 30)), frozenset({"rollouts", "weights"})))
+    for weight in (0.1, 0.2, 0.3):
+        window = ledger.count(both(counts_of(terms, own={"own": weight})))
+    assert window.closed
+    assert window.weights[0] != 1.2
+
+
+def test_a_promise_of_nothing_does_not_refuse_an_empty_window():
+    ledger = ledger_of(MIXED, by_caller=True)
+    ledger.promise(Promise(WindowTotals(), frozenset({"rollouts", "tokens"})))
+    ledger.expect(2.0)
+    ledger.count_own(Counts())
+    assert ledger.end_with(WindowTotals(1, 0)).closed
+    assert ledger.total() == 0
+
+
+def test_between_windows_no_totals_are_needed():
+    ledger = ledger_of(MIXED, by_caller=True)
+    ledger.expect(2.0)
+    assert ledger.window.expected == 0
+    with pytest.raises(WindowError, match=r"whose totals are not known"):
+        ledger.refuse_unknown_totals()
+
+
+def test_nothing_is_counted_in_a_window_that_is_closed():
+    ledger = ledger_of(ALIKE, by_caller=True)
+    ledger.end_with(WindowTotals(1, 2, 2, 0, 10, 20.0, (10, 10)))
+    for call in (lambda: ledger.count_own(counts_of(ALIKE)), lambda: ledger.end_with(WindowTotals(1))):
+        with pytest.raises(WindowError, match="is closed and waits for its step"):
+            call()
+
+
 def test_a_constant_total_is_the_target():
     terms = Terms((Term("policy", "target"), Term("kl", "rollout")), 6.0)
     ledger = ledger_of(terms)

@@ -1,6 +1,8 @@
-"""`deepspeed.initialize` replaced by `ds_parity.initialize`, with or without `gradient_accumulation_passes`.
+"""`deepspeed.initialize` replaced by `ds_parity.initialize`, with or without keys of ds_parity.
 
-Where the key is set, it is set to what the configuration means for bare DeepSpeed.
+Where `gradient_accumulation_passes` is set, it is set to what the configuration means for bare DeepSpeed. Where the
+caller's boundary is set, so are losses that are divided already and a mean over ranks: what a step of bare DeepSpeed is
+after several backwards.
 """
 
 import functools
@@ -14,7 +16,7 @@ def replace_initialize(deepspeed: ModuleType, mode: str) -> None:
 
     Args:
         deepspeed: the imported package.
-        mode: `plain` (without the key) or `keyed` (with it).
+        mode: `plain` (without keys), `keyed` (with the passes) or `caller` (with the caller's boundary).
     """
     original = deepspeed.initialize
 
@@ -24,15 +26,19 @@ def replace_initialize(deepspeed: ModuleType, mode: str) -> None:
 
         deepspeed.initialize = original  # type: ignore[attr-defined]  # ds_parity.initialize calls it
         try:
-            return ds_parity.initialize(*args, **(keyed(keywords) if mode == "keyed" and not args else keywords))
+            with_keys = mode != "plain" and not args
+            return ds_parity.initialize(*args, **(keyed(keywords, mode) if with_keys else keywords))
         finally:
             deepspeed.initialize = initialize  # type: ignore[attr-defined]
 
     deepspeed.initialize = initialize  # type: ignore[attr-defined]
 
 
-def keyed(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `initialize` with the key in the configuration, where it can be computed."""
+CALLER = {"boundary": "caller", "loss_weight": "divided", "across_ranks": "mean"}
+
+
+def keyed(keywords: dict[str, Any], mode: str) -> dict[str, Any]:
+    """Return the keywords of `initialize` with the keys of a mode in the configuration, where they can be computed."""
     import torch.distributed as dist
     from deepspeed import init_distributed
     from deepspeed.accelerator import get_accelerator
@@ -49,13 +55,17 @@ def keyed(keywords: dict[str, Any]) -> dict[str, Any]:
         init_distributed(dist_backend=get_accelerator().communication_backend_name())
     ranks = module.data_parallel_size(keywords.get("mpu"), keywords.get("mesh_param"), config)
     passes = uniform_passes(config, ranks)
-    if passes is None:
+    # DeepSpeed divides losses by accumulation steps of its own, where there are any; a caller's boundary has none.
+    if passes is None or (mode == "caller" and passes != ranks):
         return keywords
+    keys = {"ds_parity": CALLER} if mode == "caller" else {"gradient_accumulation_passes": passes}
+    if mode == "caller" and "train_micro_batch_size_per_gpu" not in config:
+        keys["train_micro_batch_size_per_gpu"] = config["train_batch_size"] // ranks
     rest = {name: value for name, value in keywords.items() if name not in given}
     return {
         **rest,
         "args": module._without_config(given["args"]),
-        "config": {**config, "gradient_accumulation_passes": passes},
+        "config": {**config, **keys},
     }
 
 

@@ -109,6 +109,18 @@ class Meter:
                 before = self._samples.get(name, (0.0, 0.0))
                 self._samples[name] = before[0] + summed, before[1] + units
 
+    def add_term(self, name: str, summed: torch.Tensor, units: float) -> None:
+        """Add to the mean of a term of the loss, which is recorded as a metric under its name.
+
+        Args:
+            name: of the term.
+            summed: its loss times what it weighs, on the device.
+            units: what it weighs.
+        """
+        with self._lock:
+            before = self._samples.get(name, (0.0, 0.0))
+            self._samples[name] = before[0] + summed.detach().to(torch.float64), before[1] + units
+
     def reset(self) -> None:
         """Forget the window's losses and metrics, but not the names that were agreed on."""
         with self._lock:

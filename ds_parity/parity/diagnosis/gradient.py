@@ -57,8 +57,11 @@ def _factors(view: View) -> Iterator[Cause]:
         return
     factor = ratios[0]
     if view.first == 0 and alike(ratios):
-        yield from _constant(view, factor, len(ratios))
-        yield from _divided_already(view, factor)
+        constant = list(_constant(view, factor, len(ratios)))
+        yield from constant
+        # Passes or ranks that explain every step are the nearer cause, where the total happens to be as many.
+        if not {cause.name for cause in constant} & {"gas-scaled-twice", "dp-mean-left-in"}:
+            yield from _divided_already(view, factor)
         return
     totals = view.totals
     yield from _divided_already(view, factor)

@@ -39,7 +39,8 @@ class PlannedWindow:
 def weight(batch: MicroBatch, unit: str) -> float:
     """Return the units that a micro-batch's mean loss stands for; a loss that its caller has divided is a pass."""
     whole = int(not batch.idle)
-    return {"token": batch.tokens, "pass": whole, "divided": whole, "weight": batch.weight}.get(unit, batch.rollouts)
+    own = batch.weight if isinstance(batch.weight, int | float) else 0
+    return {"token": batch.tokens, "pass": whole, "divided": whole, "weight": own}.get(unit, batch.rollouts)
 
 
 def given_share(batch: MicroBatch, window: PlannedWindow) -> float:

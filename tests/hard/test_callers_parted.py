@@ -1,0 +1,74 @@
+"""Windows that callers end, and ranks that part in them: every rank is told, no process hangs or is ended by gloo."""
+
+import time
+
+import pytest
+
+import ds_parity
+from tests.distributed.cells import config
+from tests.distributed.engines import forward, perceptron, refusal
+
+LIMIT = 3.0  # seconds that an engine waits for other ranks
+IN_TIME = 25.0  # both ranks' waits, one after the other, with room for two busy cores
+
+
+def build(stage):
+    extended = {**config(stage, passes=8, exchange_timeout=LIMIT)}
+    extended["ds_parity"] = {**extended["ds_parity"], "boundary": "caller"}
+    extended["ds_parity"].pop("overshoot", None)
+    model = perceptron()
+    return ds_parity.initialize(model=model, model_parameters=model.parameters(), config=extended)[0]
+
+
+def run(engine, backwards, last=None, ends=True):
+    for number in range(backwards):
+        if last is not None:
+            engine.set_gradient_accumulation_boundary(last and number == backwards - 1)
+        engine.backward(forward(engine, number), rollouts=1, tokens=3)
+    if ends:
+        engine.step()
+
+
+def wrong_count(engine):
+    run(engine, 1, ends=False)
+    engine.backward(forward(engine, 1), rollouts=-1, tokens=3)
+
+
+CALLS = {
+    "other numbers of backwards": (lambda e: run(e, 3), lambda e: run(e, 2)),
+    "one has none": (lambda e: run(e, 2), lambda e: e.step()),
+    "finish in place of a step": (lambda e: run(e, 2), lambda e: (run(e, 2, ends=False), e.finish())),
+    "a count that is refused": (lambda e: run(e, 2), wrong_count),
+    "one announces the last": (lambda e: run(e, 2, last=True), lambda e: run(e, 2)),
+    "a checkpoint in place of a step": (lambda e: run(e, 1), lambda e: (run(e, 1, ends=False), e.save_checkpoint("x"))),
+    "expects alone": (lambda e: e.expect(rollouts=1, tokens=3), lambda e: run(e, 1)),
+}
+
+
+def parted(rank, stage, case):
+    """What each rank is told where the two do different things in their second window, and after how many seconds."""
+    engine = build(stage)
+    run(engine, 2)
+    begun = time.monotonic()
+    said = refusal(lambda: CALLS[case][rank](engine))
+    return [said, time.monotonic() - begun]
+
+
+# What DeepSpeed does in a backward is the same on both ranks there.
+TAKEN = {("other numbers of backwards", 0), ("other numbers of backwards", 1), ("one has none", 0), ("one has none", 1)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", CALLS)
+def test_ranks_that_part_in_a_callers_window_are_told_so(forks, stage, case):
+    outcomes = forks.run(parted, 2, 90, stage=stage, case=case)
+    assert [one.how for one in outcomes] == ["returned"] * 2, outcomes
+    said = [one.value[0] for one in outcomes]
+    assert all(one.value[1] < IN_TIME for one in outcomes), outcomes
+    if (case, stage) in TAKEN or (case == "one announces the last" and stage > 1):
+        assert said == ["nothing was raised"] * 2
+    else:
+        # The rank whose own call was wrong hears of that; the other that ranks have parted.
+        kinds = {one.partition(":")[0] for one in said}
+        assert "RankDesyncError" in kinds, said
+        assert kinds <= {"RankDesyncError", "WindowError", "CheckpointError"}, said
