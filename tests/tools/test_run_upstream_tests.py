@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_parity.config import parse
 from tools import run_upstream_tests
 from tools.run_upstream_tests import Outcome
 from tools.upstream.replaced import keyed, uniform_passes
@@ -146,6 +147,11 @@ def test_the_key_is_worked_out_from_the_configuration_and_the_ranks(monkeypatch)
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
     given = keyed({"model": None, "config": config})
     assert given["config"] == {**config, "gradient_accumulation_passes": 12}
+    # Accumulation steps of DeepSpeed's own divide its losses, so the caller's boundary stays away from them.
+    assert keyed({"model": None, "config": config}, "caller")["config"] == config
+    given = keyed({"model": None, "config": {"train_batch_size": 8}}, "caller")
+    assert given["config"]["train_micro_batch_size_per_gpu"] == 2
+    assert parse(given["config"]).by_caller
 
 
 SUM = "unit/v1/zero/test_zero.py::TestGradientAllreduceOp::test[True-True-False-1.0-{}-2.0-1]"

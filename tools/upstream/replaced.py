@@ -37,7 +37,7 @@ def replace_initialize(deepspeed: ModuleType, mode: str) -> None:
 CALLER = {"boundary": "caller", "loss_weight": "divided", "across_ranks": "mean"}
 
 
-def keyed(keywords: dict[str, Any], mode: str) -> dict[str, Any]:
+def keyed(keywords: dict[str, Any], mode: str = "keyed") -> dict[str, Any]:
     """Return the keywords of `initialize` with the keys of a mode in the configuration, where they can be computed."""
     import torch.distributed as dist
     from deepspeed import init_distributed
