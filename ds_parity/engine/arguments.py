@@ -274,9 +274,9 @@ def holds_nothing(batch: Any, counts: Counts) -> bool:
     return inputs is None or (isinstance(inputs, Mapping) and not inputs)
 
 
-def refuse_what_runs_nothing(idle: Any, weighting: Weighting) -> None:
+def refuse_what_runs_nothing(idle: Any) -> None:
     """Raise WindowError where what was given to stand in is no micro-batch, or has no inputs that could be run."""
-    counts_in(idle, weighting)
+    counts_in(idle)  # it is run where it weighs nothing, so it needs no weight
     if holds_nothing(idle, Counts()):
         raise WindowError(
             f"passes(idle=...) got a micro-batch without inputs (its inputs are {idle.inputs!r}): idle passes run "

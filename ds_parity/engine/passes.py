@@ -52,7 +52,7 @@ class PassQueue:
             ahead = _usual_passes(driver) if whole_windows else lookahead
             chunk, self._stream = chunk_of(ahead), iterator_of(stream)
             if idle is not None:
-                refuse_what_runs_nothing(idle, driver.ledger.weighting)
+                refuse_what_runs_nothing(idle)
         except Exception as error:  # the other ranks wait for what this one announces
             driver.refuse(error)
             raise
