@@ -108,6 +108,11 @@ class Counts:
         weights = tuple(weight_of(weight) for weight in self.weights)
         object.__setattr__(self, "weights", weights if any(weights) else ())
 
+    def __repr__(self) -> str:
+        # Weights are shown where there are some.
+        weights = f", weights={self.weights}" if self.weights else ""
+        return f"Counts(rollouts={self.rollouts}, prompts={self.prompts}, tokens={self.tokens}{weights})"
+
     def in_units(self, unit: str) -> float:
         """How many units the micro-batch's mean loss stands for: its rollouts, its tokens, its weight, or 1."""
         if unit == "token":
