@@ -119,7 +119,7 @@ class _Batch:
     @property
     def passes(self) -> int:
         # Where the caller closes windows and gives no nominal target, DeepSpeed is told of one pass a rank.
-        return self.settings.gradient_accumulation_passes or self.ranks
+        return self.settings.passes or self.ranks
 
     @property
     def steps(self) -> int:
@@ -134,7 +134,7 @@ class _Batch:
 
     @property
     def steps_why(self) -> str:
-        if self.settings.gradient_accumulation_passes is None:
+        if not self.settings.passes:
             return f"{SECTION}.boundary is caller: step() ends a window, and DeepSpeed is told of one pass a rank"
         if self.passes % self.ranks == 0:
             return f"{self.passes} passes / {self.ranks} data-parallel ranks = {self.steps} passes a rank"
@@ -167,7 +167,7 @@ class _Batch:
                 rule = f"no micro-batch size fits: {given} / {self.passes} passes = {given / self.passes:.4g}"
                 yield Fault(BATCH, given, rule, f"write a multiple of {self.passes}, or leave it out")
             return
-        if self.settings.gradient_accumulation_passes is None:
+        if not self.settings.passes:
             rule = f"is not {micro} a micro-batch x {self.ranks} ranks = {self.train_batch_size}: {self.steps_why}"
             yield Fault(BATCH, given, rule, "leave it out")
             return
@@ -178,7 +178,7 @@ class _Batch:
 
     @property
     def _decides(self) -> str:
-        return f"{SECTION}.boundary" if self.settings.gradient_accumulation_passes is None else PASSES
+        return f"{SECTION}.boundary" if not self.settings.passes else PASSES
 
     def _way_out(self, right: str) -> str:
         return (

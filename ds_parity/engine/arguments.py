@@ -11,8 +11,18 @@ import torch
 
 from ds_parity.config import MAX_LOOKAHEAD, Settings
 from ds_parity.errors import WindowError
-from ds_parity.window import Counts, Weighting, Window
+from ds_parity.window import Counts, Term, Terms, Weighting
 from ds_parity.window.counts import COUNTED, weight_of, whole
+
+
+def weighting_of(settings: Settings, ranks: int) -> Weighting:
+    """Return how losses are weighed by the configuration, on so many data-parallel `ranks` (>= 1)."""
+    if settings.terms:
+        terms = tuple(Term(name, one.weight, one.coefficient) for name, one in settings.terms.items())
+        return Weighting.of_terms(Terms(terms, float(settings.target)), settings.loss_reduction)
+    if settings.loss_weight == "divided":
+        return Weighting.divided(ranks, settings.across_ranks or "mean")
+    return Weighting.configured(settings.loss_weight, settings.loss_reduction, settings.target)
 
 
 def counts_by_name(
@@ -134,12 +144,11 @@ def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:
 
     The loop may repeat them, also in an idle pass, where it says what the stand-in holds.
     """
-    counts = {name: count for name, count in given.items() if name != "weight"}
-    wrong: dict[str, Any] = {
-        n: count for n, count in counts.items() if announced.active and count != getattr(announced, n)
-    }
+    if not announced.active:
+        return
+    wrong: dict[str, Any] = {n: given[n] for n in COUNTED if n in given and given[n] != getattr(announced, n)}
     weight = given.get("weight")
-    if announced.active and isinstance(weight, float) and announced.weights != ((weight,) if weight else ()):
+    if isinstance(weight, float) and announced.weights != ((weight,) if weight else ()):
         wrong["weight"] = weight
     if wrong:
         raise WindowError(
@@ -323,47 +332,3 @@ def refuse_name_of_term(settings: Settings, name: Any) -> None:
         raise WindowError(
             f"record({name!r}): the mean of that term of ds_parity.terms is recorded under its name; choose another"
         )
-
-
-def promised(
-    window: Window, weighting: Weighting, passes: Any, weight: Any, given: Mapping[str, Any]
-) -> tuple[Window, frozenset[str]]:
-    """Return what a rank says that its next window will contain, as a window, and the names of what it says.
-
-    Args:
-        window: the window, before its first pass.
-        weighting: of the window.
-        passes: micro-batches that are not idle; None where it isn't said.
-        weight: what they weigh together, or weights by the names of terms; None where it isn't said.
-        given: rollouts, prompts and tokens, likewise.
-
-    Raises:
-        WindowError: a number is wrong, or one that weighs the loss is missing.
-    """
-    numbers = {name: whole(name, number) for name, number in given.items() if number is not None}
-    if passes is not None:
-        numbers["active"] = whole("passes", passes)
-    # One micro-batch that contains all of it weighs as much, but for passes, which it says by themselves.
-    counts = Counts(numbers.get("rollouts", 0), numbers.get("prompts", 0), numbers.get("tokens", 0))
-    by_name = dict(weight) if isinstance(weight, Mapping) else {}
-    units = {term.name: term.unit for term in weighting.terms} if weighting.terms else {"": weighting.unit}
-    for name, unit in units.items():
-        needs = {"rollout": "rollouts", "token": "tokens", "pass": "active", "target": "rollouts"}.get(unit, "weight")
-        told = name in by_name or (needs == "weight" and weight is not None) or needs in numbers
-        if not told:
-            of = f"the term {name!r}" if name else "the loss"
-            missing = {"active": "passes"}.get(needs, needs)
-            raise WindowError(
-                f"expect() without {missing}=, by which {of} is weighed: the total that it is divided by follows from "
-                f"it; pass {missing}="
-            )
-    own: tuple[float, ...] = ()
-    if weighting.terms:
-        passes_by_name = {n: numbers["active"] for n, unit in units.items() if unit == "pass" and n not in by_name}
-        own = weighting.terms.weigh(counts, set(units), {**passes_by_name, **by_name})
-    elif weighting.unit == "weight":
-        own = (weight_of(weight),)
-    total = sum(own) if own else numbers["active"] if weighting.unit == "pass" else weighting.of(counts)
-    said = frozenset(numbers) | ({"weights"} if own else set())
-    window = replace(window, rollouts=counts.rollouts, prompts=counts.prompts, tokens=counts.tokens)
-    return replace(window, micro_batches=numbers.get("active", 0), weight=total, weights=own), said

@@ -177,18 +177,21 @@ class CallersDriver(Driver):
     @property
     def _opens_together(self) -> bool:
         """Whether the open window's total is estimated from all ranks' first micro-batches: nothing is known of it."""
-        known = self.ledger.promised.totals.weight if self.ledger.promised else 0.0
-        constant = self.ledger.weighting.constant
-        return not (constant or known or self.ledger.last_total or self._opened or self.ledger.window.expected)
+        return not (self._known_total or self._opened or self.ledger.window.expected)
+
+    @property
+    def _known_total(self) -> float:
+        """What the open window's losses are divided by, where all ranks know it without asking; else 0.0."""
+        ledger = self.ledger
+        return ledger.weighting.constant or ledger.promised_total or ledger.last_total
 
     def _open(self) -> None:
         """Say what the open window's losses are divided by, until its own total is known."""
         ledger = self.ledger
         if ledger.window.expected:
             return
-        known = ledger.promised.totals.weight if ledger.promised else 0.0
-        expected = ledger.weighting.constant or known or ledger.last_total
-        if not expected and not self._opened:
+        expected = self._known_total
+        if self._opens_together:
             first = self.exchange.whole_window(self._place(OPENS), ledger.window)
             # Where first micro-batches weigh nothing, those of the next window say it.
             self._opened = first.weight > 0

@@ -13,14 +13,15 @@ from ds_parity.config import Settings
 from ds_parity.engine.arguments import (
     counts_by_name,
     counts_of,
-    promised,
     refuse_contradiction,
     refuse_forgotten,
     refuse_mean_of_parts,
     refuse_missing_terms,
+    weighting_of,
 )
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division, Loss
+from ds_parity.engine.expecting import promised
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.groups import groups_of, members_of
 from ds_parity.engine.internals.surface import Engine
@@ -33,7 +34,7 @@ from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement, Place
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import RankDesyncError, WindowError
-from ds_parity.window import Counts, Ledger, PassTotals, Promise, Rules, Term, Terms, Weighting, Window
+from ds_parity.window import Counts, Ledger, PassTotals, Promise, Rules, Window
 
 RUNS = "runs a pass"
 
@@ -90,7 +91,7 @@ class Driver:
         self.usual_rollouts = settings.train_micro_batch_size_per_gpu
         by_caller = settings.by_caller
         rules = Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight, by_caller)
-        weighting = self._weighting()
+        weighting = weighting_of(settings, self.ranks)
         self.ledger = Ledger(rules, weighting)
         together = self.ranks * peers.size
         self._number = number
@@ -117,15 +118,6 @@ class Driver:
         self.adapter.prepare()
         # DeepSpeed's own boundary follows from its counter; from here on it is marked by hand before every backward.
         self.boundary.mark(False)
-
-    def _weighting(self) -> Weighting:
-        settings = self.settings
-        if settings.terms:
-            terms = tuple(Term(name, one.weight, one.coefficient) for name, one in settings.terms.items())
-            return Weighting.of_terms(Terms(terms, float(settings.target)), settings.loss_reduction)
-        if settings.loss_weight == "divided":
-            return Weighting.divided(self.ranks, settings.across_ranks or "mean")
-        return Weighting.configured(settings.loss_weight, settings.loss_reduction, settings.target)
 
     # One pass.
 
@@ -338,20 +330,9 @@ class Driver:
             RankDesyncError: ranks are out of sync, or say numbers of other things.
         """
         with self._telling():
-            own, said = self._promised(passes, weight, given)
+            own, said = promised(self.ledger.window, self.ledger.weighting, passes, weight, given)
         place = replace(self._place(f"says {', '.join(sorted(said))} of its next window"), pass_index=0)
         self.ledger.promise(Promise(self.exchange.whole_window(place, own), said))
-
-    def _promised(
-        self, passes: SupportsIndex | None, weight: Any, given: Mapping[str, Any]
-    ) -> tuple[Window, frozenset[str]]:
-        window = self.ledger.window
-        if window.passes:
-            raise WindowError(
-                f"expect() inside window {window.index}, of which {window.passes} passes have run: its losses were "
-                "divided by then; call it after the step() that closes a window and before the next backward()"
-            )
-        return promised(window, self.ledger.weighting, passes, weight, given)
 
     # Passes that are announced ahead.
 

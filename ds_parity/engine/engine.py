@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
 import wrapt
@@ -23,6 +23,7 @@ from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.passes import PassQueue
+from ds_parity.engine.proxying import METHODS
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.gathered_advantages import gathered_advantages
 from ds_parity.engine.ranks.upcoming import Upcoming
@@ -482,42 +483,5 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         return WindowError(f"{name}(): with gradient_accumulation_passes ds_parity owns the boundary; {way_out}")
 
 
-def _no_copy(how: str) -> Any:
-    def method(self: ParityEngine, *_: Any) -> NoReturn:
-        # It would share the window, the gradients and the groups of ranks with this engine.
-        raise WindowError(
-            f"a ds_parity engine can't be {how}: its window, gradients and connections to other ranks are those of one "
-            "engine; save_checkpoint() keeps its state, and engine.module, the model, can be copied"
-        )
-
-    return method
-
-
-for _name, _how in (("__copy__", "copied"), ("__deepcopy__", "copied"), ("__reduce_ex__", "pickled")):
-    setattr(ParityEngine, _name, _no_copy(_how))
-
-
-def _returning_proxy(name: str) -> Any:
-    # nn.Module's own return self, which would be the engine without us.
-    def method(self: ParityEngine, *args: Any, **kwargs: Any) -> Any:
-        returned = getattr(self.__wrapped__, name)(*args, **kwargs)
-        return self if returned is self.__wrapped__ else returned
-
-    method.__name__ = name
-    return method
-
-
-for _name in (
-    "to",
-    "cuda",
-    "cpu",
-    "half",
-    "float",
-    "double",
-    "bfloat16",
-    "type",
-    "apply",
-    "requires_grad_",
-    "to_empty",
-):
-    setattr(ParityEngine, _name, _returning_proxy(_name))
+for _name, _method in METHODS.items():
+    setattr(ParityEngine, _name, _method)

@@ -86,16 +86,13 @@ class FrameworkEngine(ParityEngine):
         driver: Driver = self._self_driver
         said: bool | None = self._self_said
         self._self_ended = False
-        if self._self_settings.by_caller:
-            # A framework ends windows by step() alone, and divides losses or not, as everywhere.
-            self._settle_division(divided=not scale_wrt_gas)
+        # Where step() alone ends windows, there is no boundary to check: losses are divided, or not, as everywhere.
+        by_caller: bool = self._self_settings.by_caller
+        if by_caller or said is None or driver.queue is not None:
+            self._settle_division(divided=by_caller and not scale_wrt_gas)
+            scaling = scale_wrt_gas or by_caller
             return super().backward(
-                loss, retain_graph, rollouts=rollouts, prompts=prompts, tokens=tokens, weight=weight
-            )
-        if said is None or driver.queue is not None:
-            self._settle_division(divided=False)
-            return super().backward(
-                loss, retain_graph, scale_wrt_gas, rollouts=rollouts, prompts=prompts, tokens=tokens, weight=weight
+                loss, retain_graph, scaling, rollouts=rollouts, prompts=prompts, tokens=tokens, weight=weight
             )
         for part in parts_of(loss):
             refuse_what_is_no_loss(part)

@@ -112,19 +112,8 @@ class Ledger:
     def count_own(self, counts: Counts) -> Window:
         """Count one micro-batch of this rank, in a window that the caller ends."""
         self._refuse_closed()
-        window = self.window
         self.passes += 1
-        self.window = replace(
-            window,
-            passes=window.passes + 1,
-            idle_passes=window.idle_passes + (not counts.active),
-            micro_batches=window.micro_batches + counts.active,
-            rollouts=window.rollouts + counts.rollouts,
-            prompts=window.prompts + counts.prompts,
-            tokens=window.tokens + counts.tokens,
-            weight=window.weight + self.weighting.of(counts),
-            weights=added(window.weights, counts.weights),
-        )
+        self.window = self._plus(self.window, counts, ranks=1)
         return self.window
 
     def expect(self, total: float) -> None:
@@ -133,11 +122,16 @@ class Ledger:
         Raises:
             WindowError: the totals of its terms must be known before its first backward, and are not.
         """
-        if self.promised is not None and self.promised.totals.weight:
-            self.window = self._divided_by(self.window, self.promised.totals.weight, self.promised.totals.weights)
+        if self.promised is not None and self.promised_total:
+            self.window = self._divided_by(self.window, self.promised_total, self.promised.totals.weights)
         elif self.window.passes or not self.weighting.needs_totals:
             self.refuse_unknown_totals()
             self.window = replace(self.window, expected=total)
+
+    @property
+    def promised_total(self) -> float:
+        """The sum of weights that the open window was promised to contain; 0.0 where nobody has said so."""
+        return 0.0 if self.promised is None else float(self.promised.totals.weight)
 
     def promise(self, promise: Promise) -> None:
         """Take note of what the coming window will contain over all ranks; it is held against it at its end."""
@@ -251,21 +245,22 @@ class Ledger:
         return Window(index=index, target=target, closes_at=closes_at, opened_at=self.consumed)
 
     def _added(self, window: Window, totals: PassTotals) -> Window:
-        weight = window.weight + self.weighting.of(totals)
-        window = replace(
+        window = self._plus(window, totals, self.rules.ranks)
+        reached = window.opened_at + self._units(window) >= window.closes_at
+        return replace(window, total=self._total_of(window.weight), closed=reached and not self.rules.by_caller)
+
+    def _plus(self, window: Window, held: Counts | PassTotals, ranks: int) -> Window:
+        return replace(
             window,
             passes=window.passes + 1,
-            idle_passes=window.idle_passes + self.rules.ranks - totals.active,
-            micro_batches=window.micro_batches + totals.active,
-            rollouts=window.rollouts + totals.rollouts,
-            prompts=window.prompts + totals.prompts,
-            tokens=window.tokens + totals.tokens,
-            weight=weight,
-            weights=added(window.weights, totals.weights),
-            total=self._total_of(weight),
+            idle_passes=window.idle_passes + ranks - held.active,
+            micro_batches=window.micro_batches + held.active,
+            rollouts=window.rollouts + held.rollouts,
+            prompts=window.prompts + held.prompts,
+            tokens=window.tokens + held.tokens,
+            weight=window.weight + self.weighting.of(held),
+            weights=added(window.weights, held.weights),
         )
-        reached = window.opened_at + self._units(window) >= window.closes_at
-        return replace(window, closed=reached and not self.rules.by_caller)
 
     def _refuse_closed(self) -> None:
         if self.window.closed:
@@ -281,8 +276,8 @@ class Ledger:
 
     def _divided(self, window: Window, totals: PassTotals, ahead: Sequence[PassTotals], whole: bool) -> Window:
         """Return the window with what its losses are divided by, from its first pass with a gradient on."""
-        if self.promised is not None and self.promised.totals.weight:
-            return self._divided_by(window, self.promised.totals.weight, self.promised.totals.weights)
+        if self.promised is not None and self.promised_total:
+            return self._divided_by(window, self.promised_total, self.promised.totals.weights)
         known = window
         for later in ahead:
             if known.closed:

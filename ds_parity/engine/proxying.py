@@ -1,0 +1,41 @@
+"""Methods of the proxy that would hand out, or copy, the engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+from ds_parity.errors import WindowError
+
+
+def _no_copy(how: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *_: Any) -> NoReturn:
+        # It would share the window, the gradients and the groups of ranks with this engine.
+        raise WindowError(
+            f"a ds_parity engine can't be {how}: its window, gradients and connections to other ranks are those of one "
+            "engine; save_checkpoint() keeps its state, and engine.module, the model, can be copied"
+        )
+
+    return method
+
+
+def _returning_proxy(name: str) -> Callable[..., Any]:
+    # nn.Module's own return self, which would be the engine without us.
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = getattr(self.__wrapped__, name)(*args, **kwargs)
+        return self if returned is self.__wrapped__ else returned
+
+    method.__name__ = name
+    return method
+
+
+_RETURN_SELF: Final = (
+    *("to", "cuda", "cpu", "half", "float", "double", "bfloat16"),
+    *("type", "apply", "requires_grad_", "to_empty"),
+)
+METHODS: Final[Mapping[str, Callable[..., Any]]] = {
+    **{name: _no_copy(how) for name, how in (("__copy__", "copied"), ("__deepcopy__", "copied"))},
+    "__reduce_ex__": _no_copy("pickled"),
+    **{name: _returning_proxy(name) for name in _RETURN_SELF},
+}
+"""By their names."""
