@@ -37,7 +37,7 @@ class Rivals:
         self.wrapped = self._engine(wanted, ds_parity.initialize, wanted.config)
         self.bare = self._engine(wanted, deepspeed.initialize, plain)
         self.batches, self.idle = own_batches(wanted), stand_in(wanted)
-        self.unit, self.ahead = wanted.settings.loss_weight, wanted.settings.lookahead > 0
+        self.unit, self.ahead = wanted.settings.loss_weight, wanted.settings.lookahead != 0
         self.stream = self.wrapped.passes(itertools.cycle(self.batches), finish=False)  # endless, as a trainer's is
         self.total = float(sum(weight(batch, self.unit) for row in wanted.batches() for batch in row))
 
@@ -95,6 +95,42 @@ def step_time(scenario, rounds):
     rivals = Rivals(scenario)
     seconds = in_turn({"ds_parity": rivals.window_of_ds_parity, "by hand": rivals.window_by_hand}, rounds)
     return {"seconds": seconds, **_counted(rivals), "same weights": same_weights(rivals.wrapped, rivals.bare)}
+
+
+class CallersRivals:
+    """An engine whose caller ends windows, and DeepSpeed with unmanaged accumulation, over the same window."""
+
+    def __init__(self, scenario):
+        wanted = Scenario.from_json(scenario)
+        plain = rewrite(wanted.config, wanted.ranks).config
+        self.batches = own_batches(wanted)
+        steps = len(self.batches)
+        sizes = {"gradient_accumulation_steps": steps, "train_batch_size": steps * wanted.ranks}
+        unmanaged = {**plain, **sizes, "managed_gradient_accumulation": False}
+        self.wrapped = self._engine(wanted, ds_parity.initialize, wanted.config)
+        self.bare = self._engine(wanted, deepspeed.initialize, unmanaged)
+
+    def _engine(self, wanted, initialize, config):
+        model = wanted.build()
+        return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    def window_of_ds_parity(self):
+        for batch in self.batches:
+            self.wrapped.backward(self.wrapped(**batch.inputs), rollouts=batch.rollouts, tokens=batch.tokens)
+        self.wrapped.step()
+
+    def window_unmanaged(self):
+        """DeepSpeed divides by the number of backwards, and exchanges no counts."""
+        for batch in self.batches:
+            self.bare.backward(self.bare(**batch.inputs))
+        self.bare.step()
+
+
+def callers_time(scenario, rounds):
+    """Seconds by rival, and whether both end with the same weights."""
+    rivals = CallersRivals(scenario)
+    seconds = in_turn({"ds_parity": rivals.window_of_ds_parity, "unmanaged": rivals.window_unmanaged}, rounds)
+    return {"seconds": seconds, "same weights": same_weights(rivals.wrapped, rivals.bare)}
 
 
 def accelerate_time(scenario, rounds):

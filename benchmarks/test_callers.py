@@ -1,0 +1,47 @@
+"""Loops that end windows themselves, and windows whose total is known ahead, beside bare DeepSpeed; two ranks."""
+
+from benchmarks.results import Section, divided, shown
+from benchmarks.setups import SMALL, STAGES, ZERO, launched, scenario
+
+SIZES = {"132,000 parameters": (SMALL, 16), "3.3 million parameters": ("benchmarks.ranked:build_256", 8)}
+
+
+def test_the_callers_step(benchmark, tmp_path, results):
+    """A window's time; both engines end with the same weights."""
+    calls = {
+        (name, stage): {"scenario": scenario(stage, model=model, boundary="caller"), "rounds": rounds}
+        for name, (model, rounds) in SIZES.items()
+        for stage in (0, 1)
+    }
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.ranked:callers_time", calls), rounds=1)
+    rows = [
+        (name, *(shown(divided(of["ds_parity"], of["unmanaged"])) for of in _seconds(measured, name, (0, 1))))
+        for name in SIZES
+    ]
+    said = """\
+`ds_parity.boundary: caller` beside bare DeepSpeed with `managed_gradient_accumulation: false`, which divides by a fixed
+number of backwards. 2 ranks, 8 backwards on each and then one `step()`, one rollout of 192 tokens a micro-batch.
+ds_parity exchanges counts once a step."""
+    results(Section("callers", "Time of a window that the caller ends", said, ("", *ZERO[:2]), rows))
+    assert all(one["same weights"] for one in measured.values())
+
+
+def test_totals_of_whole_windows(benchmark, tmp_path, results):
+    """The same for windows that are read before their first pass (`lookahead: window`), with 3.3 million parameters."""
+    model, rounds = SIZES["3.3 million parameters"]
+    calls = {
+        ("window", stage): {"scenario": scenario(stage, model=model, lookahead="window"), "rounds": rounds}
+        for stage in STAGES
+    }
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.ranked:step_time", calls), rounds=1)
+    row = [shown(divided(of["ds_parity"], of["by hand"])) for of in _seconds(measured, "window", STAGES)]
+    said = """\
+Windows that are read before their first pass, so that their total is known, beside the bare engine driven by hand.
+2 ranks, 8 passes on each, one rollout of 192 tokens a micro-batch."""
+    rows = [("3.3 million parameters", *row)]
+    results(Section("whole-windows", "Time of a window with `lookahead: window`", said, ("", *ZERO), rows))
+    assert all(one["same weights"] for one in measured.values())
+
+
+def _seconds(measured, name, stages):
+    return [measured[name, stage]["seconds"] for stage in stages]
