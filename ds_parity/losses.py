@@ -124,11 +124,7 @@ class PolicyGradient(nn.Module):
         Returns:
             A scalar in the dtype of the losses.
         """
-        if self.loss_weight == "token":
-            total = losses.sum()
-            return total / mask.sum().clamp(min=1) if self.loss_reduction == "mean" else total
-        means = losses.sum(-1) / mask.sum(-1).clamp(min=1)
-        return means.sum() if self.loss_reduction == "sum" and self.loss_weight != "pass" else means.mean()
+        return reduced(losses, mask, self.loss_weight, self.loss_reduction)
 
 
 class DirectPreference(nn.Module):
@@ -223,6 +219,22 @@ class DirectPreference(nn.Module):
         if segment_ids is not None:
             logps, mask = (by_segment(values, segment_ids, 2 * pairs) for values in (logps, mask))
         return logps.sum(-1).view(-1, 2), mask.sum(-1).view(-1, 2).sum(-1)
+
+
+def reduced(losses: Tensor, mask: Tensor, loss_weight: str, loss_reduction: str) -> Tensor:
+    """Return the scalar loss of a micro-batch from its token losses, as `PolicyGradient` describes it.
+
+    Args:
+        losses: (B, any) float, masked already; they may be partial sums over a rollout's tokens.
+        mask: (B, T - 1) float, 1 for each loss token of a rollout and 0 elsewhere.
+        loss_weight: rollout | token | pass | target.
+        loss_reduction: mean | sum.
+    """
+    if loss_weight == "token":
+        total = losses.sum()
+        return total / mask.sum().clamp(min=1) if loss_reduction == "mean" else total
+    means = losses.sum(-1) / mask.sum(-1).clamp(min=1)
+    return means.sum() if loss_reduction == "sum" and loss_weight != "pass" else means.mean()
 
 
 def logits_of(policy: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:

@@ -47,14 +47,17 @@ def probe(
         print_json({**asdict(result), "tolerance": limit, "right": right})
     else:
         _show_coefficients(result)
-        verdict(right, f"{result.pattern} (greatest error {result.error:.2g} of {limit:g} allowed)")
+        verdict(right, f"{result.pattern} (greatest error {result.error:.2g} of {result.allowed(limit):.2g} allowed)")
     raise typer.Exit(0 if right else 1)
 
 
 def _show_coefficients(result: ProbeResult) -> None:
     from ds_parity.parity.report.terminal import coefficients
 
-    out.print(coefficients(result.measured, result.expected))
+    if not result.terms:
+        out.print(coefficients(result.measured, result.expected))
+    for term in result.terms:
+        out.print(coefficients(*result.of_term(term), term))
     if result.alike:
         alike = f"{result.alike} have the gradient of another micro-batch: of those, only the sum was measured"
         out.print(alike, highlight=False)

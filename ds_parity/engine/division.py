@@ -93,7 +93,7 @@ class Division:
             if loss.dtype in _HALVES and not self._warned:
                 self._warn_of_rounding(loss.dtype, coefficient * self._averaged_over / self._peers)
             parts.append(own * coefficient)
-            self._meter.add_term(term.name, own if summed else own * weight, weight)
+            self._meter.add_term(term.name, own, 1 if summed else weight, weight)
         return sum(parts[1:], parts[0])
 
     def _scaled(self, scaled: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -46,7 +46,7 @@ def test_the_loss_of_a_window_is_the_weighted_sum_over_its_micro_batches(loss_we
     windows = windows_of(passes, wanted.settings)
     assert [window.open for window in windows] == [False, False, False, True]
     for window in windows:
-        found = window_loss(model, layout, window, wanted.settings)
+        found, _ = window_loss(model, layout, window, wanted.settings)
         torch.testing.assert_close(found, by_definition(model, passes, window, wanted.settings), rtol=1e-12, atol=1e-12)
 
 
@@ -56,7 +56,7 @@ def test_losses_that_bring_weights_or_are_divided_come_to_the_same(section, boun
     wanted = of_section({**section, "boundary": boundary})
     model, layout, passes = wanted.build().double(), wanted.layout(), wanted.batches()
     for window in windows_of(passes, wanted.settings):
-        found = window_loss(model, layout, window, wanted.settings)
+        found, _ = window_loss(model, layout, window, wanted.settings)
         torch.testing.assert_close(found, by_definition(model, passes, window, wanted.settings), rtol=1e-12, atol=1e-12)
 
 
@@ -69,8 +69,10 @@ def test_losses_that_their_caller_divides_by_the_tokens_make_the_step_of_tokens(
     assert layout == divided.layout()
     windows = [windows_of(one.batches(), one.settings) for one in (divided, by_tokens)]
     for own, right in zip(*windows, strict=True):
-        found = window_loss(model, layout, own, divided.settings)
-        torch.testing.assert_close(found, window_loss(model, layout, right, by_tokens.settings), rtol=1e-12, atol=1e-12)
+        found, _ = window_loss(model, layout, own, divided.settings)
+        torch.testing.assert_close(
+            found, window_loss(model, layout, right, by_tokens.settings)[0], rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("loss_weight", cells.WEIGHTS)
@@ -85,7 +87,7 @@ def test_the_gradient_of_a_window_is_the_weighted_sum_of_its_micro_batches_gradi
         if batch.rollouts
     ]
     assert len(parts) > 2
-    whole = gradient(window_loss(model, layout, window, wanted.settings), model)
+    whole = gradient(window_loss(model, layout, window, wanted.settings)[0], model)
     assert whole.norm() > 1e-3
     torch.testing.assert_close(whole, torch.stack(parts).sum(0), rtol=1e-12, atol=1e-12)
 
@@ -93,7 +95,7 @@ def test_the_gradient_of_a_window_is_the_weighted_sum_of_its_micro_batches_gradi
 def test_a_window_of_idle_passes_has_no_loss():
     wanted = scenario("rollout")
     window = PlannedWindow(first=0, last=0, expected=8.0, total=0.0, open=True, progress=0)
-    assert window_loss(wanted.build().double(), (((), ()),), window, wanted.settings) is None
+    assert window_loss(wanted.build().double(), (((), ()),), window, wanted.settings) == (None, {})
 
 
 def test_a_run_writes_the_definitions_loss_and_the_norm_of_its_gradient_for_every_window():

@@ -30,6 +30,8 @@ BUGS = [
     "divided-already",
     "sum-over-ranks",
     "weight-left-out",
+    "term-by-another",
+    "term-of-last-window",
     "sp-factor-by-stage",
     "running-total",
     "target-not-actual",

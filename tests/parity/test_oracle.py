@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_parity.config import parse
-from ds_parity.parity.subjects.oracle import coefficient, given_share, weight, windows_of
+from ds_parity.parity.subjects.oracle import coefficients, given_share, weight, windows_of
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.window import Counts, Ledger, PassTotals, Rules, WindowTotals
 
@@ -243,10 +243,11 @@ def test_empty_windows_are_passed_over_and_a_usual_micro_batch_on_each_rank_stan
 
 def test_a_loss_that_its_caller_divides_enters_by_its_tokens():
     for across, ranks in (("sum", 1), ("mean", 2)):
-        window = windows_of(PASSES, caller(loss_weight="divided", across_ranks=across))[0]
+        wanted = caller(loss_weight="divided", across_ranks=across)
+        window = windows_of(PASSES, wanted)[0]
         assert window.divided_by == 53 / ranks
         assert given_share(PASSES[0][0], window) == pytest.approx(10 * ranks / 53)
-        assert coefficient(PASSES[0][0], window, "divided") == pytest.approx(10 / 53)
+        assert coefficients(PASSES[0][0], window, wanted) == pytest.approx((10 / 53,))
 
 
 def test_under_reset_the_surplus_is_forgotten_and_prompts_are_counted_where_they_are_the_unit():

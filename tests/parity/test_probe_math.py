@@ -186,3 +186,32 @@ def test_wrong_shares_after_an_idle_first_pass_are_not_called_a_missing_pass(pas
     measured = [[0.0, 0.0], *[[0.5 / (passes - 1)] * 2] * (passes - 1)]
     named = pattern(measured, expected, gradients(2 * passes, idle=(0, 1)))
     assert named == "micro-batches entered with other shares than their weights"
+
+
+TERMS = ("policy", "kl")
+OF_TERMS = [[0.5, 0.1, 0.0, 0.6], [0.25, 0.9, 0.25, 0.3]]  # two passes, two ranks of two terms
+
+
+def test_each_term_has_a_table_of_its_own():
+    rows = gradients(8)
+    found = decompose(update(OF_TERMS, rows), rows, OF_TERMS, TERMS)
+    assert found.within(1e-9)
+    measured, expected = found.of_term("kl")
+    assert expected == [[0.1, 0.6], [0.9, 0.3]]
+    np.testing.assert_allclose(measured, expected, rtol=0, atol=1e-9)
+
+
+def test_rounding_that_the_residual_shows_widens_what_is_allowed_and_hides_no_factor():
+    rng = np.random.default_rng(7)
+    common = rng.normal(size=20000)
+    rows = np.stack([common + 0.1 * rng.normal(size=20000) for _ in range(6)])  # a condition of about 25
+    noise = 3e-3 * np.abs(common) * rng.normal(size=20000)
+    found = decompose(update(EXPECTED, rows) + noise, rows, EXPECTED)
+    assert found.error > 1e-3
+    assert found.within(1e-5)
+    halved = [[0.1, 0.2], [0.15, 0.1], [0.1, 0.2]]
+    assert not decompose(update(halved, rows) + noise, rows, EXPECTED).within(1e-5)
+    # Where rounding hides a factor of 2, nothing is said to be right.
+    hidden = decompose(update(EXPECTED, rows) + 12 * noise, rows, EXPECTED)
+    assert "probe in fp32" in hidden.pattern
+    assert not hidden.within(1.0)

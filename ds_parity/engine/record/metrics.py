@@ -109,17 +109,18 @@ class Meter:
                 before = self._samples.get(name, (0.0, 0.0))
                 self._samples[name] = before[0] + summed, before[1] + units
 
-    def add_term(self, name: str, summed: torch.Tensor, units: float) -> None:
+    def add_term(self, name: str, loss: torch.Tensor, times: float, units: float) -> None:
         """Add to the mean of a term of the loss, which is recorded as a metric under its name.
 
         Args:
             name: of the term.
-            summed: its loss times what it weighs, on the device.
+            loss: of the term, on the device.
+            times: what the loss is multiplied by: what it weighs where it is a mean, 1 where it is a sum.
             units: what it weighs.
         """
         with self._lock:
             before = self._samples.get(name, (0.0, 0.0))
-            self._samples[name] = before[0] + summed.detach().to(torch.float64), before[1] + units
+            self._samples[name] = before[0] + loss.detach().to(torch.float64) * times, before[1] + units
 
     def reset(self) -> None:
         """Forget the window's losses and metrics, but not the names that were agreed on."""

@@ -41,6 +41,9 @@ REMEDIES = {
     "mean-of-micro-batches": "weigh each micro-batch's mean by its rollouts or tokens",
     "half-broadcast": "sum the denominator over ranks in every unit it is needed in",
     "aux-term-scaled-apart": "divide every term of the loss by the same total",
+    "term-by-another": "divide each term of the loss by the total of its own unit (ds_parity.terms)",
+    "term-of-last-window": "divide each term of the loss by the total of this window (engine.expect, or "
+    "ds_parity.lookahead: window)",
     "last-backward-only": "set the boundary flag to False before every backward but the window's last",
     "last-backward-by-caller": "set the boundary flag to False before every backward but the last, or let "
     "ds_parity.boundary caller do it",

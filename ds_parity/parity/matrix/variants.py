@@ -19,6 +19,7 @@ _HERE = "ds_parity.parity.matrix.setups"
 
 NOT_FORESEEN = "which steps overflow depends on fp16 itself, which plain torch in fp64 does not have"
 NOT_OF_ONE_WEIGHT = "bare DeepSpeed weighs all passes alike, and each brings its own weight here"
+NOT_OF_TERMS = "bare DeepSpeed has one denominator for all terms, and each has its own here"
 NOT_DIVIDED = "bare DeepSpeed divides by its number of passes, and the caller has divided already"
 REDUCED_IN_STEP = "DeepSpeed's buffers live in the step() that reduces, and would hide a copy; see the announced rows"
 KEEPS_GRADIENTS = "driven by hand, a window that takes no step keeps its gradients, which the next one adds to"
@@ -283,10 +284,42 @@ _WINDOW = (
 _WEIGHED = _section(loss_weight="weight")
 _ADDED = _section(loss_weight="divided", across_ranks="sum")
 _AVERAGED = _section(loss_weight="divided", across_ranks="mean")
+_TERMS = {
+    "policy": {"weight": "token"},
+    "kl": {"weight": "rollout", "coefficient": 0.25},
+    "router": {"weight": "pass", "coefficient": -0.5},
+    "own": {"weight": "weight", "coefficient": 2.0},
+}
+_ALIKE = {"policy": {"weight": "token"}, "kl": {"weight": "token", "coefficient": 0.1}}
+_BY_TOTALS = _section(loss_weight=None, terms=_TERMS)
 _LOSSES = (
     Variant("losses", "a weight of the caller's own", _WEIGHED, left_out={"deepspeed": NOT_OF_ONE_WEIGHT}, quick=(1,)),
     Variant("losses", "divided by the caller, added up", _ADDED, (1, 3), left_out={"deepspeed": NOT_DIVIDED}),
     Variant("losses", "divided by the caller, averaged", _AVERAGED, (0, 2), left_out={"deepspeed": NOT_DIVIDED}),
+    Variant("losses", "several terms", _BY_TOTALS, left_out={"deepspeed": NOT_OF_TERMS}, quick=(2,)),
+    Variant("losses", "several terms, bf16", BF16 | _BY_TOTALS, (2, 3), left_out={"deepspeed": NOT_OF_TERMS}),
+    Variant(
+        "losses",
+        "several terms, fp16",
+        _fp16(loss_scale=128.0) | _BY_TOTALS,
+        (1, 2),
+        left_out={"deepspeed": NOT_OF_TERMS},
+    ),
+    Variant(
+        "losses",
+        "several terms, totals of streams",
+        _section(loss_weight=None, terms=_TERMS, lookahead="window"),
+        (1, 3),
+        ragged={"drive": "passes"},
+        left_out={"deepspeed": NOT_OF_TERMS},
+    ),
+    Variant(
+        "losses",
+        "several terms of one unit",
+        _section(loss_weight=None, terms=_ALIKE),
+        (0, 2),
+        left_out={"deepspeed": NOT_OF_TERMS},
+    ),
 )
 
 
@@ -364,6 +397,21 @@ _CALLER = (
         _by_caller(**_AVERAGED["ds_parity"]),
         (0, 3),
         left_out={"deepspeed": NOT_DIVIDED},
+    ),
+    Variant(
+        "caller's step",
+        "several terms",
+        _by_caller(loss_weight=None, terms=_TERMS),
+        (1, 2),
+        left_out={"deepspeed": NOT_OF_TERMS},
+    ),
+    Variant(
+        "caller's step",
+        "several terms, unequal backwards",
+        _by_caller(loss_weight=None, terms=_TERMS),
+        (0, 1),
+        ragged={"drive": "uneven"},
+        left_out={"deepspeed": NOT_OF_TERMS},
     ),
 )
 

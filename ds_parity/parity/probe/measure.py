@@ -16,12 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ds_parity.config import Settings
 from ds_parity.parity.probe.decomposition import decompose
 from ds_parity.parity.running import half_precision, weights
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import own_batches
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import coefficient, weight, windows_of
+from ds_parity.parity.subjects.oracle import coefficients, weight, weights_of_terms, windows_of
+from ds_parity.planning.rollout import MicroBatch
 
 # A step long enough that the update, not the weights, fills the digits of a bf16 weight.
 _RATE = {"fp32": 1.0, "bf16": 1024.0, "fp16": 1024.0}
@@ -42,9 +44,9 @@ def probe_scenario(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
     window = windows_of(passes, wanted.settings)[0]
     start, gradients = _gradients(wanted, window.last + 1)
     update = _update(wanted, start, resolve(subject))
-    unit = wanted.settings.loss_weight
-    expected = [[coefficient(batch, window, unit) for batch in row] for row in passes[: window.last + 1]]
-    return asdict(decompose(update, gradients, expected))
+    rows = passes[: window.last + 1]
+    expected = [[share for batch in row for share in coefficients(batch, window, wanted.settings)] for row in rows]
+    return asdict(decompose(update, gradients, expected, tuple(wanted.settings.terms or ())))
 
 
 def prepared(scenario: Scenario) -> Scenario:
@@ -65,21 +67,32 @@ def _gradients(scenario: Scenario, passes: int) -> tuple[torch.Tensor, np.ndarra
     scenario.keywords(model)  # it may freeze parameters
     model = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().float()
     start = weights.vector(model)
-    settings = scenario.settings
-    own = []
-    for batch in own_batches(scenario)[:passes]:
-        gradient = np.zeros(len(start))
-        if batch.rollouts:
-            model.zero_grad()
-            loss = model(**{name: value.cpu() for name, value in batch.inputs.items()})
-            loss.backward()
-            gradient = torch.cat([_of(p) for p in model.parameters()]).double().numpy()
-            if settings.loss_reduction == "sum":
-                gradient = gradient / weight(batch, settings.loss_weight)
-        own.append(gradient)
+    own = [_gradients_of(batch, model, scenario.settings) for batch in own_batches(scenario)[:passes]]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, np.stack(own))
     return start, np.stack(everyone[:: scenario.sequence_parallel], axis=1).reshape(-1, len(start))
+
+
+def _gradients_of(batch: MicroBatch, model: torch.nn.Module, settings: Settings) -> np.ndarray:
+    """Return (terms, P): the gradient of a micro-batch's own mean loss, or of each term of it times its coefficient."""
+    size = sum(p.numel() for p in model.parameters())
+    if settings.terms is None:
+        shares = {"": (1.0, weight(batch, settings.loss_weight))}
+    else:
+        weights = weights_of_terms(batch, settings)
+        shares = {name: (term.coefficient, weights[name]) for name, term in settings.terms.items()}
+    if not batch.rollouts:
+        return np.zeros((len(shares), size))
+    losses = model(**{name: value.cpu() for name, value in batch.inputs.items()})
+    gradients = []
+    for name, (times, units) in shares.items():
+        model.zero_grad()
+        (losses[name] if name else losses).backward(retain_graph=True)
+        gradient = torch.cat([_of(p) for p in model.parameters()]).double().numpy() * times
+        # What a term does not weigh may be anything, and a sum of nothing has no mean.
+        summed = settings.loss_reduction == "sum"
+        gradients.append(gradient / units if summed and units else gradient)
+    return np.stack(gradients)
 
 
 def _of(parameter: torch.nn.Parameter) -> torch.Tensor:

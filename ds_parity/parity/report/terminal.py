@@ -135,20 +135,21 @@ def number(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def coefficients(measured: list[list[float]], expected: list[list[float]]) -> Table:
+def coefficients(measured: list[list[float]], expected: list[list[float]], term: str = "") -> Table:
     """A row a pass, a column a rank: the coefficient measured, beside the one expected; red where they differ."""
     ranks = len(expected[0])
-    table = Table(title="with what coefficient each micro-batch entered the step: measured | expected")
+    what, nothing = (f"the term {term} of each micro-batch", "0") if term else ("each micro-batch", "idle")
+    table = Table(title=f"with what coefficient {what} entered the step: measured | expected")
     table.add_column("pass", justify="right")
     for rank in range(ranks):
         table.add_column(f"rank {rank}", justify="right")
     largest = max(max(row) for row in expected)
     for index, (got, wanted) in enumerate(zip(measured, expected, strict=True)):
-        cells = [_coefficient(a, b, largest) for a, b in zip(got, wanted, strict=True)]
+        cells = [_coefficient(a, b, largest, nothing) for a, b in zip(got, wanted, strict=True)]
         table.add_row(str(index), *cells)
     return table
 
 
-def _coefficient(measured: float, expected: float, largest: float) -> str:
-    text = f"{measured:8.5f} | {expected:.5f}" if expected else f"{measured:8.5f} | idle"
+def _coefficient(measured: float, expected: float, largest: float, nothing: str) -> str:
+    text = f"{measured:8.5f} | {expected:.5f}" if expected else f"{measured:8.5f} | {nothing}"
     return text if abs(measured - expected) <= 0.05 * largest else f"[bold red]{text}[/bold red]"

@@ -35,6 +35,12 @@ def cut_by(settings: Settings) -> Settings:
     return settings.model_copy(update={"gradient_accumulation_passes": NOMINAL_PASSES})
 
 
+def of_one_unit(settings: Settings) -> bool:
+    """Whether one factor corrects all terms of the loss, so that totals need not be known beforehand."""
+    units = {term.weight for term in (settings.terms or {}).values()}
+    return len(units) < 2 and not units & {"target", "weight"}
+
+
 def own_weight(tokens: int) -> float:
     """Return what a micro-batch weighs by itself (`loss_weight: weight`), from how many loss tokens it has.
 
@@ -43,9 +49,16 @@ def own_weight(tokens: int) -> float:
     return tokens % 8 / 4
 
 
-def weighed(passes: Passes) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Return the micro-batches with weights of their own."""
-    return tuple(tuple(replace(batch, weight=own_weight(batch.tokens)) for batch in row) for row in passes)
+def weighed(passes: Passes, settings: Settings) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Return the micro-batches with weights of their own, where the loss or one of its terms is weighed by such."""
+    own = [name for name, term in (settings.terms or {}).items() if term.weight == "weight"]
+    if not own and settings.loss_weight != "weight":
+        return tuple(tuple(row) for row in passes)
+
+    def weight(batch: MicroBatch) -> float | dict[str, float]:
+        return dict.fromkeys(own, own_weight(batch.tokens)) if own else own_weight(batch.tokens)
+
+    return tuple(tuple(replace(batch, weight=weight(batch)) for batch in row) for row in passes)
 
 
 def finishing(keys: Sequence[Hashable]) -> list[int]:

@@ -14,11 +14,13 @@ from ds_parity.config import Settings, parse
 from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.rollouts import informative, line_turns, load_rollouts, shorten
+from ds_parity.parity.data.several_terms import SeveralTerms
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.layouts import (
     Layout,
     collate_layout,
     cut_by,
+    of_one_unit,
     planned_layout,
     ragged_layout,
     uniform_layout,
@@ -111,6 +113,11 @@ class Scenario:
                 f"scenario {self.name!r}: a training function with ds_parity.boundary 'caller' ends windows where no "
                 "reference knows of it; leave train out, or choose boundary 'rollouts'"
             )
+        if self.drive == "passes" and not self._totals_known():
+            raise ConfigError(
+                f"scenario {self.name!r}: drive is 'passes' and the terms of ds_parity.terms have several units, whose "
+                "totals must be known beforehand: set ds_parity.lookahead to 'window', or choose drive 'loop'"
+            )
         if self.turns and self.shape != "planned":
             raise ConfigError(f"scenario {self.name!r}: turns in {self.shape!r} windows, must be in 'planned' ones")
         if self.collation == "packed" and self.sequence_parallel > 1:
@@ -133,6 +140,10 @@ class Scenario:
                 "nothing to compare with bare DeepSpeed; add the key (or ds_parity.boundary 'caller')"
             )
         return settings
+
+    def _totals_known(self) -> bool:
+        settings = parse(self.config)
+        return settings is None or of_one_unit(settings) or settings.lookahead == "window"
 
     @property
     def dtype(self) -> str:
@@ -180,7 +191,7 @@ class Scenario:
     def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
         """Return the collated layout, on the host."""
         passes = collate_layout(self.layout(), self.collation)
-        return weighed(passes) if self.settings.loss_weight == "weight" else passes
+        return weighed(passes, self.settings)
 
     def build(self) -> nn.Module:
         """Return the model with its loss on top, weights drawn from the seed."""
@@ -192,6 +203,9 @@ class Scenario:
         if self.train is not None:
             return policy
         settings = self.settings
+        if settings.terms is not None:
+            units = {name: term.weight for name, term in settings.terms.items()}
+            return SeveralTerms(policy, units, settings.loss_reduction, self.objective)
         unit = _MEANS.get(settings.loss_weight, settings.loss_weight)
         return PolicyGradient(policy, unit, settings.loss_reduction, self.objective)
 

@@ -10,10 +10,11 @@ import torch
 import ds_parity
 from ds_parity.engine.record.finished import Finished
 from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.layouts import of_one_unit
 from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import ulysses
-from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, windows_of
+from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weights_of_terms, windows_of
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -86,16 +87,33 @@ def _counted(engine: Any, scenario: Scenario) -> Iterator[int]:
     idle, own = stand_in(scenario), own_batches(scenario)
     windows = _by_pass(scenario)
     for index, batch in enumerate(own):
+        if index == windows[index].first:
+            _expect(engine, scenario, own[index : windows[index].last + 1])
         if scenario.drive == "announced":
             engine.set_gradient_accumulation_boundary(index == windows[index].last)
         if not batch.idle:
             loss = _divided(engine(**batch.inputs), batch, windows[index])
             _measure(engine, batch)
-            weight = {"weight": batch.weight} if scenario.settings.loss_weight == "weight" else {}
+            weight = {} if batch.weight is None else {"weight": batch.weight}
             engine.backward(loss, rollouts=batch.rollouts, prompts=batch.prompts, tokens=batch.tokens, **weight)
         elif scenario.drive != "uneven":
             engine.idle(engine(**idle.inputs))
         yield index
+
+
+def _expect(engine: Any, scenario: Scenario, coming: list[MicroBatch]) -> None:
+    """Say what this rank's next window will contain, where its totals must be known before its first backward."""
+    settings = scenario.settings
+    if settings.terms is None or of_one_unit(settings):
+        return
+    weights = [weights_of_terms(batch, settings) for batch in coming]
+    own = [name for name, term in settings.terms.items() if term.weight == "weight"]
+    engine.expect(
+        rollouts=sum(batch.rollouts for batch in coming),
+        tokens=sum(batch.tokens for batch in coming),
+        passes=sum(not batch.idle for batch in coming),
+        weight={name: sum(one[name] for one in weights) for name in own},
+    )
 
 
 def _handed_out(engine: Any, scenario: Scenario) -> Iterator[int]:
@@ -116,7 +134,7 @@ def _by_pass(scenario: Scenario) -> list[PlannedWindow]:
     return [window for window in windows for _ in range(window.first, window.last + 1)]
 
 
-def _divided(loss: torch.Tensor, batch: MicroBatch, window: PlannedWindow) -> torch.Tensor:
+def _divided(loss: Any, batch: MicroBatch, window: PlannedWindow) -> Any:
     return loss if window.divided_by is None else loss * given_share(batch, window)
 
 

@@ -5,12 +5,12 @@ The references take their steps by this, and never by the window machine that th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from ds_parity.config import Settings
-from ds_parity.parity.running.layouts import Passes, cut_by
+from ds_parity.parity.running.layouts import Passes, cut_by, of_one_unit
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -25,6 +25,7 @@ class PlannedWindow:
         progress: nominal progress after it.
         divided_by: what the caller divides the window's losses by before they go in, where he has to
             (`loss_weight: divided`): a micro-batch's mean over tokens is multiplied by its tokens and divided by this.
+        totals: what the mean of each term of the loss is divided by, by its name; empty where the loss has no terms.
     """
 
     first: int
@@ -34,6 +35,7 @@ class PlannedWindow:
     open: bool
     progress: Fraction
     divided_by: float | None = None
+    totals: Mapping[str, float] = field(default_factory=dict)
 
 
 def weight(batch: MicroBatch, unit: str) -> float:
@@ -43,14 +45,38 @@ def weight(batch: MicroBatch, unit: str) -> float:
     return {"token": batch.tokens, "pass": whole, "divided": whole, "weight": own}.get(unit, batch.rollouts)
 
 
+def weights_of_terms(batch: MicroBatch, settings: Settings) -> dict[str, float]:
+    """Return what a micro-batch weighs in the mean of each term of the loss, by its name."""
+    own = batch.weight if isinstance(batch.weight, Mapping) else {}
+    return {
+        name: own.get(name, 0) if term.weight == "weight" else weight(batch, term.weight)
+        for name, term in (settings.terms or {}).items()
+    }
+
+
+def weighs(batch: MicroBatch, settings: Settings) -> float:
+    """Return what a micro-batch weighs in its step; with several terms, what all of them weigh together."""
+    if settings.terms is not None:
+        return sum(weights_of_terms(batch, settings).values())
+    return weight(batch, settings.loss_weight)
+
+
 def given_share(batch: MicroBatch, window: PlannedWindow) -> float:
     """Return what the caller multiplies a micro-batch's mean loss by, before it goes in: 1 but for divided losses."""
     return 1.0 if window.divided_by is None else batch.tokens / window.divided_by
 
 
-def coefficient(batch: MicroBatch, window: PlannedWindow, unit: str) -> float:
-    """Return the coefficient with which a micro-batch's mean loss is to enter its step."""
-    return weight(batch, unit) * given_share(batch, window) / window.total
+def coefficients(batch: MicroBatch, window: PlannedWindow, settings: Settings) -> tuple[float, ...]:
+    """Return the coefficient with which a micro-batch's mean loss is to enter its step, or each term of it.
+
+    A term's is that of its loss times the coefficient which the configuration gives it: 0 where that is 0.
+    """
+    if settings.terms is None:
+        return (weight(batch, settings.loss_weight) * given_share(batch, window) / window.total,)
+    return tuple(
+        units / window.totals[name] if settings.terms[name].coefficient and window.totals[name] else 0.0
+        for name, units in weights_of_terms(batch, settings).items()
+    )
 
 
 def windows_of(passes: Passes, settings: Settings, lookahead: bool = False) -> list[PlannedWindow]:
@@ -85,8 +111,8 @@ def windows_of(passes: Passes, settings: Settings, lookahead: bool = False) -> l
             guess = _expected_by_caller(window, settings, nominal, windows)
         applied += consumed - opened if total else 0
         progress = Fraction(applied, settings.target)
-        divided_by = _divided_by(window, settings)
-        windows.append(PlannedWindow(first, index, guess, total, consumed < limit, progress, divided_by))
+        divided_by, totals = _divided_by(window, settings), _totals_of_terms(window, settings)
+        windows.append(PlannedWindow(first, index, guess, total, consumed < limit, progress, divided_by, totals))
         first, opened = index + 1, consumed
     return windows
 
@@ -96,7 +122,15 @@ def _units(batch: MicroBatch, settings: Settings) -> int:
 
 
 def _weights(window: Passes, settings: Settings) -> list[float]:
-    return [sum(weight(batch, settings.loss_weight) for batch in row) for row in window]
+    return [sum(weighs(batch, settings) for batch in row) for row in window]
+
+
+def _totals_of_terms(window: Passes, settings: Settings) -> dict[str, float]:
+    given = [weights_of_terms(batch, settings) for row in window for batch in row]
+    return {
+        name: float(settings.target if term.weight == "target" else sum(one[name] for one in given))
+        for name, term in (settings.terms or {}).items()
+    }
 
 
 def _total(window: Passes, settings: Settings) -> float:
@@ -109,6 +143,9 @@ def _constant(settings: Settings, ranks: int) -> float | None:
     """Return the total of every window that has a weight, where it does not follow from what it contains."""
     if settings.loss_weight == "divided":
         return 1.0 if settings.across_ranks == "sum" else float(ranks)
+    if settings.terms is not None:
+        # Terms of several units are divided as they go in, each by its own total, and the step by nothing more.
+        return None if of_one_unit(settings) else 1.0
     return float(settings.target) if settings.loss_weight == "target" else None
 
 

@@ -20,6 +20,7 @@ NAMES = (
     "caller",
     "weights",
     "averaged",
+    "terms",
 )
 
 _LR = 0.05
@@ -37,6 +38,7 @@ _SECTIONS: dict[str, dict[str, Any]] = {
     "caller": {"boundary": "caller"},
     "weights": {"loss_weight": "weight"},
     "averaged": {"loss_weight": "divided", "across_ranks": "mean"},
+    "terms": {"terms": {"policy": {"weight": "token"}, "kl": {"weight": "rollout", "coefficient": 0.5}}},
 }
 _SHAPES: dict[str, dict[str, Any]] = {
     "uniform": {"shape": "uniform", "windows": 4, "short": 0},
@@ -65,7 +67,7 @@ def scenario(name: str, config: dict[str, Any], seed: int = 3) -> Scenario:
     """
     if name not in NAMES:
         raise ConfigError(f"control scenario {name!r}: it must be one of {', '.join(NAMES)}")
-    section = {"loss_weight": "token", **_SECTIONS.get(name, {})}
+    section = {**({} if name == "terms" else {"loss_weight": "token"}), **_SECTIONS.get(name, {})}
     shape = {**_OVERSHOOTING, **_SHAPES.get(name, {})}
     kept = {key: config[key] for key in _KEPT if key in config}
     extended = {

@@ -27,6 +27,7 @@ TIERS = {"deepspeed": Tier.EXACT, "deepspeed-loop": Tier.EXACT, "torch": Tier.RE
 _NOT_ALIKE = {
     "weight": "its mean over passes gives every micro-batch one weight, and here each brings its own",
     "divided": "it divides every loss by its number of passes, and here the caller has divided already",
+    "terms": "its mean over passes is one denominator for all terms, and here each has its own",
 }
 
 
@@ -95,8 +96,9 @@ def scenarios(
     if ragged.train:
         why = "a training function drives an engine, and this reference has none of ds_parity's calls"
         return wanted, [LeftOut("ragged", "torch", why), LeftOut("uniform", "deepspeed", why)]
-    if ragged.settings.loss_weight in _NOT_ALIKE:
-        return wanted, [LeftOut("uniform", "deepspeed", _NOT_ALIKE[ragged.settings.loss_weight])]
+    weighed_by = "terms" if ragged.settings.terms else ragged.settings.loss_weight
+    if weighed_by in _NOT_ALIKE:
+        return wanted, [LeftOut("uniform", "deepspeed", _NOT_ALIKE[weighed_by])]
     uniform = Scenario("uniform", config, ranks, shape="uniform", **options)
     try:
         uniform.layout()

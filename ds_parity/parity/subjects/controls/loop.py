@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
+from ds_parity.config.settings import TermSettings
 from ds_parity.parity.running.layouts import Passes
 from ds_parity.parity.running.own_batches import Record, own_batches, own_rank, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weight, windows_of
+from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weighs, weights_of_terms, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize, metrics_of
 from ds_parity.parity.subjects.references.private_state import averages_over_ranks
 from ds_parity.parity.subjects.references.torch_counterparts import ByHand
@@ -89,7 +91,11 @@ class Loop:
 
     def units(self, batch: MicroBatch) -> float:
         """Return what a micro-batch's mean loss weighs."""
-        return weight(batch, self.settings.loss_weight)
+        return weighs(batch, self.settings)
+
+    def total_of_term(self, name: str) -> float:
+        """Return what the mean of a term of the loss is divided by."""
+        return self.window.totals[name]
 
     def averaged(self) -> float:
         """Return what DeepSpeed divides the sum over ranks by, less what ranks of a group add up too often."""
@@ -99,6 +105,8 @@ class Loop:
 
     def divided(self, loss: torch.Tensor, batch: MicroBatch, index: int) -> torch.Tensor:
         """Return the loss of a micro-batch as it is accumulated."""
+        if self.settings.terms is not None:
+            return loss * self.averaged()  # each term was divided by its own total
         return loss * (self.units(batch) * self.averaged() / self.total(index))
 
     def silenced(self, loss: torch.Tensor, index: int) -> torch.Tensor:
@@ -107,7 +115,7 @@ class Loop:
 
     def noted(self, loss: torch.Tensor, batch: MicroBatch, index: int) -> tuple[torch.Tensor, float]:
         """Return the loss of a micro-batch for the trace, and what it weighs there."""
-        return loss, self.units(batch)
+        return loss, self.window.total if self.settings.terms is not None else self.units(batch)
 
     def loss(self, reported: float) -> float:
         """Return the step's loss as it is written to the trace."""
@@ -151,6 +159,8 @@ class Loop:
         """Run one pass of this rank."""
         batch = self.own[index]
         loss = self.engine(**self.inputs(index).inputs)
+        if self.settings.terms is not None:
+            loss = self.of_terms(loss, batch, self.settings.terms)
         if self.units(batch) == 0:
             self.engine.backward(self.silenced(loss, index), scale_wrt_gas=False)
             return
@@ -158,6 +168,17 @@ class Loop:
             loss = loss * given_share(batch, self.window)
         self.notes.add(*self.noted(loss, batch, index))
         self.engine.backward(self.divided(loss, batch, index), scale_wrt_gas=False)
+
+    def of_terms(
+        self, losses: Mapping[str, torch.Tensor], batch: MicroBatch, terms: Mapping[str, TermSettings]
+    ) -> torch.Tensor:
+        """Return what a micro-batch adds to the step's loss: coefficient * weight * loss / total, over its terms."""
+        added = torch.zeros((), device=self.engine.device)
+        for name, units in weights_of_terms(batch, self.settings).items():
+            own = 1 if self.settings.loss_reduction == "sum" else units
+            added = added + losses[name] * (terms[name].coefficient * own / self.total_of_term(name) if units else 0.0)
+            self.notes.add_term(name, losses[name], units)
+        return added
 
     def close(self, number: int, record: Record) -> None:
         """Step, move the scheduler, write down."""
@@ -169,4 +190,6 @@ class Loop:
         line = self.notes.record(number, self.window, lr, norm, applied)
         batches = [batch for row in self.rows for batch in row]
         reported = None if line.loss is None else self.loss(line.loss)
-        record(line.model_copy(update={"loss": reported, "metrics": self.metrics(batches)}), engine.module)
+        means = {name: line.metrics[name] for name in self.settings.terms or () if name in line.metrics}
+        update = {"loss": reported, "metrics": means | self.metrics(batches)}
+        record(line.model_copy(update=update), engine.module)

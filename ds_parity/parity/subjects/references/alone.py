@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,7 @@ def train_alone(scenario: Scenario, record: Record) -> nn.Module:
     optimizer, scheduler = optimizer_and_scheduler(scenario, model)
     by_hand = ByHand(scheduler) if scheduler is not None and settings.lr_progress == "rollout" else None
     for number, window in enumerate(windows_of(passes, settings), start=1):
-        loss = window_loss(model, layout, window, settings)
+        loss, means = window_loss(model, layout, window, settings)
         if loss is not None:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -49,34 +50,70 @@ def train_alone(scenario: Scenario, record: Record) -> nn.Module:
             lr=lr,
             grad_norm=norm,
             skipped=loss is None,
-            metrics=metrics_of(batches),
+            metrics=metrics_of(batches) | means,
         )
         record(line, model)
     return model
 
 
-def window_loss(model: nn.Module, layout: Layout, window: PlannedWindow, settings: Settings) -> torch.Tensor | None:
-    """Return sum(weight * loss) / total of a window from one forward over all its rollouts; None where total is 0."""
+def window_loss(
+    model: nn.Module, layout: Layout, window: PlannedWindow, settings: Settings
+) -> tuple[torch.Tensor | None, dict[str, float]]:
+    """Return sum(weight * loss) / total of a window from one forward over all its rollouts; None where total is 0.
+
+    With several terms it is the sum over terms of coefficient * sum(weight * loss) / total. Beside it stand the terms'
+    own means by name.
+    """
     cells = [cell for row in layout[window.first : window.last + 1] for cell in row if cell]
     if not cells or window.total == 0:
-        return None
-    rollouts = [rollout for cell in cells for rollout in cell]
+        return None, {}
+    batch = collate([rollout for cell in cells for rollout in cell]).inputs
+    logits = model.policy(batch["input_ids"])  # type: ignore[operator]
+    logp = getattr(logits, "logits", logits)[:, :-1].double().log_softmax(-1)
+    chosen = logp.gather(-1, batch["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+    mask = batch["loss_mask"].double()
+    factor = batch["advantages"].double() if model.objective == "policy_gradient" else torch.ones_like(mask[:, 0])
+    policy = -(chosen * mask).sum(-1) * factor
+    if settings.terms is not None:
+        return _of_terms(policy, chosen + math.log(logp.shape[-1]), mask, cells, window, settings)
     shares = _shares(cells, window.total, settings.loss_weight)
     if window.divided_by is not None:
         # The caller has multiplied means over tokens by tokens / divided_by, and a pass weighs 1.
         shares = _shares(cells, window.divided_by * window.total, "token")
-    inputs = collate(rollouts).inputs
-    logits = model.policy(inputs["input_ids"])  # type: ignore[operator]
-    logp = getattr(logits, "logits", logits)[:, :-1].double().log_softmax(-1)
-    chosen = logp.gather(-1, inputs["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
-    factor = (
-        inputs["advantages"].double()
-        if model.objective == "policy_gradient"
-        else torch.ones(len(rollouts), dtype=torch.float64, device="cpu")
-    )
-    sums = -(chosen * inputs["loss_mask"].double()).sum(-1) * factor
-    loss: torch.Tensor = (sums * torch.tensor(shares, dtype=torch.float64, device="cpu")).sum()
-    return loss
+    return (policy * torch.tensor(shares, dtype=torch.float64, device="cpu")).sum(), {}
+
+
+def _of_terms(
+    policy: torch.Tensor,
+    beyond: torch.Tensor,
+    mask: torch.Tensor,
+    cells: Sequence[Sequence[Rollout]],
+    window: PlannedWindow,
+    settings: Settings,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the step's loss, and each term's own mean.
+
+    Args:
+        policy: (B,) the first term's losses, summed over the tokens of each rollout.
+        beyond: (B, T - 1) of logp + log(V), of which the other terms are powers (`SeveralTerms`).
+        mask: (B, T - 1), 1 for each loss token.
+        cells: the rollouts of each micro-batch, B in all.
+        window: what the terms are divided by.
+        settings: with the terms.
+    """
+    loss, means = torch.zeros((), dtype=torch.float64, device="cpu"), {}
+    for number, (name, term) in enumerate((settings.terms or {}).items()):
+        total = window.totals[name]
+        if not total:
+            continue
+        summed = (beyond ** (number + 1) / (number + 1) * mask).sum(-1) if number else policy
+        shares = torch.tensor(_shares(cells, total, term.weight), dtype=torch.float64, device="cpu")
+        mean = (summed * shares).sum()
+        loss = loss + term.coefficient * mean
+        # A mean of what is there, also where the step divides by a constant.
+        held = sum(map(len, cells)) if term.weight == "target" else total
+        means[name] = float(mean.detach()) * total / held
+    return loss, means
 
 
 def _shares(cells: Sequence[Sequence[Rollout]], total: float, unit: str) -> list[float]:

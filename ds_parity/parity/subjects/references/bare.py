@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -46,6 +46,13 @@ def metrics_of(batches: Sequence[MicroBatch]) -> dict[str, float]:
     return {"reward": math.fsum(rewards) / len(rewards)} if rewards else {}
 
 
+def _means_of(terms: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return each term's own mean, from its sums and weights on every rank."""
+    names = dict.fromkeys(name for one in terms for name in one)
+    sums = {name: [sum(one[name][place] for one in terms if name in one) for place in (0, 1)] for name in names}
+    return {name: total / units for name, (total, units) in sums.items() if units}
+
+
 class StepNotes:
     """Gathers over one window what its line in the trace needs.
 
@@ -59,20 +66,35 @@ class StepNotes:
         self._leaves_idle_out = scenario.drive == "uneven"
         self._sequence_parallel = scenario.sequence_parallel
         self._sum = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._terms: dict[str, list[float]] = {}
 
     def add(self, loss: torch.Tensor, own: float) -> None:
-        """Add the undivided loss of a micro-batch of weight `own`."""
-        units = 1 if self._settings.loss_reduction == "sum" else own
+        """Add the undivided loss of a micro-batch of weight `own`.
+
+        With several terms: the sum of what went in, and what the window's losses are divided by.
+        """
+        summed = self._settings.loss_reduction == "sum" and self._settings.terms is None
+        units = 1 if summed else own
         self._sum = self._sum + loss.detach().double().cpu() * units
+
+    def add_term(self, name: str, loss: torch.Tensor, own: float) -> None:
+        """Add the undivided loss of a term, in which the micro-batch weighs `own`, to the term's own mean."""
+        if not own:
+            return
+        units = 1 if self._settings.loss_reduction == "sum" else own
+        before = self._terms.get(name, [0.0, 0.0])
+        self._terms[name] = [before[0] + float(loss.detach().double().cpu()) * units, before[1] + own]
 
     def record(self, number: int, window: PlannedWindow, lr: list[float], grad_norm: Any, applied: bool) -> StepRecord:
         """Return the step's line; collective, and the next window starts at 0."""
         total, self._sum = self._sum, torch.zeros((), dtype=torch.float64, device="cpu")
+        terms, self._terms = [self._terms], {}
         if dist.get_world_size() > 1:
             gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, total)
+            dist.all_gather_object(gathered, (total, terms[0]))
             # Ranks that share a micro-batch have gathered the same loss of it.
-            total = torch.stack(gathered[:: self._sequence_parallel]).sum()
+            apart = gathered[:: self._sequence_parallel]
+            total, terms = torch.stack([one[0] for one in apart]).sum(), [one[1] for one in apart]
         rows = self._passes[window.first : window.last + 1]
         batches = [batch for row in rows for batch in row]
         passes = len(rows)
@@ -92,5 +114,5 @@ class StepNotes:
             grad_norm=float(grad_norm) if applied and grad_norm is not None else None,
             loss_scale=loss_scale(self._engine),
             skipped=not applied,
-            metrics=metrics_of(batches),
+            metrics=metrics_of(batches) | _means_of(terms),
         )

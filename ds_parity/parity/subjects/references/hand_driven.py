@@ -11,11 +11,19 @@ from typing import Any
 
 import wrapt
 
+from ds_parity.config import Settings
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.layouts import of_one_unit
 from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weight, windows_of
+from ds_parity.parity.subjects.oracle import (
+    PlannedWindow,
+    given_share,
+    weighs,
+    weights_of_terms,
+    windows_of,
+)
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 from ds_parity.parity.subjects.references.private_state import (
     averages_over_ranks,
@@ -129,6 +137,9 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
         """End the pass."""
         self._self_loop.step(self._self_index)
 
+    def expect(self, **_: Any) -> None:
+        """All counts are known here."""
+
     def record(self, *_: Any) -> None:
         """Metrics of a training function are its own."""
 
@@ -148,25 +159,52 @@ def _backward(
     engine: Any, loss: Any, batch: MicroBatch, window: PlannedWindow, scenario: Scenario, notes: StepNotes
 ) -> None:
     settings = scenario.settings
-    units = weight(batch, settings.loss_weight)
+    units = weighs(batch, settings)
     if units == 0:
-        engine.backward(loss * 0.0, scale_wrt_gas=False)
+        silent = loss if settings.terms is None else sum(loss.values())
+        engine.backward(silent * 0.0, scale_wrt_gas=False)
         return
-    if window.divided_by is not None:
-        # The caller divides, and what goes in is what the step's loss is made of.
-        loss = loss * given_share(batch, window)
-    notes.add(loss, units)
+    if settings.terms is not None:
+        divided = _of_terms(loss, batch, window, settings, notes) * _averaged_over(engine, scenario)
+    else:
+        if window.divided_by is not None:
+            # The caller divides, and what goes in is what the step's loss is made of.
+            loss = loss * given_share(batch, window)
+        notes.add(loss, units)
+        averaged = _averaged_over(engine, scenario)
+        share = averaged if settings.loss_reduction == "sum" else averaged * units
+        divided = loss / (window.expected / share)
+    scale = missing_loss_scale(engine)
+    if scale is not None:
+        divided = divided.float() * scale
+    engine.backward(divided, scale_wrt_gas=False)
+
+
+def _averaged_over(engine: Any, scenario: Scenario) -> float:
     averaged: float = scenario.ranks if averages_over_ranks(engine) else 1
     if engine.zero_optimization_stage() < 3:
         # Every rank of a group gathers the whole loss, so the group's gradients sum to as many times their value; only
         # ZeRO 3 averages over the group as well.
         averaged /= scenario.sequence_parallel
-    share = averaged if settings.loss_reduction == "sum" else averaged * units
-    divided = loss / (window.expected / share)
-    scale = missing_loss_scale(engine)
-    if scale is not None:
-        divided = divided.float() * scale
-    engine.backward(divided, scale_wrt_gas=False)
+    return averaged
+
+
+def _of_terms(losses: Any, batch: MicroBatch, window: PlannedWindow, settings: Settings, notes: StepNotes) -> Any:
+    """Return the sum of coefficient * weight * loss / total over the terms of a micro-batch, and note each term."""
+    apart = not of_one_unit(settings)
+    combined: Any = 0.0
+    weights = weights_of_terms(batch, settings)
+    for name, term in (settings.terms or {}).items():
+        loss, units = losses[name], weights[name]
+        if not units:
+            combined = combined + loss * 0.0
+            continue
+        total = window.totals[name] if apart else window.expected / len(losses)
+        own = 1 if settings.loss_reduction == "sum" else units
+        combined = combined + loss * (term.coefficient * own / total)
+        notes.add_term(name, loss, units)
+    notes.add(combined, window.expected)
+    return combined
 
 
 def _take_scheduler(engine: Any) -> ByHand | None:
