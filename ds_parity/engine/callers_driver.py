@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,9 +12,9 @@ from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.ranks.wire import Place
 from ds_parity.errors import WindowError
-from ds_parity.window import Counts, PassTotals
+from ds_parity.window import Counts, PassTotals, WindowTotals
 
-OPENS, ENDS, FINISHES = "opens its first window", "ends a window", "finishes"
+OPENS, ENDS, FINISHES, SAVES = "opens its first window", "ends a window", "finishes", "saves a checkpoint"
 
 
 class CallersDriver(Driver):
@@ -27,6 +29,7 @@ class CallersDriver(Driver):
     _reduced = False  # the window's gradients have been reduced in the backward that was announced as its last
     _opened = False
     _lost = False  # a backward was counted and raised
+    _coalesces = False  # inside coalesce_grad_reduction(), at whose end the window's gradients are reduced
 
     def run_pass(  # type: ignore[override]
         self, loss: Loss, counts: Counts, caller: CallersBoundary | None = None, **kwargs: Any
@@ -63,22 +66,46 @@ class CallersDriver(Driver):
         window = self.ledger.count_own(counts)
         self._open()
         # ZeRO 0 and 1 reduce in a boundary's backward; where none was announced, step() reduces.
-        self.boundary.mark(self.announced)
+        self.boundary.mark(self.announced and not self._coalesces)
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
         self._lost = False
-        self._reduced = self.announced
+        self._reduced = self.announced and not self._coalesces
         if window.passes == 1:
-            self.adapter.forget_last_window(self.announced)
+            self.adapter.forget_last_window(self.announced or self._coalesces)
         return accumulated
 
     def _refuse_no_sync(self) -> None:
-        if self.announced and self.adapter.inside_no_sync:
+        if self.announced and self.adapter.inside_no_sync and not self._coalesces:
             with self._telling():
                 raise WindowError(
                     f"the last backward() of window {self.ledger.window.index} inside no_sync(): its gradients would "
                     "not be reduced; leave no_sync() out, DeepSpeed communicates only where it must"
                 )
+
+    @contextmanager
+    def coalescing(self) -> Iterator[None]:
+        """Reduce once for all backwards of the block, at its end: they are those of one window.
+
+        Raises:
+            WindowError: the window's last backward has run, and waits for its `step()`.
+        """
+        self.refuse_owed_step()
+        with self.adapter.engine.coalesce_grad_reduction():
+            self._coalesces = True
+            try:
+                yield
+            except BaseException:
+                # DeepSpeed reduces what is there all the same, and nobody knows what that is a part of.
+                self._lost = self.ledger.window.passes > 0
+                raise
+            finally:
+                self._coalesces = False
+            # All ranks have met in the first window's exchange before they meet in the reduction.
+            self._open()
+            self.adapter.before_coalesced()
+        self.adapter.kept.after_backward()
+        self._reduced, self.announced = True, False
 
     def announce(self, last: bool) -> None:
         """Take the caller's word that the coming backward is its window's last, so that it may reduce.
@@ -86,7 +113,7 @@ class CallersDriver(Driver):
         Raises:
             WindowError: the window's last backward has run, and waits for its `step()`.
         """
-        if last:
+        if last and self.announced:
             self.refuse_owed_step()
         self.announced = last and not self._reduced
 
@@ -95,9 +122,9 @@ class CallersDriver(Driver):
         self._refuse_lost()
         if self._reduced:
             raise WindowError(
-                f"backward() in window {self.ledger.window.index} after its last one: "
-                "set_gradient_accumulation_boundary(True) said that the backward() before is the last, and its "
-                "gradients have been reduced; call step() after it, or announce the last backward() alone"
+                f"backward() in window {self.ledger.window.index} after its last one: its gradients have been reduced, "
+                "by the backward() that set_gradient_accumulation_boundary(True) announced as the last, or at the end "
+                "of coalesce_grad_reduction(); call step() first, or announce the last backward() alone"
             )
 
     def _refuse_lost(self) -> None:
@@ -105,6 +132,13 @@ class CallersDriver(Driver):
             raise WindowError(
                 f"window {self.ledger.window.index} has a backward() that was counted and then raised, so that its "
                 "gradient may be there in part or not at all: load a checkpoint, which throws the window away"
+            )
+
+    def _refuse_block(self) -> None:
+        if self._coalesces:
+            raise WindowError(
+                f"step() of window {self.ledger.window.index} inside coalesce_grad_reduction(): its gradients are "
+                "reduced where the block ends; call step() after the block"
             )
 
     def step(self, **kwargs: Any) -> None:
@@ -119,8 +153,9 @@ class CallersDriver(Driver):
         """
         with self._telling():
             self._refuse_lost()
+            self._refuse_block()
         self._refuse_strays(newcomers=True)
-        if self.announced and not self._reduced:
+        if self.announced and not self._reduced and (self.ledger.window.passes or self.adapter.silent_inside_windows):
             # Other ranks reduce in their last backward, and this one had none.
             self._reduce()
         if self._passes_over_ranks(ENDS) == 0:
@@ -144,11 +179,14 @@ class CallersDriver(Driver):
         drop = self.settings.last_window == "drop"
         if drop:
             self.ledger.promised = None
+        counted = self.ledger.passes
         passes = self._passes_over_ranks(FINISHES)
         self._finished = True
         if passes == 0:
             return
         if self.settings.last_window == "error":
+            # Nothing was done to the window, and its step() may still come.
+            self.ledger.window, self.ledger.passes, self._finished = window, counted, False
             raise WindowError(
                 f"finish() in window {window.index}, which {passes} passes have run in and no step() has ended, and "
                 "ds_parity.last_window is 'error'; call step() after the window's backwards, or choose 'step' or 'drop'"
@@ -166,6 +204,7 @@ class CallersDriver(Driver):
         if not reduced:
             self._reduce()
             self._reduced = False
+        self.boundary.mark(True)
         self.boundary.update(**kwargs)
 
     def _reduce(self) -> None:
@@ -185,14 +224,21 @@ class CallersDriver(Driver):
         ledger = self.ledger
         return ledger.weighting.constant or ledger.promised_total or ledger.last_total
 
-    def _open(self) -> None:
-        """Say what the open window's losses are divided by, until its own total is known."""
+    def _first_micro_batches(self) -> WindowTotals:
+        return self.exchange.whole_window(self._place(OPENS), self.ledger.window)
+
+    def _open(self, first: WindowTotals | None = None) -> None:
+        """Say what the open window's losses are divided by, until its own total is known.
+
+        Args:
+            first: what all ranks' first micro-batches contain, None: the ranks are asked where it matters.
+        """
         ledger = self.ledger
         if ledger.window.expected:
             return
         expected = self._known_total
         if self._opens_together:
-            first = self.exchange.whole_window(self._place(OPENS), ledger.window)
+            first = first or self._first_micro_batches()
             # Where first micro-batches weigh nothing, those of the next window say it.
             self._opened = first.weight > 0
             # What first micro-batches weigh stands for the window: any value > 0 is put right in the step.
@@ -209,6 +255,16 @@ class CallersDriver(Driver):
             self.ledger.end_with(totals)
         return totals.passes
 
+    def passes_pending(self) -> int:
+        """Return the most passes that a rank has run in the open window: this one may have run none."""
+        if self._opens_together:
+            # Another rank's first backward of the run waits for this one, and divides by what all have said then.
+            first = self._first_micro_batches()
+            if first.passes == 0:
+                return 0
+            self._open(first)
+        return self.exchange.whole_window(self._place(SAVES), self.ledger.window).passes
+
     def abandon(self) -> None:
         """Throw the open window away; ranks may have run different numbers of its passes, which are uncounted."""
         self.ledger.passes -= self.ledger.window.passes
@@ -221,7 +277,7 @@ class CallersDriver(Driver):
 
     def _place(self, kind: str) -> Place:
         place = super()._place(kind)
-        if kind in (OPENS, ENDS, FINISHES) and self.adapter.silent_inside_windows:
+        if kind in (OPENS, ENDS, FINISHES, SAVES) and self.adapter.silent_inside_windows:
             # Ranks may run different numbers of backwards where DeepSpeed does not talk to others in them.
             return Place(kind, place.window, 0, place.configuration, place.engine)
         return place

@@ -27,11 +27,12 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
     """
     _refuse_what_would_be_replaced(driver, client_state)
     window = driver.ledger.window
-    if window.passes:
+    passes = driver.passes_pending()
+    if passes:
         units = window.closes_at - window.opened_at
         where = "" if driver.settings.by_caller else f" (at {units} {driver.settings.count}s)"
         raise CheckpointError(
-            f"save_checkpoint() inside window {window.index}: {window.rollouts} rollouts of {window.passes} passes are "
+            f"save_checkpoint() inside window {window.index}: {window.rollouts} rollouts of {passes} passes are "
             f"pending, and DeepSpeed doesn't save partial gradients; save after the step() that closes the window"
             f"{where}, or call finish() first"
         )

@@ -440,6 +440,10 @@ class Driver:
             self.adapter.kept.after_backward()
             self.boundary.update()
 
+    def passes_pending(self) -> int:
+        """Return how many passes of the open window have run."""
+        return self.ledger.window.passes
+
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
         # Also before a window's first pass: a stray gradient may be what the loading is to mend.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
@@ -45,7 +46,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     - `step` of the optimizers raises `WindowError` where it is called by itself: `engine.step()` calls it;
     - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
-      `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`.
+      `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`; the first and the last work where
+      the caller ends windows (`ds_parity.boundary` `caller`).
     """
 
     def __init__(self, engine: Engine, settings: Settings, sequence: int = 1, number: int = 1) -> None:
@@ -475,8 +477,19 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Raise WindowError: the target is fixed by the configuration."""
         raise self._owned("set_train_micro_batch_size", "pass rollouts= to backward(); micro-batches may differ")
 
-    def coalesce_grad_reduction(self) -> Any:
-        """Raise WindowError: the block would have to end where the window does."""
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Reduce once for all backwards of a window, at the end of the block, where the caller ends windows.
+
+        `with engine.coalesce_grad_reduction():` around the window's backwards, then `step()`. It saves reductions on
+        ZeRO 2 and 3, at the memory of a whole gradient on every rank. DeepSpeed refuses it by `NotImplementedError` on
+        ZeRO 0 and for BF16_Optimizer and FP16_Optimizer.
+
+        Raises:
+            WindowError: the boundary follows from the counts, or the window has been reduced and waits for its
+                `step()`.
+        """
+        if isinstance(self._self_driver, CallersDriver):
+            return self._self_driver.coalescing()
         raise self._owned("coalesce_grad_reduction", "remove it; DeepSpeed's block must end at a boundary it can't see")
 
     def _owned(self, name: str, way_out: str) -> WindowError:

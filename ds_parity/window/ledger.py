@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -271,6 +272,11 @@ class Ledger:
             )
 
     def _total_of(self, weight: float) -> float:
+        if weight == math.inf:
+            raise WindowError(
+                f"the weights of window {self.window.index} add up to infinity, so that its mean is a mean of nothing; "
+                "give weights whose sum is a float"
+            )
         constant = self.weighting.constant
         return float(weight) if constant is None or not weight else constant
 

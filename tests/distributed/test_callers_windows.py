@@ -31,12 +31,19 @@ def a_window(engine, seed, sizes=(1, 2)):
     engine.step()
 
 
-def step_without_a_backward(engine):
+def step_without_a_backward(engine, marked=False):
     """Refused everywhere, and the next window is right."""
     a_window(engine, 1)
+    if marked:
+        engine.set_gradient_accumulation_boundary(True)
     said = from_all(refusal(engine.step))
     a_window(engine, 2)
     return [said, engine.last_step.step, engine.last_step.rollouts, engine.last_step.passes]
+
+
+def marked_without_a_backward(engine):
+    """The same where a last backward was announced and none ran."""
+    return step_without_a_backward(engine, marked=True)
 
 
 def backward_after_the_last(engine):
@@ -51,7 +58,9 @@ def backward_after_the_last(engine):
 
 
 def saving_inside(engine):
-    one_backward(engine, 1)
+    """ZeRO 0 and 1: on one rank alone a window is open."""
+    if engine.zero_optimization_stage() > 1 or dist.get_rank() == 0:
+        one_backward(engine, 1)
     said = from_all(refusal(lambda: engine.save_checkpoint("nowhere")))
     engine.step()
     return [said, engine.last_step.rollouts]
@@ -111,9 +120,26 @@ def ending(engine, rule):
     return [said, last.step, last.skipped, last.rollouts, weights(engine)]
 
 
+def step_after_a_refused_end(engine):
+    """`last_window: error` names step() as the way out, and it is one."""
+    one_backward(engine, 5)
+    said = from_all(refusal(engine.finish))
+    one_backward(engine, 6, 2)
+    engine.step()
+    engine.finish()
+    return [said, engine.last_step.step, engine.last_step.rollouts, engine.last_step.passes]
+
+
 PLAYS = {
     play.__name__: play
-    for play in (step_without_a_backward, backward_after_the_last, saving_inside, recording, stopping)
+    for play in (
+        step_without_a_backward,
+        marked_without_a_backward,
+        backward_after_the_last,
+        saving_inside,
+        recording,
+        stopping,
+    )
 }
 
 
@@ -165,6 +191,9 @@ def windows_of_callers(folder):
             engine = engine_of(stage, last_window=rule)
             results[f"{stage} {rule}"] = ending(engine, rule)
             engine.destroy()
+        engine = engine_of(stage, last_window="error")
+        results[f"{stage} after a refused end"] = step_after_a_refused_end(engine)
+        engine.destroy()
         for kind in ("fp32", "offload") if stage else ("fp32",):
             past = [past_an_empty_window(stage, kind, empty) for empty in (True, False)]
             results[f"{stage} {kind} empty"] = past[0] == past[1]
@@ -177,8 +206,9 @@ def windows_of_callers(folder):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_a_backward_is_refused_on_every_rank_and_loses_nothing(two_ranks, stage):
-    said, *last = two_ranks.of(windows_of_callers)[f"{stage} step_without_a_backward"]
+@pytest.mark.parametrize("play", ["step_without_a_backward", "marked_without_a_backward"])
+def test_a_step_without_a_backward_is_refused_on_every_rank_and_loses_nothing(two_ranks, stage, play):
+    said, *last = two_ranks.of(windows_of_callers)[f"{stage} {play}"]
     assert all(one.startswith("WindowError: step() in window 1 without a backward()") for one in said), said
     assert last == [2, 6, 2]
 
@@ -194,7 +224,7 @@ def test_nothing_is_added_after_the_backward_that_was_announced_as_the_last(two_
 def test_a_checkpoint_inside_a_window_is_refused(two_ranks, stage):
     said, rollouts = two_ranks.of(windows_of_callers)[f"{stage} saving_inside"]
     assert all(one.startswith("CheckpointError: save_checkpoint() inside window 0") for one in said), said
-    assert rollouts == 2
+    assert rollouts == (1 if stage < 2 else 2)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -222,6 +252,13 @@ def test_the_window_that_the_data_ends_in_is_settled_as_the_key_says(two_ranks, 
         assert (step, skipped, rollouts) == (2, rule == "drop", 1 if stage < 2 else 2)
         other = two_ranks.of(windows_of_callers)[f"{stage} error"][-1]
         assert (trained == other) is (rule == "drop")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_window_whose_end_was_refused_is_ended_by_its_step(two_ranks, stage):
+    said, *last = two_ranks.of(windows_of_callers)[f"{stage} after a refused end"]
+    assert all("ds_parity.last_window is 'error'" in one for one in said), said
+    assert last == [1, 6, 2]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -449,3 +449,10 @@ def test_a_window_that_is_ended_where_it_closes_stays_as_it_is():
     assert ledger.end() == whole
     ledger.settle(applied=True)
     assert ledger.window.closes_at == 8
+
+
+def test_weights_whose_sum_is_no_float_are_refused():
+    ledger = Ledger(Rules(2, 1), Weighting("weight"))
+    ledger.count(PassTotals(1, 0, 0, 1, (1e308,)))
+    with pytest.raises(WindowError, match="weights of window 0 add up to infinity"):
+        ledger.count(PassTotals(1, 0, 0, 1, (1e308,)))

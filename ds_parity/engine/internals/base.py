@@ -156,6 +156,9 @@ class Adapter(ABC):
         """
         self.engine.allreduce_gradients()
 
+    def before_coalesced(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Prepare the one reduction at the end of DeepSpeed's `coalesce_grad_reduction`."""
+
     def discard(self) -> None:
         """Throw the accumulated gradients away, as DeepSpeed does on an overflow; the engine can go on after it."""
         self.engine.zero_grad()

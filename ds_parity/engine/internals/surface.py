@@ -9,6 +9,7 @@ runtime/fp16/fused_optimizer.py, runtime/fp16/unfused_optimizer.py and utils/tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -93,6 +94,9 @@ class Engine(Protocol):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward and step end a window."""
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Reduce once at the end of the block, for all of its backwards; ZeRO 1 to 3."""
 
     def zero_optimization_stage(self) -> int:
         """0 to 3."""

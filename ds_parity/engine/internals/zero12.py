@@ -168,6 +168,11 @@ class Zero12(Zero):
         else:
             super().reduce()
 
+    def before_coalesced(self) -> None:
+        """Fill zeros in for what this rank has no gradient of: buckets are reduced in the parameters' order."""
+        self._fill_zeros()
+        self._filled = True
+
     def _reduce_without_a_backward(self) -> None:
         # engine.py, _flush_coalesced_reduction_zero12: a boundary's pass without its backward.
         optimizer = self._optimizer
