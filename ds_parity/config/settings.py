@@ -238,12 +238,11 @@ def _read(config: Mapping[str, Any], faults: list[Fault]) -> Settings:
     faults += [_unknown(key, value) for key, value in section.items() if key not in SECTION_FIELDS]
     values = {key: value for key, value in section.items() if key in SECTION_FIELDS}
     values |= {MICRO: _micro(config, faults)}
-    faults += [*_of_divided(values), *_of_terms(values)]
     if PASSES in config:
         values[PASSES] = config[PASSES]
         if config[PASSES] is None and not _by_caller(config):
             faults.append(_wrong(PASSES, None))
-    faults += _of_no_use(values)
+    faults += [*_of_divided(values), *_of_terms(values), *_of_no_use(values)]
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:

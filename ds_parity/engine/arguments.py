@@ -157,16 +157,26 @@ def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:
         )
 
 
-def refuse_mean_of_parts(weighting: Weighting, counts: Counts, sequences: int = 0) -> None:
+def refuse_mean_of_parts(
+    weighting: Weighting, counts: Counts, sequences: int = 0, given: Set[str] | None = None
+) -> None:
     """Raise WindowError where a loss is a mean over rollouts, of some of which the micro-batch contains parts alone.
 
     Args:
         weighting: of the window.
         counts: what the micro-batch contains.
         sequences: of how many sequences it consists, 0 where nobody knows.
+        given: names of the terms that its loss has, None: all.
     """
     parts = sequences > counts.rollouts or (counts.active and not counts.rollouts)
-    if parts and weighting.over_rollouts:
+    if parts and weighting.over_rollouts(given):
+        if weighting.terms is not None:
+            raise WindowError(
+                f"a micro-batch of {counts.tokens} loss tokens{f' in {sequences} sequences' if sequences else ''} "
+                f"finishes {counts.rollouts} rollouts, and terms of ds_parity.terms are means over the rollouts that "
+                "it finishes: turns that are not their rollout's last would weigh nothing there. Leave such a term "
+                "out of its loss (with passes(): weight={name: 0}), weigh it by token, or set loss_reduction 'sum'"
+            )
         raise WindowError(
             f"a micro-batch of {counts.tokens} loss tokens{f' in {sequences} sequences' if sequences else ''} finishes "
             f"{counts.rollouts} rollouts, and ds_parity.loss_weight {weighting.name!r} with loss_reduction 'mean' "

@@ -158,7 +158,7 @@ class Driver:
     def _counts_of_loop(self, given: Mapping[str, Any], terms: Set[str] | None) -> Counts:
         counts = counts_of(self.settings, self.usual_rollouts, given, self.ledger.weighting, terms or frozenset())
         refuse_missing_terms(self.ledger.weighting, counts, terms)
-        refuse_mean_of_parts(self.ledger.weighting, counts)
+        refuse_mean_of_parts(self.ledger.weighting, counts, given=terms)
         # An idle pass contains nothing, whether its loop counts or not.
         if counts.active:
             refuse_forgotten(self._gave, given, counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ds_parity.config import MAX_LOOKAHEAD
@@ -158,11 +158,17 @@ class PassQueue:
             # The smallest micro-batch makes the cheapest idle pass.
             if self._smallest is None or batch.tokens < self._smallest.tokens:
                 self._smallest = whole(batch)
-            refuse_mean_of_parts(self._driver.ledger.weighting, counts, len(getattr(batch, "held", ())))
+            self._refuse_mean_of_parts(batch, counts)
             # One of the stream that holds nothing says so as a stand-in does, whatever its class is.
             runs = stand_in(batch) if counts == Counts() and not says_so(batch) else batch
             read.append(UpcomingPass(Announcement(counts), runs))
         return read
+
+    def _refuse_mean_of_parts(self, batch: Any, counts: Counts) -> None:
+        weighting, weight = self._driver.ledger.weighting, getattr(batch, "weight", None)
+        own = weight if isinstance(weight, Mapping) else {}
+        given = {name for name in weighting.terms.names if own.get(name) != 0} if weighting.terms else None
+        refuse_mean_of_parts(weighting, counts, len(getattr(batch, "held", ())), given)
 
     def _refuse_plan_of_other_ranks(self, planned_for: int | None) -> None:
         ranks = self._driver.ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from ds_parity.window.counts import Counts, PassTotals
@@ -57,10 +58,9 @@ class Weighting:
             return "weight of divided losses"
         return "weight" if self.unit == "weight" else f"{self.name} weight"
 
-    @property
-    def over_rollouts(self) -> bool:
-        """Whether a loss is a mean over the rollouts that its micro-batch finishes."""
-        units = {term.unit for term in self.terms} if self.terms else {self.name}
+    def over_rollouts(self, given: Set[str] | None = None) -> bool:
+        """Whether a loss, or one of its `given` terms (None: all), is a mean over the rollouts that it finishes."""
+        units = {term.unit for term in self.terms if given is None or term.name in given} if self.terms else {self.name}
         return self.reduction == "mean" and bool(units & {"rollout", "target"})
 
     def of(self, counts: Counts | PassTotals) -> float:

@@ -147,6 +147,14 @@ def test_where_the_caller_ends_windows_passes_may_be_left_out():
     assert rewrite({**CALLER, "gradient_accumulation_passes": 8}, 2).config["gradient_accumulation_steps"] == 4
 
 
+def test_a_term_may_be_divided_by_a_nominal_target():
+    terms = {"policy": {"weight": "token"}, "kl": {"weight": "target"}}
+    extended = {**CALLER, "gradient_accumulation_passes": 5, "ds_parity": {"boundary": "caller", "terms": terms}}
+    assert parse(extended).terms["kl"].weight == "target"
+    without = {**CALLER, "ds_parity": {"boundary": "caller", "terms": terms}}
+    assert "a weight of target needs a nominal target" in message(without)
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [

@@ -10,10 +10,11 @@ from ds_parity.engine.arguments import (
     counts_of,
     refuse_contradiction,
     refuse_forgotten,
+    refuse_mean_of_parts,
     refuse_what_is_no_loss,
 )
 from ds_parity.errors import WindowError
-from ds_parity.window import Counts
+from ds_parity.window import Counts, Term, Terms, Weighting
 
 
 def settings(**section):
@@ -89,3 +90,11 @@ def test_a_backward_without_gradients_is_refused_by_the_name_of_what_switches_th
     refuse_what_is_no_loss(loss)
     with mode(), pytest.raises(WindowError, match=r"torch.no_grad\(\) or torch.inference_mode\(\)"):
         refuse_what_is_no_loss(loss)
+
+
+def test_a_turn_may_lack_the_terms_that_are_means_over_rollouts():
+    terms = Terms((Term("policy", "token"), Term("kl", "rollout")))
+    turn = Counts(0, 0, 8)
+    refuse_mean_of_parts(Weighting.of_terms(terms, "mean"), turn, given={"policy"})
+    with pytest.raises(WindowError, match="are means over the rollouts that it finishes"):
+        refuse_mean_of_parts(Weighting.of_terms(terms, "mean"), turn)

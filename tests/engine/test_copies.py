@@ -24,6 +24,7 @@ def test_a_copy_of_an_engine_is_refused_with_the_way_out(kind, how):
 def driver():
     return SimpleNamespace(
         ledger=Ledger(Rules(8, 1)),
+        passes_pending=lambda: 0,
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),
         engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"params": [], "lr": 0.1}])),
     )

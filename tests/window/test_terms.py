@@ -168,3 +168,17 @@ def test_where_the_caller_ends_it_a_window_contains_what_all_ranks_ran(ran):
     assert ledgers[0].state() == ledgers[1].state()
     assert ledgers[0].last_total == totals.weight
     assert ledgers[0].window.index == 1
+
+
+def test_a_sum_that_was_rounded_to_fp32_keeps_a_promise_and_another_number_breaks_it():
+    """What `float(weights.sum())` of an fp32 tensor gives where each weight is given by itself."""
+    terms = Terms((Term("own", "weight"), Term("policy", "token")))
+    for said, kept in ((3.4000000953674316, True), (3.4001, False)):
+        ledger = ledger_of(terms, target=2)
+        ledger.promise(Promise(WindowTotals(0, 0, 2, 0, 10, 13.4, (said, 10)), frozenset({"rollouts", "weights"})))
+        totals = both(counts_of(terms, own={"own": 3.3999999314546585 / 2}))
+        if kept:
+            assert ledger.count(totals).closed
+        else:
+            with pytest.raises(WindowError, match=r"expect\(\) has said"):
+                ledger.count(totals)

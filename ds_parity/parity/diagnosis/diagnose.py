@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import chain
 
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.diagnosis import gradient, learning_rate, reporting, terms, windows
+from ds_parity.parity.diagnosis import gradient, learning_rate, reporting, term_factors, windows
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 
-_ROOMS = (windows, learning_rate, gradient, terms, reporting)
+_ROOMS = (windows, learning_rate, gradient, term_factors, reporting)
 _BEFORE, _LOOKED_AT = 250, 1000  # steps
 
 
