@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weight, windows_of
+from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weight, weights_of_terms, windows_of
 from ds_parity.parity.subjects.references.alone import train_alone, window_loss
 from tests.distributed import cells
 
@@ -31,6 +31,41 @@ def by_definition(model, passes, window, settings):
         loss = loss * given_share(batch, window)
         terms.append(loss * (1 if settings.loss_reduction == "sum" else weight(batch, settings.loss_weight)))
     return torch.stack(terms).sum() / window.total
+
+
+TERMS = {
+    "policy": {"weight": "token"},
+    "kl": {"weight": "rollout", "coefficient": 0.25},
+    "router": {"weight": "pass", "coefficient": -0.5},
+    "own": {"weight": "weight", "coefficient": 2.0},
+    "fixed": {"weight": "target", "coefficient": 0.1},
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("boundary", ["rollouts", "caller"])
+def test_terms_are_means_of_their_own(boundary, reduction):
+    """Each by a forward for every micro-batch, and by one over the window."""
+    reductions = {} if reduction == "mean" else {"loss_reduction": "sum"}
+    named = {name: term for name, term in TERMS.items() if reduction == "mean" or name != "own"}
+    wanted = of_section({"terms": named, "boundary": boundary, **reductions})
+    model, layout, passes = wanted.build().double(), wanted.layout(), wanted.batches()
+    for window in windows_of(passes, wanted.settings):
+        sums = {name: [0.0, 0.0] for name in named}
+        for batch in (batch for row in passes[window.first : window.last + 1] for batch in row if batch.rollouts):
+            weights = weights_of_terms(batch, wanted.settings)
+            for name, loss in model(**batch.inputs).items():
+                # A term that a micro-batch does not weigh is no part of its sum either.
+                times = weights[name] if reduction == "mean" else float(weights[name] > 0)
+                sums[name] = [sums[name][0] + times * loss, sums[name][1] + weights[name]]
+        expected = sum(
+            term.coefficient * sums[name][0] / (8 if name == "fixed" else sums[name][1])
+            for name, term in wanted.settings.terms.items()
+        )
+        found, means = window_loss(model, layout, window, wanted.settings)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        own = {name: float(total.detach() / held) for name, (total, held) in sums.items()}
+        assert means == pytest.approx(own, rel=1e-9)
 
 
 def gradient(loss, model):

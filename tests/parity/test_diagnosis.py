@@ -96,7 +96,38 @@ def weighed(number):
     return {"total": 3.25 + number}
 
 
+TOKENS = (900, 1500, 700, 800, 1700, 300)
+MEANS = ((0.3, 0.9, -0.2, 0.7, 0.5, 1.1), (0.8, 0.2, 0.6, 0.1, 0.9, 0.4))
+
+
+def of_terms(policy=lambda n: 1.0, kl=lambda n: 1.0):
+    """What a step of two terms says of which each has entered the loss by a factor: kl has the coefficient 0.5."""
+
+    def changed(number):
+        means = [column[number - 1] for column in MEANS]
+        metrics = {"reward": 0.25 * (number % 3), "policy": means[0], "kl": means[1]}
+        factors = policy(number), kl(number)
+        found = {"metrics": metrics, "total": 1.0, "tokens": TOKENS[number - 1]}
+        found["loss"] = means[0] * factors[0] + 0.5 * means[1] * factors[1]
+        if any(f != 1.0 for n in range(1, number + 1) for f in (policy(n), kl(n))):
+            found["grad_norm"] = NORMS[number - 1] * (factors[0] + factors[1]) / 1.7
+            found["weights"] = Weights(checksum="b" * 64, norm=20.0 + number)
+        return found
+
+    return changed
+
+
+def over_tokens(number):
+    return ROLLOUTS[number - 1] / TOKENS[number - 1]
+
+
+def over_the_last(number):
+    return TOKENS[number - 1] / TOKENS[number - 2] if number > 1 else 1.0
+
+
 CASES = {
+    "term-by-another": (of_terms(kl=over_tokens), {"reference": of_terms()}),
+    "term-of-last-window": (of_terms(policy=over_the_last), {"reference": of_terms()}),
     "dp-mean-left-in": (off(lambda n: 0.5), {}),
     "gas-scaled-twice": (off(lambda n: 0.25), {}),
     "sp-factor-by-stage": (off(lambda n: 2.0), {"ranks": 1}),
@@ -147,6 +178,24 @@ def test_the_first_cause_is_the_fault_that_was_put_in(name):
     found = causes(change, **options)
     assert found, "a difference without a cause"
     assert found[0].name == name, [(cause.name, cause.likelihood) for cause in found]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_terms(kl=lambda n: 0.5 + n / 9),  # a factor that is no ratio of counts
+        of_terms(policy=over_the_last, kl=over_tokens),  # two faults at once
+        lambda n: {**of_terms()(n), "loss": 9.0 / n, "grad_norm": 3.0 / n},
+    ],
+)
+def test_no_term_is_blamed_where_its_factor_is_no_ratio_of_counts(change):
+    names = [cause.name for cause in causes(change, reference=of_terms())]
+    assert not {"term-by-another", "term-of-last-window"} & set(names), names
+
+
+def test_no_term_is_blamed_where_the_metrics_are_no_terms_of_the_loss():
+    found = causes(scaled(over_tokens))
+    assert not {"term-by-another", "term-of-last-window"} & {cause.name for cause in found}
 
 
 def test_a_norm_that_is_divided_twice_is_named_where_the_loss_is_reported_right():

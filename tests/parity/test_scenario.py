@@ -205,3 +205,21 @@ def test_verify_takes_a_caller_without_a_target_and_leaves_out_what_bare_deepspe
     assert [one.name for one, _ in runs] == (["ragged"] if left_out else ["uniform", "ragged"])
     assert all(one.layout() for one, _ in runs)
     assert [reason.why[-len(said) :] for reason, said in zip(reasons, left_out, strict=True)] == left_out
+
+
+TERMS = {"policy": {"weight": "token"}, "own": {"weight": "weight"}}
+
+
+@pytest.mark.parametrize("section", [{"terms": TERMS}, {"loss_weight": "weight"}])
+def test_a_sum_of_losses_with_weights_of_their_own_is_refused(section):
+    config = cells.config(0, **section)
+    config["ds_parity"]["loss_reduction"] = "sum"
+    with pytest.raises(ConfigError, match="micro-batches bring their own weights"):
+        Scenario("sums", config)
+
+
+def test_terms_of_several_units_need_a_loop_that_knows_their_totals():
+    config = cells.config(0, terms=TERMS)
+    with pytest.raises(ConfigError, match=r"ds_parity\.lookahead to 'window'"):
+        Scenario("unknown", config, drive="passes")
+    Scenario("known", cells.config(0, terms=TERMS, lookahead="window"), drive="passes")

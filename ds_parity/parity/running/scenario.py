@@ -118,6 +118,11 @@ class Scenario:
                 f"scenario {self.name!r}: drive is 'passes' and the terms of ds_parity.terms have several units, whose "
                 "totals must be known beforehand: set ds_parity.lookahead to 'window', or choose drive 'loop'"
             )
+        if self._sums_own_weights():
+            raise ConfigError(
+                f"scenario {self.name!r}: ds_parity.loss_reduction 'sum' where micro-batches bring their own weights: "
+                "the bundled loss does not know them, and is a mean; choose 'mean', or give a training function"
+            )
         if self.turns and self.shape != "planned":
             raise ConfigError(f"scenario {self.name!r}: turns in {self.shape!r} windows, must be in 'planned' ones")
         if self.collation == "packed" and self.sequence_parallel > 1:
@@ -140,6 +145,12 @@ class Scenario:
                 "nothing to compare with bare DeepSpeed; add the key (or ds_parity.boundary 'caller')"
             )
         return settings
+
+    def _sums_own_weights(self) -> bool:
+        settings = parse(self.config)
+        if settings is None or settings.loss_reduction == "mean" or self.train is not None:
+            return False
+        return "weight" in (settings.loss_weight, *(term.weight for term in (settings.terms or {}).values()))
 
     def _totals_known(self) -> bool:
         settings = parse(self.config)
