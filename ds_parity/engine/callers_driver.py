@@ -178,11 +178,12 @@ class CallersDriver(Driver):
         window = self.ledger.window
         drop = self.settings.last_window == "drop"
         if drop:
-            self.ledger.promised = None
+            self.ledger.drop()
         counted = self.ledger.passes
         passes = self._passes_over_ranks(FINISHES)
         self._finished = True
         if passes == 0:
+            self.ledger.drops = False
             return
         if self.settings.last_window == "error":
             # Nothing was done to the window, and its step() may still come.

@@ -427,7 +427,7 @@ class Driver:
             )
         self._refuse_strays(newcomers=True)
         if self.settings.last_window == "drop":
-            self.ledger.promised = None
+            self.ledger.drop()
         self.ledger.end()
         if self.ledger.total() == 0:
             self.boundary.skip()

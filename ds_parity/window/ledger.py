@@ -12,6 +12,7 @@ from ds_parity.window.counts import Counts, PassTotals, WindowTotals, added
 from ds_parity.window.progress import Progress
 from ds_parity.window.promise import Promise
 from ds_parity.window.standing import Window
+from ds_parity.window.terms import Terms
 from ds_parity.window.weighting import Weighting
 
 
@@ -72,6 +73,7 @@ class Ledger:
         self.progress = Progress(rules.target)
         self.last_total = 0.0
         self.promised: Promise | None = None
+        self.drops = False  # the open window will take no step, whatever it contains
         self.window = self._opened(0)
 
     def weigh_by(self, weighting: Weighting) -> None:
@@ -183,6 +185,10 @@ class Ledger:
         """
         return self.window.total
 
+    def drop(self) -> None:
+        """Take note that the open window will take no step: what it was to contain is of no matter."""
+        self.drops = True
+
     def end(self) -> Window:
         """Close the window where it stands, short of its target: the end of the data.
 
@@ -203,7 +209,7 @@ class Ledger:
         self.rollouts += ended.rollouts
         if applied:
             self.progress = self.progress.advanced(self._units(ended))
-        self.promised = None
+        self.promised, self.drops = None, False
         self.window = self._opened(ended.index + 1)
         return ended
 
@@ -232,7 +238,7 @@ class Ledger:
         self.rollouts = state["rollouts"]
         self.progress = Progress(self.rules.target, state["progress_units"])
         self.last_total = float(state.get("last_total", 0.0))
-        self.promised = None
+        self.promised, self.drops = None, False
         self.window = self._opened(state["windows"])
 
     def _units(self, window: Window) -> int:
@@ -313,13 +319,15 @@ class Ledger:
 
     def _checked(self, window: Window) -> Window:
         """Return a window; raise WindowError where it is closed and its losses were divided by something else."""
-        if not window.closed:
+        if not window.closed or self.drops:
             return window
         if self.promised is not None:
             self.promised.refuse_other(window)
         terms = self.weighting.terms
+        if terms is not None and self.promised is None and self.weighting.needs_totals:
+            self._refuse_other_totals(window, terms)
         if terms is not None and not window.divisors and len(set(window.weights)) > 1:
-            weights = ", ".join(f"{name} {weight:g}" for name, weight in zip(terms.names, window.weights, strict=True))
+            weights = _listed(terms, window.weights)
             raise WindowError(
                 f"the terms of ds_parity.terms weigh differently in window {window.index} ({weights}): some "
                 "micro-batches lack one, and one accumulated gradient can't be corrected by several factors; give each "
@@ -327,6 +335,19 @@ class Ledger:
                 "with ds_parity.lookahead 'window' over micro-batches whose weight is {name: 0} for what they lack"
             )
         return window
+
+    def _refuse_other_totals(self, window: Window, terms: Terms) -> None:
+        """Raise WindowError where losses were divided by the totals of other passes than those that ran."""
+        pairs = zip(window.divisors, terms.divisors(window.weights), strict=False) if window.divisors else ()
+        if all(math.isclose(one, other, rel_tol=1e-9) for one, other in pairs):
+            return
+        raise WindowError(
+            f"window {window.index} contains {_listed(terms, window.weights)}, and its losses were divided by what "
+            "passes() had read ahead of it, which was something else: the loop left passes() inside the window, and "
+            "what had been read was lost. One accumulated gradient can't be corrected by several factors, so no step "
+            "is taken. Run all passes of a window, or set ds_parity.last_window to 'drop' and call finish() where a "
+            "loop is left; to go on from here, load a checkpoint"
+        )
 
     def _estimate(self, window: Window, totals: PassTotals) -> float:
         if self.weighting.constant is not None:
@@ -346,3 +367,7 @@ class Ledger:
                 f"target of {window.target}: under ds_parity.overshoot 'error' passes must add up to the target "
                 "exactly; pack them so, or choose 'carry' or 'reset'"
             )
+
+
+def _listed(terms: Terms, weights: tuple[float, ...]) -> str:
+    return ", ".join(f"{name} {weight:g}" for name, weight in zip(terms.names, weights, strict=True))

@@ -192,6 +192,16 @@ def no_number(engine):
     engine.expect(rollouts=3, tokens=5, passes=1, weight={"own": float("nan")})
 
 
+def left_inside_a_window(engine):
+    """What passes() had read is lost, and the rest of the window is another."""
+    stream = [ds_parity.MicroBatch({"n": n}, 1, 0, 5 + n, weight={"own": 1.0}) for n in range(3)]
+    for one in engine.passes(stream, lookahead="window"):
+        engine.backward(losses_of(engine, one.inputs["n"], True, torch.float32))
+        engine.step()
+        break
+    engine.finish()
+
+
 def the_name_of_a_term(engine):
     engine.record("kl", 1.0)
 
@@ -205,6 +215,7 @@ REFUSED = {
     a_missing_number: "WindowError: expect() without tokens=, by which the term 'policy' is weighed",
     other_numbers: "RankDesyncError: ranks are not in the same place",
     no_number: "WindowError: weight is nan",
+    left_inside_a_window: "WindowError: window 0 contains policy 10, kl 2, router 2, own 2, and its losses",
     the_name_of_a_term: "WindowError: record('kl')",
 }
 

@@ -182,3 +182,21 @@ def test_a_sum_that_was_rounded_to_fp32_keeps_a_promise_and_another_number_break
         else:
             with pytest.raises(WindowError, match=r"expect\(\) has said"):
                 ledger.count(totals)
+
+
+@pytest.mark.parametrize("how", ["finished", "others", "dropped"])
+def test_passes_that_were_read_ahead_and_never_ran_are_no_totals_of_their_window(how):
+    """A loop that leaves passes() inside a window: its losses were divided by what had been read."""
+    ledger = ledger_of(MIXED)
+    one, other = both(counts_of(MIXED)), both(counts_of(MIXED, tokens=50))
+    assert ledger.count(one, [one, one]).divisors == (30, 6, 6)
+    if how == "dropped":
+        ledger.drop()
+        assert ledger.end().closed
+        ledger.settle(applied=False)
+        assert ledger.count(one, [one, one]).divisors == (30, 6, 6)
+        return
+    if how == "others":
+        ledger.count(other)
+    with pytest.raises(WindowError, match=r"had read ahead of it, which was something else.*load a checkpoint"):
+        ledger.count(other) if how == "others" else ledger.end()
