@@ -27,8 +27,8 @@ class ProbeResult:
     """What one window came to.
 
     Attributes:
-        measured: [pass][rank] coefficients with which micro-batches entered the step.
-        expected: [pass][rank] of w / total.
+        measured: coefficients with which micro-batches entered the step, by pass and rank.
+        expected: weight / total of each micro-batch, by pass and rank.
         residual: share of the update that no combination of the gradients explains (0 to 1).
         condition: condition number of the normalised gradients.
         error: greatest |measured - expected|, in units of the greatest expected coefficient.
@@ -56,7 +56,7 @@ def decompose(update: np.ndarray, gradients: np.ndarray, expected: list[list[flo
     Args:
         update: (P,) the step taken, as a gradient: (before - after) / lr.
         gradients: (passes * ranks, P), zero rows for idle passes.
-        expected: [pass][rank] of w / total.
+        expected: weight / total of each micro-batch, by pass and rank.
     """
     norms = np.linalg.norm(gradients, axis=1)
     wanted = np.array(expected).reshape(-1)
