@@ -17,19 +17,20 @@ verify: $(READY)
 
 matrix: $(READY)
 	$(BIN)/ds-parity verify --matrix
-	$(BIN)/python tools/update_docs.py matrix ds_parity_out/matrix/matrix.md
+	$(BIN)/python -m tools.update_docs matrix ds_parity_out/matrix/matrix.md
 
 figures: $(READY)
 	$(BIN)/ds-parity controls ds_configs/zero2_fp32.json $(foreach fault,$(FAULTS),--only $(fault))
-	$(BIN)/python tools/update_docs.py figures ds_parity_out/controls
+	$(BIN)/python -m tools.update_docs figures ds_parity_out/controls
 
 # The tables that need no run: keys, symptoms, DeepSpeed's faults, ratios.
 pages: $(READY)
-	$(BIN)/python tools/update_docs.py pages
+	$(BIN)/python -m tools.update_docs pages
 
-# Every warning is an error. Neither torch nor DeepSpeed is needed: docstrings are read and not imported.
+# Every warning is an error, and nothing may be loaded from the network. Docstrings are read and not imported.
 docs: $(VENV)-docs/.ready
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+	$(VENV)-docs/bin/python tools/check_site.py site
 
 test: $(READY)
 	$(BIN)/python -m pytest
