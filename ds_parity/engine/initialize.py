@@ -42,7 +42,7 @@ def initialize(
 ) -> tuple[ParityEngine, Any, Any, Any]:
     """Initialize a DeepSpeed engine that steps by rollouts.
 
-    Takes the keywords of `deepspeed.initialize` (deepspeed/__init__.py, 0.19.8). Without `gradient_accumulation_passes`
+    Takes the keywords of `deepspeed.initialize` (`deepspeed/__init__.py`, 0.19.8). Without `gradient_accumulation_passes`
     in the configuration it returns precisely what `deepspeed.initialize` returns: the bare engine. The
     type says `ParityEngine` all the same, so that editors and type checkers know the engine that there is with the key.
 
