@@ -32,7 +32,7 @@ SYMPTOMS = {
     "scheduler-on-skipped-step": "the learning rate changes in a step that an overflow skipped",
     "lr-reported-a-step-off": "the learning rate of each step is that of the next one, and everything else agrees",
     "last-backward-only": "on ZeRO 1 and 2 the gradient is that of the last micro-batch",
-    "late-boundary": "on some stages gradients of earlier windows are missing or added, and losses agree",
+    "late-boundary": "gradient norms are off, losses agree, and your loop sets the boundary flag itself",
     "implicit-clip": "loss, learning rate and gradient norm agree, and weights do not",
     "returned-loss-scaled": "the loss is too small by the number of passes, and weights agree",
     "metrics-mean-of-ranks": "the reported loss is off, and gradient norm and weights agree",
@@ -45,11 +45,14 @@ SYMPTOMS = {
 STEPS = 3
 # What people write by hand, by the control that does so, and the quantity in which it shows.
 BY_HAND = {
-    "mean-of-micro-batches": ("average the means of the micro-batches", "gradient norm"),
-    "dp-mean-left-in": ("divide by the global total, and average over ranks too", "gradient norm"),
-    "gas-scaled-twice": ("divide by the number of passes, as DeepSpeed also does", "gradient norm"),
-    "scheduler-per-pass": ("step the scheduler after every pass", "learning rate"),
-    "boundary-off-by-one": ("test `micro_step % n == 0` before counting the pass", "rollouts"),
+    "mean-of-micro-batches": ("it averages the means of the micro-batches", "gradient norm"),
+    "dp-mean-left-in": (
+        "it divides by the total of all ranks, and DeepSpeed averages over ranks again",
+        "gradient norm",
+    ),
+    "gas-scaled-twice": ("it divides by the number of passes, and DeepSpeed does so again", "gradient norm"),
+    "scheduler-per-pass": ("it steps the scheduler after every pass", "learning rate"),
+    "boundary-off-by-one": ("it tests `micro_step % n == 0` before it counts the pass", "rollouts"),
 }
 _FIELDS = {
     "gradient norm": lambda step: step.grad_norm,
@@ -120,7 +123,10 @@ def figures(folder: Path, names: tuple[str, ...]) -> str:
         TraceError: a trace is not there, or can't be read.
         DsParityError: ds_parity's own figures are not the right ones.
     """
-    rows = ["| a loop by hand may | steps 1 to 3 | right, and ds_parity | wrong | reported loss |", "|" + "---|" * 5]
+    rows = [
+        "| what the loop does | in steps 1 to 3 | right, as with ds_parity | this loop | is the reported loss right? |",
+        "|" + "---|" * 5,
+    ]
     for name in names:
         description, quantity = BY_HAND[name]
         at = folder / known()[name].scenario
@@ -129,7 +135,7 @@ def figures(folder: Path, names: tuple[str, ...]) -> str:
         if printed[0] != printed[1]:
             raise DsParityError(f"{name}: ds_parity came to {quantity} {printed[1]}, and {printed[0]} is right")
         same = [f"{step.loss:.3g}" for step in right] == [f"{step.loss:.3g}" for step in wrong]
-        loss = "equal" if same else "different"
+        loss = "yes" if same else "no"
         rows.append(f"| {description} | {quantity} | {printed[0]} | **{printed[2]}** | {loss} |")
     return "\n".join(rows) + "\n"
 

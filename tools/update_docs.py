@@ -41,7 +41,7 @@ def made_from_runs(part: str, source: Path) -> Iterator[tuple[Path, str]]:
     if part == "matrix":
         text = source.read_text()
         yield DOCS / "matrix.md", text
-        yield README, text.splitlines()[0] + "\n"
+        yield README, text.split(" (")[0] + ".\n"
         return
     yield README, page_tables.figures(source, IN_README)
     yield DOCS / "how_it_works.md", page_tables.figures(source, tuple(page_tables.BY_HAND))
