@@ -153,3 +153,14 @@ class TestFromPipelineRL:
         for name, value in [("gradient_accumulation_passes", 64), *config["ds_parity"].items()]:
             assert f'"{name}": {json.dumps(value)}' in table
         assert config["gradient_accumulation_passes"] == 64
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog():
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    versions = [line for line in lines if line.startswith("## ")]
+    assert versions[0] == "## [Unreleased]"
+    assert all(re.fullmatch(r"## \[(Unreleased|\d+\.\d+\.\d+)\](?: - \d{4}-\d\d-\d\d)?", line) for line in versions)
+    kinds = {line.removeprefix("### ") for line in lines if line.startswith("### ")}
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    changes = lines[lines.index(versions[0]) :]
+    assert not [line for line in changes if line.startswith("  ")], "one line for each change"
