@@ -124,7 +124,7 @@ def figures(folder: Path, names: tuple[str, ...]) -> str:
         DsParityError: ds_parity's own figures are not the right ones.
     """
     rows = [
-        "| what the loop does | in steps 1 to 3 | right, as with ds_parity | this loop | loss right? |",
+        "| what the loop does | steps 1 to 3 | right (and ds_parity) | this loop | loss right? |",
         "|" + "---|" * 5,
     ]
     for name in names:
