@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 from ds_parity.config import Settings
@@ -93,7 +94,7 @@ def faults() -> str:
         if path.stem not in remedies:
             raise DsParityError(f"{FAULTS / 'README.md'}: there is no row for {path.stem}")
         overview.append(f"| [{path.stem}](#{path.stem}) | {summary} |")
-        parts = [f"## {path.stem}", f"**{summary}**", *details, f"What ds_parity does: {remedies[path.stem]}.", command]
+        parts = [f"## {path.stem}", f"**{summary}**", *details, f"**ds_parity** {remedies[path.stem]}.", command]
         sections.append("\n\n".join(parts))
     return "\n\n".join(["\n".join(overview), *sections]) + "\n"
 
@@ -108,7 +109,7 @@ def _what_ds_parity_does() -> dict[str, str]:
             continue
         name = cells[0].strip("`") if cells[0].startswith("`") else name
         also = f"{cells[2]}: " if name in found else ""
-        found.setdefault(name, []).append(also + cells[3])
+        found.setdefault(name, []).append(also + re.sub(r"^corrects: (?=[a-z])", "corrects this: it ", cells[3]))
     return {name: "; ".join(texts) for name, texts in found.items()}
 
 
