@@ -57,10 +57,11 @@ def section(page, heading):
 
 
 def commands(page):
-    """Return the lines that a reader types into a shell: indented lines, and fenced blocks of `sh`."""
+    """Return the lines that a reader types into a shell: indented lines, and fenced blocks of `bash`."""
     found = _BLOCK.sub("", text(page))
     lines = [line.strip() for part in _INDENTED.findall(found) for line in part.splitlines()]
-    return [*lines, *(line for code in blocks(page, "sh") for line in code.splitlines())]
+    lines += [line for code in blocks(page, "bash") for line in code.splitlines()]
+    return [line.removeprefix(".venv/bin/") for line in lines]
 
 
 def _without_code(found):

@@ -93,7 +93,7 @@ def test_the_python_of_every_page_is_run_somewhere():
 
 def test_no_fence_is_of_an_unknown_kind():
     kinds = {kind for page in PAGES for kind in re.findall(r"^ *```(\w+)", text(page), re.MULTILINE)}
-    assert kinds <= {"python", "json", "text", "sh", "bash"}
+    assert kinds <= {"python", "json", "text", "bash"}
 
 
 @pytest.mark.parametrize(("page", "line"), OWN)
