@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The oldest DeepSpeed of setup.cfg's range, which is the newest that there is, too.
 VERSIONS ?= 0.19.8
 
-# Of which the README shows figures.
+# Their figures are in docs/how_it_works.md, three of them in the README too.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
 .PHONY: verify matrix figures pages docs test test-slow test-hf test-hard lint bench test-versions upstream clean
