@@ -7,24 +7,30 @@ READY := $(VENV)/.ready
 # The oldest DeepSpeed of setup.cfg's range, which is the newest that there is, too.
 VERSIONS ?= 0.19.8
 
-# Of which the README shows figures.
+# Their figures are in docs/how_it_works.md, three of them in the README too.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures api test test-slow test-hf test-hard lint bench test-versions upstream clean
+.PHONY: verify matrix figures pages docs test test-slow test-hf test-hard lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
 
 matrix: $(READY)
 	$(BIN)/ds-parity verify --matrix
-	$(BIN)/python tools/update_readme.py matrix ds_parity_out/matrix/matrix.md
+	$(BIN)/python -m tools.update_docs matrix ds_parity_out/matrix/matrix.md
 
 figures: $(READY)
 	$(BIN)/ds-parity controls ds_configs/zero2_fp32.json $(foreach fault,$(FAULTS),--only $(fault))
-	$(BIN)/python tools/update_readme.py figures ds_parity_out/controls
+	$(BIN)/python -m tools.update_docs figures ds_parity_out/controls
 
-api: $(READY)
-	$(BIN)/python tools/write_api.py
+# The tables that need no run: keys, symptoms, DeepSpeed's faults, ratios.
+pages: $(READY)
+	$(BIN)/python -m tools.update_docs pages
+
+# Every warning is an error, and nothing may be loaded from the network. Docstrings are read and not imported.
+docs: $(VENV)-docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+	$(VENV)-docs/bin/python tools/check_site.py site
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -64,7 +70,7 @@ upstream: $(READY)
 	$(BIN)/python tools/run_upstream_tests.py $(DEEPSPEED)
 
 clean:
-	rm -rf $(VENV) $(VENV)-*
+	rm -rf $(VENV) $(VENV)-* site
 
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,4 +79,9 @@ $(READY): setup.cfg constraints.txt
 
 $(VENV)/.ready-hf: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	touch $@
+
+$(VENV)-docs/.ready: docs/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
 	touch $@

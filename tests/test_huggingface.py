@@ -39,7 +39,7 @@ class TestPackedRollouts:
         assert (found[0] - found[1]).norm() < 1e-9 * found[0].norm()
 
     def test_see_each_other_where_the_model_keeps_a_cache(self, family, attention):
-        """The trap of the README (transformers 5.23): when this fails, it has been mended, and the warning can go."""
+        """The trap of docs/own_model.md (transformers 5.23): when this fails, it is mended, and the warning can go."""
         model = model_of(family, attention)
         inputs = collate(HELD, layout="packed").inputs
         ids, positions = inputs["input_ids"], inputs["position_ids"]

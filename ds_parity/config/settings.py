@@ -49,76 +49,79 @@ class Settings(BaseModel):
 
     gradient_accumulation_passes: Count | None = Field(
         default=None,
-        description="Times train_micro_batch_size_per_gpu it is the target: what one optimizer step consumes on all "
-        "data-parallel ranks together, in rollouts (or prompts: count). Where micro-batches hold more or less, passes "
-        "are fewer or more. Without this key ds_parity stands aside, and DeepSpeed's own engine is returned, unless "
-        "ds_parity.boundary is caller, where it may be left out.",
+        description="The target is this key × `train_micro_batch_size_per_gpu`: the number of rollouts (or prompts, "
+        "see `count`) that one optimizer step consumes on all data-parallel ranks together. If "
+        "micro-batches contain more or fewer, a window has fewer or more passes. Without this key "
+        "DeepSpeed's own engine is returned, unless `ds_parity.boundary` is `caller`, where the key may "
+        "be left out.",
     )
     train_micro_batch_size_per_gpu: Count | Literal["auto"] = Field(
-        description='DeepSpeed\'s key: rollouts in a micro-batch of one rank. "auto" where the Hugging Face Trainer '
-        "fills it in. May be left out beside train_batch_size: then it is that / gradient_accumulation_passes."
+        description="DeepSpeed's key: the nominal number of rollouts in a micro-batch of one rank. `auto` if the "
+        "Trainer of transformers fills it in. It may be left out if `train_batch_size` is given, and is "
+        "then `train_batch_size` / `gradient_accumulation_passes`."
     )
     boundary: Literal["rollouts", "caller"] = Field(
         default="rollouts",
-        description="What closes a window: the counts of its passes, which reach the target (rollouts), or the "
-        "caller's step(), after any number of backward() calls (caller).",
+        description="What ends a window. `rollouts`: its counts reach the target. `caller`: the caller calls "
+        "`step()`, after any number of `backward()` calls.",
     )
     count: Literal["rollout", "prompt"] = Field(
         default="rollout", description="What the target counts: rollouts, or prompts whose rollouts are complete."
     )
     overshoot: Literal["carry", "reset", "error"] = Field(
         default="carry",
-        description="What a surplus over the target does: it counts for the next window (carry), is forgotten (reset), "
-        "or is a WindowError (error).",
+        description="What happens to a surplus over the target. `carry`: it counts for the next window. `reset`: it "
+        "is not counted. `error`: it is a `WindowError`.",
     )
     loss_reduction: Literal["mean", "sum"] = Field(
         default="mean",
-        description="How the loss given to backward was reduced: the mean over the micro-batch's weight units, or "
-        "their sum.",
+        description="How the loss of a micro-batch was reduced: the mean over its units of weight, or their sum.",
     )
     loss_weight: Literal["rollout", "token", "pass", "target", "weight", "divided"] = Field(
         default="rollout",
-        description="The unit that a step averages over: every rollout, token or pass weighs the same; the sum is "
-        "divided by the constant target (target: Dr. GRPO, PipelineRL); each micro-batch brings a weight of its own, "
-        "backward(loss, weight=...) (weight); or the caller has divided every loss by the step's denominator, so that "
-        "passes add up (divided).",
+        description="The unit that a step averages over. `rollout`, `token`, `pass`: each of these has the same "
+        "weight. `target`: the sum is divided by the constant target (Dr. GRPO, PipelineRL). `weight`: "
+        "each micro-batch brings its own weight, `backward(loss, weight=...)`. `divided`: the caller has "
+        "already divided every loss by the denominator of the step.",
     )
     across_ranks: Literal["sum", "mean"] | None = Field(
         default=None,
-        description="With loss_weight divided, what becomes of the ranks' losses: they add up (sum: divided by a "
-        "denominator of all ranks) or are averaged (mean: by one of each rank, or multiplied by the ranks).",
+        description="Only with `loss_weight: divided`: how the losses of the ranks combine. `sum`: they add up, "
+        "because each was divided by a denominator of all ranks. `mean`: they are averaged, because each "
+        "was divided by a denominator of its own rank, or was multiplied by the number of ranks.",
     )
     terms: Annotated[dict[str, TermSettings], Field(min_length=1, max_length=100)] | None = Field(
         default=None,
-        description="Terms of the loss by name, each with the unit that its own mean runs over and a coefficient: "
-        'backward({"policy": a, "kl": b}) with {"policy": {"weight": "token"}, "kl": {"weight": "rollout", '
-        '"coefficient": 0.05}}. In place of loss_weight.',
+        description="The terms of the loss by name, each with the unit of its own mean and a coefficient. Example: "
+        '{"policy": {"weight": "token"}, "kl": {"weight": "rollout", "coefficient": 0.05}} for '
+        '`backward({"policy": a, "kl": b})`. It replaces `loss_weight`.',
     )
     lr_progress: Literal["optimizer_step", "rollout"] = Field(
         default="optimizer_step",
-        description="What moves the LR scheduler: one step for each optimizer step, or the rollouts consumed / target.",
+        description="What moves the learning-rate scheduler: each optimizer step moves it by one step, or it stands "
+        "at rollouts consumed / target.",
     )
     last_window: Literal["step", "drop", "error"] = Field(
         default="step",
-        description="What an unfinished window does at the end of the data: a step normalised by what it holds, "
-        "nothing (drop), or a WindowError (error).",
+        description="What happens to an unfinished window at the end of the data. `step`: it becomes a step, divided "
+        "by what it contains. `drop`: it is discarded. `error`: it is a `WindowError`.",
     )
     lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] | Literal["window"] = Field(
         default=0,
-        description="Passes read ahead, whose counts are exchanged together in one collective; 0 to 4096, because each "
-        "exchange costs as much as so many passes, also where there are fewer. window: passes() reads until the "
-        "window is full, so that its total is always known.",
+        description="The number of passes that are read ahead, and whose counts are exchanged together: 0 to 4096. "
+        "Each exchange costs as much as this number of passes, even if fewer remain. `window`: `passes()` "
+        "reads until the window is full, so its total is always known.",
     )
     exchange_timeout: float = Field(
         default=600.0,
         ge=MIN_SECONDS,
         le=MAX_SECONDS,
         allow_inf_nan=False,
-        description="Seconds that each wait for other ranks may take in a pass: for their counts, and in DeepSpeed's "
-        "own collectives over gloo (those over NCCL keep NCCL's limit).",
+        description="The number of seconds that each wait for other ranks may take in a pass: for their counts, and "
+        "in DeepSpeed's own collective operations over gloo. Those over NCCL keep NCCL's limit.",
     )
     trace: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="Path of a trace to write (JSON Lines); null for none."
+        default=None, description="The path of a trace to write (JSON Lines), or null for none."
     )
 
     @property

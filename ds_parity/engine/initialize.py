@@ -42,9 +42,10 @@ def initialize(
 ) -> tuple[ParityEngine, Any, Any, Any]:
     """Initialize a DeepSpeed engine that steps by rollouts.
 
-    Takes the keywords of `deepspeed.initialize` (deepspeed/__init__.py, 0.19.8). Without `gradient_accumulation_passes`
-    in the configuration it returns precisely what `deepspeed.initialize` returns: the bare engine. The
-    type says `ParityEngine` all the same, so that editors and type checkers know the engine that there is with the key.
+    Takes the keywords of `deepspeed.initialize` (`deepspeed/__init__.py`, 0.19.8). Without
+    `gradient_accumulation_passes` in the configuration it returns precisely what `deepspeed.initialize` returns: the
+    bare engine. The type says `ParityEngine` all the same, so that editors and type checkers know the engine that there
+    is with the key.
 
     Without an optimizer, neither `optimizer=` nor a section `optimizer`, as for a reference model with the actor's
     configuration, the engine is DeepSpeed's own too, and a warning says so: it runs forward, and counts nothing.

@@ -190,7 +190,7 @@ def test_deepspeeds_own_accumulation_does_not_contradict_the_callers_windows(key
         assert word in str(caught.value)
 
 
-def test_every_field_has_a_description_for_the_readme():
+def test_every_field_has_a_description_for_its_page():
     assert all(field.description for field in Settings.model_fields.values())
     assert key_path("overshoot") == "ds_parity.overshoot"
     assert key_path("gradient_accumulation_passes") == "gradient_accumulation_passes"

@@ -8,7 +8,7 @@ from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.verification.control_margins import margins, signal
 from ds_parity.parity.verification.control_runs import CLEAN, run_controls
 from tests.distributed import cells
-from tools import update_readme
+from tools import update_docs
 
 pytestmark = pytest.mark.ranks
 
@@ -52,11 +52,12 @@ def test_the_weakest_signal_lies_ten_times_above_the_greatest_noise(findings):
     assert min(result.values()) > 10, result
 
 
-def test_the_figures_of_the_readme_are_those_of_these_runs(findings, folder):
+def test_the_figures_of_the_pages_are_those_of_these_runs(findings, folder):
     """On another stage, so but for rounding."""
-    begin, end = update_readme.MARKS["figures"]
-    shown = update_readme.README.read_text().split(begin)[1].split(end)[0].strip()
-    measured = update_readme.figures(folder).strip()
     words, numbers = (re.compile(pattern) for pattern in (r"[0-9.]+", r"\d+(?:\.\d+)?"))
-    assert words.sub("", shown) == words.sub("", measured)
-    assert [*map(float, numbers.findall(shown))] == pytest.approx([*map(float, numbers.findall(measured))], rel=0.01)
+    for page, measured in update_docs.made_from_runs("figures", folder):
+        shown = update_docs.shown(page, "figures")
+        assert words.sub("", shown) == words.sub("", measured)
+        assert [*map(float, numbers.findall(shown))] == pytest.approx(
+            [*map(float, numbers.findall(measured))], rel=0.01
+        )

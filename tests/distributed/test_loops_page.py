@@ -1,8 +1,6 @@
 """The blocks of docs/loops.md run as they stand there."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +8,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_parity
-from ds_parity.config import parse
 from tests.distributed.sets import on_two_ranks
+from tests.pages import blocks
 
 pytestmark = pytest.mark.ranks
 
-PAGE = (Path(__file__).parents[2] / "docs/loops.md").read_text()
-JSON, PYTHON = (re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) for kind in ("json", "python"))
+JSON, PYTHON = (blocks("loops", kind) for kind in ("json", "python"))
 
 
 class Losses(torch.nn.Module):
@@ -59,8 +56,3 @@ def page(folder):
 
 def test_its_loops_take_the_steps_that_it_says(two_ranks):
     assert two_ranks.of(page) == [[3, 4, 6, []], [2, 64, 3104, ["kl", "policy", "router"]]]
-
-
-@pytest.mark.parametrize("text", JSON)
-def test_its_configurations_parse(text):
-    assert parse(json.loads(text)) is not None

@@ -63,7 +63,7 @@ def render(results: Sequence[Result]) -> Table:
 
 
 def markdown(results: Sequence[Result], versions: str) -> str:
-    """Return the table for a README, with its notes and what it was made with."""
+    """Return the table for docs/matrix.md, with its notes and what it was made with."""
     known = notes(results)
     lines = [f"{summary(results)} ({versions}).", "", f"| | {' | '.join(f'ZeRO {stage}' for stage in STAGES)} |"]
     lines.append("|---" * (1 + len(STAGES)) + "|")

@@ -278,7 +278,7 @@ _WINDOW = (
         "window", "loss_reduction: sum", _section(loss_reduction="sum"), left_out={"deepspeed": "a mean is needed"}
     ),
     Variant("window", "streams with look-ahead", _section(lookahead=12), ragged={"drive": "passes"}, quick=(3,)),
-    Variant("window", "ranks that run dry", ragged={"drive": "passes"}),
+    Variant("window", "ranks that run out of data", ragged={"drive": "passes"}),
 )
 
 _WEIGHED = _section(loss_weight="weight")

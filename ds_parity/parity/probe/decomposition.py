@@ -38,9 +38,9 @@ class ProbeResult:
     """What one window came to.
 
     Attributes:
-        measured: [pass][rank] coefficients with which micro-batches entered the step. Where the loss has several
-            terms, [pass][rank * terms + term]: with which each term of them did.
-        expected: the same of w / total.
+        measured: coefficients with which micro-batches entered the step, by pass and rank. Where the loss has several
+            terms, each rank has as many columns as there are terms: with which each term of its micro-batch did.
+        expected: weight / total of each micro-batch, alike.
         residual: share of the update that no combination of the gradients explains (0 to 1).
         condition: condition number of the normalised gradients.
         error: greatest |measured - expected|, in units of the greatest expected coefficient.
@@ -63,7 +63,7 @@ class ProbeResult:
     scatter: float = 0.0
 
     def of_term(self, term: str) -> tuple[list[list[float]], list[list[float]]]:
-        """Return [pass][rank] of one term of the loss: measured, expected."""
+        """Return what is measured of one term of the loss, and what is expected: each by pass and rank."""
         at, step = self.terms.index(term), len(self.terms)
         return [row[at::step] for row in self.measured], [row[at::step] for row in self.expected]
 
@@ -85,7 +85,7 @@ def decompose(
     Args:
         update: (P,) the step taken, as a gradient: (before - after) / lr.
         gradients: (passes * ranks * terms, P), zero rows for idle passes.
-        expected: [pass][rank * terms + term] of w / total.
+        expected: weight / total of each micro-batch, by pass and rank; each term of a rank has a column.
         terms: names of the terms of the loss, where it has several.
     """
     norms = np.linalg.norm(gradients, axis=1)

@@ -1,7 +1,6 @@
-"""The README's Python runs as it stands there, one block after the other as a reader would run them."""
+"""The Python of pages runs as it stands there, one block after the other as a reader would run them."""
 
 import json
-import re
 from contextlib import chdir
 from pathlib import Path
 
@@ -19,25 +18,17 @@ from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.data.rollouts import load_rollouts, shorten
 from tests.distributed.sets import on_two_ranks
+from tests.pages import blocks
 
 pytestmark = pytest.mark.ranks
 
-HEADINGS = ("In your trainer", "Planning", "With your own model")
-
-README = Path(__file__).parents[2] / "README.md"
-
-BLOCK = re.compile(r"^```(json|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-
-
-def blocks(heading, kind):
-    """Return the blocks of a kind under a heading of the README."""
-    section = re.search(rf"^##+ {re.escape(heading)}.*?\n(.*?)(?=^##|\Z)", README.read_text(), re.DOTALL | re.MULTILINE)
-    return [text for results, text in BLOCK.findall(section[1]) if results == kind]
+# In this order, because a page goes on with the engine of the one before.
+READ = ("README", "training_loop", "planning", "own_model")
 
 
 @on_two_ranks
-def readme(folder):
-    """The trainer's three loops and the planned one; how many steps each took, and of how many rollouts."""
+def pages(folder):
+    """By block: how many steps its engine has taken, and of how many rollouts."""
     rollouts = shorten(load_rollouts()[:320], 96)
     planned = ds_parity.plan(rollouts[:160], dp_world_size=dist.get_world_size(), target=64, max_tokens=512)
     device = get_accelerator().current_device_name()
@@ -47,9 +38,7 @@ def readme(folder):
 
     place = Path(folder) / f"rank{dist.get_rank()}"
     place.mkdir(parents=True)
-    config = json.loads(blocks("In your trainer", "json")[0])
-    config["optimizer"]["params"]["torch_adam"] = True  # else DeepSpeed compiles its own, for minutes
-    (place / "ds_config.json").write_text(json.dumps(config))
+    config = configuration("training_loop")
     names = {"model": PolicyGradient(build_tiny(0)), "rollouts": rollouts}
     names |= {"MODEL": _pretrained(Path(folder) / "pretrained"), "sampled": _sampled}
     models = {name: PolicyGradient(build_tiny(0)) for name in ("actor", "critic")}
@@ -59,13 +48,22 @@ def readme(folder):
     }
     counted = []
     with chdir(place):
-        for text in [text for heading in HEADINGS for text in blocks(heading, "python")]:
-            names["stream"] = stream()
-            exec(compile(text, "README.md", "exec"), names)
-            engine = names["critic" if "critic" in text else "engine"]
-            counted.append((engine.global_steps, engine.global_samples))
+        for page in READ:
+            if blocks(page, "json"):
+                Path("ds_config.json").write_text(json.dumps(configuration(page)))
+            for code in blocks(page, "python"):
+                names["stream"] = stream()
+                exec(compile(code, page, "exec"), names)
+                engine = names["critic" if "critic" in code else "engine"]
+                counted.append((engine.global_steps, engine.global_samples))
         reward = engine.last_step.metrics["reward"]
     return {"steps": counted, "reward": reward}
+
+
+def configuration(page):
+    config = json.loads(blocks(page, "json")[0])
+    config["optimizer"]["params"]["torch_adam"] = True  # else DeepSpeed compiles its own, for minutes
+    return config
 
 
 def _pretrained(folder):
@@ -89,9 +87,10 @@ def _sampled(engine):
         yield [(f"{number}: {a} + {a}?", str(2 * a + more), float(not more)) for a in range(16) for more in range(4)]
 
 
-def test_its_loops_train_on_ranks(two_ranks):
-    """128 planned rollouts in windows of 64, twice, and once with a critic; 320 as it plans them; one's own model."""
-    result = two_ranks.of(readme)
-    assert result["steps"] == [[2, 128], [4, 256], [2, 128], [9, 576], [2, 128]]
+def test_loops_take_the_steps_that_their_pages_say(two_ranks):
+    """128 planned rollouts in windows of 64, and once more in the same engine; 320 as they are planned."""
+    result = two_ranks.of(pages)
+    readme, training_loop = [[2, 128], [4, 256]], [[2, 128], [4, 256], [2, 128]]
+    assert result["steps"] == [*readme, *training_loop, [9, 576], [2, 128]]
     assert result["reward"] == 0.25
-    assert [len(blocks(heading, "python")) for heading in HEADINGS] == [3, 1, 1]
+    assert [len(blocks(page, "python")) for page in READ] == [2, 3, 1, 1]

@@ -1,10 +1,9 @@
-"""The code of the README's section on frameworks runs as it stands there, on two ranks."""
+"""The code of the page on frameworks runs as it stands there, on two ranks."""
 
 import contextlib
 import functools
 import json
 import os
-import re
 import tempfile
 from pathlib import Path
 
@@ -15,15 +14,11 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 
 from tests.frameworks.small import fresh_state, model, on_two_ranks, recorded, sentences
+from tests.pages import blocks
 
 pytestmark = [pytest.mark.hf, pytest.mark.ranks]
 
-README = Path(__file__).parents[2] / "README.md"
-
-
-def blocks(language):
-    section = README.read_text().split("### Frameworks")[1].split("\n### ")[0].split("\n## ")[0]
-    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+PAGE = "frameworks"
 
 
 @contextlib.contextmanager
@@ -36,16 +31,16 @@ def inside(folder):
         os.chdir(before)
 
 
-def readme():
-    """The code of the README's section on frameworks, run as it stands there."""
+def page():
+    """Its blocks, one after the other."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
     with tempfile.TemporaryDirectory() as folder, inside(folder):
-        Path("ds_config.json").write_text(blocks("json")[0])
-        passes = json.loads(blocks("json")[0])["gradient_accumulation_passes"]
+        Path("ds_config.json").write_text(blocks(PAGE, "json")[0])
+        passes = json.loads(blocks(PAGE, "json")[0])["gradient_accumulation_passes"]
         engines, windows = [], []
-        trainer_block, accelerate_block, own_block = blocks("python")
-        # These two must know of a machine without a GPU; everything else is the README's.
+        trainer_block, accelerate_block, own_block = blocks(PAGE, "python")
+        # These two must know of a machine without a GPU; everything else is the page's.
         host = {
             "use_cpu": get_accelerator().device_name() == "cpu",
             "accelerator_config": {"use_configured_state": True},
@@ -70,7 +65,7 @@ def readme():
             }
             own["scheduler"] = torch.optim.lr_scheduler.ConstantLR(own["optimizer"])
             space = {**names, **own}
-            exec(compile(block, "README.md", "exec"), space)
+            exec(compile(block, PAGE, "exec"), space)
             engine = space["trainer"].model_wrapped if "trainer" in space else space["model"]
             engines.append(type(engine).__name__)
             windows.append([engine.window.index, engine.window.target])
@@ -92,11 +87,11 @@ def stream(passes):
     return [Batch(1 + (number + dist.get_rank()) % 3) for number in range(passes)]
 
 
-on_two_ranks.call(readme)
+on_two_ranks.call(page)
 
 
-def test_the_code_of_the_readme_trains(two_ranks):
-    ran = two_ranks.of(readme)
+def test_its_code_trains(two_ranks):
+    ran = two_ranks.of(page)
     assert ran["engines"] == ["FrameworkEngine"] * 2
     (trained, target), (looped, same) = ran["windows"]
     assert target == same

@@ -1,0 +1,167 @@
+"""README.md and the pages of docs/ say what the code does."""
+
+import configparser
+import inspect
+import json
+import re
+import shlex
+from textwrap import indent
+
+import click
+import pytest
+import typer
+
+from ds_parity.cli import app
+from ds_parity.config import parse
+from ds_parity.parity.matrix.variants import STAGES
+from ds_parity.parity.matrix.variants import VARIANTS as ROWS
+from ds_parity.parity.verification.verify import verify
+from tests.pages import PAGES, ROOT, blocks, commands, section, text, titled
+from tools import update_docs
+
+# Where the Python blocks of each page are run.
+RUN = {
+    "README": "tests/distributed/test_page_blocks.py",
+    "tutorial": "tests/distributed/test_tutorial.py",
+    "training_loop": "tests/distributed/test_page_blocks.py",
+    "loops": "tests/distributed/test_loops_page.py",
+    "frameworks": "tests/frameworks/test_frameworks_page.py",
+    "planning": "tests/distributed/test_page_blocks.py",
+    "own_model": "tests/distributed/test_page_blocks.py",
+    "from_pipelinerl": "tests/test_pages.py",
+    "ci": "tests/test_pages.py",
+}
+COMMANDS = [(page, line.split("#")[0].strip()) for page in PAGES for line in commands(page)]
+OWN = [(page, line) for page, line in COMMANDS if line.startswith("ds-parity ")]
+CONFIGURATIONS = [(page, number) for page in PAGES for number in range(len(blocks(page, "json")))]
+
+
+class TestReadme:
+    def test_it_is_short_and_shows_code_on_the_first_screen(self):
+        lines = text("README").splitlines()
+        assert len(lines) <= 150
+        assert "```python" in lines[:20]
+
+    def test_what_its_links_lead_to_is_there(self):
+        links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text("README"))
+        assert len(links) > 15
+        for path, anchor in links:
+            assert (ROOT / path).exists(), path
+            headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in [re.sub(r"[^\w]+", "-", heading.lower()) for heading in headings], anchor
+
+    def test_its_summary_of_the_matrix_is_the_first_line_of_the_page(self):
+        counts = update_docs.shown(PAGES["matrix"], "matrix").split(" (")[0]
+        assert update_docs.shown(PAGES["README"], "matrix") == f"{counts}.\n"
+
+    def test_its_faults_are_rows_of_the_page(self):
+        rows, all_rows = (update_docs.shown(PAGES[page], "figures").splitlines() for page in ("README", "how_it_works"))
+        assert len(rows) == 2 + len(update_docs.IN_README) == 5
+        assert set(rows) < set(all_rows)
+
+
+@pytest.mark.parametrize("part", update_docs.PAGES)
+def test_a_table_is_what_its_program_makes(part):
+    page, make = update_docs.PAGES[part]
+    assert update_docs.shown(page, part) == make(), f"run `make pages`: {page.name} has another table of {part}"
+
+
+def test_the_matrix_on_its_page_has_the_rows_and_stages_of_the_matrix():
+    table = update_docs.shown(PAGES["matrix"], "matrix")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    ran = [row for row in rows[2:] if any(row[1:])]
+    assert [row[0] for row in ran] == [variant.name for variant in ROWS]
+    for row, variant in zip(ran, ROWS, strict=True):
+        assert [stage for stage, cell in zip(STAGES, row[1:], strict=True) if cell != "-"] == [*variant.stages], row[0]
+        assert [stage for stage, cell in zip(STAGES, row[1:], strict=True) if "refused" in cell] == [*variant.refused]
+        assert "FAILED" not in row
+        assert "differs" not in row
+
+
+@pytest.mark.parametrize(("page", "number"), CONFIGURATIONS)
+def test_a_json_block_is_a_configuration_that_parses(page, number):
+    assert parse(json.loads(blocks(page, "json")[number])) is not None
+
+
+def test_the_python_of_every_page_is_run_somewhere():
+    assert {page for page in PAGES if "```python" in text(page)} == RUN.keys()
+    for page, where in RUN.items():
+        assert f'"{page}"' in (ROOT / where).read_text()
+
+
+def test_no_fence_is_of_an_unknown_kind():
+    kinds = {kind for page in PAGES for kind in re.findall(r"^ *```(\w+)", text(page), re.MULTILINE)}
+    assert kinds <= {"python", "json", "text", "bash"}
+
+
+@pytest.mark.parametrize(("page", "line"), OWN)
+def test_a_command_line_is_taken(page, line):
+    group = typer.main.get_command(app)
+    name, command, given = group.resolve_command(click.Context(group), shlex.split(line)[1:])
+    command.make_context(name, given)
+
+
+def test_commands_are_targets_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {re.match(r"make ([\w-]+)", line)[1] for _, line in COMMANDS if line.startswith("make ")}
+    targets |= {target for page in PAGES for target in re.findall(r"`make ([\w-]+)`", text(page))}
+    assert {"verify", "test", "matrix"} <= targets
+    assert [target for target in targets if f"\n{target}:" not in makefile] == []
+
+
+def test_commands_start_scripts_that_have_their_flags():
+    starts = [line for _, line in COMMANDS if re.match(r"(deepspeed|python) ", line) and ".py" in line]
+    tools = [re.search(r"(tools/\S+\.py)(.*)", line) for line in starts]
+    assert len([found for found in tools if found]) > 20
+    for script, given in (found.groups() for found in tools if found):
+        sources = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
+        for flag in re.findall(r"--([\w-]+)", given):
+            assert re.search(rf"--{flag}\b|\b{flag.replace('-', '_')}=", sources), f"{script} --{flag}"
+    own = {line.split()[-1] for line, found in zip(starts, tools, strict=True) if not found}
+    assert own == {name for name in titled("tutorial") if name in ("plain.py", "train.py", "uneven.py")}
+
+
+def test_extras_that_commands_install_are_there():
+    known = configparser.ConfigParser()
+    known.read(ROOT / "setup.cfg")
+    asked = {
+        extra for page in PAGES for found in re.findall(r"\[([\w,]+)\]'", text(page)) for extra in found.split(",")
+    }
+    assert asked >= {"report", "foreign"}
+    assert asked <= {*known["options.extras_require"]}
+
+
+def test_the_example_of_a_users_test_calls_verify_as_it_can_be_called():
+    (block,) = blocks("ci", "python")
+    names = {}
+    exec(block, names)
+    given = {}
+    names["test_parity"](lambda config, **options: given.update(options, config=config))
+    assert given.pop("golden")
+    inspect.signature(verify).bind(given.pop("config"), "folder", **given)
+
+
+class TestFromPipelineRL:
+    def test_the_loop_is_that_of_its_tool(self):
+        (block,) = blocks("from_pipelinerl", "python")
+        assert indent(block, "    ") in (ROOT / "tools" / "from_pipelinerl" / "after.py").read_text()
+
+    def test_the_configuration_is_that_of_its_tool(self):
+        config = json.loads((ROOT / "tools" / "from_pipelinerl" / "ds_config.json").read_text())
+        table = section("from_pipelinerl", "What replaces what")
+        for name, value in [("gradient_accumulation_passes", 64), *config["ds_parity"].items()]:
+            assert f'"{name}": {json.dumps(value)}' in table
+        assert config["gradient_accumulation_passes"] == 64
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog():
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    versions = [line for line in lines if line.startswith("## ")]
+    assert versions[0] == "## [Unreleased]"
+    assert all(re.fullmatch(r"## \[(Unreleased|\d+\.\d+\.\d+)\](?: - \d{4}-\d\d-\d\d)?", line) for line in versions)
+    kinds = {line.removeprefix("### ") for line in lines if line.startswith("### ")}
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    changes = lines[lines.index(versions[0]) :]
+    assert not [line for line in changes if line.startswith("  ")], "one line for each change"

@@ -1,0 +1,106 @@
+"""Tables of docs/performance.md, made of the medians in benchmarks/RESULTS.md."""
+
+import re
+from pathlib import Path
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "RESULTS.md"
+_STAGES = "ZeRO 0 | ZeRO 1 | ZeRO 2 | ZeRO 3"
+
+
+def rows(section: str) -> list[list[str]]:
+    """Return the cells of a section's table, without its heading."""
+    text = RESULTS.read_text().split(f"<!-- {section} -->")[1].split("<!-- end -->")[0]
+    found = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    return found[2:]
+
+
+def medians(section: str) -> list[list[str]]:
+    """Return the median of each cell: what stands before its quartiles."""
+    return [[re.match(r"\S+", cell)[0] for cell in row[1:]] for row in rows(section)]  # type: ignore[index]
+
+
+def time_of_a_window() -> str:
+    """Return the ratios beside the engine driven by hand: by stage, and by the passes of a window."""
+    full, short, larger = medians("by-hand")
+    by_passes = dict(zip([row[0] for row in rows("passes")], medians("passes"), strict=True))
+    lines = [
+        f"| time, ds_parity / by hand; windows of 8 passes | {_STAGES} |",
+        "|---|---|---|---|---|",
+        _row("rollouts of full length, `lookahead: 8`", *full),
+        _row("rollouts of 192 tokens, no look-ahead", *short),
+        _row("rollouts of 192 tokens, no look-ahead, 3.3 million parameters", *larger),
+        "",
+        "The shortest possible passes, on ZeRO 2. *Added per pass* is in units of a pass by hand. It does not grow",
+        "with the window:",
+        "",
+        "| passes in a window | ratio, look-ahead | added per pass | ratio, no look-ahead | added per pass |",
+        "|---|---|---|---|---|",
+        *[_row(passes, *by_passes[passes]) for passes in ("8", "64", "512")],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def costs() -> str:
+    """Return memory and imports."""
+    peak = max(medians("memory")[1], key=float).lstrip("+")
+    imported = float(medians("import")[2][0])
+    lines = [
+        "| | ratio |",
+        "|---|---|",
+        _row("peak memory of a corrected window beyond the bare engine's, as a share of the gradients", peak),
+        _row("time to import `ds_parity.config` / time to import deepspeed", f"{imported:.2f}"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def quota() -> str:
+    """Return the passes of plans beside those of fixed quotas."""
+    found = rows("quota")
+    names = ("passes, planned", "passes with quotas", "idle passes, planned", "idle passes with quotas")
+    lines = ["| | " + " | ".join(f"{row[0]} ranks" for row in found) + " |", "|---" * (1 + len(found)) + "|"]
+    lines += [_row(name, *[row[column] for row in found]) for column, name in enumerate(names, start=1)]
+    return "\n".join(lines) + "\n"
+
+
+def recipe() -> str:
+    """Return rollouts per second beside the recipe, from the least to the greatest of the stages."""
+    large_padded, large_packed, small_padded, small_packed = medians("recipe")
+    lines = [
+        "| rollouts per second, planned / by the recipe | padded recipe | packed recipe |",
+        "|---|---|---|",
+        _row(
+            "16,384 tokens per micro-batch (padded: 8 rollouts), windows of 128",
+            _range(large_padded),
+            _range(large_packed),
+        ),
+        _row(
+            "4,096 tokens per micro-batch (padded: 2 rollouts), windows of 64",
+            _range(small_padded),
+            _range(small_packed),
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def exchange() -> str:
+    """Return what the busiest of 4,096 ranks sends."""
+    found = {row[1]: row[2:5] for row in rows("exchange") if row[0] == "4,096"}
+    lines = [
+        "| | collective operations | messages | bytes |",
+        "|---|---|---|---|",
+        _row("without look-ahead", *found["pass by pass"]),
+        _row("with `lookahead: 16`", *found["the window ahead"]),
+        _row("an `all_gather` of one count per pass, in a ring", *found["the ring"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+def _range(cells: list[str]) -> str:
+    low, *_, high = sorted(cells, key=float)
+    return f"{low} to {high}"

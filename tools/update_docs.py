@@ -1,0 +1,104 @@
+"""Put tables that a program makes into README.md and docs/, between the marks of each.
+
+python -m tools.update_docs pages                                        tables that need no run
+python -m tools.update_docs matrix ds_parity_out/matrix/matrix.md        what `ds-parity verify --matrix` left
+python -m tools.update_docs figures ds_parity_out/controls               what `ds-parity controls` left
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ds_parity.errors import DsParityError
+from tools import page_tables, results_tables
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+# Tables by the name in their marks: the page, and what makes it. No run is needed for these.
+PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
+    "keys": (DOCS / "configuration.md", page_tables.keys),
+    "symptoms": (DOCS / "troubleshooting.md", page_tables.symptoms),
+    "faults": (DOCS / "deepspeed_faults.md", page_tables.faults),
+    "time": (DOCS / "performance.md", results_tables.time_of_a_window),
+    "costs": (DOCS / "performance.md", results_tables.costs),
+    "quota": (DOCS / "performance.md", results_tables.quota),
+    "recipe": (DOCS / "performance.md", results_tables.recipe),
+    "exchange": (DOCS / "performance.md", results_tables.exchange),
+}
+# Faults of the README's table; docs/how_it_works.md has them all.
+IN_README = ("mean-of-micro-batches", "dp-mean-left-in", "scheduler-per-pass")
+
+
+def made_from_runs(part: str, source: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each page that shows a part, and its table, from what the harness left at `source`.
+
+    Raises:
+        TraceError: a trace is not there, or can't be read.
+        DsParityError: ds_parity's own figures are not the right ones.
+    """
+    if part == "matrix":
+        text = source.read_text()
+        yield DOCS / "matrix.md", text
+        yield README, text.split(" (")[0] + ".\n"
+        return
+    yield README, page_tables.figures(source, IN_README)
+    yield DOCS / "how_it_works.md", page_tables.figures(source, tuple(page_tables.BY_HAND))
+
+
+def marks(part: str) -> tuple[str, str]:
+    """Return the comments between which a part stands."""
+    command = "pages" if part in PAGES else part
+    return f"<!-- {part}: made by `make {command}` -->", f"<!-- {part}: end -->"
+
+
+def shown(page: Path, part: str) -> str:
+    """Return what stands between the marks of a part.
+
+    Raises:
+        DsParityError: the marks don't stand there once each.
+    """
+    begin, end = marks(part)
+    text = page.read_text()
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise DsParityError(f"{page}: the marks {begin} and {end} must stand there once each")
+    return text.split(begin)[1].split(end)[0].removeprefix("\n")
+
+
+def put(page: Path, part: str, text: str) -> None:
+    """Replace what stands between the marks of a part.
+
+    Raises:
+        DsParityError: the marks don't stand there once each.
+    """
+    begin, end = marks(part)
+    before = f"{begin}\n{shown(page, part)}{end}"
+    page.write_text(page.read_text().replace(before, f"{begin}\n{text}{end}"))
+    print(f"{page.relative_to(ROOT)}: {len(text.splitlines())} lines between the marks of {part}")
+
+
+def main() -> int:
+    """Parse, replace, say what was done."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", choices=("pages", "matrix", "figures"))
+    parser.add_argument("source", type=Path, nargs="?", help="matrix.md, or the folder of the controls")
+    given = parser.parse_args()
+    if given.part != "pages" and (given.source is None or not given.source.exists()):
+        print(f"{given.source}: there is no such file; run make {given.part}", file=sys.stderr)
+        return 2
+    try:
+        if given.part == "pages":
+            for part, (page, make) in PAGES.items():
+                put(page, part, make())
+        else:
+            for page, text in made_from_runs(given.part, given.source):
+                put(page, given.part, text)
+    except DsParityError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
