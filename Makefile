@@ -10,7 +10,7 @@ VERSIONS ?= 0.19.8
 # Of which the README shows figures.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures api test test-slow test-hf test-hard lint bench test-versions upstream clean
+.PHONY: verify matrix figures api pictures test test-slow test-hf test-hard lint bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -25,6 +25,9 @@ figures: $(READY)
 
 api: $(READY)
 	$(BIN)/python tools/write_api.py
+
+pictures: $(READY)
+	$(BIN)/python tools/draw_pictures.py
 
 test: $(READY)
 	$(BIN)/python -m pytest
