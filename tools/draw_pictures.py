@@ -204,7 +204,7 @@ def _boundary(sheet: Sheet, top: float, total: int) -> str:
     sheet.line((_MARGIN, top), (_WIDTH - _MARGIN, top), ink="good", width=3)
     sum_of = " + ".join(f"{weight}×{mean}" for weight, mean in parts)
     lines = (
-        ("Before its backward, each loss is divided by the", f"expected total, {TARGET}. So this has been accumulated:",
+        ("Before its backward, each mean loss is multiplied", f"by w / expected total, w / {TARGET}. Accumulated:",
          f"({sum_of})", f"/ {TARGET}  =  {float(accumulated):g}"),
         ("At the boundary the total is known. The correction", "is expected total / total:", "",
          f"{float(accumulated):g} × {TARGET} / {total}  =  {float(step):g}"),
@@ -232,8 +232,8 @@ def _boundary(sheet: Sheet, top: float, total: int) -> str:
         sheet.text(_WIDTH / 2, y, line, 14, ink="muted", anchor="middle")
         y += 22
     description = (
-        f"Two ranks run {len(PASSES)} passes. Their rollouts are summed in each: {total} reach the target of {TARGET} in "
-        f"the last, which is the boundary. The gradient accumulated with the expected total {TARGET} is "
+        f"Two ranks run {len(PASSES)} passes. Their rollouts are summed in each: {total} reach the target of {TARGET} "
+        f"in the last, which is the boundary. The gradient accumulated with the expected total {TARGET} is "
         f"{float(accumulated):g}; times {TARGET} / {total} it is {float(step):g}, the mean weighed by rollouts."
     )
     return sheet.svg(y, "One window over two ranks", description)

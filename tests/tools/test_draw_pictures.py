@@ -134,12 +134,8 @@ class TestArchitecture:
             assert f"{name}" in " ".join(texts(drawn("architecture", "light")))
 
     def test_the_floors_are_those_that_imports_are_checked_by(self):
-        import tomllib
-
-        contracts = tomllib.loads((draw_pictures.ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
-            "contracts"
-        ]
-        layers = next(one["layers"] for one in contracts if one["name"] == "imports run downwards only")
+        linter = tomllib.loads((draw_pictures.ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+        layers = next(one["layers"] for one in linter["contracts"] if one["name"] == "imports run downwards only")
         said = texts(drawn("architecture", "light"))
         for floor in layers:
             for room in floor.replace("ds_parity.", "").split(" | "):
