@@ -10,6 +10,10 @@ import subprocess
 
 import pytest
 
+from ds_parity.parity.matrix import pages
+from ds_parity.parity.matrix.cells import Cell
+from ds_parity.parity.matrix.results import CellFinding, Result, Status
+from ds_parity.parity.matrix.variants import STAGES, VARIANTS
 from ds_parity.parity.report.page import render
 from ds_parity.parity.report.plots import pictures
 from tests.parity.report.reported import compared, contents, trace
@@ -58,3 +62,14 @@ def test_every_plot_is_drawn_and_reads_the_last_step(report, tmp_path):
 @pytest.mark.parametrize("screen", [390, 768, 1400])
 def test_the_report_is_as_wide_as_the_screen(report, screen, tmp_path):
     assert width_on(screen, report, tmp_path) == screen
+
+
+@pytest.mark.parametrize("screen", [390, 768, 1400])
+def test_the_matrix_is_as_wide_as_the_screen(screen, tmp_path):
+    """Its table is wider than a phone, and scrolls in its own box."""
+    long = "tools/deepspeed_faults/a_script_with_a_name_that_is_as_long_as_they_come.py" * 2
+    said = "as expected, with the greatest error that is allowed in all of the steps"
+    findings = (CellFinding("refusal", Status.REFUSED, long), CellFinding("probe", Status.RIGHT, said))
+    results = [Result(Cell(variant, stage), findings, 1.0) for variant in VARIANTS for stage in STAGES]
+    pages.write(results, {"accelerator": "cpu"}, tmp_path / "matrix.html")
+    assert width_on(screen, (tmp_path / "matrix.html").read_text(), tmp_path) == screen
