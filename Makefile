@@ -10,7 +10,7 @@ VERSIONS ?= 0.19.8
 # Of which the README shows figures.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures api pictures test test-slow test-hf test-hard lint bench test-versions upstream clean
+.PHONY: verify matrix figures api pictures test test-slow test-hf test-hard lint package bench test-versions upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -50,6 +50,10 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Wheel and source archive, and the wheel in an environment of its own.
+package: $(VENV)-package/.ready
+	$(VENV)-package/bin/python tools/check_package.py
+
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -s
 
@@ -76,4 +80,9 @@ $(READY): setup.cfg constraints.txt
 
 $(VENV)/.ready-hf: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	touch $@
+
+$(VENV)-package/.ready: constraints.txt
+	$(PYTHON) -m venv $(VENV)-package
+	$(VENV)-package/bin/python -m pip install --quiet --constraint constraints.txt build twine
 	touch $@
