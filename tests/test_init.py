@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_parity.cli.init_command import Precision
+from ds_parity.cli.init_command import StartingPrecision
 from ds_parity.config import load_config, parse, rewrite
 from ds_parity.config.starting import PRECISIONS, starting
 
@@ -94,7 +94,7 @@ def test_every_configuration_is_one_that_ds_parity_takes(stage, precision):
 
 
 def test_the_command_knows_every_precision():
-    assert tuple(Precision) == PRECISIONS
+    assert tuple(StartingPrecision) == PRECISIONS
 
 
 def test_the_script_is_one_that_a_linter_and_a_formatter_leave_as_it_is(tmp_path):
