@@ -272,6 +272,14 @@ class TestStart:
         assert "_COMPLETE=complete_" in ran.stdout
         assert "complete" in ran.stdout
 
+    def test_completion_is_installed_for_the_command(self, tmp_path):
+        ran = self.module("--install-completion", "bash", HOME=str(tmp_path))
+        assert ran.returncode == 0, ran.stderr
+        (script,) = tmp_path.glob(".bash_completions/*")
+        assert script.name == "ds-parity.sh"
+        assert "_DS_PARITY_COMPLETE=complete_bash" in script.read_text()
+        assert str(script) in (tmp_path / ".bashrc").read_text()
+
     def test_a_command_is_completed(self):
         asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": "ds-parity ver", "COMP_CWORD": "1"}
         code = "import sys; sys.argv = ['ds-parity']; from ds_parity.cli import main; main()"

@@ -2,7 +2,8 @@
 
 A chart is a dictionary that becomes JSON: `title`, and either `said`, a sentence that says all there is to see, or `x`
 (steps) and `series` (each with `label`, `role` and `y`, None where there is no value). Differences stand on a
-logarithmic axis with a place for 0: their `y` are heights, `shown` the values themselves, `ticks` the axis.
+logarithmic axis with a place for 0: their `y` are heights, `shown` the values themselves, `ticks` the axis. Where a
+point stands for several steps, `x` is their middle and `stretch` their number.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _curve(title: str, a: tuple[Line, ...], b: tuple[Line, ...]) -> Chart:
         lines = list(_series("both runs", "both", a))
     else:
         lines = [*_series("reference", "reference", a), *_series("candidate", "candidate", b)]
-    return {"title": title, "x": _numbers((a or b)[0].x), "series": lines}
+    first = (a or b)[0]
+    return {"title": title, "x": _numbers(first.x), "stretch": first.stretch, "series": lines}
 
 
 def _series(side: str, role: str, lines: tuple[Line, ...]) -> Iterator[Chart]:
@@ -83,7 +85,7 @@ def _series(side: str, role: str, lines: tuple[Line, ...]) -> Iterator[Chart]:
         if line.stretch == 1:
             yield {"label": label, "role": role, "y": _numbers(line.low), **odd}
         else:
-            yield {"label": f"{label}, least of {line.stretch} steps", "role": role, "y": _numbers(line.low), **odd}
+            yield {"label": f"{label}, least", "role": role, "y": _numbers(line.low), **odd}
             yield {"label": f"{label}, greatest", "role": role, "y": _numbers(line.high)}
 
 
@@ -112,8 +114,12 @@ def _placed(
 
 
 def _numbers(values: NDArray[Any]) -> list[float | int | None]:
-    """Numbers as JSON has them: steps without a decimal point, and None for what is no number."""
-    return [None if not np.isfinite(it) else int(it) if float(it).is_integer() else float(it) for it in values]
+    """Numbers as JSON has them: steps and counts without a decimal point, and None for what is no number."""
+    return [None if not np.isfinite(it) else int(it) if _whole(it) else float(it) for it in values]
+
+
+def _whole(value: float) -> bool:
+    return float(value).is_integer() and abs(value) <= 2**63
 
 
 def _listed(steps: NDArray[Any]) -> str:

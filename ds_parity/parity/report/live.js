@@ -68,7 +68,9 @@
   }
 
   function read(chart, readout, at) {
-    readout.replaceChildren(element("b", "", `step ${chart.x[at]}`));
+    const half = ((chart.stretch || 1) - 1) / 2;
+    const steps = half ? `steps ${chart.x[at] - half} to ${chart.x[at] + half}` : `step ${chart.x[at]}`;
+    readout.replaceChildren(element("b", "", steps));
     for (const one of chart.series) {
       if (one.y[at] === null) continue;
       const value = one.shown ? one.shown[at] : one.y[at];
@@ -78,13 +80,20 @@
     }
   }
 
-  function draw(chart, key, box) {
+  // What is read before anybody points: the first difference, or the last step.
+  function place(chart, step) {
+    if (step === null) return chart.x.length - 1;
+    const apart = chart.x.map((x) => Math.abs(x - step));
+    return apart.indexOf(Math.min(...apart));
+  }
+
+  function draw(chart, key, step, box) {
     const area = element("div", "area");
     const readout = element("p", "readout");
     readout.setAttribute("aria-live", "polite");
     box.append(readout, area);
     for (const one of chart.series) if (one.odd) box.append(element("p", "odd", one.odd));
-    let last = chart.x.length - 1;
+    let last = place(chart, step);
     const options = {
       width: Math.max(200, area.clientWidth),
       height: 190,
@@ -135,7 +144,7 @@
   function all() {
     for (const plot of drawn.splice(0)) plot.destroy();
     for (const holder of document.querySelectorAll("script.values")) {
-      const { key, charts } = JSON.parse(holder.textContent);
+      const { key, step, charts } = JSON.parse(holder.textContent);
       const figure = holder.parentNode;
       figure.querySelector(".plots")?.remove();
       const grid = element("div", "plots");
@@ -146,7 +155,7 @@
         box.append(element("h4", "", chart.title));
         grid.append(box);
         if (chart.said) box.append(element("p", "readout", chart.said));
-        else draw(chart, key, box);
+        else draw(chart, key, step, box);
       }
     }
   }

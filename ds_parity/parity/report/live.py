@@ -40,12 +40,13 @@ def policy(*, runs: bool) -> str:
     return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'{allowed}"
 
 
-def values(charts: Sequence[Chart], key: str) -> Markup:
+def values(charts: Sequence[Chart], key: str, step: int | None = None) -> Markup:
     """Return charts as JSON that stands in a script element, which it cannot end.
 
     Args:
         charts: of one picture.
         key: charts of one key show the same step.
+        step: the one that they show at first; the last where it is None.
     """
-    text = json.dumps({"key": key, "charts": charts}, allow_nan=False, separators=(",", ":"))
+    text = json.dumps({"key": key, "step": step, "charts": charts}, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))

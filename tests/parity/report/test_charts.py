@@ -67,9 +67,10 @@ def test_parameter_groups_have_a_line_each():
 
 def test_of_many_steps_the_least_and_the_greatest_of_a_stretch_are_drawn():
     loss = charts("curves", trace(1000), trace(1000, {777: {"loss": 9.0}}))["loss"]
-    assert [one["label"] for one in loss["series"][2:]] == ["candidate, least of 4 steps", "candidate, greatest"]
+    assert [one["label"] for one in loss["series"][2:]] == ["candidate, least", "candidate, greatest"]
     assert max(loss["series"][3]["y"]) == 9
     assert len(loss["x"]) == 250
+    assert (loss["stretch"], loss["x"][:2]) == (4, [2.5, 6.5])
 
 
 @pytest.mark.parametrize("tier", [EXACT, REASSOCIATED])

@@ -56,7 +56,9 @@ def test_every_plot_is_drawn_and_reads_the_last_step(report, tmp_path):
     shown = opened(path, tmp_path)
     assert shown.count('class="u-wrap"') == len(re.findall('"x":', report)) > 4
     assert shown.count('<figure class="live">') == report.count("<figure>")
-    assert "<b>step 5</b>" in shown
+    assert {"<b>step 3</b>", "<b>step 5</b>"} == set(re.findall(r"<b>step \d</b>", shown)), "difference, and end"
+    # They are drawn again from the same values when the theme changes.
+    assert shown.count('<script type="application/json"') == report.count('<script type="application/json"') > 3
 
 
 @pytest.mark.parametrize("screen", [390, 768, 1400])

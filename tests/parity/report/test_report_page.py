@@ -102,6 +102,14 @@ class TestVerdict:
         said = page(compared(trace(2), trace(3))).text
         assert "in 1 of 3 steps, first at step 3: step 3 is in the candidate only" in said
 
+    def test_runs_that_cannot_be_compared_say_why(self):
+        said = page(compared(trace(0), trace(0)), pictures=()).text
+        assert "FAIL: not comparable with PyTorch without DeepSpeed: the reference has no steps" in said
+
+    def test_a_metric_is_called_one(self):
+        said = page(compared(trace(1), trace(1, {1: {"metrics": {"reward": 1.0}}}))).text
+        assert "in 1 of 1 step, first at step 1, in the metric reward" in said
+
     def test_nothing_compared_is_a_failure(self):
         held = replace(contents(), compared=())
         assert "FAIL: nothing was compared" in Page(render(held, ())).text
