@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,18 +35,24 @@ def tracked() -> set[str]:
     return {path for path in listed if (ROOT / path).exists()}
 
 
-def faults(wheel: Iterable[str], source: Iterable[str], known: Iterable[str]) -> list[str]:
+def named(setup: str) -> set[str]:
+    """Return the files whose text a setup.cfg takes in, `file: PATH`: a build needs them."""
+    return {path.strip() for line in re.findall(r"file:(.*)", setup) for path in line.split(",")}
+
+
+def faults(wheel: Iterable[str], source: Iterable[str], known: Iterable[str], needed: Iterable[str] = ()) -> list[str]:
     """Return what is wrong with the contents of the archives, a sentence each.
 
     Args:
         wheel: paths in the wheel.
         source: paths in the source archive, below its one folder.
         known: files of the repository.
+        needed: files beside the package and `SOURCES` that a build needs.
     """
     package = {path for path in known if path.startswith("ds_parity/")}
     in_wheel = {path for path in wheel if ".dist-info/" not in path}
     in_source = {path for path in source if ".egg-info/" not in path} - {"PKG-INFO"}
-    wanted = package | set(SOURCES)
+    wanted = package | {*SOURCES, *needed}
     return [
         *(f"the wheel lacks {path}" for path in sorted(package - in_wheel)),
         *(f"the wheel has {path}, which is no part of the package" for path in sorted(in_wheel - package)),
@@ -109,7 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         wheel, source = built(folder)
-        if wrong := faults(*contents(wheel, source), tracked()):
+        needed = named((ROOT / "setup.cfg").read_text())
+        if wrong := faults(*contents(wheel, source), tracked(), needed):
             sys.exit("\n".join(wrong))
         print(f"{wheel.name}: {wheel.stat().st_size:,} bytes; {source.name}: {source.stat().st_size:,} bytes")
         tried(wheel, folder)

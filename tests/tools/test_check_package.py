@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import ds_parity
-from tools.check_package import ROOT, SOURCES, faults, tracked
+from tools.check_package import ROOT, SOURCES, faults, named, tracked
 
 KNOWN = ["ds_parity/__init__.py", "ds_parity/cli/train.py.txt", "tests/test_cli.py", "README.md"]
 WHEEL = ["ds_parity/__init__.py", "ds_parity/cli/train.py.txt", "ds_parity-0.1.0.dist-info/METADATA"]
@@ -16,6 +16,13 @@ SOURCE = [*WHEEL[:2], *SOURCES, "PKG-INFO", "ds_parity.egg-info/SOURCES.txt"]
 
 def test_archives_with_the_package_and_what_belongs_to_it_are_right():
     assert faults(WHEEL, SOURCE, KNOWN) == []
+
+
+def test_a_file_that_the_setup_takes_in_is_needed():
+    setup = "long_description = file: README.md, docs/more.md\ndocs = file: docs/requirements.txt\n"
+    assert named(setup) == {"README.md", "docs/more.md", "docs/requirements.txt"}
+    assert faults(WHEEL, SOURCE, KNOWN, named("file: docs/more.md")) == ["the source archive lacks docs/more.md"]
+    assert faults(WHEEL, [*SOURCE, "docs/more.md"], KNOWN, named("file: docs/more.md")) == []
 
 
 @pytest.mark.parametrize(
