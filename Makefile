@@ -10,7 +10,8 @@ VERSIONS ?= 0.19.8
 # Their figures are in docs/how_it_works.md, three of them in the README too.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures pages docs test test-slow test-hf test-hard lint bench test-versions upstream clean
+.PHONY: verify matrix figures pages docs pictures test test-slow test-hf test-hard lint package bench test-versions \
+	upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -32,6 +33,9 @@ docs: $(VENV)-docs/.ready
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 	$(VENV)-docs/bin/python tools/check_site.py site
 
+pictures: $(READY)
+	$(BIN)/python tools/draw_pictures.py
+
 test: $(READY)
 	$(BIN)/python -m pytest
 
@@ -52,6 +56,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Wheel and source archive, and the wheel in an environment of its own.
+package: $(VENV)-package/.ready
+	$(VENV)-package/bin/python tools/check_package.py
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -s
@@ -84,4 +92,9 @@ $(VENV)/.ready-hf: $(READY)
 $(VENV)-docs/.ready: docs/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
+	touch $@
+
+$(VENV)-package/.ready: constraints.txt
+	$(PYTHON) -m venv $(VENV)-package
+	$(VENV)-package/bin/python -m pip install --quiet --constraint constraints.txt build twine
 	touch $@

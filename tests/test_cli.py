@@ -249,3 +249,59 @@ def test_verify_without_a_configuration_says_what_to_give(tmp_path):
     ran = ds_parity("verify", "--out", tmp_path)
     assert ran.returncode == 2
     assert "give the path of an extended DeepSpeed JSON, or --matrix" in ran.stderr
+
+
+class TestStart:
+    """The command is `ds-parity` where its script is on the path, and `python -m ds_parity` everywhere."""
+
+    def module(self, *arguments, **environment):
+        command = [sys.executable, "-m", "ds_parity", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}, check=False
+        )
+
+    def test_the_module_is_the_command(self):
+        assert self.module("--version").stdout == ds_parity("--version").stdout
+        assert self.module("--version").stdout.startswith("ds-parity 0.")
+        assert self.module("verify").returncode == 2
+
+    @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+    def test_a_shells_completion_script_is_printed(self, shell):
+        ran = self.module("--show-completion", shell)
+        assert ran.returncode == 0, ran.stderr
+        assert "_COMPLETE=complete_" in ran.stdout
+        assert "complete" in ran.stdout
+
+    def test_completion_is_installed_for_the_command(self, tmp_path):
+        ran = self.module("--install-completion", "bash", HOME=str(tmp_path))
+        assert ran.returncode == 0, ran.stderr
+        (script,) = tmp_path.glob(".bash_completions/*")
+        assert script.name == "ds-parity.sh"
+        assert "_DS_PARITY_COMPLETE=complete_bash" in script.read_text()
+        assert str(script) in (tmp_path / ".bashrc").read_text()
+
+    def test_a_command_is_completed(self):
+        asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": "ds-parity ver", "COMP_CWORD": "1"}
+        code = "import sys; sys.argv = ['ds-parity']; from ds_parity.cli import main; main()"
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, **asked},
+            check=False,
+        )
+        assert ran.stdout.split() == ["verify"]
+
+    def test_an_option_is_completed(self):
+        asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": "ds-parity init --st", "COMP_CWORD": "2"}
+        code = "import sys; sys.argv = ['ds-parity']; from ds_parity.cli import main; main()"
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, **asked},
+            check=False,
+        )
+        assert ran.stdout.split() == ["--stage"]

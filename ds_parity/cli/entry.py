@@ -12,23 +12,25 @@ from ds_parity.cli.calibrate_command import calibrate
 from ds_parity.cli.compare_command import compare
 from ds_parity.cli.console import err, out
 from ds_parity.cli.controls_command import controls
+from ds_parity.cli.init_command import init
 from ds_parity.cli.plan_command import plan
 from ds_parity.cli.probe_command import probe
 from ds_parity.cli.rewrite_command import rewrite
 from ds_parity.cli.verify_command import verify
 from ds_parity.errors import DsParityError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 # In the order of the help.
-for _command in (verify, rewrite, compare, probe, plan, controls, calibrate):
+for _command in (init, verify, rewrite, compare, probe, plan, controls, calibrate):
     app.command()(_command)
 
 
 def main() -> None:
     """Run the command line; whatever is wrong with the input ends in one message and exit code 2."""
     try:
-        app()
+        # The name under which completion finds its variable, however the command was started.
+        app(prog_name="ds-parity")
     except DsParityError as error:
         err.print(f"ds-parity: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -85,6 +85,7 @@ def write_png(window: WindowPlan, max_tokens: int, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise ConfigError(
             "--report draws with matplotlib, which is not installed: pip install 'ds_parity[report]'"
@@ -99,6 +100,9 @@ def write_png(window: WindowPlan, max_tokens: int, path: Path) -> None:
     idle = (window.sizes.T == 0).nonzero()
     axes.scatter(idle[1], idle[0], marker="x", color="white")
     axes.set(xlabel="pass", ylabel="rank", title=f"{len(window.rollouts)} rollouts in {passes} passes")
+    for axis in (axes.xaxis, axes.yaxis):
+        # Beyond the ends of the image there are no passes and no ranks, and none between two of them.
+        axis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
     figure.colorbar(image, label=f"tokens of {max_tokens:,}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

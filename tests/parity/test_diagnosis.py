@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis import diagnose
+from ds_parity.parity.diagnosis import Cause, diagnose, grouped
 from ds_parity.parity.diagnosis.causes import REMEDIES
 from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
 from ds_parity.trace import Header, StepRecord, Trace, Weights
@@ -347,3 +347,23 @@ def test_whatever_the_traces_hold_causes_come_with_evidence_likeliest_first(pair
     assert [cause.likelihood for cause in found] == sorted((cause.likelihood for cause in found), reverse=True)
     assert all(0 < cause.likelihood <= 1 and cause.evidence and cause.remedy for cause in found)
     assert len({cause.name for cause in found}) == len(found)
+
+
+def test_causes_with_one_evidence_are_a_group_and_the_likeliest_group_comes_first():
+    def cause(name, likelihood, evidence):
+        return Cause(name, likelihood, evidence)
+
+    alone = cause("gas-scaled-twice", 0.9, "a sixth in all steps")
+    first, second = cause("running-total", 0.6, "no one factor"), cause("late-boundary", 0.3, "no one factor")
+    other = cause("constant-factor", 0.5, "in all steps")
+    assert grouped((alone, first, other, second)) == ((alone,), (first, second), (other,))
+    assert grouped(()) == ()
+
+
+def test_what_norms_alone_cannot_tell_apart_is_one_group():
+    """Norms that are off by no one factor fit several faults."""
+    odd = trace(lambda number: {"grad_norm": NORMS[number - 1] * (0.9, 1.3, 0.8, 1.2, 1.1, 0.95)[number - 1]})
+    groups = grouped(diagnose(trace(), odd, compare(trace(), odd, Tier.REASSOCIATED)))
+    assert len(groups) == 1
+    assert "mean-of-micro-batches" in {cause.name for cause in groups[0]}
+    assert len(groups[0]) == 6

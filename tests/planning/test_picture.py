@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
-from ds_parity.cli.picture import drawn, figures, table
+from ds_parity.cli.picture import drawn, figures, table, write_png
 from ds_parity.planning import Rollout, plan
 
 
@@ -59,6 +60,23 @@ def test_the_command_shows_windows_and_leaves_pictures(rollouts, tmp_path):
     assert "passes: 2\n" in ran.stdout
     assert [path.name for path in sorted((tmp_path / "report").iterdir())] == ["window0000.png", "window0001.png"]
     assert (tmp_path / "report" / "window0000.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_passes_and_ranks_of_a_picture_are_whole_numbers(monkeypatch, tmp_path, ranks):
+    taken = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: taken.append(figure))
+    write_png(planned([8, 8, 1, 5, 5], dp_world_size=ranks).windows[0], 8, tmp_path / "w.png")
+    axes = taken[0].axes[0]
+    taken[0].canvas.draw()
+    for axis, count in (
+        (axes.yaxis, ranks),
+        (axes.xaxis, len(planned([8, 8, 1, 5, 5], dp_world_size=ranks).windows[0].sizes)),
+    ):
+        low, high = sorted(axis.get_view_interval())
+        places = [place for place in axis.get_majorticklocs() if low <= place <= high]
+        assert places
+        assert all(place == int(place) and 0 <= place < count for place in places), places
 
 
 def test_the_command_prints_json(rollouts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 REMEDIES = {
@@ -87,3 +88,15 @@ class Cause:
     def remedy(self) -> str:
         """What puts it right, in a sentence."""
         return REMEDIES[self.name]
+
+
+def grouped(causes: Iterable[Cause]) -> tuple[tuple[Cause, ...], ...]:
+    """Return causes in groups that the traces cannot tell apart: those that rest on the same evidence.
+
+    Args:
+        causes: the likeliest first, as `diagnose` returns them; groups, and the causes in them, keep that order.
+    """
+    groups: dict[str, list[Cause]] = {}
+    for cause in causes:
+        groups.setdefault(cause.evidence, []).append(cause)
+    return tuple(map(tuple, groups.values()))

@@ -8,9 +8,25 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ds_parity.parity.matrix.results import Result, equal
-from ds_parity.parity.matrix.summary import notes, rows, summary
+from ds_parity.parity.matrix.results import Result, Status, equal
+from ds_parity.parity.matrix.summary import notes, rows
 from ds_parity.parity.matrix.variants import STAGES
+from ds_parity.parity.report.terminal import number
+
+MEANINGS = {
+    Status.RIGHT: "loss, learning rate, gradient norm and weights of each step are those of the references.",
+    Status.CORRECTED: "DeepSpeed's own run of this configuration is wrong, and that of ds_parity is right.",
+    Status.REFUSED: "ds_parity does not start with this configuration, and says why.",
+    Status.DIFFERS: "the run of ds_parity is not that of a reference.",
+    Status.FAILED: "a run raised an error, or did not come to an end.",
+}
+_SAID = {
+    Status.RIGHT: ("is right", "are right"),
+    Status.CORRECTED: ("is corrected", "are corrected"),
+    Status.REFUSED: ("is refused with the reason", "are refused with the reason"),
+    Status.DIFFERS: ("differs", "differ"),
+    Status.FAILED: ("failed", "failed"),
+}
 
 
 def write(results: Sequence[Result], facts: Mapping[str, str], path: Path) -> None:
@@ -27,10 +43,20 @@ def write(results: Sequence[Result], facts: Mapping[str, str], path: Path) -> No
     page = environment.get_template("report.html.j2").render(
         groups=[(group, list(members)) for group, members in groupby(rows(results), key=lambda row: row.group)],
         notes=notes(results),
-        summary=summary(results),
+        verdict=f"{'PASS' if equal(results) else 'FAIL'}: {in_words(results)}",
         good=equal(results),
+        bad=[result for result in results if not result.good],
         facts=facts,
         stages=STAGES,
+        meanings=MEANINGS,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page)
+
+
+def in_words(results: Sequence[Result]) -> str:
+    """Return how many configurations came to what: `of 3 configurations, 2 are right and 1 failed`."""
+    counts = {status: sum(result.status is status for result in results) for status in _SAID}
+    parts = [f"{count} {_SAID[status][count != 1]}" for status, count in counts.items() if count]
+    joined = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+    return f"of {number(len(results), 'configuration')}, {joined}" if results else "nothing was run"

@@ -12,6 +12,7 @@ from ds_parity.config import Change
 from ds_parity.parity.comparison.compare import Comparison, Setting, setting
 from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.report.terminal import number
+from ds_parity.parity.report.words import of_steps, verdict
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 
@@ -55,6 +56,11 @@ class Compared:
     def title(self) -> str:
         """The scenario's name and the reference's."""
         return f"{self.scenario} against {self.against}"
+
+    @property
+    def verdict(self) -> str:
+        """What was found, without its subject: `equal to DeepSpeed, bit for bit, in 5 of 5 steps`."""
+        return verdict(self.comparison, self.against)
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -113,18 +119,14 @@ class Contents:
         """All comparisons in a sentence."""
         if not self.compared:
             return "FAIL: nothing was compared"
-        left_out = f"; {number(len(self.left_out), 'comparison')} left out" if self.left_out else ""
-        if self.failed is None:
-            steps = sum(one.comparison.steps for one in self.compared)
-            return f"PASS: {self._counted}, {number(steps, 'step')} in all, every step equal{left_out}"
-        first = self.failed.comparison.first
-        assert first is not None
-        where = f"{'over all steps' if first.step is None else f'at step {first.step}'}, in {first.field}"
-        if len(self.compared) == 1:
-            return f"FAIL: {self.failed.title} differs, first {where}{left_out}"
-        differ = sum(not one.comparison.equal for one in self.compared)
-        of = f"{differ} of {self._counted} {'differs' if differ == 1 else 'differ'}"
-        return f"FAIL: {of}; first in {self.failed.title}, {where}{left_out}"
+        of = number(len(self.left_out), "comparison")
+        left_out = f"; {of} {'was' if len(self.left_out) == 1 else 'were'} left out" if self.left_out else ""
+        return f"{'PASS' if self.equal else 'FAIL'}: {self._found}{left_out}"
+
+    @property
+    def failed_first(self) -> tuple[Compared, ...]:
+        """The comparisons, those with a difference before those without."""
+        return tuple(sorted(self.compared, key=lambda one: one.comparison.equal))
 
     @cached_property
     def provenance(self) -> dict[str, str]:
@@ -135,8 +137,17 @@ class Contents:
         return {name: " / ".join(values) for name, values in said.items()}
 
     @property
-    def _counted(self) -> str:
-        return number(len(self.compared), "comparison")
+    def _found(self) -> str:
+        if len(self.compared) == 1:
+            return self.compared[0].verdict
+        counted = number(len(self.compared), "comparison")
+        if self.failed is None:
+            steps = sum(one.comparison.steps for one in self.compared)
+            return f"equal to its references in {len(self.compared)} of {counted} and {of_steps(steps, steps)}"
+        differ = sum(not one.comparison.equal for one in self.compared)
+        if differ == 1:
+            return f"1 of {counted} differs: {self.failed.scenario} {self.failed.verdict}"
+        return f"{differ} of {counted} differ. The first of them, {self.failed.scenario}, {self.failed.verdict}"
 
     def _said(self) -> Iterator[tuple[str, str]]:
         for one in self.compared:

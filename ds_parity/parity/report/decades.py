@@ -33,11 +33,6 @@ class Decades:
         return cls(low, max(high, low + 1))
 
     @property
-    def foot_only(self) -> bool:
-        """Whether everything is 0."""
-        return self.low is None
-
-    @property
     def foot(self) -> float:
         """The height of 0."""
         return 0.0 if self.low is None else self.low - self._margin
@@ -54,19 +49,26 @@ class Decades:
         height[positive] = np.log10(values[positive])
         return height
 
-    def put_on(self, axes: Any, *, with_top: bool) -> None:
-        """Give an axes its limits, ticks and the line of 0; and the line of what is no number where it is asked for."""
+    def ticks(self, *, with_top: bool) -> dict[float, str]:
+        """Return the labels of the axis by height; one for what is no number where it is asked for."""
         ticks = {self.foot: "0"}
         if self.low is not None and self.high is not None:
             every = max(1, math.ceil((self.high - self.low) / _TICKS))
             ticks |= {float(power): f"1e{power:+03d}" for power in range(self.low, self.high + 1, every)}
-        if with_top:
-            ticks[self.top] = "NaN, inf,\nabsent"
-            axes.axhline(self.top, color="#B0B0B0", linewidth=0.8, zorder=0.4)
-        axes.axhline(self.foot, color="#B0B0B0", linewidth=0.8, zorder=0.4)
-        axes.set_yticks(list(ticks), list(ticks.values()))
+        return ticks | ({self.top: "NaN, inf,\nabsent"} if with_top else {})
+
+    def limits(self, *, with_top: bool) -> tuple[float, float]:
+        """Return the ends of the axis."""
         pad = 0.5 * self._margin
-        axes.set_ylim(self.foot - pad, (self.top if with_top or self.high is None else self.high) + pad)
+        return self.foot - pad, (self.top if with_top or self.high is None else self.high) + pad
+
+    def put_on(self, axes: Any, *, with_top: bool) -> None:
+        """Give an axes its limits, ticks and the line of 0; and the line of what is no number where it is asked for."""
+        ticks = self.ticks(with_top=with_top)
+        for height in (self.top, self.foot) if with_top else (self.foot,):
+            axes.axhline(height, color="#B0B0B0", linewidth=0.8, zorder=0.4)
+        axes.set_yticks(list(ticks), list(ticks.values()))
+        axes.set_ylim(*self.limits(with_top=with_top))
 
     @property
     def _margin(self) -> float:

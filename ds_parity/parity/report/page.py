@@ -9,36 +9,46 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from ds_parity._version import __version__
 from ds_parity.parity.comparison.fields import Difference, FieldFound
-from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.diagnosis import Cause, grouped
+from ds_parity.parity.report import live
 from ds_parity.parity.report.condense import TableLine, lines
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Contents, Side
 from ds_parity.parity.report.plots import Picture
 from ds_parity.parity.report.terminal import COLUMNS, verdict
+from ds_parity.parity.report.words import reference_named
 
 _DIGITS = 12
+_ABOUT = {
+    "uniform": "Every rank runs equally many full micro-batches in each step: all that bare DeepSpeed can count.",
+    "ragged": "Micro-batches of different sizes, steps of different numbers of passes, and ranks without work.",
+}
+"""What the scenarios of `ds-parity verify` are like."""
 
 
 @dataclass(frozen=True)
 class _Section:
-    """One comparison, as the template takes it."""
+    """One comparison, as the template takes it; causes in groups that the traces cannot tell apart."""
 
     anchor: str
     title: str
+    scenario: str
+    about: str
     equal: bool
-    steps: int
     verdict: str
+    details: str
     first: Difference | None
-    causes: tuple[Cause, ...]
+    causes: tuple[tuple[Cause, ...], ...]
     pictures: tuple[Picture, ...]
     found: tuple[FieldFound, ...]
     lines: tuple[TableLine, ...]
 
 
 def render(contents: Contents, drawn: tuple[tuple[Picture, ...], ...]) -> str:
-    """Return the page.
+    """Return the page: what differs comes before what is equal, and its cause before all else.
 
     Args:
         contents: what to report.
@@ -50,15 +60,21 @@ def render(contents: Contents, drawn: tuple[tuple[Picture, ...], ...]) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters |= {"inline": _inline, "exact": _exact, "size": _size, "json": _json}
-    sections = [_section(f"c{at}", one, drawn[at]) for at, one in enumerate(contents.compared)]
+    environment.filters |= {"inline": _inline, "exact": _exact, "size": _size, "json": _json, "values": live.values}
+    every = (_section(f"c{at}", *one) for at, one in enumerate(zip(contents.compared, drawn, strict=True)))
+    sections = sorted(every, key=lambda section: section.equal)
+    runs = any(picture.charts for pictures in drawn for picture in pictures)
     return environment.get_template("report.html.j2").render(
         contents=contents,
         sections=sections,
         first=next((section for section in sections if section.first), None),
         columns=COLUMNS,
         facts=_facts(contents),
-        sides=[_side(one, name) for one in contents.compared for name in ("reference", "candidate")],
+        sides=[_side(one, name) for one in contents.failed_first for name in ("reference", "candidate")],
+        policy=live.policy(runs=runs),
+        scripts=tuple(map(Markup, live.scripts())) if runs else (),
+        library_style=Markup(live.style()) if runs else "",
+        reference_named=reference_named,
     )
 
 
@@ -67,11 +83,13 @@ def _section(anchor: str, compared: Compared, pictures: tuple[Picture, ...]) -> 
     return _Section(
         anchor=anchor,
         title=compared.title,
+        scenario=compared.scenario,
+        about=_ABOUT.get(compared.scenario, ""),
         equal=comparison.equal,
-        steps=comparison.steps,
-        verdict=verdict(comparison),
+        verdict=compared.verdict,
+        details=verdict(comparison),
         first=comparison.first,
-        causes=compared.causes,
+        causes=grouped(compared.causes),
         pictures=pictures,
         found=comparison.found,
         lines=lines(comparison),

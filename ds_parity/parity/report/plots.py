@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from ds_parity.errors import ConfigError
+from ds_parity.parity.report import charts
+from ds_parity.parity.report.charts import Chart
 from ds_parity.parity.report.contents import Compared
 from ds_parity.parity.report.decades import Decades
 from ds_parity.parity.report.series import Gaps, Line, Run, gaps, read_run, thinned
@@ -32,11 +34,19 @@ _MEASURED = (("loss", "loss"), ("grad_norm", "gradient norm"), ("weights", "weig
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG, the part of its file's name that says what it shows, and the same in words."""
+    """What one picture shows, as an image and as values.
+
+    Attributes:
+        name: the part of its file's name that says what it shows.
+        caption: the same in words.
+        png: the image.
+        charts: the values of its panels (`charts`).
+    """
 
     name: str
     caption: str
     png: bytes
+    charts: tuple[Chart, ...] = ()
 
 
 def check_matplotlib() -> None:
@@ -72,12 +82,35 @@ def pictures(compared: Compared) -> tuple[Picture, ...]:
     a, b = (read_run(side.trace, names, compared.steps) for side in (compared.reference, compared.candidate))
     apart = gaps(compared.setting(), [name for name, _ in _MEASURED])
     shown = _Shown(compared, a, b, apart)
-    drawn: tuple[tuple[str, str, Callable[[_Shown], bytes]], ...] = (
-        ("curves", "loss, gradient norm and learning rate of both runs, step by step", _curves),
-        ("differences", "how far the runs lie apart, step by step, with what they may", _differences),
-        ("windows", "rollouts, passes and idle passes of every step", _windows),
+    drawn = [
+        Picture(
+            "curves",
+            "loss, gradient norm and learning rate of both runs, step by step",
+            _curves(shown),
+            (*charts.curves(a, b, _CURVES), *charts.skipped(a, b)),
+        )
+    ]
+    if unlike := _unlike(shown):
+        alike = ", ".join(label for name, label in _MEASURED if (name, label) not in unlike)
+        drawn.append(
+            Picture(
+                "differences",
+                "how far the runs lie apart, step by step, with what they may"
+                + (f"; no difference to show in: {alike}" if alike else ""),
+                _differences(shown, unlike),
+                tuple(charts.gap(f"relative difference in {label}", apart[name]) for name, label in unlike),
+            )
+        )
+    windows = Picture(
+        "windows", "rollouts, passes and idle passes of every step", _windows(shown), charts.curves(a, b, _WINDOWS)
     )
-    return tuple(Picture(name, caption, draw(shown)) for name, caption, draw in drawn)
+    return (*drawn, windows)
+
+
+def _unlike(shown: _Shown) -> tuple[tuple[str, str], ...]:
+    """The quantities with a difference to draw: axes without one would all be alike."""
+    compared = [one for one in _MEASURED if one[0] not in shown.compared.comparison.not_compared]
+    return tuple((name, label) for name, label in compared if shown.gaps[name].any)
 
 
 def _curves(shown: _Shown) -> bytes:
@@ -155,28 +188,27 @@ def _band(axes: Any, line: Line, label: str, look: dict[str, Any]) -> None:
         axes.plot(line.x[at], edge[at], **dots)
 
 
-def _differences(shown: _Shown) -> bytes:
-    def draw(figure: Any) -> None:
-        panels = list(figure.subplots(2, 2, sharex=True).flat)
-        for axes, (name, label) in zip(panels, _MEASURED, strict=True):
-            axes.set_title(label, loc="left", fontsize="medium")
-            if name in shown.compared.comparison.not_compared:
-                _absent(axes)
-            else:
-                _gaps(axes, shown.gaps[name])
-        for axes in panels[2:]:
-            axes.set_xlabel("optimizer step")
-        figure.supylabel("relative difference (logarithmic; 0 at the foot)", fontsize="medium")
+def _differences(shown: _Shown, unlike: Sequence[tuple[str, str]]) -> bytes:
+    columns = min(2, len(unlike))
+    rows = -(-len(unlike) // columns)
 
-    return _png(shown.compared, (10, 7), draw)
+    def draw(figure: Any) -> None:
+        grid = figure.add_gridspec(rows, columns)
+        for at, (name, label) in enumerate(unlike):
+            axes = figure.add_subplot(grid[at // columns, at % columns])
+            axes.set_title(label, loc="left", fontsize="medium")
+            _gaps(axes, shown.gaps[name])
+            if at + columns >= len(unlike):
+                axes.set_xlabel("optimizer step")
+        figure.supylabel("relative difference\n(logarithmic; 0 at the foot)", fontsize="medium")
+
+    return _png(shown.compared, (10, 1 + 3 * rows), draw)
 
 
 def _gaps(axes: Any, shown: Gaps) -> None:
     scale = Decades.over(shown.within[1], shown.over[1], shown.bound[1])
     size = 6 if len(shown.within[0]) + len(shown.over[0]) <= _FEW else 3
     bound = {"color": "black", "linestyle": "--", "linewidth": 1.3}
-    if scale.foot_only and not len(shown.odd) and not len(shown.over[0]):
-        _say(axes, "0 at every step: equal bit for bit", 0.6)
     if len(shown.bound[0]) == 1:
         axes.axhline(scale(shown.bound[1])[0], label="bound", **bound)
     else:
@@ -240,13 +272,10 @@ def _edge(axes: Any, x: Any, height: float, look: dict[str, Any], label: str) ->
 
 
 def _absent(axes: Any) -> None:
-    _say(axes, "neither run has it")
-    axes.set_yticks([])
-
-
-def _say(axes: Any, text: str, height: float = 0.5) -> None:
     box = {"facecolor": "white", "edgecolor": "none"}
-    axes.text(0.5, height, text, transform=axes.transAxes, ha="center", va="center", color=_GREY, bbox=box)
+    centred = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+    axes.text(0.5, 0.5, "neither run has it", color=_GREY, bbox=box, **centred)
+    axes.set_yticks([])
 
 
 def _whole(axis: Any) -> None:

@@ -72,6 +72,11 @@ class Gaps:
     bound: tuple[Array, Array]
     odd: Array
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a difference, allowed or not."""
+        return bool(len(self.odd) or len(self.over[0]) or (self.within[1] > 0).any())
+
 
 @dataclass(frozen=True)
 class Run:

@@ -1,6 +1,7 @@
 """From answers and traces to verdicts: nothing that is absent, wrong or unexpected passes."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.matrix.results import Status, equal, judge
 from ds_parity.parity.matrix.variants import Variant
 from ds_parity.trace import Header, StepRecord, TraceWriter, Weights
+from tests.parity.report.reported import Page
 
 PLAIN = Cell(Variant("precision", "plain"), 2)
 SUMMED = Variant("communication", "summed", {"gradient_allreduce_op": "sum"}, refused=(3,))
@@ -163,3 +165,43 @@ def test_tables_and_the_report_show_every_cell_and_every_reason(ran):
     assert "lost &lt;1&gt;" in html
     assert "http" not in html.replace("http-equiv", "")
     assert json.dumps(refused.why)[1:20] in html.replace("&#34;", '"')
+
+
+@pytest.fixture
+def page(ran):
+    refused, lost = Cell(SUMMED, 3), Cell(Variant("window", "lost"), 3)
+    results = [judge(PLAIN, *ran), judge(refused, {}, ran[1]), judge(lost, {}, ran[1])]
+    path = ran[1] / "matrix.html"
+    pages.write(results, {"deepspeed": "1.2.3"}, path)
+    return path.read_text()
+
+
+class TestPage:
+    def test_the_verdict_says_what_was_found_to_those_who_do_not_know_the_words(self, page):
+        told = Page(page).text
+        assert "FAIL: of 3 configurations, 1 is right, 1 is refused with the reason and 1 failed" in told
+        for status in ("right", "corrected", "refused", "differs", "failed"):
+            assert re.search(rf"{status}: \w+", told), status
+
+    def test_what_failed_is_listed_before_the_table(self, page):
+        told = Page(page).text
+        assert told.index("window: lost on ZeRO 3: failed") < told.index("configuration ZeRO 0")
+
+    def test_a_matrix_that_passes_lists_nothing(self, ran):
+        path = ran[1] / "matrix.html"
+        pages.write([judge(PLAIN, *ran)], {}, path)
+        told = Page(path.read_text()).text
+        assert "PASS: of 1 configuration, 1 is right" in told
+        assert "What failed" not in told
+
+    def test_it_is_as_wide_as_a_phone_and_its_table_scrolls_in_its_own_box(self, page):
+        assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+        assert "prefers-color-scheme: dark" in page
+        assert page.count("<table") == page.count('<div class="scroll"') == 1
+
+    def test_it_loads_and_runs_nothing(self, page):
+        found = Page(page)
+        (policy,) = [meta["content"] for meta in found.named("meta") if "http-equiv" in meta]
+        assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+        assert not found.named("script")
+        assert not found.named("link")

@@ -48,7 +48,7 @@ def contents(*comparisons, **others):
 
 
 class Page(HTMLParser):
-    """A page taken apart: its tags with their attributes, its text, its tables as lists of rows of cells."""
+    """A page taken apart: its tags with their attributes, the text to be read, its tables as lists of rows of cells."""
 
     def __init__(self, html):
         super().__init__()
@@ -85,6 +85,7 @@ class Page(HTMLParser):
             self._in_cell = False
 
     def handle_data(self, data):
-        self.words.append(data)
+        if self.cdata_elem is None:  # inside a script or a style sheet
+            self.words.append(data)
         if self._in_cell:
             self.tables[-1][-1][-1] += data

@@ -3,12 +3,16 @@
 import json
 import math
 import re
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from dataclasses import replace
 from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
 
 from ds_parity.config import rewrite
+from ds_parity.parity.diagnosis import Cause
 from ds_parity.parity.report import Configurations, Side
+from ds_parity.parity.report import page as page_module
 from ds_parity.parity.report.condense import WHOLE
 from ds_parity.parity.report.page import render
 from ds_parity.parity.report.plots import Picture
@@ -17,6 +21,9 @@ from ds_parity.trace import Trace
 from tests.parity.report.reported import MADE, REASSOCIATED, Page, compared, contents, record, trace, weights
 
 PICTURES = (Picture("curves", "what it shows", b"\x89PNG not really"),)
+LIVE = (
+    replace(PICTURES[0], charts=({"title": "a < b", "x": [1, 2], "series": [{"label": "</script>", "y": [1, None]}]},)),
+)
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_passes": 12,
@@ -34,6 +41,11 @@ def page(*comparisons, **others):
     return Page(html(*comparisons, **others))
 
 
+def runs(text):
+    """The scripts of a page that a browser runs, in its order."""
+    return re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+
+
 def configurations():
     rewritten = rewrite(CONFIG, 2)
     return Configurations(CONFIG, rewritten.config, rewritten.changes)
@@ -43,23 +55,60 @@ LATE = compared(trace(9), trace(9, {3: {"loss": 0.75}, 7: {"rollouts": 5}}))
 
 
 class TestVerdict:
-    def test_equal_runs_are_said_to_be_equal_with_the_steps_that_this_speaks_of(self):
-        told = page(compared(trace(4), trace(4)), compared(trace(5), trace(5), against="deepspeed")).text
-        assert "PASS: 2 comparisons, 9 steps in all, every step equal" in told
-        assert "First difference" not in told
+    def test_one_comparison_is_said_in_words_that_name_reference_closeness_and_steps(self):
+        said = page(compared(trace(5), trace(5), against="deepspeed")).text
+        assert "PASS: equal to DeepSpeed, bit for bit, in 5 of 5 steps" in said
+        assert "First difference" not in said
 
-    def test_a_difference_is_named_in_the_sentence(self):
-        assert "FAIL: ragged against torch differs, first at step 3, in loss" in page(LATE).text
+    def test_equal_within_bounds_is_not_called_bit_for_bit(self):
+        said = page(compared(trace(5), trace(5), REASSOCIATED)).text
+        assert "PASS: equal to PyTorch without DeepSpeed, up to rounding, in 5 of 5 steps" in said
+        assert "bit for bit, in" not in said
+
+    def test_a_reference_that_is_a_file_is_named_by_it(self):
+        assert (
+            "equal to runs/a.jsonl, bit for bit, in 1 of 1 step "
+            in page(compared(trace(1), trace(1), against="runs/a.jsonl")).text
+        )
+
+    def test_of_several_each_has_its_own_words(self):
+        said = page(compared(trace(4), trace(4)), compared(trace(5), trace(5), against="deepspeed")).text
+        assert "PASS: equal to its references in 2 of 2 comparisons and 9 of 9 steps" in said
+        assert "ragged equal to PyTorch without DeepSpeed, bit for bit, in 4 of 4 steps" in said
+        assert "ragged equal to DeepSpeed, bit for bit, in 5 of 5 steps" in said
+
+    def test_a_difference_is_counted_and_named(self):
+        said = page(LATE).text
+        assert "FAIL: differs from PyTorch without DeepSpeed in 2 of 9 steps, first at step 3, in the loss" in said
+
+    def test_of_many_steps_those_that_are_left_out_are_counted_too(self):
+        changes = {step: {"loss": 0.75} for step in range(301, 2001, 2)}
+        assert "in 850 of 2000 steps, first at step 301" in page(compared(trace(2000), trace(2000, changes))).text
 
     def test_of_several_comparisons_it_counts_those_that_differ_and_names_the_first(self):
         good, other = compared(trace(), trace(), against="deepspeed"), replace(LATE, scenario="uniform")
-        told = page(good, other, LATE).text
-        assert "FAIL: 2 of 3 comparisons differ; first in uniform against torch, at step 3, in loss" in told
+        said = page(good, other, LATE).text
+        assert (
+            "FAIL: 2 of 3 comparisons differ. The first of them, uniform, differs from PyTorch without DeepSpeed"
+            in said
+        )
 
     def test_a_bias_is_of_all_steps(self):
         biased = {step: {"loss": 0.5 + 5.5e-7} for step in range(1, 31)}
-        told = page(compared(trace(30), trace(30, biased), REASSOCIATED)).text
-        assert "FAIL: ragged against torch differs, first over all steps, in loss, mean" in told
+        said = page(compared(trace(30), trace(30, biased), REASSOCIATED)).text
+        assert "FAIL: differs from PyTorch without DeepSpeed over all 30 steps together, in the mean loss" in said
+
+    def test_a_missing_step_is_said(self):
+        said = page(compared(trace(2), trace(3))).text
+        assert "in 1 of 3 steps, first at step 3: step 3 is in the candidate only" in said
+
+    def test_runs_that_cannot_be_compared_say_why(self):
+        said = page(compared(trace(0), trace(0)), pictures=()).text
+        assert "FAIL: not comparable with PyTorch without DeepSpeed: the reference has no steps" in said
+
+    def test_a_metric_is_called_one(self):
+        said = page(compared(trace(1), trace(1, {1: {"metrics": {"reward": 1.0}}}))).text
+        assert "in 1 of 1 step, first at step 1, in the metric reward" in said
 
     def test_nothing_compared_is_a_failure(self):
         held = replace(contents(), compared=())
@@ -69,11 +118,11 @@ class TestVerdict:
 
     def test_what_was_left_out_is_counted_and_its_reason_given(self):
         told = page(left_out=(LeftOut("uniform", "deepspeed", "12 passes on 5 ranks"),)).text
-        assert "every step equal; 1 comparison left out" in told
-        assert "uniform against deepspeed - left out: 12 passes on 5 ranks" in told
+        assert "in 4 of 4 steps; 1 comparison was left out" in told
+        assert "uniform left out, against DeepSpeed: 12 passes on 5 ranks" in told
 
     def test_the_title_of_the_page_is_the_verdict(self):
-        assert "<title>ds-parity: FAIL: ragged against torch differs, first at step 3, in loss</title>" in html(LATE)
+        assert "<title>ds-parity: FAIL: differs from PyTorch without DeepSpeed in 2 of 9 steps" in html(LATE)
 
 
 class TestFirstDifference:
@@ -111,12 +160,85 @@ class TestFirstDifference:
 
 
 class TestOrder:
-    def test_verdict_first_difference_pictures_fields_steps_provenance_configuration(self):
-        _, _, text = html(LATE, configurations=configurations()).partition("<body>")
-        wanted = ["FAIL: ", "First difference:", "<img", "Differences by field", "Steps: ", "Provenance"]
+    def test_verdict_cause_first_difference_pictures_fields_steps_provenance_configuration(self):
+        _, _, text = html(replace(LATE, causes=(ALONE,)), configurations=configurations()).partition("<body>")
+        wanted = [
+            "FAIL: ",
+            "Likely cause",
+            "First difference:",
+            "<img",
+            "Differences by field",
+            "Steps: ",
+            "Provenance",
+        ]
         wanted += ["Configuration</h2>"]
         places = [text.index(word) for word in wanted]
         assert places == sorted(places)
+
+    def test_what_differs_comes_before_what_is_equal(self):
+        good, bad = compared(trace(), trace(), against="deepspeed"), replace(LATE, against="deepspeed-loop")
+        found = page(good, bad, good)
+        titles = [row[:2] for row in found.table("comparison")[1:]]
+        assert [title for title, _ in titles] == ["ragged"] * 3
+        assert ["differs" in verdict for _, verdict in titles] == [True, False, False]
+        text = html(good, bad, good)
+        assert text.index('<h2>ragged: <span class="bad">differs') < text.index('<h2>ragged: <span class="good">equal')
+
+    def test_pictures_stay_with_their_comparison(self):
+        good, bad = compared(trace(), trace(), against="deepspeed"), LATE
+        drawn = tuple((Picture("curves", f"of {name}", b""),) for name in ("the good one", "the bad one"))
+        found = Page(render(contents(good, bad), drawn))
+        assert [image["alt"].rpartition(": ")[2] for image in found.named("img")] == [
+            "of the bad one",
+            "of the good one",
+        ]
+
+
+ALONE = Cause("dp-mean-left-in", 0.9, "half the norm in all steps")
+ALIKE = tuple(
+    Cause(name, likelihood, "losses agree and norms do not")
+    for name, likelihood in (("mean-of-micro-batches", 0.55), ("last-backward-only", 0.35), ("half-broadcast", 0.3))
+)
+
+
+class TestCauses:
+    def test_one_that_stands_out_is_named_with_evidence_and_remedy(self):
+        said = page(replace(LATE, causes=(ALONE, *ALIKE))).text
+        assert "Likely cause: dp-mean-left-in" in said
+        assert ALONE.evidence in said
+        assert ALONE.remedy in said
+
+    def test_those_that_the_traces_cannot_tell_apart_are_one_group_with_one_evidence(self):
+        said = page(replace(LATE, causes=ALIKE)).text
+        assert "Likely cause: one of 3 that these traces cannot tell apart" in said
+        assert said.count("losses agree and norms do not") == 1
+        assert all(cause.name in said and cause.remedy in said for cause in ALIKE)
+
+    def test_there_are_no_percentages_and_no_table_of_causes(self):
+        text = html(replace(LATE, causes=(ALONE, *ALIKE)))
+        assert not re.search(r"\b(90|55|35|30) ?%", text.partition("<body>")[2])
+        assert not [table for table in Page(text).tables if table[0][0] == "cause"]
+
+    def test_the_less_likely_stand_behind_the_likely(self):
+        said = page(replace(LATE, causes=(ALONE, *ALIKE))).text
+        places = [said.index(words) for words in ("Likely cause: dp-mean", "Less likely", "one of 3 that these traces")]
+        assert places == sorted(places)
+
+    def test_each_comparison_that_differs_has_its_own(self):
+        said = page(replace(LATE, causes=(ALONE,)), replace(LATE, against="deepspeed", causes=ALIKE)).text
+        assert said.count("Likely cause: ") == 2
+
+
+class TestPhone:
+    def test_the_page_is_as_wide_as_the_screen_and_knows_dark_ones(self):
+        text = html(LATE)
+        assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+        assert "prefers-color-scheme: dark" in text
+        assert '<meta name="color-scheme" content="light dark">' in text
+
+    def test_every_table_scrolls_in_a_box_of_its_own(self):
+        text = html(LATE, LATE, configurations=configurations(), left_out=(LeftOut("uniform", "deepspeed", "no"),))
+        assert text.count("<table") == len(re.findall(r'<div class="scroll"[^>]*><table', text)) > 5
 
 
 class TestPictures:
@@ -127,15 +249,44 @@ class TestPictures:
         assert b64decode(data) == PICTURES[0].png
         assert image["alt"] == "ragged against torch: what it shows"
 
-    def test_nothing_is_fetched_and_nothing_runs(self):
-        found = page(LATE, configurations=configurations())
-        assert not {"script", "link", "iframe", "object", "embed", "base"} & {tag for tag, _ in found.tags}
+    def test_nothing_is_fetched_and_nothing_runs_but_what_the_package_brings(self):
+        text = html(LATE, configurations=configurations(), pictures=LIVE)
+        found = Page(text)
+        assert not {"link", "iframe", "object", "embed", "base"} & {tag for tag, _ in found.tags}
         assert all(source.startswith("data:") for source in found.attributes("src"))
         assert all(target.startswith("#") for target in found.attributes("href"))
-        text = re.sub('base64,[^"]*', "", html(LATE, configurations=configurations()))
-        assert not re.findall(r"https?:|url\(|@import|srcset|file:", text)
-        (policy,) = [meta["content"] for meta in found.named("meta") if "http-equiv" in meta]
-        assert policy.startswith("default-src 'none'; img-src data:")
+        bare = re.sub('base64,[^"]*', "", text)
+        for script in runs(text):
+            bare = bare.replace(script, "")
+            assert not re.search(r"fetch\(|XMLHttpRequest|import\(|WebSocket|sendBeacon|eval\(|new Function", script)
+        assert not re.findall(r"https?:|url\(|@import|srcset|file:", bare)
+
+    def test_the_page_allows_its_own_scripts_by_their_hashes_and_no_others(self):
+        text = html(LATE, pictures=LIVE)
+        (policy,) = [meta["content"] for meta in Page(text).named("meta") if "http-equiv" in meta]
+        hashes = [f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in runs(text)]
+        assert len(hashes) == 2
+        assert policy == (
+            f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {' '.join(hashes)}"
+        )
+
+    def test_without_plots_there_is_no_script(self):
+        assert not Page(html()).named("script")
+
+    def test_a_plot_has_its_values_beside_the_picture_that_stands_in_for_it(self):
+        text = html(LATE, pictures=LIVE)
+        (held,) = re.findall(r'<script type="application/json" class="values">(.*?)</script>', text, re.DOTALL)
+        assert json.loads(held)["charts"] == [json.loads(json.dumps(chart)) for chart in LIVE[0].charts]
+        assert "<" not in held
+        assert len(Page(text).named("img")) == 1
+
+    def test_the_library_is_whole_and_names_its_version_and_licence(self):
+        folder = Path(page_module.__file__).parent / "uplot"
+        library = (folder / "uPlot.iife.min.js").read_text()
+        (version,) = re.findall(r"uPlot (\d+\.\d+\.\d+)", (folder / "README.md").read_text())
+        assert f"(v{version})" in library.partition("\n")[0]
+        assert sha256(library.encode()).hexdigest() in (folder / "README.md").read_text()
+        assert "MIT" in (folder / "LICENSE").read_text()
 
     def test_links_lead_to_sections_that_are_there(self):
         found = page(LATE, compared(trace(), trace()))
@@ -252,7 +403,7 @@ class TestConfiguration:
         assert all(change.why in [row[3] for row in table] for change in held.changes)
 
     def test_traces_alone_have_none_and_the_page_says_why(self):
-        assert "no more than a hash of its configuration" in page().text
+        assert "contains only a hash of its configuration" in page().text
 
 
 class TestQuoting:
@@ -271,10 +422,23 @@ class TestQuoting:
 
     def test_names_paths_and_configurations_are_text_and_no_more(self):
         text = self.evil()
-        assert "script" not in {tag for tag, _ in Page(text).tags}
+        assert not Page(text).named("script")
         assert "<script" not in text
         assert Page(text).text.count("<script>alert('1')</script>\"&") > 10
 
     def test_none_of_them_breaks_out_of_an_attribute(self):
-        known = {"lang", "charset", "name", "content", "http-equiv", "class", "id", "href", "alt", "src", "colspan"}
+        known = {
+            "lang",
+            "charset",
+            "name",
+            "content",
+            "http-equiv",
+            "class",
+            "id",
+            "href",
+            "alt",
+            "src",
+            "colspan",
+            "tabindex",
+        }
         assert {name for _, attributes in Page(self.evil()).tags for name in attributes} <= known

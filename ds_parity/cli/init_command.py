@@ -1,0 +1,60 @@
+"""`ds-parity init`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from enum import StrEnum
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ds_parity.cli.console import out
+from ds_parity.config.starting import starting
+from ds_parity.errors import ConfigError
+
+_CONFIG, _SCRIPT = "ds_config.json", "train.py"
+
+
+class StartingPrecision(StrEnum):
+    """What a model computes in."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+    FP16 = "fp16"
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="where to write; it is made", show_default=False)] = Path(),
+    stage: Annotated[int, typer.Option(min=0, max=3, help="of ZeRO")] = 2,
+    precision: Annotated[StartingPrecision, typer.Option(help="what the model computes in")] = StartingPrecision.BF16,
+    target: Annotated[int, typer.Option(min=1, help="rollouts of an optimizer step, on all ranks together")] = 12,
+) -> None:
+    """Write a configuration and a training script to start from; they run as they are."""
+    script = files("ds_parity.cli").joinpath(f"{_SCRIPT}.txt").read_text(encoding="utf-8")
+    config = json.dumps(starting(stage, str(precision), target), indent=2) + "\n"
+    _write({folder / _CONFIG: config, folder / _SCRIPT: script})
+    out.print(f"wrote {folder / _CONFIG} and {folder / _SCRIPT}; next:", markup=False, highlight=False, soft_wrap=True)
+    commands = [f"deepspeed --num_accelerators 2 {_SCRIPT}", f"ds-parity verify {_CONFIG}"]
+    if folder != Path():
+        commands.insert(0, f"cd {shlex.quote(str(folder))}")
+    for command in commands:
+        out.print(f"    {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _write(texts: dict[Path, str]) -> None:
+    """Write all files, or none where one of them is there already."""
+    for path in texts:
+        if path.exists() or path.is_symlink():
+            raise ConfigError(
+                f"{path} is there already, and init never writes over a file: give another folder, or move it away"
+            )
+    for path, text in texts.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise ConfigError(f"{path}: can't be written ({error.strerror or error}); give another folder") from error
