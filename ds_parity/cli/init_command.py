@@ -29,7 +29,9 @@ class StartingPrecision(StrEnum):
 def init(
     folder: Annotated[Path, typer.Argument(help="where to write; it is made", show_default=False)] = Path(),
     stage: Annotated[int, typer.Option(min=0, max=3, help="of ZeRO")] = 2,
-    precision: Annotated[StartingPrecision, typer.Option(help="what the model computes in")] = StartingPrecision.BF16,
+    precision: Annotated[
+        StartingPrecision, typer.Option(help="what the model computes in; DeepSpeed has no fp16 on a CPU")
+    ] = StartingPrecision.BF16,
     target: Annotated[int, typer.Option(min=1, help="rollouts of an optimizer step, on all ranks together")] = 12,
 ) -> None:
     """Write a configuration and a training script to start from; they run as they are."""
