@@ -21,6 +21,8 @@ SYMPTOMS = {
     "sum-over-ranks": "the gradient norm is off by the number of ranks, and your code divides the loss",
     "constant-factor": "the gradient norm is off by one factor in all steps",
     "mean-of-micro-batches": "gradient norms are off by another factor in every step, and losses agree",
+    "term-by-another": "the means of all loss terms agree, and loss and gradient norm do not",
+    "term-of-last-window": "the same, from the second step on",
     "target-not-actual": "gradient norms are off by total / target",
     "idle-counted": "gradient norms shrink where ranks idle",
     "idle-nan": "the loss or the gradient norm becomes NaN in a step with idle passes",

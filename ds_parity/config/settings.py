@@ -110,7 +110,8 @@ class Settings(BaseModel):
         default=0,
         description="The number of passes that are read ahead, and whose counts are exchanged together: 0 to 4096. "
         "Each exchange costs as much as this number of passes, even if fewer remain. `window`: `passes()` "
-        "reads until the window is full, so its total is always known.",
+        "reads until this rank's micro-batches would fill a window, so the "
+        "window's total is always known.",
     )
     exchange_timeout: float = Field(
         default=600.0,

@@ -147,8 +147,10 @@ class Scenario:
         return settings
 
     def _sums_own_weights(self) -> bool:
+        if "loss_reduction" not in self.config.get("ds_parity", {}) or self.train is not None:
+            return False
         settings = parse(self.config)
-        if settings is None or settings.loss_reduction == "mean" or self.train is not None:
+        if settings is None or settings.loss_reduction == "mean":
             return False
         return "weight" in (settings.loss_weight, *(term.weight for term in (settings.terms or {}).values()))
 
