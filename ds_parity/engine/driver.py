@@ -261,7 +261,7 @@ class Driver:
         """Return what the pass contains over all ranks, what is known of those after it, and whether that is all."""
         if self.queue is not None:
             if self.queue.whole_windows:
-                return (*self.queue.take(len(self.queue)), True)
+                return (*self.queue.take(len(self.queue)), self.queue.settles)
             # How far a chunk that was begun in the window before reaches into this one is chance: a run that is resumed
             # here begins a chunk. What every window knows of itself is its first chunk.
             within = max(0, self.exchange.slots - 1 - self.ledger.window.passes)

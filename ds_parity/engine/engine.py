@@ -46,8 +46,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     - `step` of the optimizers raises `WindowError` where it is called by itself: `engine.step()` calls it;
     - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
-      `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`; the first and the last work where
-      the caller ends windows (`ds_parity.boundary` `caller`).
+      `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`, unless the caller ends windows.
     """
 
     def __init__(self, engine: Engine, settings: Settings, sequence: int = 1, number: int = 1) -> None:
@@ -243,6 +242,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
         driver: Driver = self._self_driver
         queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle)
+        queue.upcoming.settles = finish
         with driver.taking_from(queue.upcoming):
             yield from queue
         if finish and not self.stopping:

@@ -51,7 +51,7 @@ def promised(
     own: tuple[float, ...] = ()
     if weighting.terms:
         passes_by_name = {n: numbers["active"] for n, unit in units.items() if unit == "pass" and n not in by_name}
-        own = weighting.terms.weigh(counts, set(units), {**passes_by_name, **by_name})
+        own = weighting.terms.weigh(counts, set(units), {**passes_by_name, **by_name}, several=True)
     elif weighting.unit == "weight":
         own = (weight_of(weight),)
     total = sum(own) if own else numbers["active"] if weighting.unit == "pass" else weighting.of(counts)

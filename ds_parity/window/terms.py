@@ -55,26 +55,36 @@ class Terms:
         """Whether all have one unit, so that one total corrects all of them."""
         return len({term.unit for term in self.all}) == 1 and self.all[0].unit not in ("target", "weight")
 
-    def weigh(self, counts: Counts, given: Set[str], own: Mapping[str, object]) -> tuple[float, ...]:
+    def weigh(
+        self, counts: Counts, given: Set[str], own: Mapping[str, object], *, several: bool = False
+    ) -> tuple[float, ...]:
         """Return what each term of a micro-batch weighs.
 
         Args:
             counts: what the micro-batch contains.
             given: names of the terms that it has; the others weigh 0.
-            own: weights by name that its caller gives; those of terms whose unit is `weight`, and of others that are
-                not in every micro-batch.
+            own: weights by name that its caller gives: of terms whose unit is `weight`, and 0 for others that it lacks.
+            several: the counts are those of several micro-batches, of which some may lack a term.
 
         Raises:
-            WindowError: a name is none of a term, a weight is none, or a term whose unit is `weight` has none.
+            WindowError: a name is none of a term, a weight is none, contradicts the term's unit, or is missing where
+                the unit is `weight`.
         """
         self.refuse_unknown([*given, *own])
-        return tuple(self._weight(term, counts, given, own) for term in self.all)
+        return tuple(self._weight(term, counts, given, own, several) for term in self.all)
 
-    def _weight(self, term: Term, counts: Counts, given: Set[str], own: Mapping[str, object]) -> float:
+    def _weight(self, term: Term, counts: Counts, given: Set[str], own: Mapping[str, object], several: bool) -> float:
         if term.name not in given:
             return 0.0
         if term.name in own:
-            return weight_of(own[term.name])
+            weight = weight_of(own[term.name])
+            if weight and not several and term.unit != "weight" and weight != counts.in_units(term.unit):
+                raise WindowError(
+                    f"weight of the term {term.name!r} is {weight:g}, and ds_parity.terms.{term.name}.weight is "
+                    f"{term.unit!r}, by which this micro-batch weighs {counts.in_units(term.unit):g}: leave the weight "
+                    "out, give 0 where the micro-batch lacks the term, or set the term's weight to 'weight'"
+                )
+            return weight
         if term.unit == "weight" and counts.active:
             raise WindowError(
                 f"term {term.name!r} without a weight although ds_parity.terms.{term.name}.weight is 'weight': give "

@@ -69,7 +69,9 @@ class Weighting:
 
     def silences(self, counts: Counts) -> bool:
         """Whether a micro-batch contributes nothing to its step: no weight, and no part of a summed loss."""
-        return self.of(counts) == 0 and not (self.reduction == "sum" and counts.tokens)
+        # A weight of its own that is 0 was given as 0; one that follows from counts is 0 for a turn that finishes none.
+        part = self.reduction == "sum" and counts.tokens and self.name != "weight"
+        return self.of(counts) == 0 and not part
 
     def divisor(self, expected: float, counts: Counts, averaged_over: int, peers: int = 1) -> float:
         """Return what a loss is divided by, so that DeepSpeed's reduction leaves weight * grad loss / expected.

@@ -202,6 +202,14 @@ def left_inside_a_window(engine):
     engine.finish()
 
 
+def in_two_rounds(engine):
+    """The window goes on behind the stream, so that its totals are not known."""
+    stream = [ds_parity.MicroBatch({"n": 1}, 1, 0, 5, weight={"own": 1.0})]
+    for one in engine.passes(stream, lookahead="window", finish=False):
+        engine.backward(losses_of(engine, one.inputs["n"], True, torch.float32))
+        engine.step()
+
+
 def the_name_of_a_term(engine):
     engine.record("kl", 1.0)
 
@@ -216,6 +224,7 @@ REFUSED = {
     other_numbers: "RankDesyncError: ranks are not in the same place",
     no_number: "WindowError: weight is nan",
     left_inside_a_window: "WindowError: window 0 contains policy 10, kl 2, router 2, own 2, and its losses",
+    in_two_rounds: "WindowError: backward() in window 0, whose totals are not known",
     the_name_of_a_term: "WindowError: record('kl')",
 }
 

@@ -28,8 +28,14 @@ def both(counts):
 def test_a_term_weighs_its_unit_and_nothing_where_it_is_lacking():
     assert counts_of(MIXED, rollouts=3, tokens=7).weights == (7, 3, 1)
     assert counts_of(MIXED, rollouts=3, tokens=7, given={"kl"}).weights == (0, 3, 0)
-    assert counts_of(MIXED, own={"router": 0.25}).weights == (5, 1, 0.25)
+    assert counts_of(MIXED, own={"router": 0}).weights == (5, 1, 0)
     assert counts_of(MIXED, rollouts=0, tokens=0) == Counts()
+
+
+def test_a_weight_that_contradicts_the_unit_of_a_term_is_refused_but_for_several_micro_batches():
+    with pytest.raises(WindowError, match=r"'router' is 0\.25, and .* is 'pass', by which this micro-batch weighs 1"):
+        counts_of(MIXED, own={"router": 0.25})
+    assert MIXED.weigh(Counts(3, 0, 15), set(MIXED.names), {"router": 2}, several=True) == (15, 3, 2)
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "1", None])

@@ -45,11 +45,13 @@ class Upcoming:
     Attributes:
         all_out_of_data: every rank has announced a pass without a micro-batch: there are no more.
         whole_windows: a window's passes are all known before its first one runs.
+        settles: the window that the streams end in ends there, too; else it goes on with other passes.
     """
 
     def __init__(self, start: Callable[[Sequence[Announcement]], Pending], ranks: int) -> None:
         self.all_out_of_data = False
         self.whole_windows = False
+        self.settles = True
         self._start = start
         self._ranks = ranks
         self._passes: deque[UpcomingPass] = deque()

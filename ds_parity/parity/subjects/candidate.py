@@ -120,7 +120,9 @@ def _handed_out(engine: Any, scenario: Scenario) -> Iterator[int]:
     """The same with what `passes()` hands out, counting the passes that it does."""
     own = own_batches(scenario)
     windows = iter([window for batch, window in zip(own, _by_pass(scenario), strict=True) if not batch.idle])
-    for index, batch in enumerate(engine.passes(_stream(scenario), idle=stand_in(scenario), finish=False)):
+    # Where losses are divided by what was read, the end of the stream must be the end of its window.
+    finish = scenario.settings.lookahead == "window"
+    for index, batch in enumerate(engine.passes(_stream(scenario), idle=stand_in(scenario), finish=finish)):
         loss = engine(**batch.inputs)
         if not batch.idle:
             loss = _divided(loss, batch, next(windows))
