@@ -17,7 +17,7 @@ from ds_parity.parity.matrix.variants import STAGES
 from ds_parity.parity.matrix.variants import VARIANTS as ROWS
 from ds_parity.parity.verification.verify import verify
 from tests.pages import PAGES, ROOT, blocks, commands, section, text, titled
-from tools import update_docs
+from tools import page_tables, update_docs
 
 # Where the Python blocks of each page are run.
 RUN = {
@@ -54,10 +54,12 @@ class TestReadme:
         counts = update_docs.shown(PAGES["matrix"], "matrix").split(" (")[0]
         assert update_docs.shown(PAGES["README"], "matrix") == f"{counts}.\n"
 
-    def test_its_faults_are_rows_of_the_page(self):
+    def test_its_faults_are_rows_of_the_page_and_those_of_the_program(self):
         rows, all_rows = (update_docs.shown(PAGES[page], "figures").splitlines() for page in ("README", "how_it_works"))
         assert len(rows) == 2 + len(update_docs.IN_README) == 5
         assert set(rows) < set(all_rows)
+        named = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in all_rows[2:]]
+        assert named == [*page_tables.BY_HAND.values()]
 
 
 @pytest.mark.parametrize("part", update_docs.PAGES)

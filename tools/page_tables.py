@@ -50,7 +50,7 @@ STEPS = 3
 BY_HAND = {
     "mean-of-micro-batches": ("it averages the means of the micro-batches", "gradient norm"),
     "dp-mean-left-in": (
-        "it divides by the total of all ranks, and DeepSpeed averages over ranks again",
+        "it divides by the total of all ranks, and DeepSpeed then averages over ranks",
         "gradient norm",
     ),
     "gas-scaled-twice": ("it divides by the number of passes, and DeepSpeed does so again", "gradient norm"),
