@@ -223,3 +223,12 @@ def test_terms_of_several_units_need_a_loop_that_knows_their_totals():
     with pytest.raises(ConfigError, match=r"ds_parity\.lookahead to 'window'"):
         Scenario("unknown", config, drive="passes")
     Scenario("known", cells.config(0, terms=TERMS, lookahead="window"), drive="passes")
+
+
+def test_what_verify_runs_writes_nothing_that_the_configuration_names():
+    """A trace or a monitor of the user's own run would be overwritten, or show the harness's steps."""
+    config = {**cells.config(2, trace="run.jsonl", loss_weight="token"), "csv_monitor": {"enabled": True}}
+    for scenario, _ in scenarios(config, 2)[0]:
+        assert scenario.config["ds_parity"] == {"loss_weight": "token"}
+        assert "csv_monitor" not in scenario.config
+    assert config["ds_parity"]["trace"] == "run.jsonl"

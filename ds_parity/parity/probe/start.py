@@ -10,6 +10,7 @@ from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.running.side_effects import without_outputs
 
 
 def probe_config(
@@ -38,7 +39,7 @@ def probe_config(
         ConfigError: the configuration can't be run.
         HarnessError: a rank failed, or time ran out.
     """
-    scenario = Scenario("probe", config, ranks, shape="overshoot", windows=1, **options)
+    scenario = Scenario("probe", without_outputs(config), ranks, shape="overshoot", windows=1, **options)
     scenario.layout()  # for its ConfigError, before any rank is started
     for name in (subject, scenario.model):
         refuse_unknown(name)

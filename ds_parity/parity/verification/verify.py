@@ -15,6 +15,7 @@ from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.layouts import cut_by
 from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.running.side_effects import without_outputs
 from ds_parity.trace import Trace, read_trace
 
 Progress = Callable[[int, str], None]
@@ -88,6 +89,7 @@ def scenarios(
     Raises:
         ConfigError: the configuration can't be run at all.
     """
+    config = without_outputs(config)
     ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
     ragged = replace(ragged, short=min(2, cut_by(ragged.settings).target - 1))
     ragged.layout()  # for its ConfigError, before any rank is started
