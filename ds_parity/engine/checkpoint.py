@@ -136,8 +136,8 @@ def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
     if saved != wanted:
         raise CheckpointError(
             f"the checkpoint was counting towards a target of {saved[0]} {saved[1]}s, this configuration says "
-            f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes and "
-            "ds_parity.count, or start afresh"
+            f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes, "
+            "ds_parity.count and ds_parity.boundary, or start afresh"
         )
 
 

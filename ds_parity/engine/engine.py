@@ -41,7 +41,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     Everything that is not defined here is DeepSpeed's own. What differs:
 
     - `backward` takes the counts of its micro-batch, divides the loss by the window's total and marks the boundary;
-    - `step` updates at the boundary only, and must follow every `backward`;
+    - `step` updates at the boundary only, and must follow every `backward`, unless the caller ends windows by it;
     - `zero_grad`, also of the optimizers, does nothing inside a window: its gradients have been counted;
     - `step` of the optimizers raises `WindowError` where it is called by itself: `engine.step()` calls it;
     - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
@@ -84,8 +84,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     ) -> torch.Tensor:
         """Run backward on the loss of one micro-batch and count what it contained.
 
-        Waits for the counts of the other ranks (never for the accelerator), because whether this pass is the boundary
-        decides what DeepSpeed's backward does.
+        Waits for the counts of the other ranks, which decide whether this pass is the boundary, and never for the
+        accelerator. Where the caller ends windows it waits in the first one alone.
 
         Losses are divided by the expected total, so the gradient that `p.grad` (ZeRO 0) or DeepSpeed's
         `safe_get_full_grad` shows between the boundary's `backward()` and its `step()` is that of the step only once it
@@ -173,7 +173,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         return self.backward(loss, rollouts=0, prompts=0, tokens=0)
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """End the pass; at the boundary, update.
+        """End the pass, and update at the boundary; where the caller ends windows, end the window and update.
 
         A gradient that is not finite takes no step, in any precision: `last_step.skipped` says so.
 
