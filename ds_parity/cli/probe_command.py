@@ -47,7 +47,10 @@ def probe(
         print_json({**asdict(result), "tolerance": limit, "right": right})
     else:
         _show_coefficients(result)
-        verdict(right, f"{result.pattern} (greatest error {result.error:.2g} of {result.allowed(limit):.2g} allowed)")
+        verdict(
+            right,
+            result.said(limit),
+        )
     raise typer.Exit(0 if right else 1)
 
 

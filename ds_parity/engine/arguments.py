@@ -139,10 +139,15 @@ def _called(given: Mapping[str, int]) -> str:
     return f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
 
 
-def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:
+def refuse_contradiction(announced: Counts, given: Mapping[str, Any], weighting: Weighting | None = None) -> None:
     """Raise WindowError where counts given inside `passes` aren't the micro-batch's own.
 
     The loop may repeat them, also in an idle pass, where it says what the stand-in holds.
+
+    Args:
+        announced: what passes() has announced.
+        given: by name.
+        weighting: of the window, with the names of the terms of the loss.
     """
     if not announced.active:
         return
@@ -150,6 +155,10 @@ def refuse_contradiction(announced: Counts, given: Mapping[str, int]) -> None:
     weight = given.get("weight")
     if isinstance(weight, float) and announced.weights != ((weight,) if weight else ()):
         wrong["weight"] = weight
+    if isinstance(weight, Mapping) and weighting is not None and weighting.terms is not None:
+        names = weighting.terms.names
+        told = dict(zip(names, announced.weights or (0.0,) * len(names), strict=True))
+        wrong |= {f"weight of {n}": own for n, own in weight.items() if n in told and own != told[n]}
     if wrong:
         raise WindowError(
             f"backward() got {wrong} but passes() has announced {announced}: inside passes() the counts are the "

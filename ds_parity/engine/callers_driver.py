@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -85,27 +85,51 @@ class CallersDriver(Driver):
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
-        """Reduce once for all backwards of the block, at its end: they are those of one window.
+        """Reduce once for all backwards of the block, at its end: they are those of one window. Every rank enters it.
 
         Raises:
-            WindowError: the window's last backward has run, and waits for its `step()`.
+            WindowError: the window's last backward has run and waits for its `step()`, or gradients were changed
+                outside of `backward`.
+            RankDesyncError: another rank ended, is out of sync, or did not come in time.
         """
-        self.refuse_owed_step()
-        with self.adapter.engine.coalesce_grad_reduction():
-            self._coalesces = True
-            try:
-                yield
-            except BaseException:
-                # DeepSpeed reduces what is there all the same, and nobody knows what that is a part of.
-                self._lost = self.ledger.window.passes > 0
-                raise
-            finally:
-                self._coalesces = False
+        with self._telling():
+            self.refuse_owed_step()
+        self._refuse_strays(newcomers=False)
+        block, kept = self.adapter.engine.coalesce_grad_reduction(), self.adapter.kept
+        block.__enter__()
+        self._coalesces = self.adapter.keeps_whole_gradients = True
+        kept.note_again()
+        try:
+            yield
+            self._refuse_strays(newcomers=True)
+        except BaseException:
+            # DeepSpeed would reduce what is there, while other ranks wait elsewhere.
+            with kept.released():
+                self.adapter.drop_whole_gradients()
+                self.adapter.discard()
+            self._lost = True
+            self._leave(block)
+            raise
+        with self.waiting("the end of coalesce_grad_reduction()"):
             # All ranks have met in the first window's exchange before they meet in the reduction.
             self._open()
             self.adapter.before_coalesced()
-        self.adapter.kept.after_backward()
+            self._leave(block)
         self._reduced, self.announced = True, False
+
+    def _leave(self, block: AbstractContextManager[None]) -> None:
+        try:
+            block.__exit__(None, None, None)
+        finally:
+            self._coalesces = self.adapter.keeps_whole_gradients = False
+            self.adapter.kept.note_again()
+
+    def _forget_reduction(self) -> None:
+        """Take back a block that reduced nothing: no rank has run a backward."""
+        if self._reduced:
+            with self.adapter.kept.released():
+                self.adapter.discard()
+        self.announced = self._reduced = False
 
     def announce(self, last: bool) -> None:
         """Take the caller's word that the coming backward is its window's last, so that it may reduce.
@@ -137,8 +161,8 @@ class CallersDriver(Driver):
     def _refuse_block(self) -> None:
         if self._coalesces:
             raise WindowError(
-                f"step() of window {self.ledger.window.index} inside coalesce_grad_reduction(): its gradients are "
-                "reduced where the block ends; call step() after the block"
+                f"window {self.ledger.window.index} can't end inside coalesce_grad_reduction(): its gradients are "
+                "reduced where the block ends; call step() or finish() after the block"
             )
 
     def step(self, **kwargs: Any) -> None:
@@ -156,10 +180,11 @@ class CallersDriver(Driver):
             self._refuse_block()
         self._refuse_strays(newcomers=True)
         if self.announced and not self._reduced and (self.ledger.window.passes or self.adapter.silent_inside_windows):
-            # Other ranks reduce in their last backward, and this one had none.
+            # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
+            self._open()
             self._reduce()
         if self._passes_over_ranks(ENDS) == 0:
-            self.announced = self._reduced = False
+            self._forget_reduction()
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it on any rank: with "
                 "ds_parity.boundary 'caller' each step() ends a window; call it once after the window's backwards"
@@ -175,19 +200,19 @@ class CallersDriver(Driver):
         """
         with self._telling():
             self._refuse_lost()
-        window = self.ledger.window
+            self._refuse_block()
         drop = self.settings.last_window == "drop"
-        if drop:
-            self.ledger.drop()
-        counted = self.ledger.passes
-        passes = self._passes_over_ranks(FINISHES)
+        self._open()
+        ledger = self.ledger
+        window, counted, last_total = ledger.window, ledger.passes, ledger.last_total
+        passes = self._passes_over_ranks(FINISHES, drop=drop)
         self._finished = True
         if passes == 0:
-            self.ledger.drops = False
+            self._forget_reduction()
             return
         if self.settings.last_window == "error":
             # Nothing was done to the window, and its step() may still come.
-            self.ledger.window, self.ledger.passes, self._finished = window, counted, False
+            ledger.window, ledger.passes, ledger.last_total, self._finished = window, counted, last_total, False
             raise WindowError(
                 f"finish() in window {window.index}, which {passes} passes have run in and no step() has ended, and "
                 "ds_parity.last_window is 'error'; call step() after the window's backwards, or choose 'step' or 'drop'"
@@ -248,11 +273,13 @@ class CallersDriver(Driver):
             expected = first.weight * nominal
         ledger.expect(expected or float(self.ranks * self.usual_rollouts))
 
-    def _passes_over_ranks(self, doing: str) -> int:
+    def _passes_over_ranks(self, doing: str, *, drop: bool = False) -> int:
         """Close the window with what all ranks have run in it, where one has; return the most that a rank ran."""
         self._open()  # a rank that has run none is waited for in the first window's exchange
         totals = self.exchange.whole_window(self._place(doing), self.ledger.window)
         if totals.passes:
+            if drop:
+                self.ledger.drop()
             self.ledger.end_with(totals)
         return totals.passes
 

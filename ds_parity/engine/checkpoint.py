@@ -31,10 +31,12 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
     if passes:
         units = window.closes_at - window.opened_at
         where = "" if driver.settings.by_caller else f" (at {units} {driver.settings.count}s)"
+        pending = f"{window.rollouts} rollouts of {passes} passes are pending"
+        if not window.passes:
+            pending = f"{passes} passes of another rank are pending"
         raise CheckpointError(
-            f"save_checkpoint() inside window {window.index}: {window.rollouts} rollouts of {passes} passes are "
-            f"pending, and DeepSpeed doesn't save partial gradients; save after the step() that closes the window"
-            f"{where}, or call finish() first"
+            f"save_checkpoint() inside window {window.index}: {pending}, and DeepSpeed doesn't save partial gradients; "
+            f"save after the step() that closes the window{where}, or call finish() first"
         )
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
     return {**client_state, _KEY: {**driver.ledger.state(), **settings, "groups": _groups(driver)}}

@@ -145,7 +145,8 @@ class Driver:
         self.refuse_owed_step()
         if self.queue is not None:
             counts = self.queue.next_counts()
-            refuse_contradiction(counts, counts_by_name(rollouts, prompts, tokens, weight))
+            given = counts_by_name(rollouts, prompts, tokens, weight)
+            refuse_contradiction(counts, given, self.ledger.weighting)
             refuse_missing_terms(self.ledger.weighting, counts, terms)
             return counts
         # Counts that are refused say so, too: nothing can be foretold in such a loop.

@@ -324,7 +324,7 @@ class Ledger:
         if self.promised is not None:
             self.promised.refuse_other(window)
         terms = self.weighting.terms
-        if terms is not None and self.promised is None and self.weighting.needs_totals:
+        if terms is not None and self.promised is None and window.divisors:
             self._refuse_other_totals(window, terms)
         if terms is not None and not window.divisors and len(set(window.weights)) > 1:
             weights = _listed(terms, window.weights)
@@ -338,8 +338,11 @@ class Ledger:
 
     def _refuse_other_totals(self, window: Window, terms: Terms) -> None:
         """Raise WindowError where losses were divided by the totals of other passes than those that ran."""
-        pairs = zip(window.divisors, terms.divisors(window.weights), strict=False) if window.divisors else ()
-        if all(math.isclose(one, other, rel_tol=1e-9) for one, other in pairs):
+        pairs = zip(window.divisors, terms.divisors(window.weights), strict=True)
+        factors = [one / other for one, other in pairs if other]
+        # Terms of one unit are corrected by one factor, whatever it is.
+        right = 1.0 if self.weighting.needs_totals else factors[0]
+        if all(math.isclose(factor, right, rel_tol=1e-9) for factor in factors):
             return
         raise WindowError(
             f"window {window.index} contains {_listed(terms, window.weights)}, and its losses were divided by what "

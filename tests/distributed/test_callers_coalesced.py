@@ -6,6 +6,7 @@ from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_callers_boundary import (
     ALIKE,
+    OTHERS,
     PLANS,
     announced,
     bare_config,
@@ -53,6 +54,40 @@ def by_hand(engine, window):
     engine.set_gradient_accumulation_boundary(False)
 
 
+def past_an_empty_block(stage, kind, empty):
+    """The weights after two windows, with a block without a backward between them, and without."""
+    engine = engine_of(keyed(stage, kind))
+    first, second, *_ = seeds(OTHERS)
+    coalesced(engine, first)
+    said = None
+    if empty:
+        with engine.coalesce_grad_reduction():
+            pass
+        said = refusal(engine.step)
+    plain(engine, second)
+    trained = weights(engine)
+    engine.destroy()
+    return trained, said
+
+
+def loaded_after_an_exception(stage, folder):
+    """A checkpoint throws a block's window away, and training goes on as if it had not been there."""
+    engine = engine_of(keyed(stage, "fp32"))
+    first, second, *_ = seeds(OTHERS)
+    coalesced(engine, first)
+    engine.save_checkpoint(f"{folder}/block{stage}", tag="saved")
+    try:
+        with engine.coalesce_grad_reduction():
+            engine.backward(loss_of(engine, engine, 5), rollouts=3)
+            raise BrokenError
+    except BrokenError:
+        engine.load_checkpoint(f"{folder}/block{stage}", tag="saved")
+    coalesced(engine, second)
+    trained = weights(engine)
+    engine.destroy()
+    return trained
+
+
 def alternating(engine, window):
     """Windows of every kind behind one another, so that none leaves anything to the next."""
     loops = (coalesced, plain, announced)
@@ -87,8 +122,34 @@ def an_exception_inside(engine):
         engine.step()
 
 
+def a_stray_inside(engine):
+    """A gradient that was not counted lies beside those that were."""
+    window = seeds(ALIKE)[0]
+    with engine.coalesce_grad_reduction():
+        engine.backward(loss_of(engine, engine, window[0][0]), rollouts=window[0][1])
+        loss_of(engine, engine, 7).backward()
+
+
+def cleared_inside(engine):
+    """What was counted is gone."""
+    window = seeds(ALIKE)[0]
+    with engine.coalesce_grad_reduction():
+        engine.backward(loss_of(engine, engine, window[0][0]), rollouts=window[0][1])
+        engine.module.zero_grad()
+        engine.backward(loss_of(engine, engine, window[1][0]), rollouts=window[1][1])
+
+
+def finished_inside(engine):
+    with engine.coalesce_grad_reduction():
+        engine.backward(loss_of(engine, engine, 1), rollouts=1)
+        engine.finish()
+
+
 REFUSED = {
-    a_step_inside: "WindowError: step() of window 0 inside coalesce_grad_reduction()",
+    a_step_inside: "WindowError: window 0 can't end inside coalesce_grad_reduction()",
+    finished_inside: "WindowError: window 0 can't end inside coalesce_grad_reduction()",
+    a_stray_inside: "WindowError: gradients were changed outside of engine.backward() in window 0",
+    cleared_inside: "WindowError: gradients were changed outside of engine.backward() in window 0",
     a_backward_behind: "WindowError: backward() in window 0 after its last one: its gradients have been reduced",
     an_exception_inside: "WindowError: window 0 has a backward() that was counted and then raised",
 }
@@ -113,7 +174,16 @@ def coalesced_windows(folder):
         cell["announced"] = run(config, ALIKE, coalesced_and_announced)
         cell["plain"] = run(config, ALIKE, plain)
         results[f"{stage} {kind}"] = cell
+    for stage, kind in [(1, "fp32"), (2, "fp32"), (2, "offload"), (3, "fp32"), (3, "offload")]:
+        past = [past_an_empty_block(stage, kind, empty) for empty in (True, False)]
+        results[f"{stage} {kind} empty"] = [past[0][0] == past[1][0], past[0][1]]
     for stage in (1, 2, 3):
+        first, second, *_ = seeds(OTHERS)
+        whole = engine_of(keyed(stage, "fp32"))
+        coalesced(whole, first)
+        coalesced(whole, second)
+        results[f"{stage} loaded"] = [loaded_after_an_exception(stage, folder), weights(whole)]
+        whole.destroy()
         for play in REFUSED:
             engine = engine_of(keyed(stage, "fp32"))
             results[f"{stage} {play.__name__}"] = from_all(refusal(lambda e=engine, p=play: p(e)))
@@ -153,6 +223,19 @@ def test_the_same_bits_as_deepspeeds_own_block(two_ranks, stage, kind):
 def test_what_a_block_cannot_be_used_for_is_refused_on_every_rank(two_ranks, stage, play):
     said = two_ranks.of(coalesced_windows)[f"{stage} {play.__name__}"]
     assert all(one.startswith(REFUSED[play]) for one in said), said
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, "fp32"), (2, "fp32"), (2, "offload"), (3, "fp32"), (3, "offload")])
+def test_a_block_without_a_backward_leaves_nothing_behind(two_ranks, stage, kind):
+    same, said = two_ranks.of(coalesced_windows)[f"{stage} {kind} empty"]
+    assert said.startswith("WindowError: step() in window 1 without a backward()")
+    assert same
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_after_an_exception_in_a_block_a_checkpoint_is_the_way_out(two_ranks, stage):
+    again, whole = two_ranks.of(coalesced_windows)[f"{stage} loaded"]
+    assert again == whole
 
 
 @pytest.mark.parametrize(("stage", "kind"), NOT_TAKEN)

@@ -186,11 +186,23 @@ def test_the_first_cause_is_the_fault_that_was_put_in(name):
         of_terms(kl=lambda n: 0.5 + n / 9),  # a factor that is no ratio of counts
         of_terms(policy=over_the_last, kl=over_tokens),  # two faults at once
         lambda n: {**of_terms()(n), "loss": 9.0 / n, "grad_norm": 3.0 / n},
+        lambda n: {**of_terms()(n), "loss": of_terms(kl=over_tokens)(n)["loss"]},  # only the log is off
     ],
 )
 def test_no_term_is_blamed_where_its_factor_is_no_ratio_of_counts(change):
     names = [cause.name for cause in causes(change, reference=of_terms())]
     assert not {"term-by-another", "term-of-last-window"} & set(names), names
+
+
+def test_a_factor_that_is_the_same_in_all_steps_may_be_a_coefficient():
+    """Windows of 8 rollouts of 4 prompts: twice the coefficient looks like a mean over prompts."""
+
+    def even(changed):
+        return lambda n: {**changed(n), "rollouts": 8, "prompts": 4}
+
+    found = causes(even(of_terms(kl=lambda n: 2.0)), reference=even(of_terms()))
+    blamed = [cause for cause in found if cause.name == "term-by-another"]
+    assert all(cause.likelihood < 0.5 and "coefficient" in cause.evidence for cause in blamed), blamed
 
 
 def test_no_term_is_blamed_where_the_metrics_are_no_terms_of_the_loss():

@@ -206,3 +206,15 @@ def test_passes_that_were_read_ahead_and_never_ran_are_no_totals_of_their_window
         ledger.count(other)
     with pytest.raises(WindowError, match=r"had read ahead of it, which was something else.*load a checkpoint"):
         ledger.count(other) if how == "others" else ledger.end()
+
+
+def test_terms_of_one_unit_are_refused_too_where_one_factor_does_not_correct_them():
+    """A micro-batch that lacks a term was read ahead and never ran."""
+    ledger = ledger_of(ALIKE)
+    one, lacking = both(counts_of(ALIKE)), both(counts_of(ALIKE, own={"kl": 0}))
+    assert ledger.count(one, [one, lacking]).divisors == (30, 20)
+    with pytest.raises(WindowError, match="had read ahead of it"):
+        ledger.end()
+    ledger = ledger_of(ALIKE)
+    ledger.count(one, [one, one])
+    assert ledger.end().closed  # one factor corrects both

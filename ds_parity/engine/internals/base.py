@@ -25,7 +25,10 @@ class Adapter(ABC):
     Attributes:
         engine: the bare DeepSpeed engine.
         kept: watches over the gradients between the backwards of a window.
+        keeps_whole_gradients: the window's gradients are reduced together at its end (`coalesce_grad_reduction`).
     """
+
+    keeps_whole_gradients = False
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -155,6 +158,11 @@ class Adapter(ABC):
         This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step).
         """
         self.engine.allreduce_gradients()
+
+    def drop_whole_gradients(self) -> None:
+        """Drop what this rank has not reduced yet, as DeepSpeed's `zero_grad` on ZeRO 3 does on a GPU alone."""
+        for parameter in self._trained:
+            parameter.grad = None
 
     def before_coalesced(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Prepare the one reduction at the end of DeepSpeed's `coalesce_grad_reduction`."""

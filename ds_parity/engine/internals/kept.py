@@ -95,6 +95,10 @@ class KeptGradients:
         self._kept = True
         self._noted = self._adapter.gradients_seen()
 
+    def note_again(self) -> None:
+        """Note the gradients anew where DeepSpeed goes over to keep them elsewhere; they were right just before."""
+        self._noted = self._adapter.gradients_seen()
+
     @contextmanager
     def released(self) -> Iterator[None]:
         """Let what runs inside use and clear the gradients: it ends the window."""

@@ -41,7 +41,9 @@ class Zero(Adapter):
         self._zero.clear_backward_seen_flag()
 
     def gradients_seen(self) -> object:
-        """Return how many gradients have come in."""
+        """Return how many gradients have come in, and what is there where they are kept until they are reduced."""
+        if self.keeps_whole_gradients:
+            return self._came_in, super().gradients_seen()
         return self._came_in
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.view import View, alike, near
 from ds_parity.trace import StepRecord
 
 # Losses and means are of fp32 numbers that were summed in fp64; what is left out is 1e-7 of them.
@@ -24,7 +24,9 @@ _LEAST = 1e-3
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what would divide one term by another number, where loss and gradient differ and the terms' means agree."""
-    if "loss" not in view.at_first or view.at_first & {"lr", "metrics", "rollouts", "tokens", "total"}:
+    if "loss" not in view.at_first or not view.at_first & {"grad_norm", "weights"}:
+        return
+    if view.at_first & {"lr", "metrics", "rollouts", "tokens", "total"}:
         return
     coefficients = _coefficients([a for a, _ in view.pairs])
     for name in coefficients:
@@ -73,7 +75,12 @@ def _of_one(view: View, name: str, factors: list[float]) -> Iterator[Cause]:
         for other, of_other in counts.items():
             fits = [near(f, a / b, _COUNTS) for f, a, b in zip(factors, of_own, of_other, strict=True)]
             if own != other and all(fits):
-                yield Cause("term-by-another", 0.95, f"{said}: as often as a step has {own} for each of its {other}")
+                ratio = f"{said}: as often as a step has {own} for each of its {other}"
+                # The same number in all steps may as well be a coefficient.
+                varies = not alike(factors, _COUNTS)
+                yield Cause(
+                    "term-by-another", 0.95 if varies else 0.4, ratio if varies else f"{ratio}, or by its coefficient"
+                )
         before = [1.0] * view.first + [
             of_own[at] / of_own[at - 1] for at in range(max(view.first, 1), len(factors)) if of_own[at - 1]
         ]

@@ -121,7 +121,7 @@ def _probe(cell: Cell, answers: Answers) -> CellFinding:
     answer = _answer(answers, cell.probed.name)
     result = ProbeResult(**{name: value for name, value in answer.items() if name != "seconds"})
     limit = TOLERANCE[cell.probed.dtype]
-    detail = f"{result.pattern} (greatest error {result.error:.2g} of {result.allowed(limit):.2g} allowed)"
+    detail = result.said(limit)
     return CellFinding("probe", Status.RIGHT if result.within(limit) else Status.DIFFERS, detail)
 
 

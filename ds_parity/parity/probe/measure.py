@@ -46,7 +46,7 @@ def probe_scenario(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
     update = _update(wanted, start, resolve(subject))
     rows = passes[: window.last + 1]
     expected = [[share for batch in row for share in coefficients(batch, window, wanted.settings)] for row in rows]
-    return asdict(decompose(update, gradients, expected, tuple(wanted.settings.terms or ())))
+    return asdict(decompose(update, gradients, expected, tuple(wanted.settings.terms or ()), wanted.dtype))
 
 
 def prepared(scenario: Scenario) -> Scenario:
