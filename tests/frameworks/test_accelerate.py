@@ -99,6 +99,10 @@ BY_ROLLOUT = {**UNIFORM, "lr_progress": "rollout"}
 for run, stage, dtype in CELLS:
     register(with_accelerate, stage=stage, dtype=dtype, **LOOPS[run])
 register(with_accelerate, **BY_ROLLOUT)
+# accelerate's own step() ends the window, whatever it contains.
+BY_CALLER = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "fp32")]
+for stage, dtype in BY_CALLER:
+    register(with_accelerate, stage=stage, dtype=dtype, boundary="caller")
 
 
 @pytest.mark.parametrize(("run", "stage", "dtype"), CELLS)
@@ -106,6 +110,26 @@ def test_uniform_windows_are_bit_identical_with_and_without_us(two_ranks, run, s
     """Losses of both ranks, LR, gradient norms, weights."""
     bare, wrapped = pair(two_ranks, with_accelerate, stage=stage, dtype=dtype, **LOOPS[run])
     assert_same_windows(bare, wrapped, stage)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), BY_CALLER)
+def test_windows_that_accelerates_step_ends_are_bit_identical_too(two_ranks, stage, dtype):
+    bare, wrapped = pair(two_ranks, with_accelerate, stage=stage, dtype=dtype, boundary="caller")
+    assert_same_windows(bare, wrapped, stage)
+
+
+def caller_cut_short(wrapped):
+    """Epochs that end after one pass of a window, which accelerate's step() ends, too."""
+    return with_accelerate(wrapped, 2, "fp32", extra=1, **({"boundary": "caller"} if wrapped else {}))
+
+
+register(caller_cut_short)
+
+
+def test_a_window_of_fewer_passes_is_divided_by_what_it_contains(two_ranks):
+    bare, wrapped = pair(two_ranks, caller_cut_short)
+    assert [len(step["losses"][0]) for step in wrapped["steps"]] == [3, 3, 1] * 2
+    assert wrapped["steps"][2]["grad_norm"] == pytest.approx(3 * bare["steps"][2]["grad_norm"], rel=1e-5)
 
 
 def test_weights_move_in_every_step(two_ranks):
