@@ -8,10 +8,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ds_parity.cli import app
 from ds_parity.cli.init_command import StartingPrecision
 from ds_parity.config import load_config, parse, rewrite
 from ds_parity.config.starting import PRECISIONS, starting
+from ds_parity.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 STAGES = (0, 1, 2, 3)
@@ -62,6 +65,26 @@ class TestFiles:
         assert f"{name} is there already" in " ".join(ran.stderr.split())
         assert "give another folder" in " ".join(ran.stderr.split())
         assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "keep me")]
+
+    def test_are_written_whole_or_not_at_all(self, tmp_path, monkeypatch):
+        """A disk that fills up leaves no half of a file, for which the next start would give up."""
+        opened = Path.open
+
+        def full(path, *given, **named):
+            if path.name == "train.py":
+                raise OSError(28, "No space left on device")
+            return opened(path, *given, **named)
+
+        monkeypatch.setattr(Path, "open", full)
+        result = CliRunner().invoke(app, ["init", str(tmp_path / "run")])
+        assert isinstance(result.exception, ConfigError)
+        assert not any((tmp_path / "run").iterdir())
+
+    def test_of_a_name_that_no_file_can_have_are_refused(self, tmp_path):
+        ran = ds_parity("init", "long" * 80, cwd=tmp_path)
+        assert ran.returncode == 2
+        assert "can't be written" in ran.stderr
+        assert "Traceback" not in ran.stderr
 
     def test_cannot_be_written_below_a_file(self, tmp_path):
         (tmp_path / "file").write_text("keep me")

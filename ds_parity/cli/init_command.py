@@ -16,6 +16,8 @@ from ds_parity.config.starting import starting
 from ds_parity.errors import ConfigError
 
 _CONFIG, _SCRIPT = "ds_config.json", "train.py"
+# The bundled rollouts that have a gradient make at least eight steps of so many.
+_MOST = 600
 
 
 class StartingPrecision(StrEnum):
@@ -32,7 +34,9 @@ def init(
     precision: Annotated[
         StartingPrecision, typer.Option(help="what the model computes in; DeepSpeed has no fp16 on a CPU")
     ] = StartingPrecision.BF16,
-    target: Annotated[int, typer.Option(min=1, help="rollouts of an optimizer step, on all ranks together")] = 12,
+    target: Annotated[
+        int, typer.Option(min=1, max=_MOST, help="rollouts of an optimizer step, on all ranks together")
+    ] = 12,
 ) -> None:
     """Write a configuration and a training script to start from; they run as they are."""
     script = files("ds_parity.cli").joinpath(f"{_SCRIPT}.txt").read_text(encoding="utf-8")
@@ -47,16 +51,21 @@ def init(
 
 
 def _write(texts: dict[Path, str]) -> None:
-    """Write all files, or none where one of them is there already."""
-    for path in texts:
-        if path.exists() or path.is_symlink():
-            raise ConfigError(
-                f"{path} is there already, and init never writes over a file: give another folder, or move it away"
-            )
-    for path, text in texts.items():
-        try:
+    """Write all files, or none."""
+    written: list[Path] = []
+    path = next(iter(texts))
+    try:
+        for path in texts:
+            if path.exists() or path.is_symlink():
+                raise ConfigError(
+                    f"{path} is there already, and init never writes over a file: give another folder, or move it away"
+                )
+        for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
+                written.append(path)
                 file.write(text)
-        except OSError as error:
-            raise ConfigError(f"{path}: can't be written ({error.strerror or error}); give another folder") from error
+    except OSError as error:
+        for half in written:
+            half.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: can't be written ({error.strerror or error}); give another folder") from error

@@ -51,7 +51,7 @@ def write(results: Sequence[Result], facts: Mapping[str, str], path: Path) -> No
         meanings=MEANINGS,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def in_words(results: Sequence[Result]) -> str:

@@ -61,9 +61,9 @@ class ProbeResult:
     error: float
     pattern: str
     alike: int
+    beyond: float
+    hidden: bool
     terms: tuple[str, ...] = ()
-    beyond: float = 0.0
-    hidden: bool = False
 
     def of_term(self, term: str) -> tuple[list[list[float]], list[list[float]]]:
         """Return what is measured of one term of the loss, and what is expected: each by pass and rank."""
@@ -103,7 +103,7 @@ def decompose(
     if not np.isfinite(norms).all() or not live.any():
         nothing = np.zeros_like(np.array(expected)).tolist()
         pattern = _NOT_MEASURABLE if np.isfinite(norms).all() else _NOT_FINITE
-        return ProbeResult(nothing, expected, 1.0, np.inf, 1.0, pattern, alike=0, terms=terms, beyond=1.0)
+        return ProbeResult(nothing, expected, 1.0, np.inf, 1.0, pattern, 0, 1.0, hidden=False, terms=terms)
     units = gradients[live] / norms[live, None]
     owners, signs = _directions(units)
     first = np.unique(owners, return_index=True)[1]

@@ -24,8 +24,12 @@ _FIELDS = {
     "rollouts": "number of rollouts",
     "prompts": "number of prompts",
     "tokens": "number of tokens",
-    "skipped": "steps that were skipped",
+    "skipped": "choice of skipped steps",
 }
+
+
+# What an optimizer step is judged by: a verdict says which of these it rests on.
+_JUDGED = ("loss", "lr", "grad_norm", "weights")
 
 
 def reference_named(against: str) -> str:
@@ -44,7 +48,9 @@ def verdict(comparison: Comparison, against: str) -> str:
     first = comparison.first
     if first is None:
         closeness = "bit for bit" if comparison.tier is Tier.EXACT else "up to rounding"
-        return f"equal to {reference}, {closeness}, in {of_steps(steps, steps)}"
+        missing = [_FIELDS.get(name, name) for name in _JUDGED if name in comparison.not_compared]
+        without = f"; not compared: {', '.join(missing)}" if missing else ""
+        return f"equal to {reference}, {closeness}, in {of_steps(steps, steps)}{without}"
     if first.step is None and first.field == "step":
         return f"not comparable with {reference}: {first.why}"
     if first.step is None:

@@ -21,6 +21,8 @@ GOOD_PROBE = {
     "residual": 0.0,
     "condition": 2.0,
     "alike": 0,
+    "beyond": 1e-7,
+    "hidden": False,
     "error": 0.0,
     "pattern": "as expected",
 }
@@ -83,7 +85,7 @@ def test_the_exact_tier_sees_the_last_bit_and_the_torch_reference_allows_roundin
     assert status_of(PLAIN, ran, "torch") is Status.RIGHT
 
 
-@pytest.mark.parametrize("changed", [{"error": 0.5}, {"residual": 0.5}, {"condition": float("inf")}])
+@pytest.mark.parametrize("changed", [{"beyond": 0.5}, {"hidden": True}, {"residual": 0.5}, {"condition": float("inf")}])
 def test_a_probe_that_is_off_is_a_difference(ran, changed):
     ran[0][PLAIN.probed.name] |= changed
     assert status_of(PLAIN, ran, "probe") is Status.DIFFERS
