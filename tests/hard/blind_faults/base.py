@@ -36,7 +36,8 @@ class Fault(Loop):
         kind: what it belongs to: `data` (what the micro-batches hold), `loss` (the function that is minimised, the
             model's forward included), `gradient` (between the loss and the clip, denominators included), `clipping`,
             `optimizer settings` (its state included), `schedule`, `weights` (changed by something else than the
-            optimizer's step, or not by it), or `logging` (only the trace is wrong).
+            optimizer's step, or not by it), or `logging` (only the trace is wrong). It says where the fault was made:
+            a wrong mask or advantage is `data` in the micro-batch and `loss` in the loss, and either word describes it.
         needs: what the scenario must have for the fault to show; `fitted` gives it that.
     """
 

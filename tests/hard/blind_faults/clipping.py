@@ -180,8 +180,14 @@ class PerMicroBatch(_Clipping):
     truth = "Each rank clips the gradient of each micro-batch before it is accumulated and averaged over ranks."
     stages = (0, 1, 2)
 
+    def __init__(self, wanted: Scenario) -> None:
+        super().__init__(wanted)
+        # Its gradients start no reduction.
+        self.apart = wanted.build().to(self.engine.device)
+
     def divided(self, loss: Tensor, batch: MicroBatch, index: int) -> Tensor:
-        whole = super().divided(loss, batch, index)
-        gradients = torch.autograd.grad(whole, list(self.engine.module.parameters()), retain_graph=True)
-        norm = torch.stack([one.norm() for one in gradients]).norm()
-        return whole * min(1.0, 0.5 * self.limit / (float(norm) + 1e-6))
+        share = float(super().divided(torch.ones(()), batch, index))
+        self.apart.load_state_dict(self.engine.module.state_dict())
+        gradients = torch.autograd.grad(self.apart(**batch.inputs) * share, list(self.apart.parameters()))
+        norm = float(torch.stack([one.norm() for one in gradients]).norm())
+        return loss * (share * min(1.0, 0.5 * self.limit / (norm + 1e-6)))

@@ -9,6 +9,7 @@ from itertools import pairwise
 from ds_parity.parity.running.layouts import Passes
 from ds_parity.parity.running.own_batches import own_batches
 from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.oracle import windows_of
 from ds_parity.planning.rollout import MicroBatch, Rollout
 from tests.hard.blind_faults.base import Fault, OwnBatches, OwnRollouts, groups_of, remade
 
@@ -50,6 +51,9 @@ class BothRanksReadOneShard(Fault):
         super().__init__(wanted)
         self.own = own_batches(wanted, tuple((row[0],) * len(row) for row in self.passes))
 
+    def metrics(self, batches: list[MicroBatch]) -> dict[str, float]:
+        return super().metrics(batches[:: self.wanted.ranks])
+
 
 class SecondWindowAgain(Fault):
     name = "second-window-again"
@@ -75,17 +79,19 @@ class DataStartsOver(Fault):
         return passes[: 2 * rows] + passes[: len(passes) - 2 * rows]
 
 
-class RolloutDropped(OwnRollouts):
+class RolloutDropped(OwnBatches):
     name = "rollout-dropped-in-every-window"
     truth = "The last rollout of the largest micro-batch of every window is dropped, though it is counted."
     kind = "data"
 
     def batches(self) -> Passes:
         rows = [list(row) for row in super().batches()]
-        for row in rows:
-            for at, batch in enumerate(row):
-                if len(batch.held) > 3:
-                    row[at] = remade(batch, batch.held[:-1])
+        for window in windows_of(rows, self.settings, lookahead=True):
+            places = [(at, rank) for at in range(window.first, window.last + 1) for rank in range(len(rows[at]))]
+            at, rank = max(places, key=lambda place: len(rows[place[0]][place[1]].held))
+            batch = rows[at][rank]
+            if len(batch.held) > 1:
+                rows[at][rank] = remade(batch, batch.held[:-1])
         return tuple(tuple(row) for row in rows)
 
 

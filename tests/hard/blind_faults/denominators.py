@@ -88,16 +88,6 @@ class WeighedByRollouts(Fault):
         return loss * (len(batch.held) * self.averaged() / held)
 
 
-class WeighedByPaddedSize(Fault):
-    name = "padded-size-weighs"
-    truth = "Micro-batches are weighed by the size of their padded tensors, not by their loss tokens."
-    kind = "gradient"
-
-    def divided(self, loss: torch.Tensor, batch: MicroBatch, index: int) -> torch.Tensor:
-        sizes = [one.inputs["input_ids"].numel() for row in self.rows for one in row if not one.idle]
-        return loss * (batch.inputs["input_ids"].numel() * self.averaged() / sum(sizes))
-
-
 class DividedTwice(Fault):
     name = "divided-by-the-passes-too"
     truth = "The loss is also divided by the number of the window's passes, because two libraries do so."

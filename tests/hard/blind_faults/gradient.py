@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.planning.rollout import MicroBatch
-from tests.hard.blind_faults.base import Fault, named
+from tests.hard.blind_faults.base import SPACE, Fault, named
 
 
 class _Hooked(Fault):
@@ -109,15 +109,15 @@ class Centralised(_Hooked):
         return gradient - gradient.mean(-1, keepdim=True) if gradient.dim() > 1 else gradient
 
 
-class EosRowLost(_Hooked):
+class SpaceRowLost(_Hooked):
     name = "gradient-of-one-embedding-row-lost"
-    truth = "The embedding's row of token 32 gets no gradient, because it is taken for the padding index."
+    truth = "The embedding's row of the space gets no gradient, because it is taken for the padding index."
     kind = "gradient"
     of = "embedding"
 
     def hooked(self, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
-        gradient[32] = 0
+        gradient[SPACE] = 0
         return gradient
 
 

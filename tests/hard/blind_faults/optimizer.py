@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from ds_parity.parity.running.scenario import Scenario
 from tests.hard.blind_faults.base import Fault, OfOptimizer, Values, edit_weights, states
 
@@ -188,14 +186,3 @@ class DecayByHand(Fault):
 
     def after_step(self) -> None:
         edit_weights(self.engine, lambda weight: weight.mul_(0.999))
-
-
-class MomentumClamped(Fault):
-    name = "momentum-clamped"
-    truth = "The elements of the momentum are clamped to 0.05 after each step."
-    kind = "optimizer settings"
-
-    def after_step(self) -> None:
-        for state in states(self.engine):
-            buffer: torch.Tensor = state["momentum_buffer"]
-            buffer.clamp_(-0.05, 0.05)
