@@ -78,6 +78,7 @@ class MomentumInBf16(Fault):
     name = "momentum-in-bf16"
     truth = "The optimizer's momentum is kept in bf16."
     kind = "optimizer settings"
+    scenario = "clipped"
 
     def after_step(self) -> None:
         for state in states(self.engine):
