@@ -94,11 +94,7 @@ class PolicyGradient(nn.Module):
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
         by_token = advantages[:, None] if segment_ids is None else advantages[segment_ids[:, 1:]]
         losses = self.token_losses(logits, input_ids[:, 1:], by_token)
-        mask = loss_mask.to(losses.dtype)
-        losses = losses * mask
-        if segment_ids is not None:
-            losses, mask = (by_segment(values, segment_ids, len(advantages)) for values in (losses, mask))
-        return self.reduce(losses, mask)
+        return self.reduce(*masked(losses, loss_mask, segment_ids, len(advantages)))
 
     def token_losses(self, logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
         """Compute the loss of every token, before the mask.
@@ -214,11 +210,24 @@ class DirectPreference(nn.Module):
         """
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
         logps = token_logps(logits, input_ids[:, 1:])
-        mask = loss_mask.to(logps.dtype)
-        logps = logps * mask
-        if segment_ids is not None:
-            logps, mask = (by_segment(values, segment_ids, 2 * pairs) for values in (logps, mask))
+        logps, mask = masked(logps, loss_mask, segment_ids, 2 * pairs)
         return logps.sum(-1).view(-1, 2), mask.sum(-1).view(-1, 2).sum(-1)
+
+
+def masked(values: Tensor, loss_mask: Tensor, segment_ids: Tensor | None, sequences: int) -> tuple[Tensor, Tensor]:
+    """Return the values times the mask, and the mask: a row for each sequence, packed or not.
+
+    Args:
+        values: (sequences, T - 1) float; packed (1, T - 1).
+        loss_mask: of the same shape, 1 for each loss token and 0 elsewhere.
+        segment_ids: packed (1, T) int64, the number of each token's sequence; None where they are padded.
+        sequences: how many there are.
+    """
+    mask = loss_mask.to(values.dtype)
+    values = values * mask
+    if segment_ids is None:
+        return values, mask
+    return by_segment(values, segment_ids, sequences), by_segment(mask, segment_ids, sequences)
 
 
 def reduced(losses: Tensor, mask: Tensor, loss_weight: str, loss_reduction: str) -> Tensor:

@@ -280,8 +280,12 @@ class TestStart:
         assert "_DS_PARITY_COMPLETE=complete_bash" in script.read_text()
         assert str(script) in (tmp_path / ".bashrc").read_text()
 
-    def test_a_command_is_completed(self):
-        asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": "ds-parity ver", "COMP_CWORD": "1"}
+    @pytest.mark.parametrize(
+        ("words", "at", "completed"),
+        [("ds-parity ver", "1", ["verify"]), ("ds-parity init --st", "2", ["--stage"])],
+    )
+    def test_a_command_and_an_option_are_completed(self, words, at, completed):
+        asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": at}
         code = "import sys; sys.argv = ['ds-parity']; from ds_parity.cli import main; main()"
         ran = subprocess.run(
             [sys.executable, "-c", code],
@@ -291,17 +295,4 @@ class TestStart:
             env={**os.environ, **asked},
             check=False,
         )
-        assert ran.stdout.split() == ["verify"]
-
-    def test_an_option_is_completed(self):
-        asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": "ds-parity init --st", "COMP_CWORD": "2"}
-        code = "import sys; sys.argv = ['ds-parity']; from ds_parity.cli import main; main()"
-        ran = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, **asked},
-            check=False,
-        )
-        assert ran.stdout.split() == ["--stage"]
+        assert ran.stdout.split() == completed

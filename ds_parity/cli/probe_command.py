@@ -47,10 +47,7 @@ def probe(
         print_json({**asdict(result), "tolerance": limit, "right": right})
     else:
         _show_coefficients(result)
-        verdict(
-            right,
-            result.said(limit),
-        )
+        verdict(right, result.said(limit))
     raise typer.Exit(0 if right else 1)
 
 

@@ -291,10 +291,17 @@ def _of_no_use(values: Mapping[str, Any]) -> list[Fault]:
         rule = "reads until a window is full, and with ds_parity.boundary caller step() ends it, wherever that is"
         faults.append(Fault(f"{SECTION}.lookahead", "window", rule, "call engine.expect(...) before each window"))
     if values.get(PASSES) is None:
+        rule, way_out = (
+            f"needs a nominal target, and with ds_parity.boundary caller only {PASSES} gives one",
+            f'add for example "{PASSES}": 64',
+        )
         for key, value in (("lr_progress", "rollout"), ("loss_weight", "target")):
             if values.get(key) == value:
-                rule = f"needs a nominal target, and with ds_parity.boundary caller only {PASSES} gives one"
-                faults.append(Fault(f"{SECTION}.{key}", value, rule, f'add for example "{PASSES}": 64'))
+                faults.append(Fault(f"{SECTION}.{key}", value, rule, way_out))
+        terms = values.get("terms")
+        named = terms.values() if isinstance(terms, Mapping) else ()
+        if any(isinstance(one, Mapping) and one.get("weight") == "target" for one in named):
+            faults.append(Fault(f"{SECTION}.terms", terms, f"a weight of target {rule}", way_out))
     return faults
 
 
@@ -321,20 +328,10 @@ def _of_divided(values: Mapping[str, Any]) -> list[Fault]:
 
 def _of_terms(values: Mapping[str, Any]) -> list[Fault]:
     """Return what contradicts several terms of the loss."""
-    terms = values.get("terms")
-    if terms is None:
+    if values.get("terms") is None or "loss_weight" not in values:
         return []
-    faults = []
-    if "loss_weight" in values:
-        rule = "is said by each term of ds_parity.terms for itself"
-        faults.append(Fault(f"{SECTION}.loss_weight", values["loss_weight"], rule, "leave it out"))
-    units = (
-        [one.get("weight") for one in terms.values() if isinstance(one, Mapping)] if isinstance(terms, Mapping) else []
-    )
-    if "target" in units and values.get("boundary") == "caller" and values.get(PASSES) is None:
-        rule = f"a weight of target needs a nominal target, and with ds_parity.boundary caller only {PASSES} gives one"
-        faults.append(Fault(f"{SECTION}.terms", terms, rule, f'add for example "{PASSES}": 64'))
-    return faults
+    rule = "is said by each term of ds_parity.terms for itself"
+    return [Fault(f"{SECTION}.loss_weight", values["loss_weight"], rule, "leave it out")]
 
 
 def _unknown(key: Any, value: Any) -> Fault:

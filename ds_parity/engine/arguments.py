@@ -178,21 +178,24 @@ def refuse_mean_of_parts(
         given: names of the terms that its loss has, None: all.
     """
     parts = sequences > counts.rollouts or (counts.active and not counts.rollouts)
-    if parts and weighting.over_rollouts(given):
-        if weighting.terms is not None:
-            raise WindowError(
-                f"a micro-batch of {counts.tokens} loss tokens{f' in {sequences} sequences' if sequences else ''} "
-                f"finishes {counts.rollouts} rollouts, and terms of ds_parity.terms are means over the rollouts that "
-                "it finishes: turns that are not their rollout's last would weigh nothing there. Leave such a term "
-                "out of its loss (with passes(): weight={name: 0}), weigh it by token, or set loss_reduction 'sum'"
-            )
+    if not (parts and weighting.over_rollouts(given)):
+        return
+    contains = (
+        f"a micro-batch of {counts.tokens} loss tokens{f' in {sequences} sequences' if sequences else ''} finishes "
+        f"{counts.rollouts} rollouts"
+    )
+    if weighting.terms is not None:
         raise WindowError(
-            f"a micro-batch of {counts.tokens} loss tokens{f' in {sequences} sequences' if sequences else ''} finishes "
-            f"{counts.rollouts} rollouts, and ds_parity.loss_weight {weighting.name!r} with loss_reduction 'mean' "
-            "says that its loss is a mean over the rollouts that it finishes: turns that are not their rollout's last "
-            "would weigh nothing. Choose loss_weight 'token', or loss_reduction 'sum' with a loss that adds up each "
-            "turn's share of its rollout; an idle pass has no tokens"
+            f"{contains}, and terms of ds_parity.terms are means over the rollouts that it finishes: turns that are "
+            "not their rollout's last would weigh nothing there. Leave such a term out of its loss (with passes(): "
+            "weight={name: 0}), weigh it by token, or set loss_reduction 'sum'"
         )
+    raise WindowError(
+        f"{contains}, and ds_parity.loss_weight {weighting.name!r} with loss_reduction 'mean' says that its loss is a "
+        "mean over the rollouts that it finishes: turns that are not their rollout's last would weigh nothing. Choose "
+        "loss_weight 'token', or loss_reduction 'sum' with a loss that adds up each turn's share of its rollout; an "
+        "idle pass has no tokens"
+    )
 
 
 def refuse_scaling(scale_wrt_gas: bool) -> None:

@@ -178,8 +178,7 @@ class Zero12(Zero):
         optimizer = self._optimizer
         if not get_accelerator().resolves_data_dependency():
             optimizer.reduction_stream.synchronize()  # the reduction of the last pass may still use the buckets
-        self._fill_zeros()
-        self._filled = True
+        self.before_coalesced()
         for index, group in enumerate(optimizer.bit16_groups):
             for param in group:
                 if param.requires_grad and optimizer.get_gradient_for_reduction(param) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from ds_parity.losses import by_segment, logits_of, reduced, token_logps
+from ds_parity.losses import logits_of, masked, reduced, token_logps
 
 # What a term's mean within a micro-batch runs over, where the term's weight in the window says nothing of it.
 _MEANS = {"weight": "rollout", "target": "rollout"}
@@ -53,14 +53,11 @@ class SeveralTerms(nn.Module):
         logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
         logp = token_logps(logits, input_ids[:, 1:])
         by_token = advantages[:, None] if segment_ids is None else advantages[segment_ids[:, 1:]]
-        mask = loss_mask.to(logp.dtype)
         first = -logp if self.objective == "nll" else -by_token.to(logp.dtype) * logp
         beyond = logp + math.log(logits.shape[-1])
         terms = {}
         for number, (name, unit) in enumerate(self.units.items()):
-            losses = (beyond ** (number + 1) / (number + 1) if number else first) * mask
-            held = mask
-            if segment_ids is not None:
-                losses, held = (by_segment(values, segment_ids, len(advantages)) for values in (losses, mask))
-            terms[name] = reduced(losses, held, _MEANS.get(unit, unit), self.loss_reduction)
+            losses = beyond ** (number + 1) / (number + 1) if number else first
+            summed = masked(losses, loss_mask, segment_ids, len(advantages))
+            terms[name] = reduced(*summed, _MEANS.get(unit, unit), self.loss_reduction)
         return terms

@@ -90,11 +90,10 @@ def _of_one(view: View, name: str, factors: list[float]) -> Iterator[Cause]:
 
 def _counts(view: View) -> dict[str, list[float]]:
     """Return what each step contains, by the units that terms are means over; only what every step has."""
-    of_ranks = [b if view.candidate.header.engine != "torch" else a for a, b in view.pairs]
     counts = {
         "tokens": [one.tokens or 0 for one, _ in view.pairs],
         "rollouts": [one.rollouts or 0 for one, _ in view.pairs],
         "prompts": [one.prompts or 0 for one, _ in view.pairs],
-        "micro-batches": [(one.passes or 0) * view.ranks - (one.idle_passes or 0) for one in of_ranks],
+        "micro-batches": [n * view.ranks - idle for n, idle in zip(view.passes, view.idle, strict=True)],
     }
     return {name: [float(n) for n in numbers] for name, numbers in counts.items() if all(n > 0 for n in numbers)}

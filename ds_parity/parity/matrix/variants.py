@@ -292,25 +292,26 @@ _TERMS = {
     "own": {"weight": "weight", "coefficient": 2.0},
 }
 _ALIKE = {"policy": {"weight": "token"}, "kl": {"weight": "token", "coefficient": 0.1}}
+_NO_BARE = {"deepspeed": NOT_OF_TERMS}
 _BY_TOTALS = _section(loss_weight=None, terms=_TERMS)
 _LOSSES = (
     Variant("losses", "a weight of the caller's own", _WEIGHED, left_out={"deepspeed": NOT_OF_ONE_WEIGHT}, quick=(1,)),
     Variant("losses", "divided by the caller, added up", _ADDED, (1, 3), left_out={"deepspeed": NOT_DIVIDED}),
     Variant("losses", "divided by the caller, averaged", _AVERAGED, (0, 2), left_out={"deepspeed": NOT_DIVIDED}),
-    Variant("losses", "several terms", _BY_TOTALS, left_out={"deepspeed": NOT_OF_TERMS}, quick=(2,)),
+    Variant("losses", "several terms", _BY_TOTALS, left_out=_NO_BARE, quick=(2,)),
     Variant(
         "losses",
         "several terms, bf16",
         BF16 | _BY_TOTALS,
         (2, 3),
-        left_out={"deepspeed": NOT_OF_TERMS, "probe": HIDDEN_BY_ROUNDING},
+        left_out=_NO_BARE | {"probe": HIDDEN_BY_ROUNDING},
     ),
     Variant(
         "losses",
         "several terms, fp16",
         _fp16(loss_scale=128.0) | _BY_TOTALS,
         (1, 2),
-        left_out={"deepspeed": NOT_OF_TERMS},
+        left_out=_NO_BARE,
     ),
     Variant(
         "losses",
@@ -318,14 +319,14 @@ _LOSSES = (
         _section(loss_weight=None, terms=_TERMS, lookahead="window"),
         (1, 3),
         ragged={"drive": "passes"},
-        left_out={"deepspeed": NOT_OF_TERMS},
+        left_out=_NO_BARE,
     ),
     Variant(
         "losses",
         "several terms of one unit",
         _section(loss_weight=None, terms=_ALIKE),
         (0, 2),
-        left_out={"deepspeed": NOT_OF_TERMS},
+        left_out=_NO_BARE,
     ),
 )
 
@@ -410,7 +411,7 @@ _CALLER = (
         "several terms",
         _by_caller(loss_weight=None, terms=_TERMS),
         (1, 2),
-        left_out={"deepspeed": NOT_OF_TERMS},
+        left_out=_NO_BARE,
     ),
     Variant(
         "caller's step",
@@ -418,7 +419,7 @@ _CALLER = (
         _by_caller(loss_weight=None, terms=_TERMS),
         (0, 1),
         ragged={"drive": "uneven"},
-        left_out={"deepspeed": NOT_OF_TERMS},
+        left_out=_NO_BARE,
     ),
 )
 

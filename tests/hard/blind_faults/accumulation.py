@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow
 from ds_parity.planning.rollout import MicroBatch
 from tests.hard.blind_faults.base import Fault, accumulated
@@ -60,9 +59,7 @@ class NeverZeroed(Fault):
     kind = "gradient"
     stages = (0, 1, 2)
 
-    def __init__(self, wanted: Scenario) -> None:
-        super().__init__(wanted)
-        self.left: list[Tensor] | None = None
+    left: list[Tensor] | None = None
 
     def before_step(self) -> None:
         own = accumulated(self.engine)
@@ -77,9 +74,7 @@ class GradientOneStepLate(Fault):
     kind = "gradient"
     stages = (0, 1, 2)
 
-    def __init__(self, wanted: Scenario) -> None:
-        super().__init__(wanted)
-        self.left: list[Tensor] | None = None
+    left: list[Tensor] | None = None
 
     def before_step(self) -> None:
         own = accumulated(self.engine)

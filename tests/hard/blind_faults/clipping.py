@@ -113,9 +113,7 @@ class ByTheNormBefore(_OwnClip):
     name = "clip-by-the-norm-of-the-step-before"
     truth = "The clipping factor of a step is computed from the gradient norm of the step before it."
 
-    def __init__(self, wanted: Scenario) -> None:
-        super().__init__(wanted)
-        self.last: Tensor | None = None
+    last: Tensor | None = None
 
     def clip(self, gradients: Sequence[Tensor], norm: Tensor) -> None:
         before, self.last = self.last, norm

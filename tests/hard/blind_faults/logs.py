@@ -22,9 +22,7 @@ class LossOfTheStepBefore(Fault):
     truth = "The logged loss is that of the step before."
     kind = "logging"
 
-    def __init__(self, wanted: Scenario) -> None:
-        super().__init__(wanted)
-        self.before: float | None = None
+    before: float | None = None
 
     def loss(self, reported: float) -> float:
         before, self.before = self.before, reported
@@ -104,9 +102,7 @@ class LossSmoothed(Fault):
     truth = "The logged loss is an exponential moving average."
     kind = "logging"
 
-    def __init__(self, wanted: Scenario) -> None:
-        super().__init__(wanted)
-        self.smooth: float | None = None
+    smooth: float | None = None
 
     def loss(self, reported: float) -> float:
         self.smooth = reported if self.smooth is None else 0.6 * self.smooth + 0.4 * reported
@@ -187,9 +183,7 @@ class NormOfTheStepBefore(_Norm):
     name = "logged-norm-of-the-step-before"
     truth = "The logged gradient norm is that of the step before."
 
-    def __init__(self, wanted: Scenario) -> None:
-        super().__init__(wanted)
-        self.before: float | None = None
+    before: float | None = None
 
     def norm(self, own: float) -> float:
         before, self.before = self.before, own
@@ -323,9 +317,7 @@ class LinesLate(Fault):
     truth = "Loss and norm are logged one step late, because the logger is flushed before the step ends."
     kind = "logging"
 
-    def __init__(self, wanted: Scenario) -> None:
-        super().__init__(wanted)
-        self.before: StepRecord | None = None
+    before: StepRecord | None = None
 
     def written(self, line: StepRecord) -> StepRecord:
         before, self.before = self.before, line

@@ -123,9 +123,7 @@ class MomentumWithRate(Fault):
     truth = "The learning rate is multiplied into the momentum buffer, so that old gradients keep their old rate."
     kind = "optimizer settings"
 
-    def __init__(self, wanted: Scenario) -> None:
-        super().__init__(wanted)
-        self.before: float | None = None
+    before: float | None = None
 
     def before_step(self) -> None:
         rate = self.engine.get_lr()[0]
