@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,8 +125,9 @@ class CallersDriver(Driver):
             self._coalesces = self.adapter.keeps_whole_gradients = False
             self.adapter.kept.note_again()
 
-    def _forget_reduction(self) -> None:
-        """Take back a block that reduced nothing: no rank has run a backward."""
+    def _keep_open(self) -> None:
+        """Take back what the window's end has begun, and a block that reduced nothing: no rank has run a backward."""
+        self.meter.take_back()
         if self._reduced:
             with self.adapter.kept.released():
                 self.adapter.discard()
@@ -184,7 +186,7 @@ class CallersDriver(Driver):
             self._open()
             self._reduce()
         if self._passes_over_ranks(ENDS) == 0:
-            self._forget_reduction()
+            self._keep_open()
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it on any rank: with "
                 "ds_parity.boundary 'caller' each step() ends a window; call it once after the window's backwards"
@@ -208,10 +210,11 @@ class CallersDriver(Driver):
         passes = self._passes_over_ranks(FINISHES, drop=drop)
         self._finished = True
         if passes == 0:
-            self._forget_reduction()
+            self._keep_open()
             return
         if self.settings.last_window == "error":
             # Nothing was done to the window, and its step() may still come.
+            self.meter.take_back()
             ledger.window, ledger.passes, ledger.last_total, self._finished = window, counted, last_total, False
             raise WindowError(
                 f"finish() in window {window.index}, which {passes} passes have run in and no step() has ended, and "
@@ -276,7 +279,12 @@ class CallersDriver(Driver):
     def _passes_over_ranks(self, doing: str, *, drop: bool = False) -> int:
         """Close the window with what all ranks have run in it, where one has; return the most that a rank ran."""
         self._open()  # a rank that has run none is waited for in the first window's exchange
-        totals = self.exchange.whole_window(self._place(doing), self.ledger.window)
+        place = self._place(doing)
+        if self._reduced or not self.adapter.silent_inside_windows:
+            # Else the reduction is still to come, and brings zeros for what a rank has not used.
+            place = replace(place, used=self.adapter.used_parameters())
+        # One sum for counts, loss and metrics.
+        totals = self.exchange.whole_window(place, self.ledger.window, self.meter.rider())
         if totals.passes:
             if drop:
                 self.ledger.drop()

@@ -29,6 +29,51 @@ def collectives(folder):
     }
 
 
+@on_two_ranks
+def callers_collectives(folder):
+    """The same where the caller ends windows, and the step's metrics."""
+    engine = build(config(1, boundary="caller"))
+    seen, rewards, before = [], [], (exchanges_of(engine), sums_of(engine))
+    for number in range(5):
+        for _ in range(4):
+            loss = engine.backward(forward(engine, 1), rollouts=1, tokens=3)
+            engine.record("kl" if number == 2 and dist.get_rank() else "reward", float(number), weight=1)
+        if number == 3:
+            for one in range(70):  # too many for one message
+                engine.record(f"metric {one}", loss)
+        engine.step()
+        now = exchanges_of(engine), sums_of(engine)
+        seen.append([now[0] - before[0], now[1] - before[1]])
+        before = now
+        rewards.append(engine.last_step.metrics["reward"])
+    return {"collectives": seen, "rewards": rewards}
+
+
+def test_a_step_of_the_caller_costs_one_sum_for_counts_loss_and_metrics(two_ranks):
+    seen = two_ranks.of(callers_collectives)
+    # The first window's total is exchanged in its first backward, and a new name costs a gather and its own sum.
+    assert seen["collectives"] == [[2, 2], [1, 0], [1, 2], [1, 2], [1, 1]]
+    assert seen["rewards"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@on_two_ranks
+def steps_without_backward(folder):
+    """What a window holds of metrics that were recorded before a step() that was refused."""
+    engine = build(config(1, boundary="caller"))
+    engine.record("reward", 1.0, weight=1)
+    said = refusal(engine.step)
+    engine.record("reward", 3.0, weight=1)
+    engine.backward(forward(engine, 1), rollouts=1, tokens=3)
+    engine.step()
+    return {"said": said, "metrics": engine.last_step.metrics, "loss": engine.last_step.loss}
+
+
+def test_what_was_recorded_before_a_refused_step_stays_in_its_window(two_ranks):
+    seen = two_ranks.of(steps_without_backward)
+    assert "without a backward() before it on any rank" in str(seen["said"])
+    assert seen["metrics"] == {"reward": 2.0}
+
+
 def _windows(drive, ahead):
     engine = build(config(1, passes=8, lookahead=ahead))
     passes = engine.passes((Batch() for _ in range(20)), finish=False) if drive == "passes" else range(20)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.engine.ranks.agreement import in_short
-from ds_parity.engine.ranks.hostsum import HostSum, Sum
+from ds_parity.engine.ranks.hostsum import ROOM, HostSum, Rider, Sum
 from ds_parity.engine.ranks.wire import Announcement, GatheredPass, Message, Peers, Place, WindowMessage
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, Window, WindowTotals
@@ -89,12 +89,13 @@ class Exchange:
         self.stopping = self.stopping or answer.stopping
         return answer.passes
 
-    def whole_window(self, place: Place, own: Window) -> WindowTotals:
+    def whole_window(self, place: Place, own: Window, rider: Rider | None = None) -> WindowTotals:
         """Return what a window contains over all ranks, each of which says what it has run in it.
 
         Args:
             place: where this rank is.
             own: the window with what this rank has run.
+            rider: numbers of every rank that are summed on the way, where all of them fit into one message.
 
         Raises:
             RankDesyncError: on every rank, where ranks are out of sync, one is gone, or time ran out.
@@ -104,7 +105,7 @@ class Exchange:
         try:
             if self._over is not None:
                 self.collectives += 1
-                vector = self._over.start(vector, place, greatest=1).wait()
+                vector = _summed_together(self._over, vector, place, rider)
             agree, stop, totals = message.unpack(vector.tolist())
             if not agree and self._over is not None:
                 held = Counts(own.rollouts, own.prompts, own.tokens)
@@ -142,6 +143,16 @@ class Exchange:
             "of them ended, or runs a different number of passes. Call idle() on ranks without data, or take "
             f"micro-batches from passes(), which does. ({str(error).splitlines()[0]})"
         )
+
+
+def _summed_together(over: HostSum, vector: torch.Tensor, place: Place, rider: Rider | None) -> torch.Tensor:
+    """Return the sum of the vector; a rider's numbers travel with it where there is room for all of them."""
+    if rider is None or rider.numbers.numel() + vector.numel() > ROOM:
+        return over.start(vector, place, greatest=1).wait()
+    summed = over.start(torch.cat([rider.numbers, vector]), place, greatest=1).wait()
+    own = rider.numbers.numel()
+    rider.summed = summed[:own]
+    return summed[own:]
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Thread
 from typing import Any, Final
@@ -29,9 +29,24 @@ from ds_parity.errors import RankDesyncError
 
 CAPACITY: Final = 128  # numbers of 8 bytes: 20 passes, or 60 metrics; more memory would show beside small models
 _HEADS: Final = 2  # what Place.head returns
+ROOM: Final = CAPACITY - _HEADS
+"""How many numbers travel in one message."""
 # The sum under way in each group. One that nobody waited for (a loop that was left) is waited for before the next
 # starts: its messages would be taken for the next one's.
 _RUNNING: dict[Any, Sum] = {}
+
+
+@dataclass(slots=True)
+class Rider:
+    """Numbers that wait for a sum, and travel with one that is due before.
+
+    Attributes:
+        numbers: this rank's, (n,) float64, n the same on every rank.
+        summed: over all ranks, once they have travelled.
+    """
+
+    numbers: torch.Tensor
+    summed: torch.Tensor | None = None
 
 
 class HostSum:
@@ -218,7 +233,7 @@ class Sum:
     _FOLD, _UNFOLD, _SECOND = 62, 63, 64  # tags; rounds use their number, and what follows the first part adds 64
 
     def __init__(self, over: HostSum, vector: torch.Tensor, place: Place, greatest: int = 0) -> None:
-        assert not greatest or vector.numel() + _HEADS <= CAPACITY, "what follows in a second part is summed"
+        assert not greatest or vector.numel() <= ROOM, "what follows in a second part is summed"
         self._greatest = greatest
         self._over = over
         self._place = place

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from threading import Lock
 from typing import Any
@@ -31,23 +30,34 @@ class Limit:
         self._backends = list({id(one): one for group in groups if (one := _gloo(group)) is not None}.values())
         self._limit = timedelta(seconds=seconds)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Limit the collectives that begin inside, and put the groups' own limits back."""
+    def applied(self) -> _Applied:
+        """Return a context that limits the collectives that begin inside, and puts the groups' own limits back."""
+        return _Applied(self._backends, self._limit)
+
+
+class _Applied:
+    """One use of a limit. A class and no generator, because each forward and each backward enters one."""
+
+    __slots__ = ("_backends", "_limit")
+
+    def __init__(self, backends: list[Any], limit: timedelta) -> None:
+        self._backends = backends
+        self._limit = limit
+
+    def __enter__(self) -> None:
         with _LOCK:
             for backend in self._backends:
                 # It is read anew each time: whoever owns a group may have changed its limit. Where two engines limit
                 # one group at once, in two threads, the first finds what the last puts back.
                 _APPLIED.setdefault(backend, []).append(backend.options._timeout)
                 backend._set_default_timeout(self._limit)
-        try:
-            yield
-        finally:
-            with _LOCK:
-                for backend in self._backends:
-                    found = _APPLIED[backend]
-                    # Of those that are applied, any may end first.
-                    backend._set_default_timeout(found.pop() if len(found) > 1 else _APPLIED.pop(backend)[0])
+
+    def __exit__(self, *_: object) -> None:
+        with _LOCK:
+            for backend in self._backends:
+                found = _APPLIED[backend]
+                # Of those that are applied, any may end first.
+                backend._set_default_timeout(found.pop() if len(found) > 1 else _APPLIED.pop(backend)[0])
 
 
 def _gloo(group: Any) -> Any:

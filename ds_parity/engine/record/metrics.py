@@ -4,6 +4,9 @@ All of them travel in one sum a step: on the host where they are computed there;
 flag. The sum has a place for every metric name that the ranks have agreed on; a rank that holds a new name raises the
 flag, and only then all ranks agree on it, once: a gather on the host, and there one more sum for the new names.
 
+Where the caller ends windows, what the host sums first travels with the window's counts (`Meter.rider`), so that a step
+has one sum on the host.
+
 A name that no rank has recorded for a while is forgotten, or names that are new in every step (with a step's number in
 them) would make every sum longer for good. In one window of `REVIEWED` a number for each name goes along in the host's
 sum, how many ranks have used it; so all ranks forget the same names in the same window.
@@ -20,7 +23,7 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ds_parity.engine.ranks.hostsum import PlacedSum
+from ds_parity.engine.ranks.hostsum import PlacedSum, Rider
 from ds_parity.engine.record.samples import Number, weighed
 
 _Samples: TypeAlias = "dict[str, tuple[Number, Number]]"
@@ -54,6 +57,27 @@ class Sums:
         return loss, dict(sorted(means.items()))
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What a rank has of a window that ends: its sums, and what it brings to the first sum over ranks.
+
+    Attributes:
+        loss: sum of weight * loss, on the device.
+        samples: of the metrics.
+        names: that the ranks had agreed on.
+        new: names that they had not.
+        uses: for each agreed name whether this rank has used it, where ranks look; else none.
+        rider: what is summed over ranks first.
+    """
+
+    loss: torch.Tensor
+    samples: _Samples
+    names: tuple[str, ...]
+    new: list[str]
+    uses: list[int]
+    rider: Rider
+
+
 class Meter:
     """Sums weight * loss and weight * metric without waiting for the device; one small sum over ranks a step.
 
@@ -85,6 +109,7 @@ class Meter:
         self._used: set[str] = set()  # by this rank, since names were looked at last
         self._settled = 0
         self._has_warned = False
+        self._ending: _Window | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._samples: _Samples = {}
         # Reading a sum, adding and writing it back is one act, or another thread's number is lost between them. Held by
@@ -124,53 +149,89 @@ class Meter:
 
     def reset(self) -> None:
         """Forget the window's losses and metrics, but not the names that were agreed on."""
+        self.take_back()
         with self._lock:
             self._taken()
 
+    def rider(self) -> Rider | None:
+        """Return what `settle` would sum over ranks first, for a sum that is due before; None with one rank.
+
+        What is recorded from now on belongs to the next window.
+        """
+        if self._over_host is None:
+            return None
+        self._ending = self._ending or self._ended()
+        return self._ending.rider
+
+    def take_back(self) -> None:
+        """Return to the open window what `rider` has taken: the window goes on."""
+        ending, self._ending = self._ending, None
+        if ending is None:
+            return
+        self._settled -= 1
+        with self._lock:
+            self._loss = self._loss + ending.loss
+            for name, (summed, units) in ending.samples.items():
+                before = self._samples.get(name, (0.0, 0.0))
+                self._samples[name] = before[0] + summed, before[1] + units
+
     def settle(self) -> Sums:
         """Return the window's sums over all micro-batches, still on the device, and start the next window at 0."""
-        with self._lock:
-            loss, samples = self._taken()
-        if self._peers > 1:  # each peer added the whole loss of the micro-batch that they share
-            loss = loss / self._peers
         if self._over_host is None:
+            with self._lock:
+                loss, samples = self._taken()
             names = tuple(samples)
-            return Sums(names, self._vector([loss], names, samples))
-        self._settled += 1
-        self._used.update(samples)
-        over = self._settled_on_device if self._on_device else self._settled_on_host
-        return over(self._over_host, loss, samples)
+            return Sums(names, self._vector([self._own(loss)], names, samples))
+        window, self._ending = self._ending or self._ended(), None
+        summed = window.rider.summed
+        if summed is None:
+            summed = self._over_host.start(window.rider.numbers).wait()
+        settled = self._settled_on_device if self._on_device else self._settled_on_host
+        return settled(self._over_host, window, summed)
 
     def _taken(self) -> tuple[torch.Tensor, _Samples]:
         taken = self._loss, self._samples
         self._loss, self._samples = torch.zeros_like(self._loss), {}
         return taken
 
-    def _settled_on_host(self, over: PlacedSum, loss: torch.Tensor, samples: _Samples) -> Sums:
+    def _own(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a loss that each of its peers has added as a whole."""
+        return loss / self._peers if self._peers > 1 else loss
+
+    def _ended(self) -> _Window:
+        with self._lock:
+            loss, samples = self._taken()
+        self._settled += 1
+        self._used.update(samples)
         agreed, new, uses = self._agreed, self._new(samples), self._uses()
-        # The loss, the count of new names and the known metrics travel together: one collective in nearly every step.
-        heads: list[Number] = [loss, float(len(new)), *map(float, uses)]
-        summed = over.start(self._vector(heads, agreed, samples)).wait()
-        sums = [summed[:1], summed[len(heads) :]]
-        _, added_anywhere, *used = summed[: len(heads)].tolist()
+        heads = [float(len(new)), *map(float, uses)]
+        if self._on_device:
+            # The flag goes over the host: read from the device it would make the host wait for the whole step.
+            numbers = torch.tensor(heads, dtype=torch.float64, device="cpu")
+        else:
+            # The loss, the count of new names and the known metrics travel together: one sum in nearly every step.
+            numbers = self._vector([*heads, self._own(loss)], agreed, samples)
+        return _Window(loss, samples, agreed, new, uses, Rider(numbers))
+
+    def _settled_on_host(self, over: PlacedSum, window: _Window, summed: torch.Tensor) -> Sums:
+        heads = 1 + len(window.uses)
+        added_anywhere, *used = summed[:heads].tolist()
+        sums = [summed[heads:]]
         if added_anywhere:
-            added = self._agree(over, new)
-            sums.append(over.start(self._vector([], added, samples)).wait())
+            added = self._agree(over, window.new)
+            sums.append(over.start(self._vector([], added, window.samples)).wait())
         settled = Sums(self._agreed, torch.cat(sums))
-        self._forget(agreed, used)
+        self._forget(window.names, used)
         return settled
 
-    def _settled_on_device(self, over: PlacedSum, loss: torch.Tensor, samples: _Samples) -> Sums:
-        # The flag goes over the host: read from the device it would make the host wait for the whole step.
-        agreed, new = self._agreed, self._new(samples)
-        flags = torch.tensor([len(new), *self._uses()], device="cpu")
-        added_anywhere, *used = over.start(flags).wait().tolist()
+    def _settled_on_device(self, over: PlacedSum, window: _Window, summed: torch.Tensor) -> Sums:
+        added_anywhere, *used = summed.tolist()
         if added_anywhere:
-            self._agree(over, new)
-        vector = self._vector([loss], self._agreed, samples)
+            self._agree(over, window.new)
+        vector = self._vector([self._own(window.loss)], self._agreed, window.samples)
         dist.all_reduce(vector, group=self._group)
         settled = Sums(self._agreed, vector)
-        self._forget(agreed, used)
+        self._forget(window.names, used)
         return settled
 
     def _uses(self) -> list[int]:
