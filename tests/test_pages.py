@@ -13,7 +13,7 @@ import typer
 
 from ds_parity.cli import app
 from ds_parity.config import parse
-from ds_parity.parity.matrix.variants import STAGES
+from ds_parity.parity.matrix.variant import STAGES
 from ds_parity.parity.matrix.variants import VARIANTS as ROWS
 from ds_parity.parity.verification.verify import verify
 from tests.pages import PAGES, ROOT, blocks, commands, section, text, titled

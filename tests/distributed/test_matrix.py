@@ -9,7 +9,7 @@ import pytest
 
 from ds_parity.parity.matrix import cell_runs as running
 from ds_parity.parity.matrix.cells import Cell, cells
-from ds_parity.parity.matrix.variants import Variant
+from ds_parity.parity.matrix.variant import Variant
 from ds_parity.parity.running.launch import Call
 
 pytestmark = pytest.mark.ranks

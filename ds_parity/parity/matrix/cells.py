@@ -10,7 +10,8 @@ from typing import Any
 
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
-from ds_parity.parity.matrix.variants import VARIANTS, Variant
+from ds_parity.parity.matrix.variant import Variant
+from ds_parity.parity.matrix.variants import VARIANTS
 from ds_parity.parity.running.scenario import Scenario
 
 CHECKS = ("probe", "deepspeed-loop", "torch", "deepspeed", "memory")

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ds_parity.parity.matrix.results import Result, Status, equal
 from ds_parity.parity.matrix.summary import notes, rows
-from ds_parity.parity.matrix.variants import STAGES
+from ds_parity.parity.matrix.variant import STAGES
 from ds_parity.parity.report.terminal import number
 
 MEANINGS = {

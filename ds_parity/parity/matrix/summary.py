@@ -9,7 +9,7 @@ from itertools import groupby
 from rich.table import Table
 
 from ds_parity.parity.matrix.results import Result, Status
-from ds_parity.parity.matrix.variants import STAGES
+from ds_parity.parity.matrix.variant import STAGES
 
 ABSENT = "-"
 _STYLES = {

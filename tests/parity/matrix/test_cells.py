@@ -4,7 +4,8 @@ import pytest
 
 from ds_parity.parity.matrix.cells import CHECKS, Cell, cells, merged
 from ds_parity.parity.matrix.known_faults import FAULTS
-from ds_parity.parity.matrix.variants import STAGES, VARIANTS
+from ds_parity.parity.matrix.variant import STAGES
+from ds_parity.parity.matrix.variants import VARIANTS
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.subjects.oracle import windows_of
 

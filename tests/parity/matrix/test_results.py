@@ -9,7 +9,7 @@ import pytest
 from ds_parity.parity.matrix import pages, summary
 from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.matrix.results import Status, equal, judge
-from ds_parity.parity.matrix.variants import Variant
+from ds_parity.parity.matrix.variant import Variant
 from ds_parity.trace import Header, StepRecord, TraceWriter, Weights
 from tests.parity.report.reported import Page
 

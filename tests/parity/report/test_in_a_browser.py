@@ -13,7 +13,8 @@ import pytest
 from ds_parity.parity.matrix import pages
 from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.matrix.results import CellFinding, Result, Status
-from ds_parity.parity.matrix.variants import STAGES, VARIANTS
+from ds_parity.parity.matrix.variant import STAGES
+from ds_parity.parity.matrix.variants import VARIANTS
 from ds_parity.parity.report.page import render
 from ds_parity.parity.report.plots import pictures
 from tests.parity.report.reported import compared, contents, trace
