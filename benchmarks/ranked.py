@@ -33,9 +33,11 @@ class Rivals:
 
     def __init__(self, scenario):
         wanted = Scenario.from_json(scenario)
-        plain = rewrite(wanted.config, wanted.ranks).config
         self.wrapped = self._engine(wanted, ds_parity.initialize, wanted.config)
-        self.bare = self._engine(wanted, deepspeed.initialize, plain)
+        self.another_bare = partial(
+            self._engine, wanted, deepspeed.initialize, rewrite(wanted.config, wanted.ranks).config
+        )
+        self.bare = self.another_bare()
         self.batches, self.idle = own_batches(wanted), stand_in(wanted)
         self.unit, self.ahead = wanted.settings.loss_weight, wanted.settings.lookahead != 0
         self.stream = self.wrapped.passes(itertools.cycle(self.batches), finish=False)  # endless, as a trainer's is
@@ -64,15 +66,16 @@ class Rivals:
                 self.wrapped.idle(self.wrapped(**self.idle.inputs))
             self.wrapped.step()
 
-    def window_by_hand(self):
+    def window_by_hand(self, bare=None):
         """The same window as an RL trainer writes it, its total known beforehand, at no cost."""
+        bare = bare or self.bare
         share = self.total / dist.get_world_size()
         for index, batch in enumerate(self.batches):
-            self.bare.set_gradient_accumulation_boundary(index == len(self.batches) - 1)
+            bare.set_gradient_accumulation_boundary(index == len(self.batches) - 1)
             units = weight(batch, self.unit)
-            loss = self.bare(**(batch if batch.rollouts else self.idle).inputs)
-            self.bare.backward(loss / (share / units) if units else loss * 0.0, scale_wrt_gas=False)
-            self.bare.step()
+            loss = bare(**(batch if batch.rollouts else self.idle).inputs)
+            bare.backward(loss / (share / units) if units else loss * 0.0, scale_wrt_gas=False)
+            bare.step()
 
 
 def in_turn(windows, rounds):
@@ -97,6 +100,18 @@ def step_time(scenario, rounds):
     return {"seconds": seconds, **_counted(rivals), "same weights": same_weights(rivals.wrapped, rivals.bare)}
 
 
+def step_time_and_chance(scenario, rounds):
+    """The same beside a second engine that is driven by hand: how far a ratio is off 1 by chance."""
+    rivals = Rivals(scenario)
+    again = rivals.another_bare()
+    windows = {
+        "ds_parity": rivals.window_of_ds_parity,
+        "by hand": rivals.window_by_hand,
+        "again": partial(rivals.window_by_hand, again),
+    }
+    return {"seconds": in_turn(windows, rounds), "same weights": same_weights(rivals.wrapped, rivals.bare, again)}
+
+
 class CallersRivals:
     """An engine whose caller ends windows, and DeepSpeed with unmanaged accumulation, over the same window."""
 
@@ -108,7 +123,7 @@ class CallersRivals:
         sizes = {"gradient_accumulation_steps": steps, "train_batch_size": steps * wanted.ranks}
         unmanaged = {**plain, **sizes, "managed_gradient_accumulation": False}
         self.wrapped = self._engine(wanted, ds_parity.initialize, wanted.config)
-        self.bare = self._engine(wanted, deepspeed.initialize, unmanaged)
+        self.bare, self.again = (self._engine(wanted, deepspeed.initialize, unmanaged) for _ in range(2))
 
     def _engine(self, wanted, initialize, config):
         model = wanted.build()
@@ -119,18 +134,25 @@ class CallersRivals:
             self.wrapped.backward(self.wrapped(**batch.inputs), rollouts=batch.rollouts, tokens=batch.tokens)
         self.wrapped.step()
 
-    def window_unmanaged(self):
+    def window_unmanaged(self, again=False):
         """DeepSpeed divides by the number of backwards, and exchanges no counts."""
+        engine = self.again if again else self.bare
         for batch in self.batches:
-            self.bare.backward(self.bare(**batch.inputs))
-        self.bare.step()
+            engine.backward(engine(**batch.inputs))
+        engine.step()
 
 
 def callers_time(scenario, rounds):
     """Seconds by rival, and whether both end with the same weights."""
     rivals = CallersRivals(scenario)
-    seconds = in_turn({"ds_parity": rivals.window_of_ds_parity, "unmanaged": rivals.window_unmanaged}, rounds)
-    return {"seconds": seconds, "same weights": same_weights(rivals.wrapped, rivals.bare)}
+    windows = {
+        "ds_parity": rivals.window_of_ds_parity,
+        "unmanaged": rivals.window_unmanaged,
+        # What another engine of the same kind takes says how far a ratio is off 1 by chance.
+        "again": partial(rivals.window_unmanaged, again=True),
+    }
+    seconds = in_turn(windows, rounds)
+    return {"seconds": seconds, "same weights": same_weights(rivals.wrapped, rivals.bare, rivals.again)}
 
 
 def accelerate_time(scenario, rounds):
