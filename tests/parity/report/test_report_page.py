@@ -214,6 +214,24 @@ class TestCauses:
         assert said.count("losses agree and norms do not") == 1
         assert all(cause.name in said and cause.remedy in said for cause in ALIKE)
 
+    def test_those_that_are_equally_likely_are_one_group_each_with_its_own_evidence(self):
+        equal = (ALONE, Cause("scheduler-per-pass", 0.9, "the LR moves 3 times too fast"))
+        said = page(replace(LATE, causes=(*equal, *ALIKE))).text
+        likely, _, less = said.partition("Less likely")
+        assert "Likely causes: 2 that are equally likely; more than one can apply" in likely
+        for cause in equal:
+            assert f"{cause.name}: {cause.evidence}" in likely
+            assert cause.remedy in likely
+            assert cause.name not in less.partition("First difference")[0]
+        assert "Possible cause: one of 3 that these traces cannot tell apart" in less
+
+    def test_equal_likelihood_further_down_a_group_does_not_join_groups(self):
+        """The first group is likelier as a whole: its leading cause stands above the other."""
+        causes = (ALONE, replace(ALIKE[0], evidence=ALONE.evidence), Cause("base-lr", ALIKE[0].likelihood, "other"))
+        said = page(replace(LATE, causes=causes)).text
+        assert "Likely cause: one of 2 that these traces cannot tell apart" in said
+        assert "Possible cause: base-lr" in said
+
     def test_there_are_no_percentages_and_no_table_of_causes(self):
         text = html(replace(LATE, causes=(ALONE, *ALIKE)))
         assert not re.search(r"\b(90|55|35|30) ?%", text.partition("<body>")[2])
