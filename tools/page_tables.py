@@ -1,16 +1,23 @@
-"""Tables of README.md and docs/ that are made of the package itself: keys, symptoms, DeepSpeed's faults, figures."""
+"""Tables of README.md and docs/ that are made of the package itself, or of what the harness left."""
 
 import ast
 import json
 import re
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from textwrap import fill
+from typing import Any
 
 from ds_parity.config import Settings
 from ds_parity.config.settings import key_path
 from ds_parity.errors import DsParityError
+from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.parity.diagnosis.causes import REMEDIES
 from ds_parity.parity.subjects.controls.known import known
+from ds_parity.planning import Rollout, plan
 from ds_parity.trace import StepRecord, read_trace
+from tools.from_pipelinerl.quotas import deal, packed
 
 FAULTS = Path(__file__).parent / "deepspeed_faults"
 # What a reader sees, by the cause that `ds-parity compare` names.
@@ -46,6 +53,8 @@ SYMPTOMS = {
     "data-or-seed": "step 1 has the same learning rate and rollouts, and another loss",
 }
 STEPS = 3
+# The comparison of a plan with PipelineRL's quotas.
+WINDOW, MAX_TOKENS, RANKS = 64, 2048, (2, 4, 8, 16)
 # What people write by hand, by the control that does so, and the quantity in which it shows.
 BY_HAND = {
     "mean-of-micro-batches": ("it averages the means of the micro-batches", "gradient norm"),
@@ -96,7 +105,8 @@ def faults() -> str:
         if path.stem not in remedies:
             raise DsParityError(f"{FAULTS / 'README.md'}: there is no row for {path.stem}")
         overview.append(f"| [{path.stem}](#{path.stem}) | {summary} |")
-        parts = [f"## {path.stem}", f"**{summary}**", *details, f"**ds_parity** {remedies[path.stem]}.", command]
+        remedy = fill(f"**ds_parity** {remedies[path.stem]}.", 120, break_long_words=False, break_on_hyphens=False)
+        parts = [f"## {path.stem}", f"**{summary}**", *details, remedy, command]
         sections.append("\n\n".join(parts))
     return "\n\n".join(["\n".join(overview), *sections]) + "\n"
 
@@ -113,6 +123,55 @@ def _what_ds_parity_does() -> dict[str, str]:
         also = f"{cells[2]}: " if name in found else ""
         found.setdefault(name, []).append(also + re.sub(r"^corrects: (?=[a-z])", "corrects this: it ", cells[3]))
     return {name: "; ".join(texts) for name, texts in found.items()}
+
+
+def quotas() -> str:
+    """Return the passes of PipelineRL's quotas beside those of a plan, for all bundled rollouts."""
+    rollouts = load_rollouts()
+    windows = [rollouts[at : at + WINDOW] for at in range(0, len(rollouts) - WINDOW + 1, WINDOW)]
+    columns = [_quotas(windows, ranks) for ranks in RANKS]
+    names = ("passes with quotas", "idle passes with quotas, on all ranks", "passes, planned", "idle passes, planned")
+    rows = ["| | " + " | ".join(f"{ranks} ranks" for ranks in RANKS) + " |", "|---" * (1 + len(RANKS)) + "|"]
+    for name, counts in zip(names, zip(*columns, strict=True), strict=True):
+        rows.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _quotas(windows: list[Sequence[Rollout]], ranks: int) -> tuple[int, int, int, int]:
+    """Passes, and idle passes of all ranks: with quotas, and planned."""
+    rows = [row for window in windows for row in deal(window, ranks, packed(MAX_TOKENS))]
+    planned = plan(list(chain(*windows)), dp_world_size=ranks, target=WINDOW, max_tokens=MAX_TOKENS)
+    return len(rows), sum(row.count([]) for row in rows), planned.passes, planned.idle_passes
+
+
+def controls(folder: Path) -> str:
+    """Return how many controls were caught and named, for each configuration.
+
+    Args:
+        folder: of files that `ds-parity controls CONFIGURATION.json --json` printed, each with the name of its
+            configuration.
+    """
+    rows = [
+        "| configuration | faults caught | named first | false alarms | weakest signal / greatest noise |",
+        "|" + "---|" * 5,
+    ]
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        faults = [one for one in result["findings"] if not one["clean"]]
+        clean = [one for one in result["findings"] if one["clean"]]
+        caught, named = sum(one["caught"] for one in faults), sum(_named(one) for one in faults)
+        alarms = sum(one["caught"] for one in clean)
+        _, _, margins = result["summary"].partition("the weakest signal over the greatest noise: ")
+        least = min((float(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= in )", margins)), default=None)
+        cells = [f"{caught} of {len(faults)}", str(named), f"{alarms} of {len(clean)}"]
+        rows.append(f"| `{path.name}` | {' | '.join(cells)} | {'-' if least is None else f'{least:,.0f}'} |")
+    return "\n".join(rows) + "\n"
+
+
+def _named(finding: dict[str, Any]) -> bool:
+    """Whether the first cause is the fault, or one that leaves the same traces."""
+    name = finding["engine"]
+    return bool(finding["causes"]) and finding["causes"][0]["name"] in (name, *known()[name].like)
 
 
 def figures(folder: Path, names: tuple[str, ...]) -> str:
