@@ -45,6 +45,7 @@ docs: $(VENV)-docs/.ready
 
 pictures: $(READY)
 	$(BIN)/python tools/draw_pictures.py
+	$(BIN)/python tools/draw_report.py
 
 test: $(READY)
 	$(BIN)/python -m pytest
