@@ -24,8 +24,8 @@ from ds_parity.parity.report.words import reference_named
 
 _DIGITS = 12
 _ABOUT = {
-    "uniform": "Every rank runs equally many full micro-batches in each step: all that bare DeepSpeed can count.",
-    "ragged": "Micro-batches of different sizes, steps of different numbers of passes, and ranks without work.",
+    "uniform": "Every rank runs the same number of full micro-batches in each step. Bare DeepSpeed counts only these.",
+    "ragged": "Micro-batches have different sizes, steps different numbers of passes, and some ranks run out of data.",
 }
 """What the scenarios of `ds-parity verify` are like."""
 

@@ -96,8 +96,8 @@ def pictures(compared: Compared) -> tuple[Picture, ...]:
         drawn.append(
             Picture(
                 "differences",
-                "how far the runs lie apart, step by step, with what they may"
-                + (f"; no difference to show in: {alike}" if alike else ""),
+                "differences between the runs, step by step, and the bound that each must not exceed"
+                + (f"; no difference in: {alike}" if alike else ""),
                 _differences(shown, unlike),
                 tuple(charts.gap(f"relative difference in {label}", apart[name]) for name, label in unlike),
             )

@@ -204,7 +204,7 @@ class TestDifferences:
             "gradient norm"
         ]
         caption = next(it.caption for it in pictures(compared(trace(), trace(4, changes))) if it.name == "differences")
-        assert caption.endswith("; no difference to show in: loss, weights, learning rate")
+        assert caption.endswith("; no difference in: loss, weights, learning rate")
 
     def test_a_difference_that_is_allowed_is_drawn_too(self, draw):
         figure = draw(trace(), trace(4, {3: {"loss": 0.5 + 1e-8}}), tier=REASSOCIATED)["differences"]
