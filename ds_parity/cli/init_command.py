@@ -38,7 +38,7 @@ def init(
         int, typer.Option(min=1, max=_MOST, help="rollouts in an optimizer step, on all ranks together")
     ] = 12,
 ) -> None:
-    """Write a configuration and a training script to start from; they run as they are."""
+    """Write a configuration and a training script to start from. Both run without changes."""
     script = files("ds_parity.cli").joinpath(f"{_SCRIPT}.txt").read_text(encoding="utf-8")
     config = json.dumps(starting(stage, str(precision), target), indent=2) + "\n"
     _write({folder / _CONFIG: config, folder / _SCRIPT: script})
