@@ -25,7 +25,7 @@ SYMPTOMS = {
     "dp-mean-left-in": "the gradient norm is half of the right one on two ranks, and a quarter on four",
     "gas-scaled-twice": "the gradient norm is the right one divided by the number of passes",
     "divided-already": "the gradient norm is the right one divided by the rollouts or tokens of the step",
-    "sum-over-ranks": "your loop divides the loss; the gradient norm is the right one times or divided by the number of ranks",
+    "sum-over-ranks": "the gradient norm is the right one times or divided by the number of ranks",
     "constant-factor": "the gradient norm is wrong by the same factor in all steps",
     "mean-of-micro-batches": "gradient norms are wrong by a different factor in every step, and losses agree",
     "term-by-another": "the means of all loss terms agree, and loss and gradient norm do not",
