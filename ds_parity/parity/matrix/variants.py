@@ -23,7 +23,9 @@ NOT_OF_TERMS = "bare DeepSpeed has one denominator for all terms, and each has i
 HIDDEN_BY_ROUNDING = "bf16 rounds the smaller terms' coefficients by up to 0.1; the rows in fp32 show them"
 NOT_DIVIDED = "bare DeepSpeed divides by its number of passes, and the caller has divided already"
 REDUCED_IN_STEP = "DeepSpeed's buffers live in the step() that reduces, and would hide a copy; see the announced rows"
-KEEPS_GRADIENTS = "driven by hand, a window that takes no step keeps its gradients, which the next one adds to"
+KEEPS_GRADIENTS = (
+    "in a hand-written loop, a window without a step keeps its gradients, and the next window adds to them"
+)
 NOT_BARE = "bare DeepSpeed steps by the sum over ranks here, ds_parity by the mean over the window"
 
 
@@ -265,7 +267,7 @@ _SCHEDULER = (
 )
 
 _WINDOW = (
-    Variant("window", "one pass", passes=1, ragged={"windows": 8}, left_out={"deepspeed": "2 ranks hold 2 rollouts"}),
+    Variant("window", "one pass", passes=1, ragged={"windows": 8}, left_out={"deepspeed": "2 ranks have 2 rollouts"}),
     Variant("window", "one pass on each rank", passes=2, ragged={"shape": "uniform"}),
     Variant("window", "40 passes on each rank", passes=80, fields={"windows": 2}, ragged={"shape": "uniform"}),
     Variant("window", "corrected by 0.1", passes=20, ragged={"shape": "rising"}, quick=(1,)),
