@@ -14,12 +14,15 @@ import typer
 
 from ds_parity.cli import app
 from ds_parity.config import parse
+from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.parity.matrix.variants import STAGES
 from ds_parity.parity.matrix.variants import VARIANTS as ROWS
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.verification.verify import verify
+from ds_parity.planning import plan
 from tests.pages import PAGES, ROOT, blocks, commands, section, text, titled
 from tools import page_tables, update_docs
+from tools.from_pipelinerl.quotas import deal, packed
 
 # Where the Python blocks of each page are run.
 RUN = {
@@ -187,6 +190,28 @@ class TestFromPipelineRL:
         for name, value in [("gradient_accumulation_passes", 64), *config["ds_parity"].items()]:
             assert f'"{name}": {json.dumps(value)}' in table
         assert config["gradient_accumulation_passes"] == 64
+
+    def test_the_passes_that_it_shows_are_those_of_quotas_and_of_a_plan(self):
+        """Figures of a run are what its machine rounds; passes follow from the rollouts alone."""
+        rollouts = load_rollouts()[: 4 * page_tables.WINDOW]
+        windows = [rollouts[at : at + page_tables.WINDOW] for at in range(0, len(rollouts), page_tables.WINDOW)]
+        by_quota = [list(deal(window, 2, packed(page_tables.MAX_TOKENS))) for window in windows]
+        planned = plan(rollouts, dp_world_size=2, target=page_tables.WINDOW, max_tokens=page_tables.MAX_TOKENS)
+        shown, same, after, found = blocks("from_pipelinerl", "text")
+        idle = sum(row.count([]) for rows in by_quota for row in rows)
+        said = [line.partition(", weights")[0] for line in shown.splitlines()]
+        quotas = f"{sum(map(len, by_quota))} passes, {idle} idle on a rank"
+        assert said == [
+            f"before: {quotas}", f"after: {quotas}", f"after: {planned.passes} passes, 0 idle on a rank",
+            f"as found: {quotas}",
+        ]  # fmt: skip
+        assert _column(same, 2) == [str(len(rows)) for rows in by_quota]
+        assert _column(after, 2) == [str(window.passes) for window in planned.windows]
+        assert float(_column(found, 6)[0]) * 64 == pytest.approx(float(_column(same, 6)[0]), rel=1e-5)
+
+
+def _column(table, number):
+    return [line.split("│")[number].strip() for line in table.splitlines() if line.startswith("│    ")]
 
 
 def test_the_changelog_has_the_form_of_keep_a_changelog():
