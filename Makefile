@@ -11,7 +11,7 @@ VERSIONS ?= 0.19.8
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
 # What the table of controls in docs/harness.md is of.
-CONTROLS := zero0_fp32 zero2_fp32 zero2_bf16
+CONTROLS := zero0_fp32 zero1_fp32 zero2_fp32 zero2_bf16
 
 .PHONY: verify matrix figures controls pages docs pictures test test-slow test-hf test-hard lint package bench test-versions \
 	upstream clean
