@@ -10,7 +10,10 @@ VERSIONS ?= 0.19.8
 # Their figures are in docs/how_it_works.md, three of them in the README too.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures pages docs pictures test test-slow test-hf test-hard lint package bench test-versions \
+# What the table of controls in docs/harness.md is of.
+CONTROLS := zero0_fp32 zero1_fp32 zero2_fp32 zero2_bf16
+
+.PHONY: verify matrix figures controls pages docs pictures test test-slow test-hf test-hard lint package bench test-versions \
 	upstream clean
 
 verify: $(READY)
@@ -24,7 +27,14 @@ figures: $(READY)
 	$(BIN)/ds-parity controls ds_configs/zero2_fp32.json $(foreach fault,$(FAULTS),--only $(fault))
 	$(BIN)/python -m tools.update_docs figures ds_parity_out/controls
 
-# The tables that need no run: keys, symptoms, DeepSpeed's faults, ratios.
+controls: $(READY)
+	mkdir -p ds_parity_out/controls_found
+	for name in $(CONTROLS); do \
+		$(BIN)/ds-parity controls ds_configs/$$name.json --json > ds_parity_out/controls_found/$$name.json || exit; \
+	done
+	$(BIN)/python -m tools.update_docs controls ds_parity_out/controls_found
+
+# The tables that need no run: keys, symptoms, DeepSpeed's faults, quotas, ratios.
 pages: $(READY)
 	$(BIN)/python -m tools.update_docs pages
 
@@ -35,6 +45,7 @@ docs: $(VENV)-docs/.ready
 
 pictures: $(READY)
 	$(BIN)/python tools/draw_pictures.py
+	$(BIN)/python tools/draw_report.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -1,5 +1,6 @@
 """README.md and the pages of docs/ say what the code does."""
 
+import ast
 import configparser
 import inspect
 import json
@@ -13,11 +14,15 @@ import typer
 
 from ds_parity.cli import app
 from ds_parity.config import parse
+from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.parity.matrix.variant import STAGES
 from ds_parity.parity.matrix.variants import VARIANTS as ROWS
+from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.verification.verify import verify
+from ds_parity.planning import plan
 from tests.pages import PAGES, ROOT, blocks, commands, section, text, titled
 from tools import page_tables, update_docs
+from tools.from_pipelinerl.quotas import deal, packed
 
 # Where the Python blocks of each page are run.
 RUN = {
@@ -89,8 +94,22 @@ def test_a_json_block_is_a_configuration_that_parses(page, number):
 
 def test_the_python_of_every_page_is_run_somewhere():
     assert {page for page in PAGES if "```python" in text(page)} == RUN.keys()
-    for page, where in RUN.items():
-        assert f'"{page}"' in (ROOT / where).read_text()
+    assert [page for page, where in RUN.items() if page not in read_by((ROOT / where).read_text())] == []
+    assert len(titled("tutorial")) == len(blocks("tutorial", "python")) + len(blocks("tutorial", "json")), (
+        "its test runs the files that a reader saves, and a block without a title is no file"
+    )
+
+
+def read_by(source):
+    """The pages whose blocks a test reads: what it gives to `blocks` or `titled`, and names of pages kept for that."""
+    tree = ast.parse(source)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("blocks", "titled") and node.args:
+            found |= {one.value for one in ast.walk(node.args[0]) if isinstance(one, ast.Constant)}
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("READ", "PAGE"):
+            found |= {one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)}
+    return found
 
 
 def test_no_fence_is_of_an_unknown_kind():
@@ -118,11 +137,26 @@ def test_commands_start_scripts_that_have_their_flags():
     tools = [re.search(r"(tools/\S+\.py)(.*)", line) for line in starts]
     assert len([found for found in tools if found]) > 20
     for script, given in (found.groups() for found in tools if found):
-        sources = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
-        for flag in re.findall(r"--([\w-]+)", given):
-            assert re.search(rf"--{flag}\b|\b{flag.replace('-', '_')}=", sources), f"{script} --{flag}"
+        assert set(re.findall(r"--[\w-]+", given)) <= flags(ROOT / script), script
     own = {line.split()[-1] for line, found in zip(starts, tools, strict=True) if not found}
     assert own == {name for name in titled("tutorial") if name in ("plain.py", "train.py", "uneven.py")}
+
+
+def flags(script):
+    """The options of a script: what it or a neighbour that it imports adds to a parser."""
+    found, tree = set(), ast.parse(script.read_text())
+    for node in ast.walk(tree):
+        name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+        if name == "add_argument":
+            found |= {one.value for one in node.args if isinstance(one, ast.Constant) and one.value.startswith("--")}
+        elif name == "add_config_arguments":  # DeepSpeed's own
+            found |= {"--deepspeed", "--deepspeed_config"}
+        elif name == "arguments":  # of tools/from_pipelinerl/task.py, which makes options of its keywords
+            found |= {f"--{one.arg.replace('_', '-')}" for one in node.keywords}
+        for neighbour in [node.module] if isinstance(node, ast.ImportFrom) else []:
+            beside = script.parent / f"{neighbour}.py"
+            found |= flags(beside) if beside.exists() else set()
+    return found
 
 
 def test_extras_that_commands_install_are_there():
@@ -157,6 +191,28 @@ class TestFromPipelineRL:
             assert f'"{name}": {json.dumps(value)}' in table
         assert config["gradient_accumulation_passes"] == 64
 
+    def test_the_passes_that_it_shows_are_those_of_quotas_and_of_a_plan(self):
+        """Figures of a run are what its machine rounds; passes follow from the rollouts alone."""
+        rollouts = load_rollouts()[: 4 * page_tables.WINDOW]
+        windows = [rollouts[at : at + page_tables.WINDOW] for at in range(0, len(rollouts), page_tables.WINDOW)]
+        by_quota = [list(deal(window, 2, packed(page_tables.MAX_TOKENS))) for window in windows]
+        planned = plan(rollouts, dp_world_size=2, target=page_tables.WINDOW, max_tokens=page_tables.MAX_TOKENS)
+        shown, same, after, found = blocks("from_pipelinerl", "text")
+        idle = sum(row.count([]) for rows in by_quota for row in rows)
+        said = [line.partition(", weights")[0] for line in shown.splitlines()]
+        quotas = f"{sum(map(len, by_quota))} passes, {idle} idle on a rank"
+        assert said == [
+            f"before: {quotas}", f"after: {quotas}", f"after: {planned.passes} passes, 0 idle on a rank",
+            f"as found: {quotas}",
+        ]  # fmt: skip
+        assert _column(same, 2) == [str(len(rows)) for rows in by_quota]
+        assert _column(after, 2) == [str(window.passes) for window in planned.windows]
+        assert float(_column(found, 6)[0]) * 64 == pytest.approx(float(_column(same, 6)[0]), rel=1e-5)
+
+
+def _column(table, number):
+    return [line.split("│")[number].strip() for line in table.splitlines() if line.startswith("│    ")]
+
 
 def test_the_changelog_has_the_form_of_keep_a_changelog():
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
@@ -167,3 +223,39 @@ def test_the_changelog_has_the_form_of_keep_a_changelog():
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     changes = lines[lines.index(versions[0]) :]
     assert not [line for line in changes if line.startswith("  ")], "one line for each change"
+    items = [line for line in changes if line and not line.startswith(("#", "- "))]
+    assert all(line.endswith(":") for line in items), "a line is a change, a heading, or the name of a group"
+    assert not re.search(r"no longer|any more|anymore|now works|used to", "\n".join(changes[: _end(changes)])), (
+        "nobody had the state before"
+    )
+
+
+def _end(changes):
+    """The lines of the first section."""
+    return next((at for at, line in enumerate(changes) if at and line.startswith("## ")), len(changes))
+
+
+PROSE = [*PAGES.values(), *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))]
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: path.stem)
+def test_no_line_of_prose_is_longer_than_120(path):
+    """Tables, code, pictures and what `make matrix` writes cannot be broken."""
+    prose = re.sub(r"^ *```.*?^ *```$|<!-- matrix:.*?<!-- matrix: end -->", "", path.read_text(), flags=re.S | re.M)
+    broken = [line for line in prose.splitlines() if not re.match(r"\||    |!\[", line)]
+    assert [line for line in broken if len(line) > 120] == []
+
+
+def test_the_table_of_controls_has_all_of_them():
+    """What was caught and named is what `make controls` found; the counts of faults are those of the program."""
+    rows = [line.strip("|").split("|") for line in update_docs.shown(PAGES["harness"], "controls").splitlines()[2:]]
+    configurations = [name.strip(" `") for name, *_ in rows]
+    made = re.search(r"^CONTROLS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert configurations == sorted(f"{name}.json" for name in made)
+    for name, caught, named, alarms, _ in rows:
+        config = json.loads((ROOT / "ds_configs" / name.strip(" `")).read_text())
+        stage = config["zero_optimization"]["stage"]
+        faults = sum(stage in control.stages for control in known().values())
+        assert caught.strip() == f"{faults} of {faults}"
+        assert int(named) == faults or "bf16" in name
+        assert alarms.strip().startswith("0 of ")

@@ -1,51 +1,60 @@
-"""Tables of README.md and docs/ that are made of the package itself: keys, symptoms, DeepSpeed's faults, figures."""
+"""Tables of README.md and docs/ that are made of the package itself, or of what the harness left."""
 
 import ast
 import json
 import re
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from textwrap import fill
+from typing import Any
 
 from ds_parity.config import Settings
 from ds_parity.config.settings import key_path
 from ds_parity.errors import DsParityError
+from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.parity.diagnosis.causes import REMEDIES
 from ds_parity.parity.subjects.controls.known import known
+from ds_parity.planning import Rollout, plan
 from ds_parity.trace import StepRecord, read_trace
+from tools.from_pipelinerl.quotas import deal, packed
 
 FAULTS = Path(__file__).parent / "deepspeed_faults"
 # What a reader sees, by the cause that `ds-parity compare` names.
 SYMPTOMS = {
     "dp-mean-left-in": "the gradient norm is half of the right one on two ranks, and a quarter on four",
-    "gas-scaled-twice": "the gradient norm is too small by the number of passes",
-    "divided-already": "the gradient norm is too small by the total: the number of rollouts or tokens of a step",
-    "sum-over-ranks": "the gradient norm is off by the number of ranks, and your code divides the loss",
-    "constant-factor": "the gradient norm is off by one factor in all steps",
-    "mean-of-micro-batches": "gradient norms are off by another factor in every step, and losses agree",
+    "gas-scaled-twice": "the gradient norm is the right one divided by the number of passes",
+    "divided-already": "the gradient norm is the right one divided by the rollouts or tokens of the step",
+    "sum-over-ranks": "the gradient norm is the right one times or divided by the number of ranks",
+    "constant-factor": "the gradient norm is wrong by the same factor in all steps",
+    "mean-of-micro-batches": "gradient norms are wrong by a different factor in every step, and losses agree",
     "term-by-another": "the means of all loss terms agree, and loss and gradient norm do not",
-    "term-of-last-window": "the same, from the second step on",
-    "target-not-actual": "gradient norms are off by total / target",
+    "term-of-last-window": "the means of all loss terms agree; from the second step on, loss and gradient norm do not",
+    "target-not-actual": "the gradient norm of each step is the right one times total / target",
     "idle-counted": "gradient norms shrink where ranks idle",
     "idle-nan": "the loss or the gradient norm becomes NaN in a step with idle passes",
     "boundary-off-by-one": "step 1 contains one micro-batch",
-    "local-count": "windows are too long by the number of ranks",
+    "local-count": "every window contains the target times the number of ranks",
     "equality-boundary": "a window does not end where micro-batches jump over the target",
     "partial-window-leak": "rollouts at the end of the data appear in no step",
-    "scheduler-per-pass": "the learning rate changes too fast by the number of passes in a window",
+    "scheduler-per-pass": "the learning rate changes with every pass, and not with every step",
     "scheduler-budget-in-passes": "the learning rate hardly changes",
     "scheduler-on-skipped-step": "the learning rate changes in a step that an overflow skipped",
     "lr-reported-a-step-off": "the learning rate of each step is that of the next one, and everything else agrees",
     "last-backward-only": "on ZeRO 1 and 2 the gradient is that of the last micro-batch",
-    "late-boundary": "gradient norms are off, losses agree, and your loop sets the boundary flag itself",
+    "late-boundary": "gradient norms are wrong, losses agree, and your loop sets the boundary flag itself",
     "implicit-clip": "loss, learning rate and gradient norm agree, and weights do not",
-    "returned-loss-scaled": "the loss is too small by the number of passes, and weights agree",
-    "metrics-mean-of-ranks": "the reported loss is off, and gradient norm and weights agree",
+    "returned-loss-scaled": "the loss is the right one divided by the number of passes, and weights agree",
+    "metrics-mean-of-ranks": "the reported loss is wrong, and gradient norm and weights agree",
     "resume-resets-schedule": "all agrees up to a resume, and then the learning rate begins again",
-    "resume-resets-window": "all agrees up to a resume, and then windows are cut differently",
+    "resume-resets-window": "all agrees up to a resume, and then windows begin at other rollouts",
     "resume-loses-optimizer": "all agrees up to a resume, and then weights differ",
     "resume-repeats-data": "all agrees up to a resume, and then the tokens of step 1 appear again",
     "data-or-seed": "step 1 has the same learning rate and rollouts, and another loss",
 }
 STEPS = 3
+# The comparison of a plan with PipelineRL's quotas.
+WINDOW, MAX_TOKENS, RANKS = 64, 2048, (2, 4, 8, 16)
 # What people write by hand, by the control that does so, and the quantity in which it shows.
 BY_HAND = {
     "mean-of-micro-batches": ("it averages the means of the micro-batches", "gradient norm"),
@@ -96,7 +105,8 @@ def faults() -> str:
         if path.stem not in remedies:
             raise DsParityError(f"{FAULTS / 'README.md'}: there is no row for {path.stem}")
         overview.append(f"| [{path.stem}](#{path.stem}) | {summary} |")
-        parts = [f"## {path.stem}", f"**{summary}**", *details, f"**ds_parity** {remedies[path.stem]}.", command]
+        remedy = fill(f"**ds_parity** {remedies[path.stem]}.", 120, break_long_words=False, break_on_hyphens=False)
+        parts = [f"## {path.stem}", f"**{summary}**", *details, remedy, command]
         sections.append("\n\n".join(parts))
     return "\n\n".join(["\n".join(overview), *sections]) + "\n"
 
@@ -115,6 +125,55 @@ def _what_ds_parity_does() -> dict[str, str]:
     return {name: "; ".join(texts) for name, texts in found.items()}
 
 
+def quotas() -> str:
+    """Return the passes of PipelineRL's quotas beside those of a plan, for all bundled rollouts."""
+    rollouts = load_rollouts()
+    windows = [rollouts[at : at + WINDOW] for at in range(0, len(rollouts) - WINDOW + 1, WINDOW)]
+    columns = [_quotas(windows, ranks) for ranks in RANKS]
+    names = ("passes with quotas", "idle passes with quotas, on all ranks", "passes, planned", "idle passes, planned")
+    rows = ["| | " + " | ".join(f"{ranks} ranks" for ranks in RANKS) + " |", "|---" * (1 + len(RANKS)) + "|"]
+    for name, counts in zip(names, zip(*columns, strict=True), strict=True):
+        rows.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _quotas(windows: list[Sequence[Rollout]], ranks: int) -> tuple[int, int, int, int]:
+    """Passes, and idle passes of all ranks: with quotas, and planned."""
+    rows = [row for window in windows for row in deal(window, ranks, packed(MAX_TOKENS))]
+    planned = plan(list(chain(*windows)), dp_world_size=ranks, target=WINDOW, max_tokens=MAX_TOKENS)
+    return len(rows), sum(row.count([]) for row in rows), planned.passes, planned.idle_passes
+
+
+def controls(folder: Path) -> str:
+    """Return how many controls were caught and named, for each configuration.
+
+    Args:
+        folder: of files that `ds-parity controls CONFIGURATION.json --json` printed, each with the name of its
+            configuration.
+    """
+    rows = [
+        "| configuration | faults caught | named first | false alarms | weakest signal / greatest noise |",
+        "|" + "---|" * 5,
+    ]
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        faults = [one for one in result["findings"] if not one["clean"]]
+        clean = [one for one in result["findings"] if one["clean"]]
+        caught, named = sum(one["caught"] for one in faults), sum(_named(one) for one in faults)
+        alarms = sum(one["caught"] for one in clean)
+        _, _, margins = result["summary"].partition("the weakest signal over the greatest noise: ")
+        least = min((float(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= in )", margins)), default=None)
+        cells = [f"{caught} of {len(faults)}", str(named), f"{alarms} of {len(clean)}"]
+        rows.append(f"| `{path.name}` | {' | '.join(cells)} | {'-' if least is None else f'{least:,.0f}'} |")
+    return "\n".join(rows) + "\n"
+
+
+def _named(finding: dict[str, Any]) -> bool:
+    """Whether the first cause is the fault, or one that leaves the same traces."""
+    name = finding["engine"]
+    return bool(finding["causes"]) and finding["causes"][0]["name"] in (name, *known()[name].like)
+
+
 def figures(folder: Path, names: tuple[str, ...]) -> str:
     """Return the wrong figures beside the right ones, from the traces of the controls.
 
@@ -127,7 +186,7 @@ def figures(folder: Path, names: tuple[str, ...]) -> str:
         DsParityError: ds_parity's own figures are not the right ones.
     """
     rows = [
-        "| what the loop does | steps 1 to 3 | right (and ds_parity) | this loop | loss right? |",
+        "| what the loop does | steps 1 to 3 | right, and with ds_parity | with this loop | is the loss right? |",
         "|" + "---|" * 5,
     ]
     for name in names:

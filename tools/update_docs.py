@@ -1,8 +1,9 @@
 """Put tables that a program makes into README.md and docs/, between the marks of each.
 
-python -m tools.update_docs pages                                        tables that need no run
-python -m tools.update_docs matrix ds_parity_out/matrix/matrix.md        what `ds-parity verify --matrix` left
-python -m tools.update_docs figures ds_parity_out/controls               what `ds-parity controls` left
+python tools/update_docs.py pages                                        tables that need no run
+python tools/update_docs.py matrix ds_parity_out/matrix/matrix.md        what `ds-parity verify --matrix` left
+python tools/update_docs.py figures ds_parity_out/controls               what `ds-parity controls` left
+python tools/update_docs.py controls ds_parity_out/controls_found        what `ds-parity controls --json` printed
 """
 
 import argparse
@@ -10,10 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ds_parity.errors import DsParityError
-from tools import page_tables, results_tables
-
 ROOT = Path(__file__).parent.parent
+if not __package__:
+    # Started as a file: Python looks for modules in tools/, and the modules below are found from the repository.
+    sys.path.insert(0, str(ROOT))
+
+from ds_parity.errors import DsParityError  # noqa: E402  the path must be set before
+from tools import page_tables, results_tables  # noqa: E402  the same
+
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 # Tables by the name in their marks: the page, and what makes it. No run is needed for these.
@@ -21,6 +26,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "keys": (DOCS / "configuration.md", page_tables.keys),
     "symptoms": (DOCS / "troubleshooting.md", page_tables.symptoms),
     "faults": (DOCS / "deepspeed_faults.md", page_tables.faults),
+    "quotas": (DOCS / "from_pipelinerl.md", page_tables.quotas),
     "time": (DOCS / "performance.md", results_tables.time_of_a_window),
     "costs": (DOCS / "performance.md", results_tables.costs),
     "quota": (DOCS / "performance.md", results_tables.quota),
@@ -42,6 +48,9 @@ def made_from_runs(part: str, source: Path) -> Iterator[tuple[Path, str]]:
         text = source.read_text()
         yield DOCS / "matrix.md", text
         yield README, text.split(" (")[0] + ".\n"
+        return
+    if part == "controls":
+        yield DOCS / "harness.md", page_tables.controls(source)
         return
     yield README, page_tables.figures(source, IN_README)
     yield DOCS / "how_it_works.md", page_tables.figures(source, tuple(page_tables.BY_HAND))
@@ -81,8 +90,8 @@ def put(page: Path, part: str, text: str) -> None:
 def main() -> int:
     """Parse, replace, say what was done."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=("pages", "matrix", "figures"))
-    parser.add_argument("source", type=Path, nargs="?", help="matrix.md, or the folder of the controls")
+    parser.add_argument("part", choices=("pages", "matrix", "figures", "controls"))
+    parser.add_argument("source", type=Path, nargs="?", help="what the harness left: matrix.md, or a folder")
     given = parser.parse_args()
     if given.part != "pages" and (given.source is None or not given.source.exists()):
         print(f"{given.source}: there is no such file; run make {given.part}", file=sys.stderr)

@@ -12,14 +12,14 @@ from ds_parity.cli.options import Folder, Json, Ranks, Timeout
 
 
 def calibrate(
-    scenarios: Annotated[int, typer.Option(min=1, help="random clean scenarios")] = 200,
+    scenarios: Annotated[int, typer.Option(min=1, help="number of random scenarios without a fault")] = 200,
     ranks: Ranks = 2,
-    seed: Annotated[int, typer.Option(min=0, help="of the draw")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random scenarios")] = 0,
     timeout: Timeout = 3600,
     folder: Folder = Path("ds_parity_out"),
     as_json: Json = False,
 ) -> None:
-    """Measure how far sound runs lie apart: the constants of the bound, and that it raises no false alarm."""
+    """Measure how far correct runs differ by rounding, and check that the bounds raise no false alarm."""
     from ds_parity.parity.verification import calibrate as harness
 
     drawn = harness.drawn(scenarios, seed, ranks)

@@ -14,28 +14,31 @@ from ds_parity.errors import ConfigError
 
 def compare(
     reference: Annotated[Path, typer.Argument(help=f"the trace that is right: {TRACES}", show_default=False)],
-    candidate: Annotated[Path, typer.Argument(help="the trace in question: the same", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(help="the trace to check: the same kinds of file", show_default=False)],
     tier: Annotated[
         str | None,
-        typer.Option(help="exact or reassociated; by default exact, unless a side is foreign or torch or ranks differ"),
+        typer.Option(
+            help="exact or reassociated; by default exact, or reassociated for other trainers, torch and other ranks"
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in")] = "fp32",
     maps: Annotated[
         list[str] | None,
-        typer.Option(
-            "--map", help="NAME=COLUMN of whichever side is foreign: loss=train/loss, step=_step+1, lr= (none)"
-        ),
+        typer.Option("--map", help="NAME=COLUMN of files of other trainers: loss=train/loss, step=_step+1, lr= (none)"),
     ] = None,
-    map_reference: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN of the reference alone")] = None,
-    map_candidate: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN of the candidate alone")] = None,
+    map_reference: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN, for the reference only")] = None,
+    map_candidate: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN, for the candidate only")] = None,
     mean_loss: Annotated[
-        bool, typer.Option("--mean-loss", help="a foreign loss is the mean over the steps since the one logged before")
+        bool,
+        typer.Option(
+            "--mean-loss", help="another trainer's loss is the mean over all steps since the last logged step"
+        ),
     ] = False,
     report: Report = None,
     junit: Junit = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two traces step by step: ds_parity's own, or what another trainer left behind."""
+    """Compare two runs step by step: traces of ds_parity, or files of other trainers."""
     from ds_parity.parity import report as reports
     from ds_parity.parity.comparison.bounds import Tier
     from ds_parity.parity.comparison.compare import compare as compared

@@ -18,7 +18,7 @@ def controls(
     folder: Folder = Path("ds_parity_out"),
     as_json: Json = False,
 ) -> None:
-    """Put known bugs into the engine, one at a time: each must be caught, and named."""
+    """Put known faults into the engine, one at a time: each must be found and named."""
     from ds_parity.config import load_config
     from ds_parity.parity.verification import control_runs as harness
     from ds_parity.parity.verification import control_tables

@@ -29,16 +29,16 @@ class StartingPrecision(StrEnum):
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="where to write; it is made", show_default=False)] = Path(),
-    stage: Annotated[int, typer.Option(min=0, max=3, help="of ZeRO")] = 2,
+    folder: Annotated[Path, typer.Argument(help="folder to write to; it is created", show_default=False)] = Path(),
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")] = 2,
     precision: Annotated[
         StartingPrecision, typer.Option(help="what the model computes in; DeepSpeed has no fp16 on a CPU")
     ] = StartingPrecision.BF16,
     target: Annotated[
-        int, typer.Option(min=1, max=_MOST, help="rollouts of an optimizer step, on all ranks together")
+        int, typer.Option(min=1, max=_MOST, help="rollouts in an optimizer step, on all ranks together")
     ] = 12,
 ) -> None:
-    """Write a configuration and a training script to start from; they run as they are."""
+    """Write a configuration and a training script to start from. Both run without changes."""
     script = files("ds_parity.cli").joinpath(f"{_SCRIPT}.txt").read_text(encoding="utf-8")
     config = json.dumps(starting(stage, str(precision), target), indent=2) + "\n"
     _write({folder / _CONFIG: config, folder / _SCRIPT: script})

@@ -9,11 +9,11 @@ import typer
 
 Config = Annotated[str, typer.Argument(help="extended DeepSpeed JSON: a path, or base64", show_default=False)]
 Ranks = Annotated[int, typer.Option(min=1, help="data-parallel ranks")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
-Seed = Annotated[int, typer.Option(min=0, help="of weights, rollouts and raggedness")]
-Timeout = Annotated[float, typer.Option(min=1, help="seconds for all ranks to finish")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Seed = Annotated[int, typer.Option(min=0, help="seed of weights, rollouts and sizes of micro-batches")]
+Timeout = Annotated[float, typer.Option(min=1, help="seconds in which all ranks must finish")]
 Model = Annotated[str, typer.Option(help="package.module:function that takes a seed and returns an nn.Module")]
-Rollouts = Annotated[str | None, typer.Option(help="JSON Lines of your own: prompt, completion, reward")]
+Rollouts = Annotated[str | None, typer.Option(help="your own rollouts, JSON Lines: prompt, completion, reward")]
 Train = Annotated[
     str | None, typer.Option(help="package.module:function(engine, micro_batches): your own loop and loss")
 ]

@@ -17,17 +17,19 @@ def plan(
         typer.Argument(help="JSON Lines: prompt, completion, reward; the bundled ones by default", show_default=False),
     ] = None,
     ranks: Ranks = 2,
-    max_tokens: Annotated[int, typer.Option(min=1, help="the most tokens in a micro-batch")] = 4096,
+    max_tokens: Annotated[int, typer.Option(min=1, help="greatest number of tokens in a micro-batch")] = 4096,
     target: Annotated[int, typer.Option(min=1, help="rollouts, or prompts, that close a window")] = 64,
     count: Annotated[str, typer.Option(help="what the target counts: rollout or prompt")] = "rollout",
     layout: Annotated[str, typer.Option(help="packed (end to end) or padded (to the longest)")] = "packed",
-    oversize: Annotated[str, typer.Option(help="longer rollouts: refuse, or own (micro-batch)")] = "refuse",
+    oversize: Annotated[
+        str, typer.Option(help="what to do with longer rollouts: refuse them, or give each its own micro-batch (own)")
+    ] = "refuse",
     report: Annotated[
         Path | None, typer.Option(help="folder for a picture of every window, up to 20", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the windows, passes and idle passes that rollouts come to."""
+    """Plan rollouts, and show their windows, passes and idle passes."""
     from ds_parity.cli import picture
     from ds_parity.parity.data.rollouts import load_rollouts
     from ds_parity.planning import plan as planned_for

@@ -32,7 +32,7 @@ def probe(
     folder: Folder = Path("ds_parity_out"),
     as_json: Json = False,
 ) -> None:
-    """Show with what coefficient each micro-batch of each rank really entered one step."""
+    """Measure the coefficient with which each micro-batch of each rank entered one step."""
     from ds_parity.config import load_config
     from ds_parity.parity.probe import start
 

@@ -27,7 +27,7 @@ def verify(
     ] = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="every configuration that people run")] = False,
     ranks: Ranks = 2,
-    windows: Annotated[int, typer.Option(min=1, help="windows' worth of rollouts")] = 5,
+    windows: Annotated[int, typer.Option(min=1, help="number of windows to train on")] = 5,
     seed: Seed = 0,
     model: Model = "ds_parity.parity.data.model:build",
     rollouts: Rollouts = None,
@@ -39,7 +39,7 @@ def verify(
     junit: Junit = None,
     as_json: Json = False,
 ) -> None:
-    """Train with the reference engines and with ours on real ranks, and compare the traces."""
+    """Train with the reference engines and with ds_parity on real ranks, and compare every step."""
     from ds_parity.config import load_config
     from ds_parity.parity import report as reports
 

@@ -1,7 +1,8 @@
 """What `make package` finds fault with: a wheel or a source archive with too little, or too much."""
 
+import configparser
 import re
-from pathlib import Path
+from pathlib import PurePath
 
 import pytest
 import yaml
@@ -41,16 +42,30 @@ def test_what_is_missing_or_too_much_is_named(wheel, source, said):
 
 
 def test_files_that_are_no_python_are_part_of_the_package():
-    """A build leaves out what setup.cfg forgets."""
-    others = {path for path in tracked() if path.startswith("ds_parity/") and not path.endswith(".py")}
-    names = {"train.py.txt", "report.html.j2", "live.js", "uPlot.iife.min.js", "gsm8k_rollouts.jsonl.xz"}
-    assert names <= {Path(path).name for path in others}
+    """A build leaves out what setup.cfg forgets, and a folder of Python that has no __init__.py."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    patterns = setup["options.package_data"]["ds_parity"].split()
+    package = {PurePath(path).relative_to("ds_parity") for path in tracked() if path.startswith("ds_parity/")}
+    others = {path for path in package if path.suffix != ".py"}
+    assert len(others) > 10
+    # A * of setuptools, as one of a shell, does not go into folders.
+    assert [str(path) for path in others if not any(same_depth(path, one) for one in patterns)] == []
+    folders = {path.parent for path in package if path.suffix == ".py"}
+    assert [str(folder) for folder in folders if folder / "__init__.py" not in package] == []
+
+
+def same_depth(path, pattern):
+    return path.match(pattern) and len(path.parts) == len(PurePath(pattern).parts)
 
 
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == ds_parity.__version__
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert (citation["title"], citation["license"]) == (setup["metadata"]["name"], setup["metadata"]["license"])
 
 
 def test_the_issue_template_is_a_form_and_its_commands_are_there():
@@ -64,13 +79,19 @@ def test_the_issue_template_is_a_form_and_its_commands_are_there():
 
     from ds_parity.cli import app
 
-    commands = get_command(app).commands.keys()
-    assert set(re.findall(r"ds-parity (\w+)", said)) <= commands
+    command = get_command(app)
+    named = re.findall(r"ds-parity ([\w-]+)", said)
+    options = {option for one in command.params for option in one.opts}
+    assert {"init", "verify", "compare", "--version"} <= set(named)
+    assert [name for name in named if name not in {*command.commands, *options}] == []
+    taken = {option for one in command.commands.values() for parameter in one.params for option in parameter.opts}
+    assert set(re.findall(r"option `(--[\w-]+)", said)) == {"--report"} <= taken
 
 
 def test_ci_checks_the_package():
-    assert "\nmake package\n" in (ROOT / ".ci" / "run").read_text()
-    assert "\npackage:" in (ROOT / "Makefile").read_text()
+    assert re.search(r"^make package$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    recipe = re.search(r"^package:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert "tools/check_package.py" in recipe
     pinned = (ROOT / "constraints.txt").read_text()
     assert re.search(r"^build==", pinned, re.MULTILINE)
     assert re.search(r"^twine==", pinned, re.MULTILINE)

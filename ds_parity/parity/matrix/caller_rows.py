@@ -22,7 +22,9 @@ from ds_parity.parity.matrix.variant import (
 from ds_parity.parity.matrix.window_rows import ADDED, AVERAGED, NO_BARE, TERMS
 
 REDUCED_IN_STEP = "DeepSpeed's buffers live in the step() that reduces, and would hide a copy; see the announced rows"
-KEEPS_GRADIENTS = "driven by hand, a window that takes no step keeps its gradients, which the next one adds to"
+KEEPS_GRADIENTS = (
+    "in a hand-written loop, a window without a step keeps its gradients, and the next window adds to them"
+)
 
 
 def _by_caller(**keys: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ FAULTS = {
         KnownFault(
             "fp16_growing_scale",
             "a step at which the dynamic loss scale grows is unscaled by the new scale, and applied at half its size",
-            "corrected: the scale is held for the step",
+            "corrected: the scale is kept during the step",
         ),
         KnownFault(
             "fp16_zero0_unscaled_loss",

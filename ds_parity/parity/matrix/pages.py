@@ -15,9 +15,9 @@ from ds_parity.parity.report.terminal import number
 
 MEANINGS = {
     Status.RIGHT: "loss, learning rate, gradient norm and weights of each step are those of the references.",
-    Status.CORRECTED: "DeepSpeed's own run of this configuration is wrong, and that of ds_parity is right.",
-    Status.REFUSED: "ds_parity does not start with this configuration, and says why.",
-    Status.DIFFERS: "the run of ds_parity is not that of a reference.",
+    Status.CORRECTED: "DeepSpeed itself is wrong with this configuration, and ds_parity is right.",
+    Status.REFUSED: "ds_parity raises an error for this configuration, which gives the reason.",
+    Status.DIFFERS: "a step of ds_parity is not equal to that of a reference.",
     Status.FAILED: "a run raised an error, or did not come to an end.",
 }
 _SAID = {

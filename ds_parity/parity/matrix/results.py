@@ -146,7 +146,7 @@ def _memory(cell: Cell, answers: Answers) -> CellFinding:
         return CellFinding("memory", Status.FAILED, "there was no second step to measure")
     # A copy is there in every window; what a thread frees late is not.
     extra = (min(ds_parity["peaks"]) - min(by_hand["peaks"])) / _gradient_bytes(cell.ragged, ds_parity["parameters"])
-    detail = f"peak of a step {extra:+.4f} of the gradients beside the engine driven by hand"
+    detail = f"peak of a step {extra:+.4f} of the gradients, compared with DeepSpeed in a hand-written loop"
     return CellFinding("memory", Status.RIGHT if extra <= _MEMORY else Status.DIFFERS, detail)
 
 

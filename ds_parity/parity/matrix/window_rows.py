@@ -20,7 +20,7 @@ AVERAGED = section(loss_weight="divided", across_ranks="mean")
 _BY_TOTALS = section(loss_weight=None, terms=TERMS)
 
 WINDOW = (
-    Variant("window", "one pass", passes=1, ragged={"windows": 8}, left_out={"deepspeed": "2 ranks hold 2 rollouts"}),
+    Variant("window", "one pass", passes=1, ragged={"windows": 8}, left_out={"deepspeed": "2 ranks have 2 rollouts"}),
     Variant("window", "one pass on each rank", passes=2, ragged={"shape": "uniform"}),
     Variant("window", "40 passes on each rank", passes=80, fields={"windows": 2}, ragged={"shape": "uniform"}),
     Variant("window", "corrected by 0.1", passes=20, ragged={"shape": "rising"}, quick=(1,)),

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_parity.parity.report.decades import Decades
-from ds_parity.parity.report.series import Gaps, Line, Run
+from ds_parity.parity.report.series import GROUPS, Gaps, Line, Run
 
 Chart = dict[str, Any]
-_LISTED = 12
 _ODD = "NaN, infinite or in one run only"
 
 
@@ -30,14 +29,23 @@ def curves(reference: Run, candidate: Run, fields: Sequence[tuple[str, str]]) ->
         candidate: the same of the candidate.
         fields: names and titles.
     """
-    every = ((title.replace("\n", " "), reference.lines[name], candidate.lines[name]) for name, title in fields)
+    groups = max(reference.groups, candidate.groups)
+    of_groups = f" of the first {GROUPS} of {groups} parameter groups" if groups > GROUPS else ""
+    every = (
+        (title.replace("\n", " ") + (of_groups if name == "lr" else ""), reference.lines[name], candidate.lines[name])
+        for name, title in fields
+    )
     return tuple(_curve(title, a, b) for title, a, b in every if a or b)
 
 
 def skipped(reference: Run, candidate: Run) -> tuple[Chart, ...]:
     """Return a sentence on the steps that took no update, none where all did."""
-    steps = np.union1d(reference.skipped, candidate.skipped)
-    return ({"title": "skipped steps", "said": _listed(steps)},) if len(steps) else ()
+    a, b = reference.skipped, candidate.skipped
+    if not (a or b):
+        return ()
+    alike = a.digest == b.digest
+    said = f"{a}, in both runs" if alike else f"reference: {a if a else 'none'}; candidate: {b if b else 'none'}"
+    return ({"title": "skipped steps", "said": said},)
 
 
 def gap(title: str, gaps: Gaps) -> Chart:
@@ -78,10 +86,11 @@ def _curve(title: str, a: tuple[Line, ...], b: tuple[Line, ...]) -> Chart:
 
 
 def _series(side: str, role: str, lines: tuple[Line, ...]) -> Iterator[Chart]:
-    """One line for each parameter group; the least and the greatest of a stretch are two."""
-    for at, line in enumerate(lines, start=1):
-        label = side if len(lines) == 1 else f"{side}, group {at}"
-        odd = {"odd": f"{label}: NaN or infinite in step {_listed(line.odd)}"} if len(line.odd) else {}
+    """One line for the parameter groups with the same values; the least and the greatest of a stretch are two."""
+    for line in lines:
+        label = side if len(lines) == 1 else f"{side}, {_numbered(line.groups)}"
+        steps = "step" if line.odd.count == 1 else "steps"
+        odd = {"odd": f"{label}: NaN or infinite in {steps} {line.odd}"} if line.odd else {}
         if line.stretch == 1:
             yield {"label": label, "role": role, "y": _numbers(line.low), **odd}
         else:
@@ -89,18 +98,20 @@ def _series(side: str, role: str, lines: tuple[Line, ...]) -> Iterator[Chart]:
             yield {"label": f"{label}, greatest", "role": role, "y": _numbers(line.high)}
 
 
-def _alike(a: tuple[Line, ...], b: tuple[Line, ...]) -> bool:
-    def drawn(lines: tuple[Line, ...]) -> list[tuple[bytes, ...]]:
-        return [(one.low.tobytes(), one.high.tobytes(), one.odd.tobytes()) for one in lines]
+def _numbered(groups: tuple[int, ...]) -> str:
+    *others, last = map(str, groups)
+    return f"groups {', '.join(others)} and {last}" if others else f"group {last}"
 
-    return drawn(a) == drawn(b)
+
+def _alike(a: tuple[Line, ...], b: tuple[Line, ...]) -> bool:
+    return [(one.values, one.groups) for one in a] == [(one.values, one.groups) for one in b]
 
 
 def _constant(lines: tuple[Line, ...]) -> float | None:
     """The one value that all steps of a single line have, None where they have several."""
     line = lines[0]
     values = np.concatenate([line.low, line.high])
-    return float(values[0]) if len(lines) == 1 and not len(line.odd) and (values == values[0]).all() else None
+    return float(values[0]) if len(lines) == 1 and not line.odd and (values == values[0]).all() else None
 
 
 def _placed(
@@ -120,9 +131,3 @@ def _numbers(values: NDArray[Any]) -> list[float | int | None]:
 
 def _whole(value: float) -> bool:
     return float(value).is_integer() and abs(value) <= 2**63
-
-
-def _listed(steps: NDArray[Any]) -> str:
-    """The first steps of some, and how many more there are."""
-    said = ", ".join(f"{step:.0f}" for step in steps[:_LISTED])
-    return said if len(steps) <= _LISTED else f"{said} and {len(steps) - _LISTED} more"

@@ -57,6 +57,7 @@
       ...look,
       ...(counts && { incrs: WHOLE }),
       size: widthOfNumbers,
+      space: 24,
       values: (plot, splits) => splits.map((value) => (value === null ? "" : String(Number(value.toPrecision(6))))),
     };
     if (chart.ticks) {

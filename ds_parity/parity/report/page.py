@@ -6,6 +6,7 @@ import json
 from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -23,15 +24,20 @@ from ds_parity.parity.report.words import reference_named
 
 _DIGITS = 12
 _ABOUT = {
-    "uniform": "Every rank runs equally many full micro-batches in each step: all that bare DeepSpeed can count.",
-    "ragged": "Micro-batches of different sizes, steps of different numbers of passes, and ranks without work.",
+    "uniform": "Every rank runs the same number of full micro-batches in each step. Bare DeepSpeed counts only these.",
+    "ragged": "Micro-batches have different sizes, steps different numbers of passes, and some ranks run out of data.",
 }
 """What the scenarios of `ds-parity verify` are like."""
 
 
 @dataclass(frozen=True)
 class _Section:
-    """One comparison, as the template takes it; causes in groups that the traces cannot tell apart."""
+    """One comparison, as the template takes it.
+
+    Attributes:
+        causes: in groups of equal likelihood, the likeliest first; in each the causes that have one evidence are
+            together.
+    """
 
     anchor: str
     title: str
@@ -41,7 +47,7 @@ class _Section:
     verdict: str
     details: str
     first: Difference | None
-    causes: tuple[tuple[Cause, ...], ...]
+    causes: tuple[tuple[tuple[Cause, ...], ...], ...]
     pictures: tuple[Picture, ...]
     found: tuple[FieldFound, ...]
     lines: tuple[TableLine, ...]
@@ -89,11 +95,17 @@ def _section(anchor: str, compared: Compared, pictures: tuple[Picture, ...]) -> 
         verdict=compared.verdict,
         details=verdict(comparison),
         first=comparison.first,
-        causes=grouped(compared.causes),
+        causes=_ranked(compared.causes),
         pictures=pictures,
         found=comparison.found,
         lines=lines(comparison),
     )
+
+
+def _ranked(causes: tuple[Cause, ...]) -> tuple[tuple[tuple[Cause, ...], ...], ...]:
+    """Causes by evidence, and those together whose likeliest are equally likely: their order would mean nothing."""
+    alike = groupby(grouped(causes), key=lambda group: group[0].likelihood)
+    return tuple(tuple(groups) for _, groups in alike)
 
 
 def _facts(contents: Contents) -> dict[str, str]:

@@ -14,7 +14,8 @@ from ds_parity.parity.report import charts
 from ds_parity.parity.report.charts import Chart
 from ds_parity.parity.report.contents import Compared
 from ds_parity.parity.report.decades import Decades
-from ds_parity.parity.report.series import Gaps, Line, Run, gaps, read_run, thinned
+from ds_parity.parity.report.series import Gaps, Line, Run, gaps, read_run
+from ds_parity.parity.report.thinning import thinned
 
 # Okabe and Ito's colours. Reference and candidate are told apart by width and dashes too, differences by their marks.
 _ORANGE, _BLUE, _VERMILION, _GREEN, _GREY = "#E69F00", "#0072B2", "#D55E00", "#009E73", "#606060"
@@ -95,8 +96,8 @@ def pictures(compared: Compared) -> tuple[Picture, ...]:
         drawn.append(
             Picture(
                 "differences",
-                "how far the runs lie apart, step by step, with what they may"
-                + (f"; no difference to show in: {alike}" if alike else ""),
+                "differences between the runs, step by step, and the bound that each must not exceed"
+                + (f"; no difference in: {alike}" if alike else ""),
                 _differences(shown, unlike),
                 tuple(charts.gap(f"relative difference in {label}", apart[name]) for name, label in unlike),
             )
@@ -116,7 +117,7 @@ def _unlike(shown: _Shown) -> tuple[tuple[str, str], ...]:
 def _curves(shown: _Shown) -> bytes:
     def draw(figure: Any) -> None:
         panels = _stack(figure, shown, _CURVES)
-        stood_still = np.union1d(shown.reference.skipped, shown.candidate.skipped)
+        stood_still = np.union1d(shown.reference.skipped.drawn, shown.candidate.skipped.drawn)
         stood_still = stood_still[thinned(stood_still)]
         for axes in panels:
             _edge(axes, stood_still, 0.04, {"marker": "|", "markersize": 9, "color": _GREY}, "skipped step")
@@ -159,8 +160,8 @@ def _lines(axes: Any, shown: _Shown, name: str, style: dict[str, Any]) -> int:
                 label = side if line.stretch == 1 else f"{side}: least and greatest of {line.stretch} steps"
                 (_values if line.stretch == 1 else _band)(axes, line, label, {**look, **style})
             mark = {"marker": "X", "markersize": 9, "color": look["color"], "markeredgecolor": "black"}
-            _edge(axes, line.odd, height, mark, f"{side}: NaN or infinite")
-            if len(line.odd):
+            _edge(axes, line.odd.drawn, height, mark, f"{side}: NaN or infinite")
+            if line.odd:
                 axes.margins(y=0.25)
             drawn += 1
     return drawn

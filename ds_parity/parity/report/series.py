@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_parity.parity.comparison.compare import Setting
 from ds_parity.parity.comparison.judge import judge, limits
+from ds_parity.parity.report.thinning import Array, Points, StepList, Steps
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import Columns, TraceFile, columns_of
 
-MOST = 1600
-"""Points of a panel; more would not be seen."""
 DENSE = 400
 """Steps of a line; more become a band from the least to the greatest of a stretch of steps."""
 _STRETCHES = 250
-_GROUPS = 8
+GROUPS = 8
+"""Parameter groups whose learning rates are drawn."""
 # Sums of what is drawn must not overflow.
 _DRAWABLE = 1e100
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -36,18 +32,25 @@ class Line:
         high: the values, or the greatest of a stretch.
         odd: steps whose value is NaN, infinite or beyond 1e100.
         stretch: how many steps a point stands for.
+        groups: numbers of the parameter groups that have these values, from 1; of other fields than `lr` just 1.
     """
 
     x: Array
     low: Array
     high: Array
-    odd: Array
+    odd: Steps
     stretch: int = 1
+    groups: tuple[int, ...] = (1,)
 
     @property
     def finite(self) -> bool:
         """Whether there is a value to draw."""
         return bool(np.isfinite(self.low).any())
+
+    @property
+    def values(self) -> tuple[bytes, ...]:
+        """What two lines with the same values have in common."""
+        return self.low.tobytes(), self.high.tobytes(), self.odd.digest
 
     @property
     def alone(self) -> Array:
@@ -83,12 +86,15 @@ class Run:
     """What is drawn of one trace.
 
     Attributes:
-        lines: field to its lines, one a parameter group for `lr`; none where the trace has no value.
+        lines: field to its lines; of `lr` the parameter groups with the same values are one; none where the trace has
+            no value.
         skipped: steps that took no update.
+        groups: how many parameter groups the trace has; `lines` has the first 8 of them at most.
     """
 
     lines: Mapping[str, tuple[Line, ...]]
-    skipped: Array
+    skipped: Steps
+    groups: int = 1
 
 
 def read_run(trace: Trace | TraceFile, names: Sequence[str], steps: tuple[int, int]) -> Run:
@@ -100,7 +106,7 @@ def read_run(trace: Trace | TraceFile, names: Sequence[str], steps: tuple[int, i
         steps: the first and the last of either trace, so that both are cut into the same stretches.
     """
     bands: dict[str, list[_Band]] = {name: [] for name in names}
-    skipped = _Points(1)
+    skipped, groups = StepList(), 1
     for columns in columns_of(trace):
         x = np.array(columns.steps, dtype=np.int64)
         for name in names:
@@ -109,7 +115,14 @@ def read_run(trace: Trace | TraceFile, names: Sequence[str], steps: tuple[int, i
                     bands[name].append(_Band(steps))
                 bands[name][at].add(x, values)
         skipped.add(x[columns.counts("skipped").values == 1])
-    return Run({name: _unlike(it.line() for it in groups) for name, groups in bands.items()}, *skipped.taken())
+        groups = max(groups, _groups(columns))
+    lines = {name: _unlike([it.line() for it in found]) for name, found in bands.items()}
+    return Run(lines, skipped.taken(), groups)
+
+
+def _groups(columns: Columns) -> int:
+    """The greatest number of parameter groups that a step has."""
+    return max((len(value) for value in columns.fields["lr"] if value is not None), default=0)
 
 
 def _values(columns: Columns, name: str) -> list[Sequence[float | None]]:
@@ -117,14 +130,17 @@ def _values(columns: Columns, name: str) -> list[Sequence[float | None]]:
     values = columns.fields[name]
     if name != "lr":
         return [values]
-    groups = min(_GROUPS, max((len(value) for value in values if value is not None), default=0))
+    groups = min(GROUPS, _groups(columns))
     return [[None if it is None or at >= len(it) else it[at] for it in values] for at in range(groups)]
 
 
-def _unlike(lines: Iterator[Line]) -> tuple[Line, ...]:
-    """Lines that show something, each once."""
-    shown = (one for one in lines if one.finite or len(one.odd))
-    return tuple({(one.low.tobytes(), one.high.tobytes(), one.odd.tobytes()): one for one in shown}.values())
+def _unlike(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Lines that show something, each once, with the numbers of all groups that it stands for."""
+    groups: dict[tuple[bytes, ...], list[int]] = {}
+    for number, one in enumerate(lines, start=1):
+        if one.finite or one.odd:
+            groups.setdefault(one.values, []).append(number)
+    return tuple(replace(lines[numbers[0] - 1], groups=tuple(numbers)) for numbers in groups.values())
 
 
 class _Band:
@@ -135,7 +151,7 @@ class _Band:
         self.stretch = 1 if last - self.first < DENSE else -(-(last - self.first + 1) // _STRETCHES)
         self.low = np.full((last - self.first) // self.stretch + 1, np.inf)
         self.high = -self.low
-        self.odd = _Points(1)
+        self.odd = StepList()
 
     def add(self, steps: Array, values: Sequence[float | None]) -> None:
         given = np.array([np.nan if value is None else value for value in values], dtype=float)
@@ -150,27 +166,7 @@ class _Band:
         absent = self.low > self.high
         low, high = (np.where(absent, np.nan, edge) for edge in (self.low, self.high))
         middles = self.first + self.stretch * np.arange(len(low), dtype=float) + (self.stretch - 1) / 2
-        (odd,) = self.odd.taken()
-        return Line(middles, low, high, odd, self.stretch)
-
-
-class _Points:
-    """Points in the order of their steps, thinned as they come so that the extremes of their last row are kept."""
-
-    def __init__(self, rows: int) -> None:
-        self.kept: Array = np.empty((rows, 0))
-
-    def add(self, *rows: Array) -> None:
-        self.kept = np.concatenate([self.kept, np.array(rows, dtype=float)], axis=1)
-        if self.kept.shape[1] > 8 * MOST:
-            self._thin()
-
-    def taken(self) -> tuple[Array, ...]:
-        self._thin()
-        return tuple(self.kept)
-
-    def _thin(self) -> None:
-        self.kept = self.kept[:, thinned(self.kept[-1])]
+        return Line(middles, low, high, self.odd.taken(), self.stretch)
 
 
 def line(at: Sequence[int], values: Sequence[float | None], steps: tuple[int, int]) -> Line:
@@ -182,7 +178,7 @@ def line(at: Sequence[int], values: Sequence[float | None], steps: tuple[int, in
 
 def gaps(setting: Setting, names: Sequence[str]) -> dict[str, Gaps]:
     """Return the differences of some quantities (`loss`, `lr`, `grad_norm`, `weights`), which are read in one go."""
-    points = {name: (_Points(2), _Points(2), _Points(2), _Points(1)) for name in names}
+    points = {name: (Points(2), Points(2), Points(2), Points(1)) for name in names}
     for block in setting.blocks():
         judged = judge(block, setting.ruler)
         x = np.array(block.steps, dtype=float)
@@ -199,21 +195,3 @@ def gaps(setting: Setting, names: Sequence[str]) -> dict[str, Gaps]:
         name: Gaps(within.taken(), over.taken(), bound.taken(), *odd.taken())  # type: ignore[arg-type]
         for name, (within, over, bound, odd) in points.items()
     }
-
-
-def thinned(y: Array) -> Array:
-    """Return indices of at most about `MOST` points: of each stretch the ends, the extremes and the first break."""
-    if len(y) <= MOST:
-        return np.arange(len(y))
-    stretches = np.array_split(np.arange(len(y)), MOST // 5)
-    return np.array(sorted({at for stretch in stretches for at in _extremes(y, stretch)}))
-
-
-def _extremes(y: Array, stretch: Array) -> Iterator[int]:
-    yield from (int(stretch[0]), int(stretch[-1]))
-    values = y[stretch]
-    broken = np.isnan(values)
-    if not broken.all():
-        yield from (int(stretch[np.nanargmin(values)]), int(stretch[np.nanargmax(values)]))
-    if broken.any():
-        yield int(stretch[np.argmax(broken)])

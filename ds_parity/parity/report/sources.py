@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ds_parity.config import rewrite
 from ds_parity.parity.comparison.compare import Comparison
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.report.contents import UNKNOWN, Compared, Configurations, Contents, Side
+from ds_parity.parity.report.contents import Compared, Configurations, Contents, Side
 
 if TYPE_CHECKING:
     from ds_parity.parity.verification.verify import Outcome, Verification
@@ -28,11 +28,11 @@ def of_traces(
     Args:
         comparison: what comparing them found.
         reference: the trace that is right.
-        candidate: the trace in question; its scenario names the comparison.
+        candidate: the trace in question; its scenario names the comparison, or its path if it has none.
         causes: what would explain the difference.
         made: when, in UTC; now by default.
     """
-    scenario = candidate.trace.header.scenario or UNKNOWN
+    scenario = candidate.trace.header.scenario or candidate.path
     compared = Compared(scenario, reference.path, comparison, reference, candidate, causes)
     return Contents((compared,), made or _now())
 

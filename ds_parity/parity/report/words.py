@@ -9,7 +9,7 @@ from ds_parity.trace.records import METRIC
 
 REFERENCES = {
     "deepspeed": "DeepSpeed",
-    "deepspeed-loop": "DeepSpeed driven by hand",
+    "deepspeed-loop": "DeepSpeed in a hand-written loop",
     "torch": "PyTorch without DeepSpeed",
 }
 """What the references of `ds-parity verify` are. A reference that is a file is called by its path."""
@@ -24,7 +24,7 @@ _FIELDS = {
     "rollouts": "number of rollouts",
     "prompts": "number of prompts",
     "tokens": "number of tokens",
-    "skipped": "choice of skipped steps",
+    "skipped": "list of skipped steps",
 }
 
 

@@ -138,9 +138,15 @@ class TestVerify:
         assert code == 1
         assert "FAIL: the runs differ" in out
         page = Page((tmp_path / "r" / "report.html").read_text())
-        assert "FAIL: 1 of 3 comparisons differs: ragged differs from DeepSpeed driven by hand in 1 of 3" in page.text
+        assert (
+            "FAIL: 1 of 3 comparisons differs: ragged differs from DeepSpeed in a hand-written loop in 1 of 3"
+            in page.text
+        )
         assert page.table("comparison")[1:] == [
-            ["ragged", "differs from DeepSpeed driven by hand in 1 of 3 steps, first at step 2, in the gradient norm"],
+            [
+                "ragged",
+                "differs from DeepSpeed in a hand-written loop in 1 of 3 steps, first at step 2, in the gradient norm",
+            ],
             ["uniform", "equal to DeepSpeed, bit for bit, in 3 of 3 steps"],
             ["ragged", "equal to PyTorch without DeepSpeed, up to rounding, in 3 of 3 steps"],
         ]

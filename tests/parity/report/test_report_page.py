@@ -10,15 +10,16 @@ from hashlib import sha256
 from pathlib import Path
 
 from ds_parity.config import rewrite
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import Cause
-from ds_parity.parity.report import Configurations, Side
+from ds_parity.parity.report import Configurations, Side, of_traces
 from ds_parity.parity.report import page as page_module
 from ds_parity.parity.report.condense import WHOLE
 from ds_parity.parity.report.page import render
 from ds_parity.parity.report.plots import Picture
 from ds_parity.parity.verification.verify import LeftOut
 from ds_parity.trace import Trace
-from tests.parity.report.reported import MADE, REASSOCIATED, Page, compared, contents, record, trace, weights
+from tests.parity.report.reported import EXACT, MADE, REASSOCIATED, Page, compared, contents, record, trace, weights
 
 PICTURES = (Picture("curves", "what it shows", b"\x89PNG not really"),)
 LIVE = (
@@ -155,8 +156,18 @@ class TestFirstDifference:
 
     def test_each_later_comparison_that_differs_has_its_own_and_the_first_is_not_told_twice(self):
         told = page(LATE, replace(LATE, against="deepspeed")).text
-        assert told.count("First difference here") == 1
+        assert told.count("First difference in this comparison") == 1
         assert told.count("First difference: ") == 1
+
+    def test_a_run_without_a_scenario_is_named_by_its_path(self):
+        """Runs of users and of other trainers have none."""
+        candidate = Side(trace(4, {2: {"loss": 0.75}}, scenario=None), "runs/b.jsonl")
+        reference = Side(trace(4, scenario=None), "runs/a.jsonl")
+        found = of_traces(compare(reference.trace, candidate.trace, EXACT), reference, candidate, made=MADE)
+        told = Page(render(found, (PICTURES,))).text
+        assert "First difference: runs/b.jsonl against runs/a.jsonl" in told
+        assert "runs/b.jsonl: differs from runs/a.jsonl in 1 of 4 steps" in told
+        assert "not recorded against" not in told
 
 
 class TestOrder:
@@ -213,6 +224,24 @@ class TestCauses:
         assert "Likely cause: one of 3 that these traces cannot tell apart" in said
         assert said.count("losses agree and norms do not") == 1
         assert all(cause.name in said and cause.remedy in said for cause in ALIKE)
+
+    def test_those_that_are_equally_likely_are_one_group_each_with_its_own_evidence(self):
+        equal = (ALONE, Cause("scheduler-per-pass", 0.9, "the LR moves 3 times too fast"))
+        said = page(replace(LATE, causes=(*equal, *ALIKE))).text
+        likely, _, less = said.partition("Less likely")
+        assert "Likely causes: 2 that are equally likely; more than one can apply" in likely
+        for cause in equal:
+            assert f"{cause.name}: {cause.evidence}" in likely
+            assert cause.remedy in likely
+            assert cause.name not in less.partition("First difference")[0]
+        assert "Possible cause: one of 3 that these traces cannot tell apart" in less
+
+    def test_equal_likelihood_further_down_a_group_does_not_join_groups(self):
+        """The first group is likelier as a whole: its leading cause stands above the other."""
+        causes = (ALONE, replace(ALIKE[0], evidence=ALONE.evidence), Cause("base-lr", ALIKE[0].likelihood, "other"))
+        said = page(replace(LATE, causes=causes)).text
+        assert "Likely cause: one of 2 that these traces cannot tell apart" in said
+        assert "Possible cause: base-lr" in said
 
     def test_there_are_no_percentages_and_no_table_of_causes(self):
         text = html(replace(LATE, causes=(ALONE, *ALIKE)))
@@ -342,8 +371,7 @@ class TestFields:
         changes = {3: {"loss": 0.75}, 4: {"loss": 1.5, "rollouts": 6}, 5: {"loss": 0.5 + 1e-9}}
         table = page(compared(trace(9), trace(9, changes))).table("field")
         assert table[0] == [
-            "field", "differences", "greatest difference", "first at step", "reference there", "candidate there",
-            "bound there", "rule there",
+            "field", "differences", "greatest difference", "first at step", "reference", "candidate", "bound", "rule",
         ]  # fmt: skip
         assert table[1] == ["loss", "3", "2", "3", "0.5", "0.75", "0", "loss must be equal bit for bit"]
         assert [row[:4] for row in table[2:]] == [["rollouts", "1", "2", "4"]]

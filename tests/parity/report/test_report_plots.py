@@ -12,7 +12,8 @@ from matplotlib.text import Text
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.report.plots import pictures
-from ds_parity.parity.report.series import MOST, line, read_run, thinned
+from ds_parity.parity.report.series import line, read_run
+from ds_parity.parity.report.thinning import MOST, thinned
 from ds_parity.trace import Trace
 from tests.parity.report.reported import EXACT, REASSOCIATED, compared, record, trace, weights
 
@@ -203,7 +204,7 @@ class TestDifferences:
             "gradient norm"
         ]
         caption = next(it.caption for it in pictures(compared(trace(), trace(4, changes))) if it.name == "differences")
-        assert caption.endswith("; no difference to show in: loss, weights, learning rate")
+        assert caption.endswith("; no difference in: loss, weights, learning rate")
 
     def test_a_difference_that_is_allowed_is_drawn_too(self, draw):
         figure = draw(trace(), trace(4, {3: {"loss": 0.5 + 1e-8}}), tier=REASSOCIATED)["differences"]
@@ -333,8 +334,9 @@ class TestThinning:
 
     def test_very_many_steps_without_a_place_on_the_axis_are_marked_from_the_first_to_the_last(self):
         odd = line(range(1, 50_001), [math.nan] * 50_000, (1, 50_000)).odd
-        assert len(odd) <= MOST
-        assert (odd[0], odd[-1]) == (1, 50_000)
+        assert len(odd.drawn) <= MOST
+        assert (odd.drawn[0], odd.drawn[-1]) == (1, 50_000)
+        assert (odd.count, str(odd)) == (50_000, "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 and 49988 more")
 
     def test_groups_that_are_all_alike_are_one_line_and_more_than_eight_are_not_drawn(self):
         many = Trace(trace().header, (record(1, lr=(1.0, 1.0)), record(2, lr=(1.0, 1.0))))
