@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, overload
 
@@ -14,10 +14,12 @@ from ds_parity.engine.among_ranks import RUNS, AmongRanks
 from ds_parity.engine.arguments import (
     counts_by_name,
     counts_of,
+    parts_of,
     refuse_contradiction,
     refuse_forgotten,
     refuse_mean_of_parts,
     refuse_missing_terms,
+    refuse_what_is_no_loss,
 )
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division, Loss
@@ -83,6 +85,7 @@ class Driver(AmongRanks):
         self.boundary = Boundary(self.adapter, self.ledger, self.meter, by_rollout=by_rollout)
         self._division = Division(self.adapter, self.meter, self.ranks, peers.size)
         self._stepped = True
+        self._lost = False  # a backward was counted and raised
         self._finished = False
         self._ran_in: int | None = None
         self.adapter.prepare()
@@ -125,6 +128,15 @@ class Driver(AmongRanks):
         # The other ranks are in this pass, and would wait for its counts.
         with self._telling():
             return self._counts_of_loop(counts_by_name(rollouts, prompts, tokens, weight), terms)
+
+    def refuse_no_loss(self, loss: Any) -> None:
+        """Raise WindowError before anything is counted where a loss, or one of its terms, is none."""
+        self.adapter.kept.refuse_ended()
+        # Inside passes(), and where each backward reduces, the others wait in DeepSpeed by now, and hear nothing there.
+        heard = self.queue is None and (self.adapter.silent_inside_windows or not self.settings.by_caller)
+        with self._telling() if heard else nullcontext():
+            for part in parts_of(loss):
+                refuse_what_is_no_loss(part)
 
     def _counts_of_loop(self, given: Mapping[str, Any], terms: Set[str] | None) -> Counts:
         counts = counts_of(self.settings, self.usual_rollouts, given, self.ledger.weighting, terms or frozenset())
@@ -169,6 +181,7 @@ class Driver(AmongRanks):
         # where ranks differ, ZeRO 0 would add up others in the boundary's backward (gloo ends a process there).
         self._refuse_strays(newcomers=self.ledger.window.passes == 1)
         self._refuse_idle_experts(counts)
+        self._refuse_idle_statistics(counts)
         self._finished = caller is not None  # a framework ends its last window, and never says that it was the last
         totals, ahead, whole = self._exchanged(counts, caller)
         window = self._counted(totals, ahead, caller, whole=whole)
@@ -186,8 +199,11 @@ class Driver(AmongRanks):
             )
         # ZeRO 0 and 1 reduce in the boundary's backward, so DeepSpeed must know of it before.
         self.boundary.mark(steps)
+        # A backward that raises has been counted, and its gradient may be there in part.
+        self._lost = True
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
+        self._lost = False
         self._ran_in = window.index
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
@@ -201,6 +217,16 @@ class Driver(AmongRanks):
                     "tokens run through this rank's experts, and its own through theirs, so that silencing this rank "
                     "alone gives a wrong gradient; give every rank as many micro-batches that weigh something, or use "
                     "ep_size 1"
+                )
+
+    def _refuse_idle_statistics(self, counts: Counts) -> None:
+        if self.adapter.shares_statistics and self.ledger.weighting.silences(counts):
+            with self._telling():
+                raise WindowError(
+                    "an idle pass with torch's SyncBatchNorm in training: what an idle pass runs would enter the "
+                    "statistics that other ranks' losses depend on, so that silencing this rank alone gives a wrong "
+                    "gradient; give every rank as many micro-batches that weigh something, or call eval() on these "
+                    "modules"
                 )
 
     def _refuse_strays(self, *, newcomers: bool) -> None:
@@ -238,8 +264,11 @@ class Driver(AmongRanks):
             **kwargs: for DeepSpeed's `step`.
 
         Raises:
-            WindowError: there was no backward since the last step.
+            WindowError: there was no backward since the last step, or it has raised.
         """
+        self.adapter.kept.refuse_ended()
+        with self._telling():
+            self._refuse_lost()
         if self._stepped:
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one "
@@ -262,10 +291,18 @@ class Driver(AmongRanks):
 
     def refuse_owed_step(self) -> None:
         """Raise WindowError where the pass before waits for its step(): asked before anything is announced or taken."""
+        self._refuse_lost()
         if not self._stepped:
             raise WindowError(
                 f"backward() in window {self.ledger.window.index} while the pass before it waits for its step(): one "
                 "step() ends one pass; call it after every backward()"
+            )
+
+    def _refuse_lost(self) -> None:
+        if self._lost:
+            raise WindowError(
+                f"window {self.ledger.window.index} has a backward() that was counted and then raised, so that its "
+                "gradient may be there in part or not at all: load a checkpoint, which throws the window away"
             )
 
     # What a window will contain.
@@ -316,9 +353,11 @@ class Driver(AmongRanks):
         """Settle the window that the data ended in: step, drop or error.
 
         Raises:
-            WindowError: a window is open and `last_window` is `error`.
+            WindowError: a window is open and `last_window` is `error`, or it has a backward that raised.
             RankDesyncError: not every rank has finished.
         """
+        with self._telling():
+            self._refuse_lost()
         if not self._stepped:
             raise WindowError("finish() between a backward() and its step(): call step() first")
         # All ranks must end here: one that still runs passes would wait in its own exchange.
@@ -352,6 +391,9 @@ class Driver(AmongRanks):
         """Return how many passes of the open window have run."""
         return self.ledger.window.passes
 
+    def refuse_loading(self) -> None:
+        """Raise CheckpointError where nothing can be loaded now; here it can at any time."""
+
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
         # Also before a window's first pass: a stray gradient may be what the loading is to mend.
@@ -363,7 +405,7 @@ class Driver(AmongRanks):
             self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
-        self._stepped = True
+        self._stepped, self._lost = True, False
         self._ran_in = None
         self.boundary.mark(False)
 

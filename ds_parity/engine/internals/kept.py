@@ -61,6 +61,14 @@ class KeptGradients:
         self._ended = True
         self._newcomers.end()
 
+    def refuse_ended(self) -> None:
+        """Raise WindowError where the engine was destroyed: DeepSpeed has let go of what it reduces gradients with."""
+        if self._ended:
+            raise WindowError(
+                "the engine was destroyed (engine.destroy()), and takes no more backward() and step(): gradients would "
+                "not be reduced; build a new engine, and load a checkpoint into it"
+            )
+
     def guard(self) -> None:
         """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window, and refuse their `step()`.
 
