@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import json
+import logging
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -258,13 +259,13 @@ class Buffers(Net):
 @play.right(STAGES)
 def buffers_of_other_types(case):
     watched = Watched(case.cell, model=Buffers(), right=Net(), target=4)
-    watched.passes(range(3))
+    watched.passes(range(4))
     watched.engine.save_checkpoint(case.folder, "saved")
     other = Watched(case.cell, model=Buffers(), right=Net(), target=4)
     other.engine.load_checkpoint(case.folder, "saved")
     watched.engine = other.engine
-    watched.passes(range(3, 6))
-    return watched.found([int(watched.engine.module.seen)], [6])
+    watched.passes(range(4, 8))
+    return watched.found([int(watched.engine.module.seen)], [8])
 
 
 @play.right(STAGES)
@@ -291,21 +292,40 @@ def engines_with_other_terms_take_turns(case):
     return Found(max(apart, found.apart), found.got, found.right)
 
 
-@play.right(STAGES, ["momentum", "decay"])
-def a_frozen_parameter_has_a_momentum(case):
-    def by(model):
-        more = {"momentum": 0.9} if case.variant == "momentum" else {"weight_decay": 0.1}
-        return torch.optim.SGD(model.parameters(), lr=RATE, **more)
+class Said(logging.Handler):
+    """Keeps what ds_parity warns of."""
 
-    model = Net()
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@play.right(STAGES, ["frozen", "without-rate"])
+def a_frozen_parameter_has_a_momentum(case):
+    """It stands still on ZeRO 0, and elsewhere by its group's rate of 0; a warning says that it moves otherwise."""
+
+    def by(model):
+        groups = [{"params": list(one.parameters())} for one in (model.body, model.head)]
+        return torch.optim.SGD(groups, lr=RATE, momentum=0.9, weight_decay=0.1)
+
+    model, said = Net(), Said()
     watched = Watched(case.cell, model=model, by=by, optimizer=False, given={"optimizer": by(model)})
-    watched.passes(range(2))
+    watched.passes(range(4))  # whole windows
     for one in (watched.engine.module, watched.oracle.model):
         one.head.requires_grad_(False)
+    if case.variant == "without-rate":
+        watched.engine.optimizer.param_groups[1]["lr"] = 0.0
     before = weights_of(watched.engine)["head.weight"]
-    watched.passes(range(2, 6))
-    moved = float((weights_of(watched.engine)["head.weight"] - before).abs().max())
-    return Found(moved)
+    logging.getLogger("ds_parity").addHandler(said)
+    watched.passes(range(4, 8))
+    logging.getLogger("ds_parity").removeHandler(said)
+    moved = (weights_of(watched.engine)["head.weight"] - before).abs().max() > 0
+    warned = any("frozen after the engine was built" in line for line in said.lines)
+    elsewhere = case.cell.stage > 0
+    return Found(0.0, [bool(moved), warned], [elsewhere and case.variant == "frozen", elsewhere])
 
 
 class Normed(Net):
