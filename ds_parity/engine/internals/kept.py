@@ -187,8 +187,8 @@ class KeptGradients:
         self._warned_of_frozen = True
         _LOG.warning(
             "%s: frozen after the engine was built. DeepSpeed steps it by a gradient of zeros, so that momentum, the "
-            "moments of Adam and weight decay go on moving it; where it must stand still, freeze it before the engine is "
-            "built, or give it a parameter group of its own and set the group's lr to 0. This is said once",
+            "moments of Adam and weight decay go on moving it; where it must stand still, freeze it before the engine "
+            "is built, or give it a parameter group of its own and set the group's lr to 0. This is said once",
             names_of(frozen),
         )
 
