@@ -86,6 +86,8 @@ class Boundary:
             else:
                 with self._adapter.corrected(window.expected, total):
                     engine.step(**kwargs)
+        if schedule is not None:  # DeepSpeed leaves it where it is where it skips a step
+            schedule.advance_to(None)
         # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.
         self.mark(False)
         self._settle(lr, sums, applied=engine.was_step_applied())

@@ -38,8 +38,8 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         self._self_progress: Progress | None = None
         self._self_taken = 0
 
-    def advance_to(self, progress: Progress) -> None:
-        """Say where the next `step()` goes."""
+    def advance_to(self, progress: Progress | None) -> None:
+        """Say where the next `step()` goes; None: nowhere, because it is the loop's own."""
         self._self_progress = progress
 
     def step(self, *args: Any, **kwargs: Any) -> None:
