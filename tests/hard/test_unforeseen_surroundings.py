@@ -395,8 +395,9 @@ def _negative():
 STREAMS = {"none": _none, "dict": _dictionary, "negative": _negative}
 
 
-@play.refused([Cell(0), Cell(3)], {f"{n}-{k}": ("RankDesyncError: ", "WindowError: ") for n in STREAMS for k in "02w"})
+@play.refused([Cell(0)], {f"{n}-{k}": ("RankDesyncError: ", "WindowError: ") for n in STREAMS for k in "02w"})
 def a_stream_of_one_rank_yields(case):
+    """On ZeRO 3 the other rank may wait in its forward, which closes connections that later cases need."""
     name, ahead = case.variant.split("-")
     watched = Watched(case.cell, section={"exchange_timeout": 8.0})
     stream = STREAMS[name]() if watched.rank else [ds_parity.MicroBatch({"index": i}, rollouts=2) for i in range(4)]
