@@ -77,7 +77,7 @@ def counts_of(
     counted = {"rollouts": usual_rollouts, **{name: given[name] for name in COUNTED if name in given}}
     counts = Counts(**counted)
     if weighting is not None and weighting.terms is not None:
-        return replace(counts, weights=weighting.terms.weigh(counts, terms, given.get("weight", {})))
+        return weighting.terms.weighed(counts, terms, given.get("weight", {}))
     return replace(counts, weights=(given["weight"],)) if "weight" in given else counts
 
 
@@ -291,7 +291,7 @@ def counts_in(batch: Any, weighting: Weighting | None = None) -> Counts:
         return counts
     given = getattr(batch, "weight", None)
     by_name = given if isinstance(given, Mapping) else {}
-    return replace(counts, weights=terms.weigh(counts, set(terms.names), by_name))
+    return terms.weighed(counts, set(terms.names), by_name)
 
 
 def holds_nothing(batch: Any, counts: Counts) -> bool:

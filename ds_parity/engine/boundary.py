@@ -27,7 +27,6 @@ class Boundary:
 
     Attributes:
         counters: DeepSpeed's own, kept true.
-        schedule: the scheduler that moves by rollouts, None where it moves by steps or there is none.
         finished: the last step, None before the first.
         on_step: called with every finished step (a trace's writer).
     """
@@ -35,7 +34,6 @@ class Boundary:
     def __init__(self, adapter: Adapter, ledger: Ledger, meter: Meter, *, by_rollout: bool) -> None:
         engine = adapter.engine
         self.counters = Counters(engine)
-        self.schedule: RolloutSchedule | None = None
         self.finished: Finished | None = None
         self.on_step: list[Callable[[Finished], None]] = []
         self._engine = engine
@@ -43,8 +41,21 @@ class Boundary:
         self._meter = meter
         self._adapter = adapter
         self._corrects_every_step = adapter.corrects_every_step
-        if by_rollout and engine.lr_scheduler is not None:
-            engine.lr_scheduler = self.schedule = RolloutSchedule(engine.lr_scheduler)
+        self._by_rollout = by_rollout
+        self.schedule  # noqa: B018  # from the start on, the engine has the scheduler that moves by rollouts
+
+    @property
+    def schedule(self) -> RolloutSchedule | None:
+        """The scheduler that moves by rollouts, None where it moves by steps or there is none.
+
+        A loop may put another scheduler in the place of the engine's at any time.
+        """
+        scheduler = self._engine.lr_scheduler
+        if not self._by_rollout or scheduler is None:
+            return None
+        if not isinstance(scheduler, RolloutSchedule):
+            self._engine.lr_scheduler = scheduler = RolloutSchedule(scheduler)
+        return scheduler
 
     def mark(self, boundary: bool) -> None:
         """Tell DeepSpeed whether the coming backward and step end a window."""
@@ -62,8 +73,8 @@ class Boundary:
         sums = self._meter.settle()
         # The LR that the step uses is the one before the scheduler moves.
         lr = self._lr()
-        if self.schedule is not None:
-            self.schedule.advance_to(self._ledger.progress.advanced(self._ledger.units()))
+        if (schedule := self.schedule) is not None:
+            schedule.advance_to(self._ledger.progress.advanced(self._ledger.units()))
         # DeepSpeed adds its fixed batch size inside step() and its monitors write then, so the counters are set
         # before.
         self.counters.before_step(self._ledger.rollouts, window.rollouts)
@@ -75,6 +86,8 @@ class Boundary:
             else:
                 with self._adapter.corrected(window.expected, total):
                     engine.step(**kwargs)
+        if schedule is not None:  # DeepSpeed leaves it where it is where it skips a step
+            schedule.advance_to(None)
         # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.
         self.mark(False)
         self._settle(lr, sums, applied=engine.was_step_applied())
@@ -109,7 +122,11 @@ class Boundary:
         with self._adapter.kept.released():
             self._adapter.discard()
         self.counters.consumed(window.rollouts)
-        self._settle(self._lr(), self._meter.settle(), applied=False)
+        sums, weighting = self._meter.settle(), self._ledger.weighting
+        if weighting.terms is not None and weighting.needs_totals:
+            # Losses were divided by what the window was to contain.
+            sums = sums.with_loss(weighting.terms.shares(window.weights))
+        self._settle(self._lr(), sums, applied=False)
 
     def _settle(self, lr: tuple[float, ...], sums: Sums, *, applied: bool) -> None:
         # The total belongs to the window that settle() ends, so it is read first.

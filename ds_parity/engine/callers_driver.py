@@ -12,7 +12,7 @@ import torch
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.ranks.wire import Place
-from ds_parity.errors import WindowError
+from ds_parity.errors import CheckpointError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
 
 OPENS, ENDS, FINISHES, SAVES = "opens its first window", "ends a window", "finishes", "saves a checkpoint"
@@ -29,7 +29,6 @@ class CallersDriver(Driver):
     announced = False  # the caller has said that the coming backward is the window's last
     _reduced = False  # the window's gradients have been reduced in the backward that was announced as its last
     _opened = False
-    _lost = False  # a backward was counted and raised
     _coalesces = False  # inside coalesce_grad_reduction(), at whose end the window's gradients are reduced
 
     def run_pass(  # type: ignore[override]
@@ -53,6 +52,7 @@ class CallersDriver(Driver):
         self.refuse_owed_step()
         self._refuse_strays(newcomers=self.ledger.window.passes == 1)
         self._refuse_idle_experts(counts)
+        self._refuse_idle_statistics(counts)
         self._finished = False
         self._refuse_no_sync()
         with self._telling():
@@ -95,6 +95,7 @@ class CallersDriver(Driver):
         """
         with self._telling():
             self.refuse_owed_step()
+            self._refuse_nesting()
         self._refuse_strays(newcomers=False)
         block, kept = self.adapter.engine.coalesce_grad_reduction(), self.adapter.kept
         block.__enter__()
@@ -117,6 +118,14 @@ class CallersDriver(Driver):
             self.adapter.before_coalesced()
             self._leave(block)
         self._reduced, self.announced = True, False
+
+    def _refuse_nesting(self) -> None:
+        if self.adapter.inside_no_sync:
+            where = "another coalesce_grad_reduction()" if self._coalesces else "no_sync()"
+            raise WindowError(
+                f"coalesce_grad_reduction() inside {where}: gradients are reduced once a window, at the end of one "
+                "block; put all backwards of the window into one block, and leave the other out"
+            )
 
     def _leave(self, block: AbstractContextManager[None]) -> None:
         try:
@@ -153,13 +162,6 @@ class CallersDriver(Driver):
                 "of coalesce_grad_reduction(); call step() first, or announce the last backward() alone"
             )
 
-    def _refuse_lost(self) -> None:
-        if self._lost:
-            raise WindowError(
-                f"window {self.ledger.window.index} has a backward() that was counted and then raised, so that its "
-                "gradient may be there in part or not at all: load a checkpoint, which throws the window away"
-            )
-
     def _refuse_block(self) -> None:
         if self._coalesces:
             raise WindowError(
@@ -177,6 +179,7 @@ class CallersDriver(Driver):
             WindowError: no rank ran a backward since the last step.
             RankDesyncError: ranks are out of sync; on ZeRO 2 and 3 also where they ran other numbers of backwards.
         """
+        self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
             self._refuse_block()
@@ -304,8 +307,16 @@ class CallersDriver(Driver):
     def abandon(self) -> None:
         """Throw the open window away; ranks may have run different numbers of its passes, which are uncounted."""
         self.ledger.passes -= self.ledger.window.passes
-        self._reduced = self.announced = self._lost = self._opened = False
+        self._reduced = self.announced = self._opened = False
         super().abandon()
+
+    def refuse_loading(self) -> None:
+        """Raise CheckpointError inside `coalesce_grad_reduction`, whose end would reduce what was thrown away."""
+        if self._coalesces:
+            raise CheckpointError(
+                f"load_checkpoint() inside coalesce_grad_reduction(), in window {self.ledger.window.index}: the end of "
+                "the block would reduce gradients that loading throws away; load after the block"
+            )
 
     def may_skip(self, totals: PassTotals) -> bool:
         """Return False: the loop is handed every pass, because it ends the window by what it has been handed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,19 @@ _KEY = "ds_parity"
 _SETTINGS = ("count", "lr_progress")
 
 
-def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
+def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
     """Return the client state with the window's beside it.
 
     Raises:
-        CheckpointError: a window is open, or the client state has a value of the caller's own under our name.
+        CheckpointError: a window is open, or the client state is no mapping, or has a value of the caller's own under
+            our name.
     """
+    client_state = {} if client_state is None else client_state
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(
+            f"save_checkpoint(client_state={client_state!r}): must be a dict, beside whose values the state of the "
+            'windows is saved; write for example {"own": ...}'
+        )
     _refuse_what_would_be_replaced(driver, client_state)
     window = driver.ledger.window
     passes = driver.passes_pending()
@@ -42,7 +49,7 @@ def with_window(driver: Driver, client_state: dict[str, Any]) -> dict[str, Any]:
     return {**client_state, _KEY: {**driver.ledger.state(), **settings, "groups": _groups(driver)}}
 
 
-def _refuse_what_would_be_replaced(driver: Driver, client_state: dict[str, Any]) -> None:
+def _refuse_what_would_be_replaced(driver: Driver, client_state: Mapping[str, Any]) -> None:
     # What load_checkpoint() returned holds our state of then, and is often saved again with more in it.
     given = client_state.get(_KEY)
     ours = isinstance(given, dict) and set(driver.ledger.state()) - {"last_total"} <= set(given)
@@ -83,8 +90,8 @@ def refuse_module_alone(driver: Driver) -> None:
 
 
 @contextmanager
-def explained(driver: Driver, load_dir: str) -> Iterator[None]:
-    """Add the way out to what DeepSpeed says where a ZeRO checkpoint meets another number of ranks.
+def explained(driver: Driver, load_dir: str, tag: Any = None) -> Iterator[None]:
+    """Add the way out to what DeepSpeed says where a ZeRO checkpoint meets another number of ranks, or another stage.
 
     Raises:
         CheckpointError: DeepSpeed refused the checkpoint (a rank that finds no file of its own: by a bare assertion).
@@ -99,6 +106,26 @@ def explained(driver: Driver, load_dir: str) -> Iterator[None]:
             "--inject_missing_state --input_folder DIR/TAG --output_folder DIR/universal) and load that with "
             '"checkpoint": {"load_universal": true} in the configuration; loading ends half way, so start a new engine'
         ) from error
+    except (AttributeError, FileNotFoundError) as error:
+        stage = int(driver.engine.zero_optimization_stage())
+        if _partitioned(load_dir, tag) in (None, bool(stage)):
+            raise
+        raise CheckpointError(
+            f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved "
+            f"{'on stage 0' if stage else 'on stage 1, 2 or 3'}, and its optimizer states are in other files there "
+            f"({type(error).__name__}: {error}). Load it with the zero_optimization.stage that saved it, or load "
+            "its weights alone into the model before initialize() (zero_to_fp32.py beside it makes them of stages 1 to "
+            "3); loading ends half way, so start a new engine"
+        ) from error
+
+
+def _partitioned(load_dir: str, tag: Any) -> bool | None:
+    """Whether ZeRO has partitioned the optimizer states of a checkpoint; None where there is no checkpoint."""
+    latest = Path(load_dir) / "latest"
+    if tag is None:
+        tag = latest.read_text().strip() if latest.exists() else None
+    folder = Path(load_dir) / str(tag)
+    return any(folder.glob("*zero_pp_rank_*_optim_states.pt")) if folder.is_dir() else None
 
 
 def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, optimizer: bool) -> None:

@@ -84,7 +84,7 @@ class Division:
             if loss is None:
                 continue
             # A sum over turns that finish no rollout is a part of their rollout's loss.
-            part = summed and counts.tokens > 0 and term.unit in ("rollout", "target")
+            part = summed and counts.tokens > 0 and term.unit in ("rollout", "target") and term.name not in counts.lacks
             own = loss.reshape(()) if loss.dtype == torch.float64 else loss.reshape(()).float()
             if not divisor or not (weight or part):
                 parts.append(_Silent.apply(own))  # type: ignore[no-untyped-call]

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, overload
 
 import torch
 
 from ds_parity.config import Settings
+from ds_parity.engine.among_ranks import RUNS, AmongRanks
 from ds_parity.engine.arguments import (
     counts_by_name,
     counts_of,
+    parts_of,
     refuse_contradiction,
     refuse_forgotten,
     refuse_mean_of_parts,
     refuse_missing_terms,
-    weighting_of,
+    refuse_what_is_no_loss,
 )
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division, Loss
 from ds_parity.engine.expecting import promised
-from ds_parity.engine.internals.adapter import choose
-from ds_parity.engine.internals.groups import groups_of, members_of
+from ds_parity.engine.internals.groups import members_of
 from ds_parity.engine.internals.surface import Engine
-from ds_parity.engine.ranks.agreement import naming_lost_ranks, same
-from ds_parity.engine.ranks.exchange import Exchange, Pending
-from ds_parity.engine.ranks.hostgroups import group_of
-from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
-from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
-from ds_parity.engine.ranks.wire import Announcement, Place
+from ds_parity.engine.ranks.wire import Announcement
 from ds_parity.engine.record.metrics import Meter
-from ds_parity.errors import RankDesyncError, WindowError
-from ds_parity.window import Counts, Ledger, PassTotals, Promise, Rules, Window
-
-RUNS = "runs a pass"
+from ds_parity.errors import WindowError
+from ds_parity.window import Counts, PassTotals, Promise, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,7 @@ class CallersBoundary:
     check: Callable[[PassTotals], None]
 
 
-class Driver:
+class Driver(AmongRanks):
     """Drives a DeepSpeed engine by the rollouts that the whole cluster has consumed.
 
     Args:
@@ -66,53 +60,32 @@ class Driver:
         number: of the engine among those of this process, the same on every rank (>= 1).
 
     Attributes:
-        engine: the bare DeepSpeed engine.
-        settings: the extra keys.
-        adapter: of the engine's optimizer wrapper.
         usual_rollouts: what a micro-batch contains where the caller gives no count.
-        ledger: windows, totals and clocks.
-        ranks: data-parallel ranks.
-        over: sums over them and those that share their micro-batches, on the host; None for one rank.
         speaks: whether this rank stands for those that share its micro-batch.
         meter: the window's loss and metrics.
         boundary: what closing a window does: DeepSpeed's counters, the scheduler and the last step are there.
-        exchange: counts over the data-parallel ranks.
-        queue: the passes that `passes()` hands out; None outside of it.
         loop_gives_counts: a backward outside of `passes()` was given counts, so that no pass to come can be foretold.
         on_resume: called with the windows closed so far, once a checkpoint has put them back.
     """
 
     def __init__(self, engine: Engine, settings: Settings, slots: int, sequence: int = 1, number: int = 1) -> None:
         members = members_of(engine, sequence)
-        group, peers, self.ranks = members.group, members.peers, members.ranks
-        self.engine = engine
-        self.settings = settings
+        peers = members.peers
+        super().__init__(engine, settings, members, slots, number)
         assert isinstance(settings.train_micro_batch_size_per_gpu, int)  # filled in by now
         self.usual_rollouts = settings.train_micro_batch_size_per_gpu
-        by_caller = settings.by_caller
-        rules = Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight, by_caller)
-        weighting = weighting_of(settings, self.ranks)
-        self.ledger = Ledger(rules, weighting)
-        together = self.ranks * peers.size
-        self._number = number
-        self.over = HostSum(group_of(group), settings.exchange_timeout) if together > 1 else None
-        wait, weights = settings.exchange_timeout, weighting.brought
-        self.exchange = Exchange(self.over, together, slots, wait, peers, weights=weights)
-        self._limit = Limit(groups_of(engine), settings.exchange_timeout)
-        self.queue: Upcoming | None = None
         self.loop_gives_counts = False
         self._gave: set[str] = set()
         self.on_resume: list[Callable[[int], None]] = []
         self.speaks = peers.own == 0
-        self.adapter = choose(engine)
         # With the loss travels what the window has used: the last that is said before a step.
         over = self.over_ranks("sums the loss and metrics of a step", used=True)
-        self.meter = Meter(torch.device(engine.device), group, over, peers.size)
+        self.meter = Meter(torch.device(engine.device), members.group, over, peers.size)
         by_rollout = settings.lr_progress == "rollout"
         self.boundary = Boundary(self.adapter, self.ledger, self.meter, by_rollout=by_rollout)
         self._division = Division(self.adapter, self.meter, self.ranks, peers.size)
-        self._configuration = settings.fingerprint
         self._stepped = True
+        self._lost = False  # a backward was counted and raised
         self._finished = False
         self._ran_in: int | None = None
         self.adapter.prepare()
@@ -155,6 +128,15 @@ class Driver:
         # The other ranks are in this pass, and would wait for its counts.
         with self._telling():
             return self._counts_of_loop(counts_by_name(rollouts, prompts, tokens, weight), terms)
+
+    def refuse_no_loss(self, loss: Any) -> None:
+        """Raise WindowError before anything is counted where a loss, or one of its terms, is none."""
+        self.adapter.kept.refuse_ended()
+        # Inside passes(), and where each backward reduces, the others wait in DeepSpeed by now, and hear nothing there.
+        heard = self.queue is None and (self.adapter.silent_inside_windows or not self.settings.by_caller)
+        with self._telling() if heard else nullcontext():
+            for part in parts_of(loss):
+                refuse_what_is_no_loss(part)
 
     def _counts_of_loop(self, given: Mapping[str, Any], terms: Set[str] | None) -> Counts:
         counts = counts_of(self.settings, self.usual_rollouts, given, self.ledger.weighting, terms or frozenset())
@@ -199,6 +181,7 @@ class Driver:
         # where ranks differ, ZeRO 0 would add up others in the boundary's backward (gloo ends a process there).
         self._refuse_strays(newcomers=self.ledger.window.passes == 1)
         self._refuse_idle_experts(counts)
+        self._refuse_idle_statistics(counts)
         self._finished = caller is not None  # a framework ends its last window, and never says that it was the last
         totals, ahead, whole = self._exchanged(counts, caller)
         window = self._counted(totals, ahead, caller, whole=whole)
@@ -216,8 +199,11 @@ class Driver:
             )
         # ZeRO 0 and 1 reduce in the boundary's backward, so DeepSpeed must know of it before.
         self.boundary.mark(steps)
+        # A backward that raises has been counted, and its gradient may be there in part.
+        self._lost = True
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
+        self._lost = False
         self._ran_in = window.index
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
@@ -233,30 +219,22 @@ class Driver:
                     "ep_size 1"
                 )
 
+    def _refuse_idle_statistics(self, counts: Counts) -> None:
+        if self.adapter.shares_statistics and self.ledger.weighting.silences(counts):
+            with self._telling():
+                raise WindowError(
+                    "an idle pass with torch's SyncBatchNorm in training: what an idle pass runs would enter the "
+                    "statistics that other ranks' losses depend on, so that silencing this rank alone gives a wrong "
+                    "gradient; give every rank as many micro-batches that weigh something, or call eval() on these "
+                    "modules"
+                )
+
     def _refuse_strays(self, *, newcomers: bool) -> None:
         with self._telling():
             self.adapter.kept.refuse_freezing(self.ledger.window.index)
             self.adapter.kept.refuse_strays(self.ledger.window.index)
             if newcomers:
                 self.adapter.kept.refuse_newcomers()
-
-    def explain_forward(self, error: AttributeError) -> None:
-        """Raise WindowError, on every rank, where a forward has raised because of a parameter that came later.
-
-        Args:
-            error: that the forward has raised.
-        """
-        with self._telling():
-            self.adapter.kept.explain_forward(error)
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell the other ranks what is raised inside: they wait for the counts of this pass, or in a step's sum."""
-        try:
-            yield
-        except WindowError as error:
-            self.exchange.refuse(self._place(RUNS), error)
-            raise
 
     def _exchanged(self, counts: Counts, caller: CallersBoundary | None) -> tuple[PassTotals, list[PassTotals], bool]:
         """Return what the pass contains over all ranks, what is known of those after it, and whether that is all."""
@@ -286,8 +264,11 @@ class Driver:
             **kwargs: for DeepSpeed's `step`.
 
         Raises:
-            WindowError: there was no backward since the last step.
+            WindowError: there was no backward since the last step, or it has raised.
         """
+        self.adapter.kept.refuse_ended()
+        with self._telling():
+            self._refuse_lost()
         if self._stepped:
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one "
@@ -310,10 +291,18 @@ class Driver:
 
     def refuse_owed_step(self) -> None:
         """Raise WindowError where the pass before waits for its step(): asked before anything is announced or taken."""
+        self._refuse_lost()
         if not self._stepped:
             raise WindowError(
                 f"backward() in window {self.ledger.window.index} while the pass before it waits for its step(): one "
                 "step() ends one pass; call it after every backward()"
+            )
+
+    def _refuse_lost(self) -> None:
+        if self._lost:
+            raise WindowError(
+                f"window {self.ledger.window.index} has a backward() that was counted and then raised, so that its "
+                "gradient may be there in part or not at all: load a checkpoint, which throws the window away"
             )
 
     # What a window will contain.
@@ -337,14 +326,6 @@ class Driver:
 
     # Passes that are announced ahead.
 
-    def upcoming(self, doing: str = RUNS) -> Upcoming:
-        """Return an empty line of passes, whose exchanges say where this rank is and what it does."""
-
-        def start(passes: Sequence[Announcement]) -> Pending:
-            return self.exchange.start(self._place(doing), passes)
-
-        return Upcoming(start, self.ranks)
-
     @contextmanager
     def taking_from(self, queue: Upcoming) -> Iterator[None]:
         """Take the passes inside from `queue`, which has announced them."""
@@ -356,18 +337,6 @@ class Driver:
             if self.queue is queue:
                 self.queue = None
 
-    def look_ahead(self, passes: int) -> None:
-        """Exchange so many passes together from here on.
-
-        Raises:
-            RankDesyncError: ranks were given different numbers.
-        """
-        if passes != self.exchange.slots:
-            if self.over is not None:
-                with naming_lost_ranks("passes(), where all say how far they look ahead"):
-                    same(self.over, self._place("begins passes() with another look-ahead"), "look-ahead", passes)
-            self.exchange.slots = passes
-
     def may_skip(self, totals: PassTotals) -> bool:
         """Whether the coming pass, idle on this rank, needs neither forward nor backward here.
 
@@ -378,40 +347,17 @@ class Driver:
         inside = self._ran_in == self.ledger.window.index and not self.ledger.closes_with(totals)
         return inside and self.adapter.silent_inside_windows and self.adapter.has_every_gradient()
 
-    def refuse(self, error: Exception) -> None:
-        """Tell the other ranks that this one has raised in place of announcing its next passes.
-
-        Without look-ahead they are in a forward, where ZeRO 3 waits for this rank: they answer from a thread, and raise
-        when the forward's time is up, or when this rank ends.
-        """
-        self.exchange.refuse(self._place("reads its passes"), error)
-
-    @contextmanager
-    def waiting(self, where: str) -> Iterator[None]:
-        """Bound what DeepSpeed waits for inside by `exchange_timeout`, and say what it means where ranks don't come.
-
-        Args:
-            where: what this rank does, for the message ("a forward").
-
-        Raises:
-            RankDesyncError: another rank ended, is out of sync, or did not come in time.
-        """
-        limit = f"{where}, up to {self.settings.exchange_timeout:g} s (ds_parity.exchange_timeout)"
-        with naming_lost_ranks(limit, self._told), self._limit.applied():
-            yield
-
-    def _told(self) -> RankDesyncError | None:
-        return None if self.queue is None else self.queue.failure()
-
     # The end of the data.
 
     def finish(self) -> None:
         """Settle the window that the data ended in: step, drop or error.
 
         Raises:
-            WindowError: a window is open and `last_window` is `error`.
+            WindowError: a window is open and `last_window` is `error`, or it has a backward that raised.
             RankDesyncError: not every rank has finished.
         """
+        with self._telling():
+            self._refuse_lost()
         if not self._stepped:
             raise WindowError("finish() between a backward() and its step(): call step() first")
         # All ranks must end here: one that still runs passes would wait in its own exchange.
@@ -445,6 +391,9 @@ class Driver:
         """Return how many passes of the open window have run."""
         return self.ledger.window.passes
 
+    def refuse_loading(self) -> None:
+        """Raise CheckpointError where nothing can be loaded now; here it can at any time."""
+
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
         # Also before a window's first pass: a stray gradient may be what the loading is to mend.
@@ -456,7 +405,7 @@ class Driver:
             self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
-        self._stepped = True
+        self._stepped, self._lost = True, False
         self._ran_in = None
         self.boundary.mark(False)
 
@@ -478,23 +427,3 @@ class Driver:
     def on_every_rank(self, counts: Counts) -> PassTotals:
         """Return what a pass would contain if every rank's micro-batch contained `counts`."""
         return PassTotals.of([counts] * self.ranks)
-
-    def over_ranks(self, kind: str, *, used: bool = False) -> PlacedSum | None:
-        """Return what sums over the ranks for something that every rank does at the same place; None for one rank.
-
-        Args:
-            kind: what they do there, as in `Place`.
-            used: all must have used the same parameters in the window, too, where DeepSpeed needs that.
-        """
-        if self.over is None:
-            return None
-
-        def place() -> Place:
-            here = self._place(kind)
-            return replace(here, used=self.adapter.used_parameters()) if used else here
-
-        return PlacedSum(self.over, place)
-
-    def _place(self, kind: str) -> Place:
-        window = self.ledger.window
-        return Place(kind, window.index, self.ledger.passes, self._configuration, self._number)

@@ -14,10 +14,8 @@ from ds_parity.engine import checkpoint
 from ds_parity.engine.arguments import (
     chunk_of,
     counts_of,
-    parts_of,
     refuse_name_of_term,
     refuse_scaling,
-    refuse_what_is_no_loss,
 )
 from ds_parity.engine.callers_driver import CallersDriver
 from ds_parity.engine.division import Loss
@@ -125,9 +123,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.
         """
         refuse_scaling(scale_wrt_gas)
-        for part in parts_of(loss):
-            refuse_what_is_no_loss(part)
         driver: Driver = self._self_driver
+        driver.refuse_no_loss(loss)
         terms = loss.keys() if isinstance(loss, Mapping) else None
         counts = driver.counts_given(rollouts, prompts, tokens, weight, terms)
         with self._self_driver.waiting("backward()"):
@@ -394,7 +391,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             RankDesyncError: another rank ended before it had saved.
         """
         driver: Driver = self._self_driver
-        state = checkpoint.with_window(driver, client_state or {})
+        state = checkpoint.with_window(driver, client_state)
         tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
         # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
         names_latest = save_latest and not driver.adapter.writes_latest_itself
@@ -428,9 +425,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             RankDesyncError: another rank ended before it had loaded.
         """
         driver: Driver = self._self_driver
+        driver.refuse_loading()
         if load_module_only:
             checkpoint.refuse_module_alone(driver)
-        with naming_lost_ranks("load_checkpoint()"), checkpoint.explained(driver, load_dir):
+        with naming_lost_ranks("load_checkpoint()"), checkpoint.explained(driver, load_dir, tag):
             path, state = self.__wrapped__.load_checkpoint(
                 load_dir,
                 tag,

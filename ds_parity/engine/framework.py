@@ -10,7 +10,6 @@ from typing import Any, SupportsIndex
 import torch
 
 from ds_parity.config import Settings
-from ds_parity.engine.arguments import parts_of, refuse_what_is_no_loss
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.engine import ParityEngine
@@ -94,8 +93,7 @@ class FrameworkEngine(ParityEngine):
             return super().backward(
                 loss, retain_graph, scaling, rollouts=rollouts, prompts=prompts, tokens=tokens, weight=weight
             )
-        for part in parts_of(loss):
-            refuse_what_is_no_loss(part)
+        driver.refuse_no_loss(loss)
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas)
         terms = loss.keys() if isinstance(loss, Mapping) else None

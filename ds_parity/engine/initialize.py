@@ -21,6 +21,7 @@ from ds_parity.engine.ranks.agreement import agree, all_or_none, started_togethe
 from ds_parity.errors import ConfigError
 
 _LOG = logging.getLogger("ds_parity")
+_BY_ARGUMENTS = ("deepspeed_config", "deepscale_config")
 
 Initialize: TypeAlias = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -90,14 +91,27 @@ def extended_config(keywords: Mapping[str, Any]) -> dict[str, Any] | None:
     source = source_of(keywords)
     with telling(keywords.get("mpu")):
         extended = None if source is None else load_config(source)
-        return None if extended is None or parse(extended) is None else extended
+        if extended is None or parse(extended) is None:
+            return None
+        _refuse_two_sources(keywords)
+        return extended
+
+
+def _refuse_two_sources(keywords: Mapping[str, Any]) -> None:
+    # DeepSpeed raises a bare assertion (deepspeed/__init__.py, 0.19.8).
+    by_keyword = next((name for name in ("config", "config_params") if keywords.get(name) is not None), None)
+    by_arguments = next((n for n in _BY_ARGUMENTS if getattr(keywords.get("args"), n, None) is not None), None)
+    if by_keyword and by_arguments:
+        raise ConfigError(
+            f"initialize() got a configuration twice, as {by_keyword}= and as args.{by_arguments} (--{by_arguments} on "
+            "the command line): they may say different things; give it in one place"
+        )
 
 
 def source_of(keywords: Mapping[str, Any]) -> Any:
     """Return the configuration as it was given, by keyword or with the arguments; None where it was not."""
-    args = keywords.get("args")
     given = (keywords.get("config"), keywords.get("config_params"))
-    by_arguments = (getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
+    by_arguments = (getattr(keywords.get("args"), name, None) for name in _BY_ARGUMENTS)
     return next((source for source in (*given, *by_arguments) if source is not None), None)
 
 
@@ -203,7 +217,7 @@ def _without_config(args: Any) -> Any:
     if args is None:
         return None
     bare = copy.copy(args)
-    for name in ("deepspeed_config", "deepscale_config"):
+    for name in _BY_ARGUMENTS:
         if getattr(bare, name, None) is not None:
             setattr(bare, name, None)
     return bare

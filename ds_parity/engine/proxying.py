@@ -1,11 +1,11 @@
-"""Methods of the proxy that would hand out, or copy, the engine behind it."""
+"""Methods of the proxy that would hand out, or copy, the engine behind it, or that its optimizer may lack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
-from ds_parity.errors import WindowError
+from ds_parity.errors import ConfigError, WindowError
 
 
 def _no_copy(how: str) -> Callable[..., NoReturn]:
@@ -29,6 +29,22 @@ def _returning_proxy(name: str) -> Callable[..., Any]:
     return method
 
 
+def _of_wrapper(name: str) -> Callable[..., Any]:
+    # DeepSpeed calls it on its optimizer, whatever that is, and ends in an AttributeError.
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = self.__wrapped__
+        if not hasattr(engine.optimizer, name):
+            raise ConfigError(
+                f"{name}() with zero_optimization.stage = {int(engine.zero_optimization_stage())} and the optimizer "
+                f"{type(engine.optimizer).__name__}, which has no states that DeepSpeed could move; choose ZeRO stage "
+                "1, 2 or 3, or leave the call out"
+            )
+        return getattr(engine, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
 _RETURN_SELF: Final = (
     *("to", "cuda", "cpu", "half", "float", "double", "bfloat16"),
     *("type", "apply", "requires_grad_", "to_empty"),
@@ -37,5 +53,6 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     **{name: _no_copy(how) for name, how in (("__copy__", "copied"), ("__deepcopy__", "copied"))},
     "__reduce_ex__": _no_copy("pickled"),
     **{name: _returning_proxy(name) for name in _RETURN_SELF},
+    **{name: _of_wrapper(name) for name in ("offload_states", "reload_states")},
 }
 """By their names."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ds_parity.errors import WindowError
@@ -91,6 +91,8 @@ class Counts:
         tokens: loss tokens of it.
         weights: what its caller says that it weighs (`loss_weight: weight`), or what each term of its loss weighs
             (`terms`): finite and >= 0; empty where all are 0.
+        lacks: names of the terms that its caller gives the weight 0. Others may weigh 0, too, and are a part of their
+            rollout's loss: of a turn that is not its last, where losses are sums.
 
     Raises:
         WindowError: a count is negative, above 2**40, fractional, NaN, a flag, a float, or a tensor off the CPU, which
@@ -101,6 +103,7 @@ class Counts:
     prompts: int = 0
     tokens: int = 0
     weights: tuple[float, ...] = ()
+    lacks: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         for name in COUNTED:

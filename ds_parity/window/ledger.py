@@ -204,7 +204,8 @@ class Ledger:
         """
         ended = self.window
         self.consumed += self._units(ended)
-        if self.consumed < ended.closes_at:
+        # A window that its caller ends has no surplus, whatever it held.
+        if self.rules.by_caller or self.consumed < ended.closes_at:
             self.origin = self.consumed
         self.rollouts += ended.rollouts
         if applied:

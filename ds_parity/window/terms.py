@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_parity.errors import WindowError
 from ds_parity.window.counts import Counts, weight_of
@@ -55,6 +55,16 @@ class Terms:
         """Whether all have one unit, so that one total corrects all of them."""
         return len({term.unit for term in self.all}) == 1 and self.all[0].unit not in ("target", "weight")
 
+    def weighed(self, counts: Counts, given: Set[str], own: Mapping[str, object]) -> Counts:
+        """Return the counts of one micro-batch with what each of its terms weighs; the arguments are those of `weigh`.
+
+        Raises:
+            WindowError: as `weigh` says.
+        """
+        weights = self.weigh(counts, given, own)
+        lacks = frozenset(name for name in own if not weight_of(own[name]))
+        return replace(counts, weights=weights, lacks=lacks)
+
     def weigh(
         self, counts: Counts, given: Set[str], own: Mapping[str, object], *, several: bool = False
     ) -> tuple[float, ...]:
@@ -71,6 +81,9 @@ class Terms:
                 the unit is `weight`.
         """
         self.refuse_unknown([*given, *own])
+        # What has a weight of its own is no idle pass, and so has the weight of a pass in terms by pass.
+        names = [term.name for term in self.all if term.unit == "weight" and term.name in given and term.name in own]
+        counts = replace(counts, weights=tuple(weight_of(own[name]) for name in names))
         return tuple(self._weight(term, counts, given, own, several) for term in self.all)
 
     def _weight(self, term: Term, counts: Counts, given: Set[str], own: Mapping[str, object], several: bool) -> float:
@@ -100,6 +113,18 @@ class Terms:
                 f"{', '.join(map(repr, unknown))}: no term of ds_parity.terms, which are {', '.join(self.names)}; "
                 "write the name as it stands there, or add the term to the configuration"
             )
+
+    def shares(self, totals: Sequence[float]) -> dict[str, float]:
+        """Return what each term's sum of weight * loss is multiplied by in the loss of a window of these totals.
+
+        A term that weighs nothing has no share.
+        """
+        totals = totals or (0.0,) * len(self.all)
+        return {
+            term.name: term.coefficient / (self.target if term.unit == "target" else total)
+            for term, total in zip(self.all, totals, strict=True)
+            if total
+        }
 
     def divisors(self, totals: Sequence[float]) -> tuple[float, ...]:
         """Return what each term is divided by, from the totals of their weights over a window.

@@ -123,6 +123,15 @@ class Adapter(ABC):
         """Whether experts of DeepSpeed's MoE layer lie on different ranks (moe/layer.py, `ep_size`)."""
         return any(getattr(module, "ep_size", 1) > 1 for module in self.engine.module.modules())
 
+    @functools.cached_property
+    def _synchronised(self) -> list[torch.nn.Module]:
+        return [one for one in self.engine.module.modules() if isinstance(one, torch.nn.SyncBatchNorm)]
+
+    @property
+    def shares_statistics(self) -> bool:
+        """Whether the statistics of a forward are those of all ranks' samples (torch's SyncBatchNorm, in training)."""
+        return any(one.training for one in self._synchronised)
+
     @property
     def inside_no_sync(self) -> bool:
         """Whether the loop is inside `engine.no_sync()`, where a boundary's gradients are not reduced."""

@@ -52,7 +52,7 @@ class KeptGradients:
         self._flags_noted: list[bool] = []
         self._flags_at_start: list[bool] = []
         self._homeless: list[tuple[str, Parameter]] = []
-        self._warned = False
+        self._warned = self._warned_of_frozen = False
         self._ended = False
         self.broken = False
 
@@ -60,6 +60,14 @@ class KeptGradients:
         """Guard nothing any more: the engine is destroyed."""
         self._ended = True
         self._newcomers.end()
+
+    def refuse_ended(self) -> None:
+        """Raise WindowError where the engine was destroyed: DeepSpeed has let go of what it reduces gradients with."""
+        if self._ended:
+            raise WindowError(
+                "the engine was destroyed (engine.destroy()), and takes no more backward() and step(): gradients would "
+                "not be reduced; build a new engine, and load a checkpoint into it"
+            )
 
     def guard(self) -> None:
         """Make `zero_grad()` of the engine and of its optimizers do nothing inside a window, and refuse their `step()`.
@@ -150,6 +158,7 @@ class KeptGradients:
             own = {id(p) for group in self._adapter.groups() for p in group}
             changed = self._differing(flags, self._flags_noted)
             self._refuse_inside([one for one in changed if id(one[1]) in own], window)
+            self._warn_of_frozen([one for one in changed if id(one[1]) in own and not one[1].requires_grad])
             new = [one for one in self._differing(flags, self._flags_at_start) if one[1].requires_grad]
             self._homeless = [one for one in new if id(one[1]) not in own]
             self._flags_noted = flags
@@ -170,6 +179,18 @@ class KeptGradients:
                 "accumulated would be lost, or ranks' weights would differ; freeze and unfreeze between windows, where "
                 "engine.window.passes is 0"
             )
+
+    def _warn_of_frozen(self, frozen: list[tuple[str, Parameter]]) -> None:
+        # torch's own optimizers leave out what has no gradient; DeepSpeed's wrappers give them zeros.
+        if not frozen or self._warned_of_frozen or isinstance(self._adapter.engine.optimizer, torch.optim.Optimizer):
+            return
+        self._warned_of_frozen = True
+        _LOG.warning(
+            "%s: frozen after the engine was built. DeepSpeed steps it by a gradient of zeros, so that momentum, the "
+            "moments of Adam and weight decay go on moving it; where it must stand still, freeze it before the engine "
+            "is built, or give it a parameter group of its own and set the group's lr to 0. This is said once",
+            names_of(frozen),
+        )
 
     def refuse_strays(self, window: int) -> None:
         """Raise WindowError where gradients are not as the last backward, or the end of the last window, left them.

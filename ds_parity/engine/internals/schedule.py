@@ -38,16 +38,17 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         self._self_progress: Progress | None = None
         self._self_taken = 0
 
-    def advance_to(self, progress: Progress) -> None:
-        """Say where the next `step()` goes."""
+    def advance_to(self, progress: Progress | None) -> None:
+        """Say where the next `step()` goes; None: nowhere, because it is the loop's own."""
         self._self_progress = progress
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Go to the position last given to `advance_to`; what is passed here is the caller's step count, and unused."""
-        progress = self._self_progress
-        if progress is None:
-            raise RuntimeError("RolloutSchedule.step() before advance_to()")
-        self._place(progress)
+        """Go to the position last given to `advance_to`; what is passed here is the caller's step count, and unused.
+
+        A loop that steps the scheduler itself finds it there already, or at its start.
+        """
+        if self._self_progress is not None:
+            self._place(self._self_progress)
 
     def resume_at(self, progress: Progress) -> None:
         """Take `progress` as reached already: the scheduler's own state came from a checkpoint."""

@@ -15,8 +15,8 @@ sum, how many ranks have used it; so all ranks forget the same names in the same
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, Final, TypeAlias
 
@@ -46,6 +46,16 @@ class Sums:
 
     names: tuple[str, ...]
     vector: torch.Tensor
+
+    def with_loss(self, shares: Mapping[str, float]) -> Sums:
+        """Return the same with the loss that these shares of the terms' weighted sums make, without reading them.
+
+        Args:
+            shares: of the terms, by the names under which they are recorded.
+        """
+        parts = [shares[name] * self.vector[2 * at + 1] for at, name in enumerate(self.names) if name in shares]
+        loss = sum(parts, torch.zeros_like(self.vector[0]))
+        return replace(self, vector=torch.cat([loss.reshape(1), self.vector[1:]]))
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Return the sum of weight * loss, and the weighted mean of every metric whose weights don't add up to 0.

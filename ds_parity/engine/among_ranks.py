@@ -1,0 +1,146 @@
+"""What a driver says to the other ranks, where it says it is, and how long it waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ds_parity.config import Settings
+from ds_parity.engine.arguments import weighting_of
+from ds_parity.engine.internals.adapter import choose
+from ds_parity.engine.internals.groups import Members, groups_of
+from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.ranks.agreement import naming_lost_ranks, same
+from ds_parity.engine.ranks.exchange import Exchange, Pending
+from ds_parity.engine.ranks.hostgroups import group_of
+from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
+from ds_parity.engine.ranks.limits import Limit
+from ds_parity.engine.ranks.upcoming import Upcoming
+from ds_parity.engine.ranks.wire import Announcement, Place
+from ds_parity.errors import RankDesyncError, WindowError
+from ds_parity.window import Ledger, Rules
+
+RUNS = "runs a pass"
+
+
+class AmongRanks:
+    """A driver as the other ranks know it.
+
+    Args:
+        engine: the bare DeepSpeed engine.
+        settings: the extra keys.
+        members: the ranks that step together.
+        slots: passes that one exchange holds (>= 1).
+        number: of the engine among those of this process, the same on every rank (>= 1).
+
+    Attributes:
+        engine: the bare DeepSpeed engine.
+        settings: the extra keys.
+        adapter: of the engine's optimizer wrapper.
+        ledger: windows, totals and clocks.
+        ranks: data-parallel ranks.
+        over: sums over them and those that share their micro-batches, on the host; None for one rank.
+        exchange: counts over the data-parallel ranks.
+        queue: the passes that `passes()` hands out; None outside of it.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, members: Members, slots: int, number: int) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.ranks = members.ranks
+        by_caller = settings.by_caller
+        rules = Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight, by_caller)
+        weighting = weighting_of(settings, self.ranks)
+        self.ledger = Ledger(rules, weighting)
+        together, wait = self.ranks * members.peers.size, settings.exchange_timeout
+        self.over = HostSum(group_of(members.group), wait) if together > 1 else None
+        self.exchange = Exchange(self.over, together, slots, wait, members.peers, weights=weighting.brought)
+        self.adapter = choose(engine)
+        self.queue: Upcoming | None = None
+        self._limit = Limit(groups_of(engine), wait)
+        self._number = number
+        self._configuration = settings.fingerprint
+
+    def _place(self, kind: str) -> Place:
+        window = self.ledger.window
+        return Place(kind, window.index, self.ledger.passes, self._configuration, self._number)
+
+    def over_ranks(self, kind: str, *, used: bool = False) -> PlacedSum | None:
+        """Return what sums over the ranks for something that every rank does at the same place; None for one rank.
+
+        Args:
+            kind: what they do there, as in `Place`.
+            used: all must have used the same parameters in the window, too, where DeepSpeed needs that.
+        """
+        if self.over is None:
+            return None
+
+        def place() -> Place:
+            here = self._place(kind)
+            return replace(here, used=self.adapter.used_parameters()) if used else here
+
+        return PlacedSum(self.over, place)
+
+    def upcoming(self, doing: str = RUNS) -> Upcoming:
+        """Return an empty line of passes, whose exchanges say where this rank is and what it does."""
+
+        def start(passes: Sequence[Announcement]) -> Pending:
+            return self.exchange.start(self._place(doing), passes)
+
+        return Upcoming(start, self.ranks)
+
+    def look_ahead(self, passes: int) -> None:
+        """Exchange so many passes together from here on.
+
+        Raises:
+            RankDesyncError: ranks were given different numbers.
+        """
+        if passes != self.exchange.slots:
+            if self.over is not None:
+                with naming_lost_ranks("passes(), where all say how far they look ahead"):
+                    same(self.over, self._place("begins passes() with another look-ahead"), "look-ahead", passes)
+            self.exchange.slots = passes
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this one has raised in place of announcing its next passes.
+
+        Without look-ahead they are in a forward, where ZeRO 3 waits for this rank: they answer from a thread, and raise
+        when the forward's time is up, or when this rank ends.
+        """
+        self.exchange.refuse(self._place("reads its passes"), error)
+
+    @contextmanager
+    def waiting(self, where: str) -> Iterator[None]:
+        """Bound what DeepSpeed waits for inside by `exchange_timeout`, and say what it means where ranks don't come.
+
+        Args:
+            where: what this rank does, for the message ("a forward").
+
+        Raises:
+            RankDesyncError: another rank ended, is out of sync, or did not come in time.
+        """
+        limit = f"{where}, up to {self.settings.exchange_timeout:g} s (ds_parity.exchange_timeout)"
+        with naming_lost_ranks(limit, self._told), self._limit.applied():
+            yield
+
+    def _told(self) -> RankDesyncError | None:
+        return None if self.queue is None else self.queue.failure()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the other ranks what is raised inside: they wait for the counts of this pass, or in a step's sum."""
+        try:
+            yield
+        except WindowError as error:
+            self.exchange.refuse(self._place(RUNS), error)
+            raise
+
+    def explain_forward(self, error: AttributeError) -> None:
+        """Raise WindowError, on every rank, where a forward has raised because of a parameter that came later.
+
+        Args:
+            error: that the forward has raised.
+        """
+        with self._telling():
+            self.adapter.kept.explain_forward(error)
