@@ -78,6 +78,38 @@ class TestBadInput:
     def test_rollouts_that_are_not_there(self, tmp_path):
         assert "nowhere.jsonl" in refused("verify", CONFIG, "--rollouts", "nowhere.jsonl", "--out", tmp_path)
 
+    def lines(self, folder, lines):
+        path = folder / "mine.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    def test_rollouts_whose_rewards_are_equal(self, command, tmp_path):
+        line = {"prompt": "2+2=", "completion": "4", "reward": 1.0}
+        path = self.lines(tmp_path, [{**line, "prompt": f"{n}"} for n in range(40) for _ in range(3)])
+        message = refused(command, CONFIG, "--rollouts", path, "--out", tmp_path)
+        assert "mine.jsonl: every prompt's rollouts earned the same reward" in message
+
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    def test_rollouts_that_fill_no_window(self, command, tmp_path):
+        path = self.lines(tmp_path, [{"prompt": "2+2=", "completion": "4", "reward": n} for n in range(11)])
+        message = refused(command, CONFIG, "--rollouts", path, "--out", tmp_path)
+        assert "10 rollouts have an advantage that is not 0, and a window takes 12" in message
+
+    @pytest.mark.parametrize("command", ["verify", "probe", "plan"])
+    def test_a_completion_that_is_empty(self, command, tmp_path):
+        good = {"prompt": "2+2=", "completion": "4", "reward": 1.0}
+        path = self.lines(tmp_path, [good, {**good, "completion": ""}])
+        ran = refused(*([command, path] if command == "plan" else [command, CONFIG, "--rollouts", path]))
+        assert "mine.jsonl:2: key 'completion' is empty" in ran
+
+    @pytest.mark.parametrize("asked", [[], ["--json"], ["--report", "pictures"]])
+    def test_a_plan_without_a_window(self, asked, tmp_path):
+        path = self.lines(tmp_path, [{"prompt": "2+2=", "completion": "4", "reward": n} for n in range(3)])
+        message = refused("plan", path, "--target", 4, *asked)
+        assert "3 rollouts make no window: one takes 4 rollouts" in message
+        assert not Path("pictures").exists()
+
     def test_ranks_below_1(self):
         assert "--ranks" in refused("verify", CONFIG, "--ranks", 0)
 
