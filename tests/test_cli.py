@@ -78,6 +78,31 @@ class TestBadInput:
     def test_rollouts_that_are_not_there(self, tmp_path):
         assert "nowhere.jsonl" in refused("verify", CONFIG, "--rollouts", "nowhere.jsonl", "--out", tmp_path)
 
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    @pytest.mark.parametrize("path", ["gpt2", "", "/dev/null"])
+    def test_a_tokenizer_that_is_none(self, command, path, tmp_path):
+        message = refused(command, CONFIG, "--tokenizer", path, "--out", tmp_path)
+        assert f"tokenizer {path!r}: " in message
+        assert "give a tokenizer.json" in message
+
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    @pytest.mark.parametrize("path", ["gpt2", "", "/dev/null"])
+    def test_a_configuration_of_a_model_that_is_none(self, command, path, tmp_path):
+        message = refused(command, CONFIG, "--model", f"hf:{path}", "--out", tmp_path)
+        assert f"model hf:{path}: " in message
+
+    def test_a_reference_that_is_none(self, tmp_path):
+        message = refused("verify", CONFIG, "--against", "hand", "--out", tmp_path)
+        assert "--against is 'hand': it must be one of deepspeed, deepspeed-loop, torch" in message
+
+    def test_a_reference_that_a_training_function_has_not(self, tmp_path):
+        asked = ["--train", "loop:train", "--against", "deepspeed"]
+        assert "a training function calls an engine" in refused("verify", CONFIG, *asked, "--out", tmp_path)
+
+    def test_references_of_the_matrix(self, tmp_path):
+        for asked in (["--against", "torch"], ["--tokenizer", "nowhere"]):
+            assert "--matrix has references and data of its own" in refused("verify", "--matrix", "quick", *asked)
+
     def lines(self, folder, lines):
         path = folder / "mine.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))

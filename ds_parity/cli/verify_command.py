@@ -66,6 +66,10 @@ def verify(
 
     if matrix and (report or junit):
         raise ConfigError("--report and --junit are of one configuration: --matrix leaves its matrix.html in --out")
+    if matrix and (against or tokenizer):
+        raise ConfigError(
+            "--against and --tokenizer are of one configuration: --matrix has references and data of its own"
+        )
     if matrix:
         raise typer.Exit(_verify_matrix(config, folder, as_json))
     if config is None:

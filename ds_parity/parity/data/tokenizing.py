@@ -60,14 +60,14 @@ def refuse_unknown_tokenizer(path: str) -> None:
         ConfigError: there is no such file or folder, or transformers is not installed.
     """
     place = Path(path)
-    if not place.exists():
+    if not path or not place.exists():
         raise ConfigError(
-            f"tokenizer {path}: there is no such file or folder; give a {_FILE}, or a folder that save_pretrained() "
+            f"tokenizer {path!r}: there is no such file or folder; give a {_FILE}, or a folder that save_pretrained() "
             "wrote: nothing is downloaded"
         )
     if find_spec("transformers") is None:
         raise ConfigError(
-            f"tokenizer {path}: transformers is not installed, and it is read with it: pip install transformers, or "
+            f"tokenizer {path!r}: transformers is not installed, and it is read with it: pip install transformers, or "
             "leave the tokenizer out, and text is read as bytes"
         )
 
@@ -94,7 +94,7 @@ def tokens_of(path: str | None) -> Tokens:
     except Exception as error:  # whatever transformers and the readers below it raise
         message = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"tokenizer {path}: can't be read ({type(error).__name__}: {message}); give a {_FILE}, or a folder that "
+            f"tokenizer {path!r}: can't be read ({type(error).__name__}: {message}); give a {_FILE}, or a folder that "
             "save_pretrained() wrote"
         ) from error
 
