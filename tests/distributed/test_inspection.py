@@ -61,6 +61,17 @@ def infinite(seed):
     return Around(seed, lambda logits: logits.index_fill(1, torch.tensor([3]), float("inf")))
 
 
+def nan_of_long_ones(seed):
+    return Around(seed, lambda logits: logits * float("nan") if logits.shape[1] > 300 else logits)
+
+
+def few_positions(seed):
+    def change(logits):
+        return logits + torch.zeros(300)[torch.arange(logits.shape[1])][:, None]
+
+    return Around(seed, change)
+
+
 def masked_ids(seed):
     """Token ids that are never used have the logit -inf, and no loss token is one."""
     return Around(seed, lambda logits: logits.index_fill(2, torch.tensor([259]), float("-inf")))
@@ -115,6 +126,8 @@ MODELS = {
     dropout_off: "",
     noise: "two forwards of the same tokens return other logits",
     nan: "a log probability that is not finite",
+    nan_of_long_ones: "a log probability that is not finite",
+    few_positions: "its forward of token ids of the shape (1, 400) raises IndexError: index 300 is out of bounds",
     infinite: "a log probability that is not finite",
     masked_ids: "",
     weights_by_rank: "its weights on rank 1 are others than on rank 0",
@@ -126,11 +139,11 @@ MODELS = {
     raising: "raises RuntimeError: needs attention_mask",
 }
 # What a training function may take.
-ITS_OWN = (no_logits, a_tuple, raising)
+ITS_OWN = (few_positions, no_logits, a_tuple, raising)
 
 
 def said_of(model, dtype="fp32", **values):
-    scenario = Scenario("look", config(2, dtype), model=f"{__name__}:{model.__name__}", max_tokens=96, **values)
+    scenario = Scenario("look", config(2, dtype), model=f"{__name__}:{model.__name__}", max_tokens=400, **values)
     try:
         inspect_model(scenario.to_json())
     except ConfigError as error:

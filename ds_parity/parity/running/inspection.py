@@ -97,32 +97,42 @@ def _look(scenario: Scenario) -> _Seen:
     if _checksum(build_policy(scenario.model, scenario.seed, scenario.tokenizer)) != checksum:
         wrong = "two calls with one seed return other weights: call torch.manual_seed(seed) before it draws them"
         return _Seen(checksum, None, wrong)
-    batch = _shortest(scenario)
     wrong = _too_few_ids(model, scenario)
-    if wrong:
-        return _Seen(checksum, None, wrong)
-    return _forward(model, batch, scenario, checksum)
+    return _Seen(checksum, None, wrong) if wrong else _computed(model, scenario, checksum)
 
 
-def _forward(model: nn.Module, batch: MicroBatch, scenario: Scenario, checksum: str) -> _Seen:
+def _computed(model: nn.Module, scenario: Scenario, checksum: str) -> _Seen:
     device = str(get_accelerator().current_device_name())
     model = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().to(device)
-    ids, mask = (to_device(batch, device).inputs[name] for name in ("input_ids", "loss_mask"))
     torch.manual_seed(scenario.seed)
+    norm = 0.0
+    try:
+        # What is wrong may be so of long sequences alone: positions that the model lacks, numbers that overflow.
+        for batch in _shortest_and_longest(scenario):
+            wrong, logps = _forward(model, to_device(batch, device), scenario)
+            norm += 0.0 if logps is None else float(logps.double().norm())
+            if wrong or logps is None:
+                # A training function may take whatever its model returns.
+                return _Seen(checksum, None, wrong)
+    except Exception as error:  # whatever a user's forward raises
+        if scenario.train is not None:  # which may call it with other arguments
+            return _Seen(checksum, None, "")
+        shape = tuple(batch.inputs["input_ids"].shape)
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return _Seen(checksum, None, f"its forward of token ids of the shape {shape} raises {said}")
+    return _Seen(checksum, norm, "")
+
+
+def _forward(model: nn.Module, batch: MicroBatch, scenario: Scenario) -> tuple[str, torch.Tensor | None]:
+    """Return what is wrong with the logits of a micro-batch, and the log probabilities of its loss tokens."""
+    ids, mask = (batch.inputs[name] for name in ("input_ids", "loss_mask"))
     with torch.no_grad():
-        try:
-            one, other = (model(ids) for _ in range(2))
-        except Exception as error:  # whatever a user's forward raises
-            if scenario.train is not None:  # which may call it with other arguments
-                return _Seen(checksum, None, "")
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            return _Seen(checksum, None, f"its forward of token ids of the shape {tuple(ids.shape)} raises {said}")
+        one, other = (model(ids) for _ in range(2))
     wrong = _random(model, one, other)
     logits = getattr(one, "logits", one)
     unlike = _no_logits(logits, ids)
     if wrong or unlike:
-        # A training function may take whatever its model returns.
-        return _Seen(checksum, None, wrong or ("" if scenario.train is not None else unlike))
+        return wrong or ("" if scenario.train is not None else unlike), None
     logps = token_logps(logits[:, :-1], ids[:, 1:])[mask > 0]
     lost = int((~logps.isfinite()).sum())
     if lost:
@@ -130,12 +140,12 @@ def _forward(model: nn.Module, batch: MicroBatch, scenario: Scenario, checksum: 
             f"its logits give {lost} of {logps.numel()} loss tokens a log probability that is not finite (NaN or inf), "
             f"in {scenario.storage} and with the weights as they were built: nothing can be trained or compared"
         )
-    return _Seen(checksum, float(logps.double().norm()), wrong)
+    return wrong, logps
 
 
-def _shortest(scenario: Scenario) -> MicroBatch:
-    rollouts = (rollout for row in scenario.layout() for cell in row for rollout in cell)
-    return collate((min(rollouts, key=lambda rollout: len(rollout.tokens)),))
+def _shortest_and_longest(scenario: Scenario) -> list[MicroBatch]:
+    rollouts = [rollout for row in scenario.layout() for cell in row for rollout in cell]
+    return [collate((choose(rollouts, key=lambda rollout: len(rollout.tokens)),)) for choose in (min, max)]
 
 
 def _needs_an_engine(model: nn.Module) -> bool:
@@ -165,11 +175,10 @@ def _too_few_ids(model: nn.Module, scenario: Scenario) -> str:
 
 
 def _no_logits(logits: Any, ids: torch.Tensor) -> str:
+    shape = tuple(ids.shape)
     if not isinstance(logits, torch.Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         got = f"shape {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
-        return (
-            f"for token ids of the shape {tuple(ids.shape)} it returns {got}: it must return logits (rows, tokens, ids)"
-        )
+        return f"for token ids of the shape {shape} it returns {got}, must be logits (rows, tokens, token ids)"
     largest = int(ids.max())
     if largest >= logits.shape[2]:
         return f"it returns logits of {logits.shape[2]} token ids, and the rollouts have the id {largest}"
