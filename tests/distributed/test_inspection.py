@@ -58,7 +58,7 @@ def nan(seed):
 
 
 def infinite(seed):
-    return Around(seed, lambda logits: logits.index_fill(1, torch.tensor([3]), float("inf")))
+    return Around(seed, lambda logits: logits.index_fill(1, torch.tensor([logits.shape[1] - 3]), float("inf")))
 
 
 def nan_of_long_ones(seed):

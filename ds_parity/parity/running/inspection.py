@@ -22,6 +22,7 @@ from ds_parity.planning.rollout import MicroBatch
 
 # Two ranks may compute a sum in another order; half precision keeps three digits.
 _ALIKE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NAMED = 4
 
 
@@ -193,7 +194,7 @@ def _random(model: nn.Module, one: Any, other: Any) -> str:
     dropping = [
         f"{name} (p={module.p:g})"
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p
+        if isinstance(module, _DROPOUTS) and module.training and module.p
     ]
     why = "no two runs of it are alike, whatever engine trains it"
     if not dropping:
