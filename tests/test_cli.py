@@ -339,7 +339,14 @@ class TestStart:
 
     @pytest.mark.parametrize(
         ("words", "at", "completed"),
-        [("ds-parity ver", "1", ["verify"]), ("ds-parity init --st", "2", ["--stage"])],
+        [
+            ("ds-parity ver", "1", ["verify"]),
+            ("ds-parity init --st", "2", ["--stage"]),
+            ("ds-parity verify --tok", "2", ["--tokenizer"]),
+            ("ds-parity probe --tok", "2", ["--tokenizer"]),
+            ("ds-parity verify --ag", "2", ["--against"]),
+            ("ds-parity verify --against t", "3", ["torch"]),
+        ],
     )
     def test_a_command_and_an_option_are_completed(self, words, at, completed):
         asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": at}

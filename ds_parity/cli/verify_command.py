@@ -50,8 +50,9 @@ def verify(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="deepspeed, deepspeed-loop or torch; may be repeated. By default all; with --train deepspeed-loop, "
-            "and torch is what judges its loss"
+            help="deepspeed, deepspeed-loop or torch; may be repeated. By default all; with --train deepspeed-loop "
+            "alone, and torch judges its loss too",
+            autocompletion=lambda: ["deepspeed", "deepspeed-loop", "torch"],
         ),
     ] = None,
     timeout: Timeout = 600,
