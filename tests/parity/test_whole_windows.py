@@ -4,6 +4,7 @@ import pytest
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.oracle import windows_of
 from ds_parity.parity.subjects.references.alone import train_alone
 from ds_parity.parity.verification.verify import Verification, scenarios
 from tests.distributed import cells
@@ -116,6 +117,12 @@ class TestWhatIsComparedWith:
         assert runs(train=None)[0] == [("uniform", ("deepspeed",)), ("ragged", ("deepspeed-loop", "torch"))]
         assert runs(["torch"], train=None)[0] == [("ragged", ("torch",))]
         assert runs(["deepspeed"], train=None)[0] == [("uniform", ("deepspeed",))]
+
+    def test_no_window_goes_beyond_a_target_where_that_is_an_error(self):
+        wanted, _ = scenarios(cells.config(2, overshoot="error"), 2, **cells.TINY)
+        for scenario, _ in wanted:
+            windows = windows_of(scenario.batches(), scenario.settings)
+            assert max(window.total for window in windows) == 12
 
     def test_an_unknown_reference_is_refused(self):
         with pytest.raises(ConfigError, match=r"--against is 'hand': it must be one of deepspeed, deepspeed-loop, to"):

@@ -73,7 +73,9 @@ def _possible(
     config: dict[str, Any], ranks: int, judges_loss: bool, **options: Any
 ) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[LeftOut]]:
     ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
-    ragged = replace(ragged, short=min(2, cut_by(ragged.settings).target - 1))
+    # Where going beyond the target is an error, windows contain it exactly.
+    shape = "ragged" if ragged.settings.overshoot == "error" else ragged.shape
+    ragged = replace(ragged, shape=shape, short=min(2, cut_by(ragged.settings).target - 1))
     ragged.layout()  # for its ConfigError, before any rank is started
     if ragged.train:
         return _of_training_function(ragged, judges_loss)
