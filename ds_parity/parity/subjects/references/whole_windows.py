@@ -144,7 +144,7 @@ class WholeWindows:
         if not isinstance(loss, Mapping):
             units = 1.0 if summed else sum(weighs(batch, self._settings) for batch in held)
             return loss * (units / window.total)
-        combined: Any = torch.zeros((), dtype=torch.float64)
+        combined: Any = torch.zeros((), dtype=torch.float64, device="cpu")
         for name, term in (self._settings.terms or {}).items():
             units = sum(weights_of_terms(batch, self._settings)[name] for batch in held)
             total = window.totals[name]
