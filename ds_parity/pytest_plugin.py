@@ -36,8 +36,8 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
     """Return a function that trains with the reference engines and with ds_parity's, and fails where they differ.
 
     Its arguments are those of `ds-parity verify`: `config` (a path, or a dict), and by name `ranks`, `windows`, `seed`,
-    `model`, `rollouts`, `max_tokens`, `train`, `timeout`; and `golden`, a trace to compare the steps with. Paths are
-    relative to the test's folder. It returns what was compared.
+    `model`, `rollouts`, `tokenizer`, `max_tokens`, `train`, `timeout`; and `golden`, a trace to compare the steps with.
+    Paths are relative to the test's folder. It returns what was compared.
     """
 
     def verify(
@@ -47,8 +47,12 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
         from ds_parity.parity.verification import verify as harness
 
         here = request.path.parent
-        if options.get("rollouts"):
-            options["rollouts"] = str(here / options["rollouts"])
+        for name in ("rollouts", "tokenizer"):
+            if options.get(name):
+                options[name] = str(here / options[name])
+        model = options.get("model", "")
+        if model.startswith("hf:"):
+            options["model"] = f"hf:{here / model.removeprefix('hf:')}"
         update = bool(golden) and request.config.getoption(_UPDATE)
         if golden and update:
             _refuse_dirty_tree(here / golden)

@@ -78,6 +78,63 @@ class TestBadInput:
     def test_rollouts_that_are_not_there(self, tmp_path):
         assert "nowhere.jsonl" in refused("verify", CONFIG, "--rollouts", "nowhere.jsonl", "--out", tmp_path)
 
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    @pytest.mark.parametrize("path", ["gpt2", "", "/dev/null"])
+    def test_a_tokenizer_that_is_none(self, command, path, tmp_path):
+        message = refused(command, CONFIG, "--tokenizer", path, "--out", tmp_path)
+        assert f"tokenizer {path!r}: " in message
+        assert "give a tokenizer.json" in message
+
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    @pytest.mark.parametrize("path", ["gpt2", "", "/dev/null"])
+    def test_a_configuration_of_a_model_that_is_none(self, command, path, tmp_path):
+        message = refused(command, CONFIG, "--model", f"hf:{path}", "--out", tmp_path)
+        assert f"model hf:{path}: " in message
+
+    def test_a_reference_that_is_none(self, tmp_path):
+        message = refused("verify", CONFIG, "--against", "hand", "--out", tmp_path)
+        assert "--against is 'hand': it must be one of deepspeed, deepspeed-loop, torch" in message
+
+    def test_a_reference_that_a_training_function_has_not(self, tmp_path):
+        asked = ["--train", "loop:train", "--against", "deepspeed"]
+        assert "a training function calls an engine" in refused("verify", CONFIG, *asked, "--out", tmp_path)
+
+    def test_references_of_the_matrix(self, tmp_path):
+        for asked in (["--against", "torch"], ["--tokenizer", "nowhere"]):
+            assert "--matrix has references and data of its own" in refused("verify", "--matrix", "quick", *asked)
+
+    def lines(self, folder, lines):
+        path = folder / "mine.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    def test_rollouts_whose_rewards_are_equal(self, command, tmp_path):
+        line = {"prompt": "2+2=", "completion": "4", "reward": 1.0}
+        path = self.lines(tmp_path, [{**line, "prompt": f"{n}"} for n in range(40) for _ in range(3)])
+        message = refused(command, CONFIG, "--rollouts", path, "--out", tmp_path)
+        assert "mine.jsonl: every prompt's rollouts earned the same reward" in message
+
+    @pytest.mark.parametrize("command", ["verify", "probe"])
+    def test_rollouts_that_fill_no_window(self, command, tmp_path):
+        path = self.lines(tmp_path, [{"prompt": "2+2=", "completion": "4", "reward": n} for n in range(11)])
+        message = refused(command, CONFIG, "--rollouts", path, "--out", tmp_path)
+        assert "10 rollouts have an advantage that is not 0, and a window takes 12" in message
+
+    @pytest.mark.parametrize("command", ["verify", "probe", "plan"])
+    def test_a_completion_that_is_empty(self, command, tmp_path):
+        good = {"prompt": "2+2=", "completion": "4", "reward": 1.0}
+        path = self.lines(tmp_path, [good, {**good, "completion": ""}])
+        ran = refused(*([command, path] if command == "plan" else [command, CONFIG, "--rollouts", path]))
+        assert "mine.jsonl:2: key 'completion' is empty" in ran
+
+    @pytest.mark.parametrize("asked", [[], ["--json"], ["--report", "pictures"]])
+    def test_a_plan_without_a_window(self, asked, tmp_path):
+        path = self.lines(tmp_path, [{"prompt": "2+2=", "completion": "4", "reward": n} for n in range(3)])
+        message = refused("plan", path, "--target", 4, *asked)
+        assert "3 rollouts make no window: one takes 4 rollouts" in message
+        assert not Path("pictures").exists()
+
     def test_ranks_below_1(self):
         assert "--ranks" in refused("verify", CONFIG, "--ranks", 0)
 
@@ -282,7 +339,14 @@ class TestStart:
 
     @pytest.mark.parametrize(
         ("words", "at", "completed"),
-        [("ds-parity ver", "1", ["verify"]), ("ds-parity init --st", "2", ["--stage"])],
+        [
+            ("ds-parity ver", "1", ["verify"]),
+            ("ds-parity init --st", "2", ["--stage"]),
+            ("ds-parity verify --tok", "2", ["--tokenizer"]),
+            ("ds-parity probe --tok", "2", ["--tokenizer"]),
+            ("ds-parity verify --ag", "2", ["--against"]),
+            ("ds-parity verify --against t", "3", ["torch"]),
+        ],
     )
     def test_a_command_and_an_option_are_completed(self, words, at, completed):
         asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": at}

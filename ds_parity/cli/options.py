@@ -12,8 +12,17 @@ Ranks = Annotated[int, typer.Option(min=1, help="data-parallel ranks")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Seed = Annotated[int, typer.Option(min=0, help="seed of weights, rollouts and sizes of micro-batches")]
 Timeout = Annotated[float, typer.Option(min=1, help="seconds in which all ranks must finish")]
-Model = Annotated[str, typer.Option(help="package.module:function that takes a seed and returns an nn.Module")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="package.module:function that takes a seed and returns an nn.Module; or hf:config.json of transformers"
+    ),
+]
 Rollouts = Annotated[str | None, typer.Option(help="your own rollouts, JSON Lines: prompt, completion, reward")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="makes tokens of the rollouts: a local folder or tokenizer.json; by default they are bytes"),
+]
 Train = Annotated[
     str | None, typer.Option(help="package.module:function(engine, micro_batches): your own loop and loss")
 ]

@@ -9,6 +9,7 @@ import typer
 
 from ds_parity.cli.console import out, print_json
 from ds_parity.cli.options import Json, Ranks
+from ds_parity.errors import ConfigError
 
 
 def plan(
@@ -36,6 +37,11 @@ def plan(
 
     options: dict[str, Any] = {"count": count, "layout": layout, "oversize": oversize}
     planned = planned_for(load_rollouts(rollouts), dp_world_size=ranks, target=target, max_tokens=max_tokens, **options)
+    if not planned.windows:
+        raise ConfigError(
+            f"plan: {len(planned.rollouts)} rollouts make no window: one takes {target} {count}s; give more rollouts, "
+            "or a smaller --target"
+        )
     figures = picture.figures(planned)
     if report is not None:
         picture.write_pngs(planned, report)
@@ -43,8 +49,7 @@ def plan(
         print_json(figures)
         return
     out.print(picture.table(planned))
-    if planned.windows:
-        out.print("window 0:\n" + picture.drawn(planned.windows[0], max_tokens), markup=False, highlight=False)
+    out.print("window 0:\n" + picture.drawn(planned.windows[0], max_tokens), markup=False, highlight=False)
     for name, value in figures.items():
         shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if value is not None else "-"
         out.print(f"{name.replace('_', ' ')}: {shown}", markup=False, highlight=False)

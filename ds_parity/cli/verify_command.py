@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_parity.cli.console import leave, out, plain, plain_causes, print_json, progress, show, verdict
-from ds_parity.cli.options import Folder, Json, Junit, MaxTokens, Model, Ranks, Report, Rollouts, Seed, Timeout, Train
+from ds_parity.cli.options import (
+    Folder,
+    Json,
+    Junit,
+    MaxTokens,
+    Model,
+    Ranks,
+    Report,
+    Rollouts,
+    Seed,
+    Timeout,
+    Tokenizer,
+    Train,
+)
 from ds_parity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +44,17 @@ def verify(
     seed: Seed = 0,
     model: Model = "ds_parity.parity.data.model:build",
     rollouts: Rollouts = None,
+    tokenizer: Tokenizer = None,
     max_tokens: MaxTokens = None,
     train: Train = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="deepspeed, deepspeed-loop or torch; may be repeated. By default all; with --train deepspeed-loop "
+            "alone, and torch judges its loss too",
+            autocompletion=lambda: ["deepspeed", "deepspeed-loop", "torch"],
+        ),
+    ] = None,
     timeout: Timeout = 600,
     folder: Folder = Path("ds_parity_out"),
     report: Report = None,
@@ -45,6 +67,10 @@ def verify(
 
     if matrix and (report or junit):
         raise ConfigError("--report and --junit are of one configuration: --matrix leaves its matrix.html in --out")
+    if matrix and (against or tokenizer):
+        raise ConfigError(
+            "--against and --tokenizer are of one configuration: --matrix has references and data of its own"
+        )
     if matrix:
         raise typer.Exit(_verify_matrix(config, folder, as_json))
     if config is None:
@@ -54,8 +80,10 @@ def verify(
     from ds_parity.parity.verification import verify as harness
 
     options: dict[str, Any] = {"windows": windows, "seed": seed, "model": model}
-    options |= {"rollouts": rollouts, "max_tokens": max_tokens, "train": train}
-    total = sum(len(references) + 1 for _, references in harness.scenarios(extended, ranks, **options)[0])
+    options |= {"rollouts": rollouts, "tokenizer": tokenizer, "max_tokens": max_tokens, "train": train}
+    options["against"] = tuple(against or ())
+    runs, _ = harness.scenarios(extended, ranks, **options)
+    total = sum(len(references) + 1 for _, references in runs)
     with progress(total) as bar:
         verified = harness.verify(extended, folder, ranks=ranks, timeout=timeout, progress=bar, **options)
     _print(verified, folder, as_json)
@@ -69,6 +97,7 @@ def _print(verified: Verification, folder: Path, as_json: bool) -> None:
         print_json(
             {
                 "equal": verified.equal,
+                "sentence": verified.sentence,
                 "outcomes": {
                     outcome.title: {**plain(outcome.comparison), "causes": plain_causes(outcome.causes)}
                     for outcome in verified.outcomes
@@ -84,7 +113,7 @@ def _print(verified: Verification, folder: Path, as_json: bool) -> None:
         out.print(f"left out: {reason}", markup=False, soft_wrap=True)
     out.print(f"ran on: {verified.accelerator}", markup=False, highlight=False, soft_wrap=True)
     out.print(f"traces: {folder}", markup=False, highlight=False)
-    verdict(verified.equal, "every step is equal" if verified.equal else "the runs differ")
+    verdict(verified.equal, verified.sentence)
 
 
 def _verify_matrix(subset: str | None, folder: Path, as_json: bool) -> int:

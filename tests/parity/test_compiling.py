@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ if held:
     lock.touch()
     time.sleep(held)
     lock.unlink()
+if len(sys.argv) > 5:
+    said.write(json.dumps({"waits_for": sys.argv[5]}) + "\\n")
 time.sleep(quiet)
 said.write(json.dumps({"finished": 0, "result": 7}) + "\\n")
 """
@@ -111,7 +114,9 @@ class TestWhatLiesThere:
         monkeypatch.setenv("HOME", "/nowhere")
         compilers = Compilers(environment)
         lock.touch(exist_ok=False)
-        put(lock.parents[2] / "py27_cu80", "another")
+        python = lock.parents[1].name.partition("_")[0]
+        for another in ("py27_cu80", f"{python}_cu80", f"{python}_rocm60"):
+            put(lock.parents[2] / another, "another")
         (found,) = compilers._locks()
         assert found.path.samefile(lock)
         assert found.extension == "cpu_lion"
@@ -164,11 +169,11 @@ class TestNothingIsBuiltInTheCurrentFolder:
 def started(tmp_path, monkeypatch):
     """Runs the rank above, with a patience of a second; returns its results and the titles that were told."""
 
-    def start(held=0.0, quiet=0.0, timeout=60.0):
+    def start(held=0.0, quiet=0.0, timeout=60.0, waits_for=()):
         folder, lock = tmp_path / "ranks", tmp_path / "extensions" / "cpu_adam" / "lock"
         folder.mkdir()
         lock.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", _RANK, str(folder), str(lock), str(held), str(quiet)]
+        command = [sys.executable, "-c", _RANK, str(folder), str(lock), str(held), str(quiet), *waits_for]
         monkeypatch.setattr(launch, "_command", lambda job, port: command)
         monkeypatch.setattr(compiling, "_A_MOMENT", 0.5)
         environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
@@ -199,4 +204,63 @@ class TestWaiting:
         lock = tmp_path / "extensions" / "cpu_adam" / "lock"
         with pytest.raises(HarnessError, match=rf"within 1 s .* compiling cpu_adam, which is ended too: delete {lock}"):
             started(held=20, timeout=1.0)
+        assert lock.exists()
+
+
+# Another environment: it makes a lock as torch does (torch/utils/file_baton.py), and keeps it open for a while.
+_OTHER = """
+import os, sys, time
+held = os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)
+time.sleep(float(sys.argv[2]))
+os.close(held)
+os.remove(sys.argv[1])
+"""
+
+
+class TestAnotherEnvironmentThatCompiles:
+    """It shares the folder with the ranks, and begins after they were started."""
+
+    @pytest.fixture
+    def beside(self, tmp_path, monkeypatch):
+        """Starts the other environment as soon as the ranks run; returns a function of (seconds) and the lock."""
+        lock, started = tmp_path / "extensions" / "fused_adam" / "lock", []
+        lock.parent.mkdir(parents=True)
+
+        def after(seconds):
+            command = [sys.executable, "-c", _OTHER, str(lock), str(seconds)]
+            popen = subprocess.Popen
+
+            def both(*args, **kwargs):
+                monkeypatch.setattr(subprocess, "Popen", popen)
+                ranks = popen(*args, **kwargs)
+                started.append(popen(command, start_new_session=True))
+                return ranks
+
+            monkeypatch.setattr(subprocess, "Popen", both)
+            return lock
+
+        yield after
+        for process in started:
+            process.kill()
+            process.wait()
+
+    def test_is_no_progress_of_ranks_that_hang(self, started, beside):
+        beside(15)
+        begun = time.monotonic()
+        with pytest.raises(HarnessError, match=r"said nothing for 1.5 s \(in 'a call'\): they hang.*log.txt$"):
+            started(quiet=12)
+        assert time.monotonic() - begun < 8
+
+    def test_is_waited_for_by_ranks_that_say_so(self, started, beside):
+        lock = beside(4)
+        results, titles = started(quiet=4, waits_for=[str(lock)])
+        assert results == [7]
+        assert "a call; torch compiles fused_adam, once a machine" in titles
+
+    def test_that_is_killed_is_no_progress_any_more(self, started, beside, monkeypatch):
+        """Its lock stays, and nobody holds it."""
+        monkeypatch.setattr(sys.modules[__name__], "_OTHER", _OTHER.replace("os.close(held)", "os._exit(1)"))
+        lock = beside(2)
+        with pytest.raises(HarnessError, match="they hang"):
+            started(quiet=12, waits_for=[str(lock)])
         assert lock.exists()

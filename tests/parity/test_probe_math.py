@@ -69,6 +69,7 @@ def test_an_update_that_no_micro_batch_explains_is_in_the_residual_and_never_wit
     found = decompose(inside + outside, rows, [[0.5, 0.5]])
     assert found.residual == pytest.approx(math.sqrt(0.5), rel=1e-9)
     assert found.pattern == "as expected"
+    assert "something else entered it" in found.said(0.5)
     assert not found.within(0.5)
 
 
@@ -186,6 +187,31 @@ def test_wrong_shares_after_an_idle_first_pass_are_not_called_a_missing_pass(pas
     measured = [[0.0, 0.0], *[[0.5 / (passes - 1)] * 2] * (passes - 1)]
     named = pattern(measured, expected, gradients(2 * passes, idle=(0, 1)))
     assert named == "micro-batches entered with other shares than their weights"
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.95, "another loss"), (0.6, "another loss"), (0.3, "something else entered the step")]
+)
+def test_an_update_that_gradients_do_not_explain_is_not_said_to_have_other_shares(share, said):
+    """Whatever the coefficients are of the part that is explained."""
+    rows = gradients()
+    for coefficients in (np.full((3, 2), 1 / 6), np.array(EXPECTED) / 2):
+        step = update(coefficients, rows)
+        other = np.random.default_rng(5).normal(size=step.shape)
+        other -= rows.T @ np.linalg.lstsq(rows.T, other, rcond=None)[0]
+        other *= np.linalg.norm(step) / np.linalg.norm(other) * share / math.sqrt(1 - share**2)
+        found = decompose(step + other, rows, EXPECTED)
+        assert found.residual == pytest.approx(share)
+        assert found.pattern.startswith(f"{share:.0%} of the update is no sum")
+        assert said in found.pattern
+        assert not found.within(1e-5)
+
+
+def test_an_update_of_which_nothing_is_explained_is_another_loss_and_not_nothing():
+    rows = gradients(parameters=7)
+    rows[:, 6] = 0.0
+    found = decompose(np.eye(7)[6], rows, EXPECTED)
+    assert "another loss" in found.pattern
 
 
 TERMS = ("policy", "kl")

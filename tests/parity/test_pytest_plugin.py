@@ -50,6 +50,19 @@ def test_a_missing_configuration_is_told_without_ranks(project):
     result.stdout.fnmatch_lines(["*nowhere.json*"])
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ('model="hf:small.json"', "model hf:{}/small.json: there is"),
+        ('tokenizer="own"', "tokenizer '{}/own': there is"),
+    ],
+)
+def test_files_are_looked_for_beside_the_test(project, pytester, given, told):
+    result = project(f'ds_parity_verify("ds_config.json", {given})')
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*{told.format(pytester.path)} no such file*"])
+
+
 def test_a_golden_is_written_from_a_clean_tree_only(project, pytester):
     project("pass")
     (pytester.path / "ds_config.json").write_text(CONFIG + "\n")

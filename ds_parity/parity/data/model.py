@@ -139,24 +139,24 @@ def _rotate(heads: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
 
-def build(seed: int = 0) -> nn.Module:
+def build(seed: int = 0, vocab: int = VOCAB) -> nn.Module:
     """Return the standard decoder (width 64, two layers, 132,000 parameters), on the CPU, the same for a seed."""
-    return _build(seed, width=64, layers=2, heads=4)
+    return _build(seed, vocab=vocab, width=64, layers=2, heads=4)
 
 
-def build_tiny(seed: int = 0) -> nn.Module:
+def build_tiny(seed: int = 0, vocab: int = VOCAB) -> nn.Module:
     """Return the decoder for tests (width 32, one layer, 29,000 parameters), on the CPU, the same for a seed."""
-    return _build(seed, width=32, layers=1, heads=4)
+    return _build(seed, vocab=vocab, width=32, layers=1, heads=4)
 
 
-def _build(seed: int, width: int, layers: int, heads: int) -> nn.Module:
+def _build(seed: int, vocab: int, width: int, layers: int, heads: int) -> nn.Module:
     """Draw every weight from one generator.
 
     Matrices have std 1 / sqrt(fan in), so that no gradient is tiny. Embeddings have std 1: the norms behind a smaller
     stream magnify what bf16 rounds off (measured on one long rollout: a gradient 17 % off, with std 1 it is 4 %).
     """
     with torch.device("meta"):  # draws nothing from torch's global generator
-        model = TinyDecoder(width=width, layers=layers, heads=heads)
+        model = TinyDecoder(vocab=vocab, width=width, layers=layers, heads=heads)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -12,30 +12,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_parity.errors import ConfigError
+from ds_parity.parity.data.tokenizing import BOS, BYTES, EOS, PAD, VOCAB, Tokens
 from ds_parity.planning.advantages import group_advantages
 from ds_parity.planning.rollout import Rollout
 from ds_parity.planning.turns import by_turn
 
-BOS = 256
-EOS = 257
-PAD = 258
 _NEWLINE = 10
-VOCAB = 260  # 256 bytes, three special tokens and one that is never used, to make it even
+
+__all__ = ["BOS", "EOS", "PAD", "VOCAB", "informative", "line_turns", "load_rollouts", "shorten"]
 
 _KEYS = ("prompt_id", "prompt", "completion", "reward", "advantage")
 
 
 class _Sample(NamedTuple):
-    """One line as it was read; `advantage` is None where the group decides."""
+    """One line as it was read; `advantage` is None where the group decides.
+
+    `where` is the line, as it is named in errors.
+    """
 
     prompt_id: str
     prompt: str
     completion: str
     reward: float
     advantage: float | None
+    where: str
 
 
-def load_rollouts(path: Path | None = None) -> tuple[Rollout, ...]:
+def load_rollouts(path: Path | None = None, tokens: Tokens = BYTES) -> tuple[Rollout, ...]:
     """Read rollouts in file order, with their advantages.
 
     Args:
@@ -43,16 +46,18 @@ def load_rollouts(path: Path | None = None) -> tuple[Rollout, ...]:
             "advantage"?: number}`; without `prompt_id`, equal prompts form a group; without `advantage`, it is the
             reward's place in its group (`group_advantages`). Blank lines and further keys are passed over. None takes
             the bundled set: 1,319 GSM8K questions with four solutions each, reward 1 (right) or 0.
+        tokens: what makes tokens of the text; by default BOS, the prompt's UTF-8 bytes, the completion's bytes and EOS,
+            all in [0, VOCAB).
 
     Returns:
-        The rollouts; tokens are BOS, the prompt's UTF-8 bytes, the completion's bytes and EOS, all in [0, VOCAB).
+        The rollouts; each has a prompt token and a loss token.
 
     Raises:
         ConfigError: the file can't be read or is empty, or a line breaks the form; names file, line, key and rule.
     """
     samples = tuple(_bundled() if path is None else _read(path))
     relative = group_advantages([sample.prompt_id for sample in samples], [sample.reward for sample in samples])
-    return tuple(_rollout(sample, default) for sample, default in zip(samples, relative, strict=True))
+    return tuple(_rollout(sample, default, tokens) for sample, default in zip(samples, relative, strict=True))
 
 
 def informative(rollouts: Iterable[Rollout]) -> tuple[Rollout, ...]:
@@ -93,12 +98,18 @@ def _shortened(rollout: Rollout, max_tokens: int) -> Rollout:
     return replace(rollout, tokens=(rollout.tokens[:1] + rollout.tokens[start:])[:max_tokens], prompt_length=kept)
 
 
-def _rollout(sample: _Sample, default: float) -> Rollout:
-    prompt = sample.prompt.encode()
+def _rollout(sample: _Sample, default: float, tokens: Tokens) -> Rollout:
+    prompt, completion = tokens.prompt(sample.prompt), tokens.completion(sample.completion)
+    for name, ids in (("prompt", prompt), ("completion", completion)):
+        if not ids:
+            raise ConfigError(
+                f"{sample.where}: the tokenizer makes no tokens of the {name} {getattr(sample, name)!r}, and a rollout "
+                "needs one of each; leave the line out"
+            )
     return Rollout(
         prompt_id=sample.prompt_id,
-        tokens=(BOS, *prompt, *sample.completion.encode(), EOS),
-        prompt_length=1 + len(prompt),
+        tokens=(*prompt, *completion),
+        prompt_length=len(prompt),
         reward=sample.reward,
         advantage=default if sample.advantage is None else sample.advantage,
     )
@@ -109,7 +120,8 @@ def _bundled() -> Iterator[_Sample]:
     for index, line in enumerate(lzma.decompress(packed).splitlines()):
         record = json.loads(line)
         for solution, correct in zip(record["solutions"], record["is_correct"], strict=True):
-            yield _Sample(f"gsm8k-{index:04d}", record["question"], solution, float(correct), None)
+            name = f"gsm8k-{index:04d}"
+            yield _Sample(name, record["question"], solution, float(correct), None, f"bundled rollout {name}")
 
 
 def _read(path: Path) -> Iterator[_Sample]:
@@ -133,13 +145,19 @@ def _sample(line: bytes, where: str) -> _Sample:
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: a JSON {type(record).__name__}; each line holds one JSON object")
     _refuse_near_misses(record, where)
-    prompt = _text(record, "prompt", where)
+    prompt, completion = _text(record, "prompt", where), _text(record, "completion", where)
+    if not completion:
+        raise ConfigError(
+            f"{where}: key 'completion' is empty: the policy wrote nothing there, and nothing can be learned from it; "
+            "leave the line out"
+        )
     return _Sample(
         prompt_id=_text(record, "prompt_id", where) if "prompt_id" in record else prompt,
         prompt=prompt,
-        completion=_text(record, "completion", where),
+        completion=completion,
         reward=_number(record, "reward", where),
         advantage=_number(record, "advantage", where) if "advantage" in record else None,
+        where=where,
     )
 
 

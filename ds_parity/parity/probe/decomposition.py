@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,11 +16,15 @@ _HIDDEN = "rounding hides the coefficients, which can't be told: probe in fp32"
 
 _NOT_FINITE = "a micro-batch's own gradient is not finite: nothing can be told; look at its loss"
 
+_AS_EXPECTED = "as expected"
+
 # Coefficients are sums of thousands of terms, which average rounding out: the measured error is 100 times smaller.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
 # The share of an update that may be unexplained, whatever it is.
 _UNEXPLAINED = 0.05
+# Beyond this share, what is explained is what two losses of one model have in common.
+_ANOTHER_LOSS = 0.5
 # The share that rounding leaves unexplained; measured: 5e-6 in fp32, 7e-4 in fp16, 7e-3 in bf16.
 _ROUNDED = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 # Rounding leaves the gradients' span and stays in it. What leaves it is the residual, from which a coefficient's
@@ -52,6 +56,7 @@ class ProbeResult:
         terms: names of the terms of the loss; empty where it has one.
         beyond: greatest |measured - expected| that rounding does not explain, in the same units.
         hidden: rounding may have moved a coefficient by more than a quarter of what it should be.
+        untested: each (pass, rank) from which nothing could be missing: it weighs nothing, or its gradient is 0.
     """
 
     measured: list[list[float]]
@@ -64,6 +69,7 @@ class ProbeResult:
     beyond: float
     hidden: bool
     terms: tuple[str, ...] = ()
+    untested: list[tuple[int, int]] = field(default_factory=list)
 
     def of_term(self, term: str) -> tuple[list[list[float]], list[list[float]]]:
         """Return what is measured of one term of the loss, and what is expected: each by pass and rank."""
@@ -73,6 +79,8 @@ class ProbeResult:
     def said(self, tolerance: float) -> str:
         """The pattern and the errors, in a line."""
         errors = f"greatest error {self.error:.2g}, beyond rounding {self.beyond:.2g} of {tolerance:g} allowed"
+        if self.pattern == _AS_EXPECTED and self.residual > _UNEXPLAINED:
+            return f"{_unexplained(self.residual)}: something else entered it, such as an idle pass ({errors})"
         return f"{self.pattern} ({errors})"
 
     def within(self, tolerance: float) -> bool:
@@ -103,7 +111,9 @@ def decompose(
     if not np.isfinite(norms).all() or not live.any():
         nothing = np.zeros_like(np.array(expected)).tolist()
         pattern = _NOT_MEASURABLE if np.isfinite(norms).all() else _NOT_FINITE
-        return ProbeResult(nothing, expected, 1.0, np.inf, 1.0, pattern, 0, 1.0, hidden=False, terms=terms)
+        untested = _untested(np.zeros(len(norms), dtype=bool), expected, len(terms) or 1)
+        told_nothing = ProbeResult(nothing, expected, 1.0, np.inf, 1.0, pattern, 0, 1.0, hidden=False)
+        return replace(told_nothing, terms=terms, untested=untested)
     units = gradients[live] / norms[live, None]
     owners, signs = _directions(units)
     first = np.unique(owners, return_index=True)[1]
@@ -132,12 +142,32 @@ def decompose(
         residual=residual,
         condition=condition,
         error=float(off.max() / wanted.max()),
-        pattern=_pattern(measured, np.array(expected)) if told else pattern,
+        pattern=_pattern(measured, np.array(expected), _other_loss(residual)) if told else pattern,
         alike=len(owners) - len(first),
         terms=terms,
         beyond=float(max((off - moved).max(), 0.0) / wanted.max()),
         hidden=hidden,
+        untested=_untested(live & (wanted > 0), expected, len(terms) or 1),
     )
+
+
+def _untested(seen: np.ndarray, expected: list[list[float]], terms: int) -> list[tuple[int, int]]:
+    """Return each (pass, rank) of which no column is among those that could be missing."""
+    cells = seen.reshape(len(expected), -1, terms).any(axis=2)
+    return [(int(index), int(rank)) for index, rank in np.argwhere(~cells)]
+
+
+def _other_loss(residual: float) -> str:
+    """Name an update of which gradients explain so little that their coefficients say nothing; "" where they do."""
+    if not residual > _UNEXPLAINED:  # also where it is NaN, which has a name of its own
+        return ""
+    if residual > _ANOTHER_LOSS:
+        return f"{_unexplained(residual)}: it is the step of another loss, or of another model or other data"
+    return f"{_unexplained(residual)}: something else entered the step, or changed it"
+
+
+def _unexplained(residual: float) -> str:
+    return f"{residual:.0%} of the update is no sum of the micro-batches' gradients"
 
 
 def _directions(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -173,13 +203,17 @@ def _condition(basis: np.ndarray, unexplained: bool) -> float:
     return float(np.linalg.cond(basis))
 
 
-def _pattern(measured: np.ndarray, expected: np.ndarray) -> str:  # noqa: PLR0911  # one return a pattern
+def _pattern(  # noqa: PLR0911  # one return a pattern
+    measured: np.ndarray, expected: np.ndarray, other_loss: str = ""
+) -> str:
     """Name what the coefficients look like, from the plainest to the strangest; idle passes have no say."""
     near = 0.05 * expected.max()
     if not np.isfinite(measured).all():
         return "the update is not finite"
     if np.abs(measured - expected).max() <= near:
-        return "as expected"
+        return _AS_EXPECTED
+    if other_loss:
+        return other_loss
     if np.abs(measured).max() <= near:
         return "nothing entered the step"
     due = expected > 0

@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from ds_parity.config import Settings
 from ds_parity.parity.probe.decomposition import decompose
+from ds_parity.parity.probe.probed_data import first_window
 from ds_parity.parity.running import half_precision, weights
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import own_batches
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.subjects.oracle import coefficients, weight, weights_of_terms, windows_of
+from ds_parity.parity.subjects.oracle import weight, weights_of_terms
 from ds_parity.planning.rollout import MicroBatch
 
 # A step long enough that the update, not the weights, fills the digits of a bf16 weight.
@@ -40,12 +41,10 @@ def probe_scenario(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
         A `ProbeResult` as plain values, the same on every rank.
     """
     wanted = prepared(Scenario.from_json(scenario))
-    passes = wanted.batches()
-    window = windows_of(passes, wanted.settings)[0]
-    start, gradients = _gradients(wanted, window.last + 1)
+    shares = first_window(wanted)
+    start, gradients = _gradients(wanted, len(shares))
     update = _update(wanted, start, resolve(subject))
-    rows = passes[: window.last + 1]
-    expected = [[share for batch in row for share in coefficients(batch, window, wanted.settings)] for row in rows]
+    expected = [[share for own in row for share in own] for row in shares]
     return asdict(decompose(update, gradients, expected, tuple(wanted.settings.terms or ()), wanted.dtype))
 
 

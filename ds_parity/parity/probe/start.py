@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
+from ds_parity.parity.probe.probed_data import EVERYWHERE, probed_data
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
+from ds_parity.parity.running.policies import refuse_unknown_model
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.running.side_effects import without_outputs
+
+# Ranks import them by name.
+_INSPECT = "ds_parity.parity.running.inspection:inspect_model"
+_PROBE = "ds_parity.parity.probe.measure:probe_scenario"
+# How many calls the ranks run: one that looks at the model, and one for each window.
+PROBE_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One window that was probed.
+
+    Attributes:
+        data: what the window is like.
+        result: what it came to.
+    """
+
+    data: str
+    result: ProbeResult
+
+    @property
+    def missed(self) -> list[str]:
+        """What could not be tested, though a window of this kind is there to test it."""
+        if self.data != EVERYWHERE:
+            return []
+        return [f"rank {rank} in pass {index}" for index, rank in self.result.untested]
 
 
 def probe_config(
@@ -22,8 +51,10 @@ def probe_config(
     timeout: float = 300.0,
     progress: Callable[[int, str], None] = lambda done, title: None,
     **options: Any,
-) -> tuple[ProbeResult, float]:
-    """Probe a ragged window, and return the result and the tolerance of the configuration's type.
+) -> tuple[tuple[Probed, ...], float]:
+    """Probe two windows, and return what they came to, and the tolerance of the configuration's type.
+
+    In the first window every rank has data in every pass; in the second, ranks are idle in some.
 
     Args:
         config: extended configuration.
@@ -32,18 +63,23 @@ def probe_config(
         folder: for the ranks' log.
         ranks: processes to start.
         timeout: seconds for all of it.
-        progress: called with how many calls are done (0 or 1) and what runs.
-        options: of `Scenario` (seed, model, rollouts, max_tokens).
+        progress: called with how many calls are done and what runs.
+        options: of `Scenario` (seed, model, rollouts, tokenizer, max_tokens).
 
     Raises:
         ConfigError: the configuration can't be run.
         HarnessError: a rank failed, or time ran out.
     """
-    scenario = Scenario("probe", without_outputs(config), ranks, shape="overshoot", windows=1, **options)
-    scenario.layout()  # for its ConfigError, before any rank is started
-    for name in (subject, scenario.model):
-        refuse_unknown(name)
-    arguments = {"scenario": scenario.to_json(), "subject": subject}
-    call = Call(f"probe of {subject}", "ds_parity.parity.probe.measure:probe_scenario", arguments)
-    results = run_job(Job((call,), folder.resolve() / "probe", ranks, timeout), progress)
-    return ProbeResult(**results[0]), TOLERANCE[scenario.dtype]
+    base = Scenario("probe", without_outputs(config), ranks, shape="overshoot", windows=2, **options)
+    refuse_unknown(subject)
+    refuse_unknown_model(base.model)
+    # Its ConfigError comes before any rank is started.
+    scenarios = probed_data(base)
+    calls = tuple(
+        Call(f"probe of {subject}: {data}", _PROBE, {"scenario": scenario.to_json(), "subject": subject})
+        for data, scenario in scenarios.items()
+    )
+    look = Call("a look at the model", _INSPECT, {"scenario": base.to_json()})
+    _, *results = run_job(Job((look, *calls), folder.resolve() / "probe", ranks, timeout), progress)
+    probed = (Probed(data, ProbeResult(**result)) for data, result in zip(scenarios, results, strict=True))
+    return tuple(probed), TOLERANCE[base.dtype]

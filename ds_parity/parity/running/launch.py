@@ -73,11 +73,12 @@ def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title:
     # Known here, because the shared memory that DeepSpeed leaves behind carries it in its name.
     port = _free_port()
     command, environment = _command(job, port), _environment(job)
-    compilers = Compilers(environment)
+    compilers = Compilers(environment, lambda: _waited_for(job))
     with (job.folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
+        compilers.session = process.pid
         try:
             code = _watch(process, job, compilers, progress)
         finally:
@@ -89,7 +90,11 @@ def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title:
 
 
 def said(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
-    """Yield what a rank has written so far: lines with `started`, `finished` or `failed` (the number of a call)."""
+    """Yield what a rank has written so far.
+
+    These are lines with `started`, `finished` or `failed` (the number of a call), or `waits_for` (the lock of a
+    compiler).
+    """
     path = folder / f"rank{rank}.jsonl"
     if path.exists():
         for line in path.read_text().splitlines():
@@ -180,8 +185,12 @@ def _where(job: Job) -> str:
     return f"in {titles[-1]!r}" if titles else "before the first call"
 
 
+def _waited_for(job: Job) -> set[str]:
+    return {line["waits_for"] for rank in range(job.ranks) for line in said(job.folder, rank) if "waits_for" in line}
+
+
 def _fell_silent(folder: Path, rank: int) -> bool:
-    lines = list(said(folder, rank))
+    lines = [line for line in said(folder, rank) if "waits_for" not in line]
     return not lines or "started" in lines[-1]
 
 

@@ -158,6 +158,52 @@ def ragged_layout(
     return tuple(tuple(tuple(islice(source, count)) for count in row) for row in counts)
 
 
+def full_layout(
+    rollouts: Sequence[Rollout],
+    n_ranks: int,
+    target: int,
+    windows: int,
+    seed: int,
+    *,
+    max_rollouts: int = 5,
+    exact: bool = False,
+) -> Layout:
+    """Lay rollouts out so that every rank has some in every pass; the same for the same arguments.
+
+    A window has up to 9 passes (more only where its rollouts would not fit) of unequal micro-batches, and its last pass
+    reaches the target exactly. Where the target is below the number of ranks, a window is one pass that goes beyond it.
+    Ranks are idle only with `exact` there, and where too few rollouts are left.
+
+    Args:
+        rollouts: in the order of arrival; what is left over is not laid out.
+        n_ranks: data-parallel ranks.
+        target: rollouts that close a window.
+        windows: how many windows to lay out at most.
+        seed: of the numbers of rollouts.
+        max_rollouts: the largest micro-batch, in rollouts.
+        exact: no window goes beyond the target.
+
+    Raises:
+        ConfigError: a number is below 1.
+    """
+    _check_positive(n_ranks=n_ranks, target=target, windows=windows, max_rollouts=max_rollouts)
+    rng = random.Random(seed)
+    source, left = iter(rollouts), len(rollouts)
+    rows: list[tuple[tuple[Rollout, ...], ...]] = []
+    for _ in range(windows):
+        size = min(target if exact else max(target, n_ranks), left)
+        if size == 0:
+            break
+        most = max(1, min(_MOST_PASSES, size // n_ranks))
+        passes = rng.randint(min(most, 2), most)
+        passes = max(passes, math.ceil(size / max_rollouts / n_ranks))
+        cells = [(row, rank) for row in range(passes) for rank in range(n_ranks)]
+        counts = _spread(size, cells, max_rollouts, rng, full=size >= len(cells))
+        rows += [tuple(tuple(islice(source, counts[row, rank])) for rank in range(n_ranks)) for row in range(passes)]
+        left -= size
+    return tuple(rows)
+
+
 def _cut_window(size: int, n_ranks: int, most: int, window: int, rng: random.Random) -> list[list[int]]:
     """Return counts[pass][rank] that sum to `size`, none above `most`, the last pass not empty."""
     idle_start = window % 2 == 0
@@ -175,10 +221,15 @@ def _cut_window(size: int, n_ranks: int, most: int, window: int, rng: random.Ran
     return [[counts.get((row, rank), 0) for rank in range(n_ranks)] for row in range(passes)]
 
 
-def _spread(size: int, free: list[tuple[int, int]], most: int, rng: random.Random) -> dict[tuple[int, int], int]:
-    """Draw uneven counts for the free (pass, rank) places, then move single rollouts until they sum to `size`."""
+def _spread(
+    size: int, free: list[tuple[int, int]], most: int, rng: random.Random, *, full: bool = False
+) -> dict[tuple[int, int], int]:
+    """Draw uneven counts for the free (pass, rank) places, then move single rollouts until they sum to `size`.
+
+    A place of the last pass gets at least one; with `full`, every place does.
+    """
     closing = rng.choice([place for place in free if place[0] == free[-1][0]])
-    least = {place: int(place == closing) for place in free}
+    least = {place: int(full or place == closing) for place in free}
     counts = {place: rng.randint(least[place], most) for place in free}
     surplus = sum(counts.values()) - size
     while surplus:

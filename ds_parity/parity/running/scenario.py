@@ -15,17 +15,20 @@ from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.rollouts import informative, line_turns, load_rollouts, shorten
 from ds_parity.parity.data.several_terms import SeveralTerms
+from ds_parity.parity.data.tokenizing import tokens_of
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.layouts import (
     Layout,
     collate_layout,
     cut_by,
+    full_layout,
     of_one_unit,
     planned_layout,
     ragged_layout,
     uniform_layout,
     weighed,
 )
+from ds_parity.parity.running.policies import build_policy
 from ds_parity.parity.running.shapes import hollow, leveled, sloped, streamed, uneven
 from ds_parity.planning import Plan, plan
 from ds_parity.planning.rollout import MicroBatch, Rollout
@@ -36,11 +39,14 @@ _LEVEL = 64
 # The bundled loss of a micro-batch where its weight says nothing of it: what it is a mean over.
 _MEANS = {"weight": "rollout", "divided": "token"}
 
+# A prime, so that the draws of two seeds that people choose are not each other's.
+_DRAWS_APART = 7919
+
 # Shapes of loop that end windows by themselves: they exist with `ds_parity.boundary` `caller` alone.
 _OF_CALLERS = ("announced", "uneven")
 
 _CHOICES = {
-    "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned", "hollow"),
+    "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned", "hollow", "full"),
     "drive": ("loop", "passes", "announced", "uneven"),
     "collation": ("padded", "packed"),
 }
@@ -57,16 +63,20 @@ class Scenario:
         shape: how rollouts are cut into micro-batches: `uniform` (one in each micro-batch), `ragged` (0 to 5, windows
             that hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
             `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others),
-            `planned` (by `plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`), or
-            `hollow` (ragged, and the second window has no loss tokens).
+            `planned` (by `plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`),
+            `hollow` (ragged, and the second window has no loss tokens), or `full` (every rank has rollouts in every
+            pass).
         windows: how many windows' worth of rollouts there are (>= 1).
         seed: of the model's weights, of the choice of rollouts and of the raggedness.
+        draw: which raggedness of that seed (>= 0).
         drive: `loop` (counts given to every backward), `passes` (the engine reads the stream), or, where the caller
             ends windows, `announced` (a loop that announces each window's last backward) or `uneven` (ranks leave idle
             passes out, and so run other numbers of backwards).
         max_tokens: rollouts are shortened to this length (>= 2), None: as they are.
         model: `package.module:function`, called with a seed, returns an `nn.Module` from token ids to logits.
+            Or `hf:` and the path of a config.json of transformers.
         rollouts: a JSON Lines file of the user's own, None: the bundled ones.
+        tokenizer: a folder or a tokenizer.json that makes tokens of their text, None: they are read as bytes.
         short: rollouts that the last window of `ragged` and `overshoot` lacks (0 to target - 1); it stays open.
         objective: `policy_gradient` or `nll`.
         setup: `package.module:function`, called with the model, returns keywords of `initialize` (parameters, a
@@ -86,10 +96,12 @@ class Scenario:
     shape: str = "ragged"
     windows: int = 4
     seed: int = 0
+    draw: int = 0
     drive: str = "loop"
     max_tokens: int | None = None
     model: str = "ds_parity.parity.data.model:build"
     rollouts: str | None = None
+    tokenizer: str | None = None
     short: int = 0
     objective: str = "policy_gradient"
     setup: str | None = None
@@ -188,11 +200,12 @@ class Scenario:
             return planned_layout(self._plan(settings))
         if not 0 <= self.short < settings.target:
             raise ConfigError(f"short is {self.short}: it must be from 0 to the target less 1, {settings.target - 1}")
-        pool = self._pool(settings.target * (self.windows + 1))
-        layout = self._ragged(settings.target, self.windows - bool(self.short), pool, self.seed)
+        least = self.ranks if self.shape == "full" else 1
+        pool = self._pool(max(settings.target, least) * (self.windows + 1))
+        layout = self._ragged(settings.target, self.windows - bool(self.short), pool, self._raggedness)
         if self.short:
             left = pool[settings.target * (self.windows - 1) : settings.target * self.windows - self.short]
-            layout += self._ragged(settings.target, 1, left, self.seed + 1, same_windows=False)
+            layout += self._ragged(settings.target, 1, left, self._raggedness + 1, same_windows=False)
         if self.shape in ("rising", "falling"):
             layout = sloped(layout, settings.target, rising=self.shape == "rising")
         if self.shape == "hollow":
@@ -208,11 +221,7 @@ class Scenario:
 
     def build(self) -> nn.Module:
         """Return the model with its loss on top, weights drawn from the seed."""
-        policy = resolve(self.model)(self.seed)
-        if not isinstance(policy, nn.Module):
-            raise ConfigError(
-                f"model {self.model!r} returned {type(policy).__name__}: it must return a torch nn.Module"
-            )
+        policy = build_policy(self.model, self.seed, self.tokenizer)
         if self.train is not None:
             return policy
         settings = self.settings
@@ -237,11 +246,23 @@ class Scenario:
         """Build a scenario from what `to_json` returned."""
         return cls(**{f.name: values[f.name] for f in fields(cls)})
 
+    @property
+    def largest_token(self) -> int:
+        """The greatest token id of all rollouts that the scenario may take."""
+        return max(max(rollout.tokens) for rollout in _rollouts(self.rollouts, self.tokenizer))
+
+    @property
+    def _raggedness(self) -> int:
+        return self.seed + _DRAWS_APART * self.draw
+
     def _ragged(
         self, target: int, windows: int, pool: tuple[Rollout, ...], seed: int, same_windows: bool | None = None
     ) -> Layout:
         same = self.shape != "overshoot" if same_windows is None else same_windows
         # The last window of `overshoot` may have gone to the one before it.
+        if self.shape == "full":
+            exact = self.settings.overshoot == "error"
+            return full_layout(pool, self.ranks, target, windows, seed, exact=exact)
         rollouts = pool[: target * windows]
         return ragged_layout(rollouts, self.ranks, target, windows, seed, same_windows=same) if windows else ()
 
@@ -288,12 +309,28 @@ class Scenario:
         )
 
     def _pool(self, wanted: int, tokens: int | None = None) -> tuple[Rollout, ...]:
-        every = _rollouts(self.rollouts)
+        every = _rollouts(self.rollouts, self.tokenizer)
+        self._refuse_too_few(every)
         if tokens is not None:
             every = leveled(every, tokens)
         start = (self.seed * 97) % max(1, len(every) - wanted + 1)
         chosen = every[start : start + wanted]
         return chosen if self.max_tokens is None else shorten(chosen, self.max_tokens)
+
+    def _refuse_too_few(self, every: tuple[Rollout, ...]) -> None:
+        settings, where = cut_by(self.settings), self.rollouts or "the bundled rollouts"
+        if not every:
+            raise ConfigError(
+                f"{where}: every prompt's rollouts earned the same reward, so all advantages are 0 and nothing has a "
+                "policy gradient; give rollouts whose rewards differ within a prompt, or an advantage in each line"
+            )
+        by_prompt = settings.count == "prompt"
+        counted = len({rollout.prompt_id for rollout in every}) if by_prompt else len(every)
+        if counted < settings.target:
+            raise ConfigError(
+                f"{where}: {counted} {settings.count}s have an advantage that is not 0, and a window takes "
+                f"{settings.target}, so no window closes; give more rollouts, or fewer gradient_accumulation_passes"
+            )
 
 
 def _by_caller(config: Mapping[str, Any]) -> bool:
@@ -302,6 +339,6 @@ def _by_caller(config: Mapping[str, Any]) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _rollouts(path: str | None) -> tuple[Rollout, ...]:
+def _rollouts(path: str | None, tokenizer: str | None) -> tuple[Rollout, ...]:
     # Groups whose solutions all earned alike have no gradient, and only dilute a comparison.
-    return informative(load_rollouts(None if path is None else Path(path)))
+    return informative(load_rollouts(None if path is None else Path(path), tokens_of(tokenizer)))

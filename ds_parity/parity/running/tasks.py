@@ -15,6 +15,7 @@ from torch import nn
 
 from ds_parity.parity.running import half_precision
 from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.inspection import inspect_model
 from ds_parity.parity.running.memory import Peaks
 from ds_parity.parity.running.own_batches import Record
 from ds_parity.parity.running.recording import Recorder
@@ -61,16 +62,27 @@ def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Aro
         `accelerator`: what it ran on.
     """
     wanted = Scenario.from_json(scenario)
-    alone_on_first = engine == "torch"
+    # A training function may use collectives, so every rank calls it.
+    alone_on_first = engine == "torch" and wanted.train is None
     if not alone_on_first or dist.get_rank() == 0:
         with half_precision.experiment(), Recorder(Path(folder), wanted, engine) as recorder:
             ran = engine_of(engine)(wanted, recorder if around is None else _watched(recorder, around))
-        if not alone_on_first:
+        if engine != "torch":
             ran.destroy()
     # The other ranks wait, or the next call would begin while the first rank still computes.
     if alone_on_first:
         dist.barrier()
     return {"accelerator": half_precision.accelerator(wanted.dtype)}
+
+
+def inspect_and_run(scenario: dict[str, Any], engine: str, folder: str) -> dict[str, Any]:
+    """Run one scenario as `run_scenario`, after a look at its model.
+
+    Raises:
+        ConfigError: the model can't be compared, whatever engine runs it.
+    """
+    inspect_model(scenario)
+    return run_scenario(scenario, engine, folder)
 
 
 def attempt_scenario(scenario: dict[str, Any], engine: str, folder: str, measured: bool = False) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch.utils.file_baton import FileBaton
 
 from ds_parity.parity.running.functions import resolve
 
@@ -32,6 +33,7 @@ def main(path: str) -> int:
     deepspeed.init_distributed()
     says = Path(path).parent / f"rank{dist.get_rank()}.jsonl"
     with says.open("a", buffering=1) as out:
+        _say_waits(out)
         for number, call in enumerate(job["calls"]):
             _say(out, {"started": number, "title": call["title"]})
             _settle()
@@ -61,6 +63,17 @@ def _settle() -> None:
     # imports' 300,000 objects, and DeepSpeed's ZeRO 3 engines (0.19.8); frozen, they cost later collections nothing.
     gc.collect()
     gc.freeze()
+
+
+def _say_waits(out: Any) -> None:
+    # A rank that waits for another process to compile an extension is silent, and no hang (compiling.py).
+    wait = FileBaton.wait
+
+    def told(self: FileBaton) -> None:
+        _say(out, {"waits_for": str(self.lock_file_path)})
+        wait(self)
+
+    FileBaton.wait = told  # type: ignore[method-assign]  # on the class, because torch makes one for each extension
 
 
 def _say(out: Any, line: dict[str, Any]) -> None:

@@ -7,29 +7,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_parity.errors import ConfigError
-from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.config import Settings
 from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import Cause, diagnose
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
-from ds_parity.parity.running.layouts import cut_by
+from ds_parity.parity.running.policies import refuse_unknown_model
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.running.side_effects import without_outputs
+from ds_parity.parity.verification.compared_with import TIERS, LeftOut, scenarios
 from ds_parity.trace import Trace, read_trace
+
+__all__ = [
+    "ATTEMPT_SCENARIO",
+    "TIERS",
+    "LeftOut",
+    "Outcome",
+    "Verification",
+    "call",
+    "calls",
+    "judge",
+    "outcome",
+    "scenarios",
+    "title",
+    "verify",
+]
 
 Progress = Callable[[int, str], None]
 # Ranks import these by name: the first ends the job where it raises, the second answers with the error.
+_INSPECT_AND_RUN = "ds_parity.parity.running.tasks:inspect_and_run"
 _RUN_SCENARIO = "ds_parity.parity.running.tasks:run_scenario"
 ATTEMPT_SCENARIO = "ds_parity.parity.running.tasks:attempt_scenario"
-TIERS = {"deepspeed": Tier.EXACT, "deepspeed-loop": Tier.EXACT, "torch": Tier.REASSOCIATED}
-
-# Losses for which bare DeepSpeed's mean over passes is another step.
-_NOT_ALIKE = {
-    "weight": "its mean over passes gives every micro-batch one weight, and here each brings its own",
-    "divided": "it divides every loss by its number of passes, and here the caller has divided already",
-    "terms": "its mean over passes is one denominator for all terms, and here each has its own",
-}
 
 
 @dataclass(frozen=True)
@@ -47,18 +54,6 @@ class Outcome:
     def title(self) -> str:
         """The scenario's name and the reference's."""
         return f"{self.scenario.name} against {self.reference}"
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A comparison that can't be made, and why."""
-
-    scenario: str
-    reference: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.scenario} against {self.reference}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -80,33 +75,35 @@ class Verification:
         """Whether there was something to compare, and all of it was equal."""
         return bool(self.outcomes) and all(outcome.comparison.equal for outcome in self.outcomes)
 
+    @property
+    def sentence(self) -> str:
+        """What was found, and where a training function ran on both sides, what was judged by that."""
+        trains = [outcome for outcome in self.outcomes if outcome.scenario.train]
+        if not trains:
+            return "every step is equal" if self.equal else "the runs differ"
+        function = trains[0].scenario.train
+        by_reference = {outcome.reference: outcome.comparison.equal for outcome in trains}
+        if self.equal and "torch" in by_reference:
+            return f"every step is equal; {function} ran on whole windows in plain torch too, so its loss was judged"
+        if self.equal:
+            return f"every step is equal; both sides ran {function}, so only the engine was judged, and not its loss"
+        if by_reference.get("torch", True):
+            return "the runs differ"
+        engine = {
+            True: "the engine steps right, and",
+            False: "the runs differ, also from deepspeed-loop; perhaps",
+            None: "the runs differ; if deepspeed-loop, with the same function, does not,",
+        }[by_reference.get("deepspeed-loop")]
+        return f"{engine} the loss of {function} is not {_configured_loss(trains[0].scenario.settings)}"
 
-def scenarios(
-    config: dict[str, Any], ranks: int, **options: Any
-) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[LeftOut]]:
-    """Return what `verify` runs for a configuration, with its references, and what it leaves out and why.
 
-    Raises:
-        ConfigError: the configuration can't be run at all.
-    """
-    config = without_outputs(config)
-    ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
-    ragged = replace(ragged, short=min(2, cut_by(ragged.settings).target - 1))
-    ragged.layout()  # for its ConfigError, before any rank is started
-    references = ("deepspeed-loop",) if ragged.train else ("deepspeed-loop", "torch")
-    wanted: list[tuple[Scenario, tuple[str, ...]]] = [(ragged, references)]
-    if ragged.train:
-        why = "a training function drives an engine, and this reference has none of ds_parity's calls"
-        return wanted, [LeftOut("ragged", "torch", why), LeftOut("uniform", "deepspeed", why)]
-    weighed_by = "terms" if ragged.settings.terms else ragged.settings.loss_weight
-    if weighed_by in _NOT_ALIKE:
-        return wanted, [LeftOut("uniform", "deepspeed", _NOT_ALIKE[weighed_by])]
-    uniform = Scenario("uniform", config, ranks, shape="uniform", **options)
-    try:
-        uniform.layout()
-    except ConfigError as error:
-        return wanted, [LeftOut("uniform", "deepspeed", str(error))]
-    return [(uniform, ("deepspeed",)), *wanted], []
+def _configured_loss(settings: Settings) -> str:
+    """Say what the loss of a micro-batch should be."""
+    if settings.terms is not None:
+        return "what ds_parity.terms says: one of its terms is another number on a whole window"
+    unit = "loss tokens" if settings.loss_weight == "token" else "rollouts"
+    kind = "the sum" if settings.loss_reduction == "sum" else "the mean"
+    return f"{kind} over the {unit} of a micro-batch, as the configuration says"
 
 
 def title(scenario: Scenario, engine: str) -> str:
@@ -146,17 +143,23 @@ def verify(
         timeout: seconds for all of it.
         progress: called with the number of runs that have finished, and the title of the one under way.
         import_from: folders in which ranks look up functions beside the installed packages.
-        options: of `Scenario` (windows, seed, model, rollouts, max_tokens, train).
+        options: `against` (see `scenarios`), and those of `Scenario` (windows, seed, model, rollouts, tokenizer,
+            max_tokens, train).
 
     Raises:
         ConfigError: the configuration can't be run.
-        HarnessError: a rank failed, or time ran out.
+        HarnessError: a rank failed, such as over a model that can't be compared, or time ran out.
     """
     runs, left_out = scenarios(config, ranks, **options)
-    for name in filter(None, (options.get("model"), options.get("train"))):
-        refuse_unknown(name, import_from)
+    scenario = runs[-1][0]
+    refuse_unknown_model(scenario.model, import_from)
+    if scenario.train:
+        refuse_unknown(scenario.train, import_from)
     folder = folder.resolve()
-    ran = run_job(Job(calls(runs, folder), folder / "ranks", ranks, timeout, import_from=import_from), progress)
+    first, *others = calls(runs, folder)
+    # The model is looked at before anything trains.
+    steps = (replace(first, function=_INSPECT_AND_RUN), *others)
+    ran = run_job(Job(steps, folder / "ranks", ranks, timeout, import_from=import_from), progress)
     return judge(runs, left_out, folder, ran[0]["accelerator"])
 
 

@@ -16,12 +16,18 @@ from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 from ds_parity.parity.subjects.references.bare import metrics_of
 from ds_parity.parity.subjects.references.torch_counterparts import ByHand, optimizer_and_scheduler
+from ds_parity.parity.subjects.references.whole_windows import train_on_whole_windows
 from ds_parity.planning.rollout import Rollout
 from ds_parity.trace import StepRecord
 
 
 def train_alone(scenario: Scenario, record: Record) -> nn.Module:
-    """Run every window as one batch; the weights start as the engine's do, rounded to its type."""
+    """Run every window as one batch; the weights start as the engine's do, rounded to its type.
+
+    Where the scenario has a training function, that one runs the windows, on every rank.
+    """
+    if scenario.train is not None:
+        return train_on_whole_windows(scenario, record)
     settings, layout, passes = scenario.settings, scenario.layout(), scenario.batches()
     model = _as_dtype(scenario.build(), scenario.storage).double()
     optimizer, scheduler = optimizer_and_scheduler(scenario, model)

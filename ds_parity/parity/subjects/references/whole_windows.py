@@ -1,0 +1,162 @@
+"""Reference `torch` of a user's training function: its own loss, on whole windows, without DeepSpeed and in fp64.
+
+A loss that is what the configuration says of it (a mean over tokens or rollouts, or a sum) has the same value on a
+window as its micro-batches have together. So this judges the function, and the engine as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_parity.collation import collate
+from ds_parity.errors import ConfigError
+from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.own_batches import Record
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.oracle import PlannedWindow, weighs, weights_of_terms, windows_of
+from ds_parity.parity.subjects.references.torch_counterparts import ByHand, optimizer_and_scheduler
+from ds_parity.planning.rollout import MicroBatch
+from ds_parity.trace import StepRecord
+
+
+def train_on_whole_windows(scenario: Scenario, record: Record) -> nn.Module:
+    """Call the scenario's training function with windows in place of micro-batches.
+
+    Every rank does the same, so that a function may use collectives.
+
+    Raises:
+        ConfigError: the function needs more of the engine than plain torch has.
+    """
+    engine = WholeWindows(scenario, record)
+    try:
+        resolve(scenario.train or "")(engine, engine.passes())
+    except Exception as error:
+        raise ConfigError(
+            f"train {scenario.train!r} can't be run on whole windows in plain torch ({type(error).__name__}: {error}): "
+            "there it may use engine(...), backward, idle, step, record, device and module, with tensors on that "
+            "device; change it, or verify against deepspeed-loop alone"
+        ) from error
+    return engine.module
+
+
+class WholeWindows:
+    """Plain torch with the calls of a training function.
+
+    Attributes:
+        module: the model, in fp64 on the CPU; its weights start as the engine's do, rounded to its type.
+        device: of the model.
+    """
+
+    def __init__(self, scenario: Scenario, record: Record) -> None:
+        model = scenario.build()
+        self.module = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().double()
+        self.device = torch.device("cpu")
+        self._scenario, self._settings, self._record = scenario, scenario.settings, record
+        self._optimizer, self._scheduler = optimizer_and_scheduler(scenario, self.module)
+        by_rollouts = self._scheduler is not None and self._settings.lr_progress == "rollout"
+        self._by_hand = ByHand(self._scheduler) if by_rollouts else None
+        self._batches = scenario.batches()
+        self._windows = windows_of(self._batches, self._settings)
+        self._number = 0
+        self._loss: torch.Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model has, as DeepSpeed's engine does."""
+        return getattr(self.__dict__["module"], name)
+
+    def passes(self, *_: Any, **__: Any) -> Iterator[MicroBatch]:
+        """Yield every window as one micro-batch of all ranks and passes."""
+        for number, window in enumerate(self._windows, start=1):
+            self._number, self._loss = number, None
+            held = self._held(window)
+            rollouts = [rollout for batch in held for rollout in batch.held]
+            counts = [sum(getattr(one, name) for one in held) for name in ("rollouts", "prompts")]
+            yield collate(rollouts, rollouts=counts[0], prompts=counts[1])
+
+    def backward(self, loss: Any, **counts: Any) -> Any:
+        """Accumulate the gradient of the window's loss, divided as its micro-batches' would be together."""
+        window = self._window
+        if window.total:
+            divided = self._divided(loss, window)
+            divided.backward()
+            self._loss = divided.detach() + (0 if self._loss is None else self._loss)
+        return loss
+
+    def idle(self, loss: Any) -> Any:
+        """No window is idle."""
+        return loss
+
+    def step(self, *_: Any) -> None:
+        """Update the weights, move the scheduler, and write down."""
+        window, held = self._window, self._held(self._window)
+        applied = self._loss is not None
+        lr = tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+        norm = self._update() if applied else None
+        if self._by_hand is not None:
+            self._by_hand.advance(window.progress, applied)
+        elif self._scheduler is not None and applied:
+            self._scheduler.step()
+        line = StepRecord(
+            step=self._number,
+            passes=1,
+            idle_passes=0,
+            rollouts=sum(batch.rollouts for batch in held),
+            prompts=sum(batch.prompts for batch in held),
+            tokens=sum(batch.tokens for batch in held),
+            total=window.total,
+            loss=None if self._loss is None else float(self._loss),
+            lr=lr,
+            grad_norm=norm,
+            skipped=not applied,
+        )
+        self._record(line, self.module)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Every window ends with its one pass."""
+        return True
+
+    def expect(self, **_: Any) -> None:
+        """All counts are known here."""
+
+    def record(self, *_: Any) -> None:
+        """Metrics of a training function are its own."""
+
+    def finish(self) -> None:
+        """Every window was settled by its step."""
+
+    @property
+    def _window(self) -> PlannedWindow:
+        return self._windows[self._number - 1]
+
+    def _held(self, window: PlannedWindow) -> list[MicroBatch]:
+        return [batch for row in self._batches[window.first : window.last + 1] for batch in row]
+
+    def _divided(self, loss: Any, window: PlannedWindow) -> Any:
+        held, summed = self._held(window), self._settings.loss_reduction == "sum"
+        if not isinstance(loss, Mapping):
+            units = 1.0 if summed else sum(weighs(batch, self._settings) for batch in held)
+            return loss * (units / window.total)
+        combined: Any = torch.zeros((), dtype=torch.float64, device="cpu")
+        for name, term in (self._settings.terms or {}).items():
+            units = sum(weights_of_terms(batch, self._settings)[name] for batch in held)
+            total = window.totals[name]
+            if units and total:
+                combined = combined + loss[name] * (term.coefficient * (1.0 if summed else units) / total)
+        return combined
+
+    def _update(self) -> float | None:
+        limit = self._scenario.config.get("gradient_clipping", 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit or float("inf"))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        # Without clipping, DeepSpeed takes no norm on ZeRO 0 in fp32.
+        stage = self._scenario.config.get("zero_optimization", {}).get("stage", 0)
+        return float(norm) if limit or stage or self._scenario.storage != "fp32" else None

@@ -1,0 +1,166 @@
+"""A training function on whole windows in plain torch: its own loss is the reference, where it can be."""
+
+import pytest
+
+from ds_parity.errors import ConfigError
+from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.oracle import windows_of
+from ds_parity.parity.subjects.references.alone import train_alone
+from ds_parity.parity.verification.verify import Verification, scenarios
+from tests.distributed import cells
+
+
+def steps(train=None, config=None, objective="nll", **values):
+    """What the reference `torch` records of a scenario, and the weights that it ends with."""
+    train = train and f"tests.parity.training:{train}"
+    values = {"windows": 3, "seed": 3, "shape": "overshoot", "short": 5, **cells.TINY, **values}
+    lines = []
+    wanted = Scenario(
+        "whole", config or cells.config(2, loss_weight="token"), train=train, objective=objective, **values
+    )
+    model = train_alone(wanted, lambda record, _: lines.append(record))
+    return lines, [parameter.detach() for parameter in model.parameters()]
+
+
+def assert_alike(one, other, totals=True):
+    """But for what a function computes in fp32."""
+    (lines, weights), (others, their_weights) = one, other
+    assert len(lines) == len(others) > 1
+    for a, b in zip(lines, others, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)
+        same = ["step", "rollouts", "prompts", "tokens", "lr", "skipped", "passes", *(["total"] if totals else [])]
+        assert [getattr(a, name) for name in same] == [getattr(b, name) for name in same]
+    assert all(a.allclose(b, atol=1e-5) for a, b in zip(weights, their_weights, strict=True))
+
+
+def test_a_mean_over_tokens_is_the_bundled_one():
+    assert_alike(steps("nll"), steps())
+
+
+def test_a_mean_over_rollouts_is_the_bundled_one():
+    config = cells.config(2, loss_weight="rollout")
+    assert_alike(steps("by_rollouts", config), steps(config=config))
+
+
+def test_a_loss_that_is_divided_by_the_target_is_the_bundled_one():
+    config = cells.config(2, loss_weight="target")
+    assert_alike(steps("by_rollouts", config), steps(config=config))
+
+
+def test_a_sum_over_tokens_is_the_bundled_one():
+    config = cells.config(2, loss_weight="token", loss_reduction="sum")
+    assert_alike(steps("summed", config), steps(config=config))
+
+
+def test_progress_by_rollouts_moves_the_rate_as_it_does_in_the_bundled_one():
+    config = cells.config(2, loss_weight="token", lr_progress="rollout")
+    assert_alike(steps("nll", config), steps(config=config))
+
+
+def test_a_window_without_loss_tokens_is_skipped():
+    lines, _ = steps("nll", shape="hollow", short=0)
+    assert [line.skipped for line in lines] == [False, True, False]
+    assert lines[1].loss is None
+
+
+def test_two_terms_are_divided_each_by_its_own_total():
+    """Of coefficients 1 and 0 the step is that of the first term alone."""
+    terms = {"a": {"weight": "token"}, "b": {"weight": "rollout", "coefficient": 0.0}}
+    config = cells.config(2, terms=terms, lookahead="window")
+    assert_alike(steps("two_terms", config), steps(), totals=False)
+    both = cells.config(2, terms={**terms, "b": {"weight": "rollout", "coefficient": 0.5}}, lookahead="window")
+    halves = steps(config=cells.config(2, loss_weight="rollout"))[0][0].loss / 2
+    assert steps("two_terms", both)[0][0].loss == pytest.approx(steps()[0][0].loss + halves, rel=1e-5)
+
+
+def test_another_loss_than_the_configuration_says_is_another_one_on_whole_windows():
+    """Its micro-batches are weighed by tokens, and it is a mean over rollouts: so both sides ran it, and agreed."""
+    ours, bundled = steps("by_rollouts")[0], steps()[0]
+    assert ours[0].loss != pytest.approx(bundled[0].loss, rel=5e-5)
+    assert ours[0].grad_norm != pytest.approx(bundled[0].grad_norm, rel=1e-3)
+
+
+def test_a_function_that_needs_an_engine_is_told_what_there_is():
+    with pytest.raises(ConfigError, match=r"reads_the_window' can't be run on whole windows .*'window'.*backward"):
+        steps("reads_the_window")
+
+
+def runs(against=(), train="training:nll", **section):
+    config = cells.config(2, **section)
+    wanted, left_out = scenarios(config, 2, against, train=train, **cells.TINY)
+    return [(scenario.name, references) for scenario, references in wanted], {str(one) for one in left_out}
+
+
+class TestWhatIsComparedWith:
+    def test_a_training_function_runs_in_the_engine_driven_by_hand_unless_more_is_asked_for(self):
+        wanted, left_out = runs()
+        assert wanted == [("ragged", ("deepspeed-loop",))]
+        assert any("torch: it judges the function's loss on whole windows" in one for one in left_out)
+        assert runs(["torch"])[0] == [("ragged", ("torch",))]
+        assert runs(["torch", "deepspeed-loop"])[0] == [("ragged", ("deepspeed-loop", "torch"))]
+
+    @pytest.mark.parametrize("unit", ["pass", "weight", "divided"])
+    def test_a_loss_that_a_whole_window_has_not_is_refused_with_the_reason(self, unit):
+        section = {"loss_weight": unit, **({"across_ranks": "sum"} if unit == "divided" else {})}
+        with pytest.raises(ConfigError, match=rf"nothing is left to compare: ragged against torch: .*{unit!r}"):
+            runs(["torch"], **section)
+        wanted, left_out = runs(["torch", "deepspeed-loop"], **section)
+        assert wanted == [("ragged", ("deepspeed-loop",))]
+        assert len(left_out) == 1
+
+    def test_fixed_accumulation_takes_no_training_function(self):
+        with pytest.raises(ConfigError, match="a training function calls an engine"):
+            runs(["deepspeed"])
+
+    def test_without_one_the_references_that_are_asked_for_are_run(self):
+        assert runs(train=None)[0] == [("uniform", ("deepspeed",)), ("ragged", ("deepspeed-loop", "torch"))]
+        assert runs(["torch"], train=None)[0] == [("ragged", ("torch",))]
+        assert runs(["deepspeed"], train=None)[0] == [("uniform", ("deepspeed",))]
+
+    def test_no_window_goes_beyond_a_target_where_that_is_an_error(self):
+        wanted, _ = scenarios(cells.config(2, overshoot="error"), 2, **cells.TINY)
+        for scenario, _ in wanted:
+            windows = windows_of(scenario.batches(), scenario.settings)
+            assert max(window.total for window in windows) == 12
+
+    def test_an_unknown_reference_is_refused(self):
+        with pytest.raises(ConfigError, match=r"--against is 'hand': it must be one of deepspeed, deepspeed-loop, to"):
+            runs(["hand"])
+
+
+class TestWhatIsSaid:
+    def sentence(self, train="training:nll", **equal):
+        from types import SimpleNamespace
+
+        scenario = Scenario("said", cells.config(2, loss_weight="token"), train=train)
+        outcomes = tuple(
+            SimpleNamespace(
+                scenario=scenario, reference=name.replace("_", "-"), comparison=SimpleNamespace(equal=alike)
+            )
+            for name, alike in equal.items()
+        )
+        return Verification(outcomes, (), "cpu").sentence
+
+    def test_where_both_sides_ran_a_function_only_the_engine_was_judged(self):
+        said = self.sentence(deepspeed_loop=True)
+        assert (
+            said == "every step is equal; both sides ran training:nll, so only the engine was judged, and not its loss"
+        )
+
+    def test_where_it_ran_on_whole_windows_its_loss_was_judged(self):
+        assert "so its loss was judged" in self.sentence(torch=True)
+        assert "so its loss was judged" in self.sentence(deepspeed_loop=True, torch=True)
+
+    def test_a_loss_that_is_not_what_the_configuration_says_is_named(self):
+        named = (
+            "the loss of training:nll is not the mean over the loss tokens of a micro-batch, as the configuration says"
+        )
+        assert self.sentence(deepspeed_loop=True, torch=False) == f"the engine steps right, and {named}"
+        assert self.sentence(torch=False).endswith(named)
+        assert self.sentence(deepspeed_loop=False, torch=False).endswith(named)
+        assert self.sentence(deepspeed_loop=False) == "the runs differ"
+
+    def test_of_the_bundled_loop_nothing_more_is_said(self):
+        assert self.sentence(None, deepspeed=True, torch=True) == "every step is equal"
+        assert self.sentence(None, deepspeed=True, torch=False) == "the runs differ"
