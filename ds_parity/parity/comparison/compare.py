@@ -14,7 +14,7 @@ import numpy as np
 from ds_parity.parity.comparison import notes
 from ds_parity.parity.comparison.alignment import NO_ROLLOUTS, Aligned, align
 from ds_parity.parity.comparison.blocks import Blocks, in_memory, streamed
-from ds_parity.parity.comparison.bounds import LEAST_LOSS, Tier, eps
+from ds_parity.parity.comparison.bounds import LEAST_LOSS, Tier, eps, stored_rounding
 from ds_parity.parity.comparison.fields import NAMES, Comparison, Difference, present, value_of
 from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.parity.comparison.tally import Tally
@@ -80,6 +80,7 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     unfit, biases = tuple(_unfit(reference, candidate, tally)), tuple(tally.biases())
     nothing = () if unfit or biases or tally.differences or tally.shared else (_NOTHING,)
     absent = [name for name in NAMES if not _present(reference, candidate, name, tally)]
+    little = tuple(notes.of_bounds(made.ruler, tally)) if tally.steps else ()
     unread = chain.from_iterable(names for names, _ in made.rules)
     return Comparison(
         tier=tier,
@@ -98,8 +99,9 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
             *made.notes,
             *notes.of_rules(made.rules, absent),
             *notes.of_digits(reference, candidate, made.ruler, tally.slack),
-            *(notes.of_bounds(made.ruler, tally.terms) if tally.steps else ()),
+            *little,
         ),
+        proves_little=little,
     )
 
 
@@ -124,18 +126,19 @@ def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     """Make two traces ready to be compared. A file is read once for it, for the scale of its losses and norms."""
     rules = notes.rules(reference, candidate, tier)
     left_out = frozenset(chain.from_iterable(names for names, _ in rules))
+    follow, stored = tier is not Tier.EXACT, stored_rounding(reference.header, candidate.header, dtype)
     if isinstance(reference, TraceFile) and isinstance(candidate, TraceFile):
         floors, rollouts = _survey(reference)
-        ruler = Ruler(tier, dtype, eps(dtype), floors, left_out, {})
+        ruler = Ruler(tier, dtype, eps(dtype), floors, left_out, {}, stored)
         other = not rollouts and _survey(candidate)[1]
         counting = "reference" if rollouts else "candidate" if other else None
         said = () if rollouts or not floors else (NO_ROLLOUTS[other],)
-        return Setting(reference, candidate, ruler, lambda: streamed(reference, candidate, counting), rules, said)
+        return Setting(reference, candidate, ruler, lambda: streamed(reference, candidate, counting, follow), rules, said)
     assert isinstance(reference, Trace)
     assert isinstance(candidate, Trace)
     aligned = align(reference, candidate)
-    ruler = _ruler(aligned, tier, dtype, left_out)
-    return Setting(reference, candidate, ruler, lambda: in_memory(aligned), rules, aligned.notes)
+    ruler = _ruler(aligned, tier, dtype, left_out, stored)
+    return Setting(reference, candidate, ruler, lambda: in_memory(aligned, follow), rules, aligned.notes)
 
 
 def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
@@ -165,11 +168,11 @@ def _usual(norms: Sequence[float]) -> float:
     return float(np.median(known)) if known.size else 0.0
 
 
-def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str]) -> Ruler:
+def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str], stored: float) -> Ruler:
     a, b = aligned.reference, aligned.candidate
     names = {*a.precision, *b.precision} if tier is not Tier.EXACT else ()
     written = {name: (a.precision.get(name), b.precision.get(name)) for name in names}
-    return Ruler(tier, dtype, eps(dtype), _floors(a), left_out, written)
+    return Ruler(tier, dtype, eps(dtype), _floors(a), left_out, written, stored)
 
 
 def _floors(reference: Trace) -> dict[str, float]:

@@ -200,6 +200,7 @@ class Comparison:
         not_compared: fields that neither trace has, or that a rule leaves out.
         notes: what to know before the verdict: headers that differ, rules that leave fields out, bounds too wide to
             prove much.
+        proves_little: why equal traces would say little, in whole sentences; none where they say enough.
     """
 
     tier: Tier
@@ -213,11 +214,17 @@ class Comparison:
     measured: tuple[Measured, ...]
     not_compared: tuple[str, ...]
     notes: tuple[str, ...]
+    proves_little: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Whether every compared field of every step is within its bound."""
         return not self.differences
+
+    @property
+    def bit_for_bit(self) -> bool:
+        """Whether every field is equal, and none only within its bound."""
+        return self.equal and not any(it.difference for it in self.measured)
 
     @property
     def first(self) -> Difference | None:

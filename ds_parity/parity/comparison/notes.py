@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.bounds import DRIFT, Tier
 from ds_parity.parity.comparison.fields import BOUNDED, FIELDS, How, unrecorded
 from ds_parity.parity.comparison.ruler import Ruler
+from ds_parity.parity.comparison.tally import Signal, Tally
 from ds_parity.trace import Precision, Trace
 from ds_parity.trace.columns import TraceFile
 
@@ -94,9 +95,19 @@ def _precision(trace: Trace | TraceFile) -> Mapping[str, Precision]:
     return trace.precision if isinstance(trace, Trace) else {}
 
 
-def of_bounds(ruler: Ruler, terms: int) -> Iterator[str]:
-    """Bounds that many rollouts and a short type have made so wide that staying within them says little."""
+def of_bounds(ruler: Ruler, tally: Tally) -> Iterator[str]:
+    """Bounds that are so wide that staying within them says little: wider than what training moved, or than a tenth."""
     for name in BOUNDED if ruler.tier is not Tier.EXACT else ():
-        bound = ruler.bound(name, terms)
-        if bound.relative > _LOOSE:
+        bound = ruler.bound(name, tally.terms)
+        if name == "weights" and tally.signal is not None:
+            yield from _of_weights(tally.signal, ruler)
+        elif bound.relative > _LOOSE:
             yield f"the bound of {name} grows to {bound.relative:.3g} ({bound}): equal within it proves little"
+
+
+def _of_weights(signal: Signal, ruler: Ruler) -> Iterator[str]:
+    if signal.part > 1:
+        return
+    way = "compare two runs in fp32" if ruler.dtype in DRIFT else "compare more steps, or steps of a greater LR"
+    moved = f"training moved the weights by {signal.distance:.2g} of their norm, and their bound is {signal.bound:.2g}"
+    yield f"{moved}: weights that never moved would be equal too, which proves little; {way}"
