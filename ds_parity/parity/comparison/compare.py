@@ -102,6 +102,7 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
             *little,
         ),
         proves_little=little,
+        rounded=tally.rounded,
     )
 
 

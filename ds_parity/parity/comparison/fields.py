@@ -201,6 +201,7 @@ class Comparison:
         notes: what to know before the verdict: headers that differ, rules that leave fields out, bounds too wide to
             prove much.
         proves_little: why equal traces would say little, in whole sentences; none where they say enough.
+        rounded: some figure is not the same and yet within its bound.
     """
 
     tier: Tier
@@ -215,16 +216,12 @@ class Comparison:
     not_compared: tuple[str, ...]
     notes: tuple[str, ...]
     proves_little: tuple[str, ...] = ()
+    rounded: bool = False
 
     @property
     def equal(self) -> bool:
         """Whether every compared field of every step is within its bound."""
         return not self.differences
-
-    @property
-    def bit_for_bit(self) -> bool:
-        """Whether every field is equal, and none only within its bound."""
-        return self.equal and not any(it.difference for it in self.measured)
 
     @property
     def first(self) -> Difference | None:

@@ -92,6 +92,7 @@ class Tally:
     differences: list[Difference] = field(default_factory=list)
     slack: dict[str, float] = field(default_factory=dict)
     signal: Signal | None = None
+    rounded: bool = False
     _fields: dict[str, FieldFound] = field(default_factory=dict)
     _measured: dict[str, tuple[float, Measured]] = field(default_factory=dict)
     _means: dict[str, _Means] = field(default_factory=lambda: {"loss": _Means(), "grad_norm": _Means()})
@@ -166,6 +167,7 @@ class Tally:
             self.shared |= bool(apart.known.any())
             if name in self.ruler.written:
                 self.slack[name] = max(self.slack.get(name, 0.0), float(apart.slack.max()))
+            self.rounded |= bool((apart.known & ~apart.differs & (apart.gap > 0)).any())
             if self.ruler.tier is not Tier.EXACT and name in BOUNDED and apart.known.any():
                 self._measure(name, block, apart)
         self.shared |= (
