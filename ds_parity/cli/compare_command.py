@@ -17,11 +17,13 @@ def compare(
     candidate: Annotated[Path, typer.Argument(help="the trace in question: the same", show_default=False)],
     tier: Annotated[
         str | None,
-        typer.Option(help="exact or reassociated; by default what the headers imply: exact for one engine and one setting"),
+        typer.Option(
+            help="exact or reassociated; by default what the headers imply: exact for one engine, one setting"
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in; by default what the headers say, or fp32"),
+        typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in; by default by the headers, else fp32"),
     ] = None,
     maps: Annotated[
         list[str] | None,

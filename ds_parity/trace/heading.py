@@ -50,6 +50,7 @@ def header(
         engine=engine,
         dtype=dtype_of(config),
         stage=_stage(config),
+        optimizer=_optimizer(config),
         start=start,
     )
 
@@ -71,6 +72,12 @@ def _stage(config: Mapping[str, Any]) -> int | None:
     section = config.get("zero_optimization")
     stage = section.get("stage", 0) if isinstance(section, Mapping) else 0
     return stage if isinstance(stage, int) else None
+
+
+def _optimizer(config: Mapping[str, Any]) -> str | None:
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    return kind if isinstance(kind, str) else None
 
 
 def _without_path(config: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Header(_Line):
         records: the fields of a step that a foreign trainer records; None: the trace is not foreign, and has them all.
         dtype: what the run computes in: `fp32`, `bf16` or `fp16`.
         stage: of ZeRO.
+        optimizer: its type by the configuration, such as `AdamW`; None where the run was given one of its own.
         start: the weights before the first step.
     """
 
@@ -79,6 +80,7 @@ class Header(_Line):
     records: tuple[FieldName, ...] | None = None
     dtype: str | None = None
     stage: int | None = None
+    optimizer: str | None = None
     start: Start | None = None
 
     @property

@@ -39,7 +39,7 @@ def every_weight(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
 
 
 def _master(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the weights that the optimizer steps, flat and in fp32 on the host; None where it steps the stored ones."""
+    """Return the weights that the optimizer steps, flat, in fp32, on the host; None where it steps the stored ones."""
     try:
         whole = safe_get_full_fp32_param(parameter)
     except KeyError:  # ZeRO 3 looks up every parameter, and its optimizer was not given this one

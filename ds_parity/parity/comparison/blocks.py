@@ -52,9 +52,7 @@ def in_memory(aligned: Aligned, follow: bool) -> Iterator[Block]:
             yield Block(steps, terms, x, y, _along(travel, x, len(steps)))
 
 
-def streamed(
-    reference: TraceFile, candidate: TraceFile, rollouts_of: str | None, follow: bool
-) -> Iterator[Block]:
+def streamed(reference: TraceFile, candidate: TraceFile, rollouts_of: str | None, follow: bool) -> Iterator[Block]:
     """Blocks of two files, which are read as the blocks are asked for.
 
     Args:

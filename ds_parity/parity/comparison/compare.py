@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -134,7 +135,8 @@ def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
         other = not rollouts and _survey(candidate)[1]
         counting = "reference" if rollouts else "candidate" if other else None
         said = () if rollouts or not floors else (NO_ROLLOUTS[other],)
-        return Setting(reference, candidate, ruler, lambda: streamed(reference, candidate, counting, follow), rules, said)
+        blocks = partial(streamed, reference, candidate, counting, follow)
+        return Setting(reference, candidate, ruler, blocks, rules, said)
     assert isinstance(reference, Trace)
     assert isinstance(candidate, Trace)
     aligned = align(reference, candidate)

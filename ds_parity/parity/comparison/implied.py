@@ -17,8 +17,8 @@ class Implied:
     """What two headers imply.
 
     Attributes:
-        tier: EXACT where one engine ran one configuration twice, on as many ranks, with the same kernels; sums are added
-            up in another order elsewhere, and nobody promises the same bits.
+        tier: EXACT where one engine ran one configuration twice, on as many ranks, with the same kernels; elsewhere
+            sums may be added up in another order, and nobody promises the same bits.
         dtype: the shorter of both types; fp32 where no header says one.
         because: why this tier, for a sentence.
     """
@@ -29,7 +29,7 @@ class Implied:
 
 
 def implied(reference: Header, candidate: Header) -> Implied:
-    """Return what two headers imply. A header of an older release says neither type nor stage: that is no difference."""
+    """Return what two headers imply. A header of an older release says neither type nor stage: no difference."""
     types = [it for it in (reference.dtype, candidate.dtype) if it in EPS]
     dtype = max(types, key=EPS.__getitem__, default="fp32")
     apart = _apart(reference, candidate)

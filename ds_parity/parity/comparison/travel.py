@@ -18,16 +18,21 @@ class Travelled:
 
     Attributes:
         path: the lengths of all updates so far, added up; (n,).
-        away: the distance from the start, which is never more; (n,).
+        spread: the root of the sum of their squares: how far they lead, each in a direction of its own; (n,).
+        away: the distance from the start, which is never more than the path; (n,).
     """
 
     path: Array
+    spread: Array
     away: Array
 
     @classmethod
     def unknown(cls, steps: int) -> Travelled:
         """Nothing of so many steps."""
-        return cls(np.full(steps, np.nan), np.full(steps, np.nan))
+        return cls(*np.full((3, steps), np.nan))
+
+
+_UNKNOWN = (math.nan, math.nan, math.nan)
 
 
 class Travel:
@@ -39,28 +44,32 @@ class Travel:
     """
 
     def __init__(self, start: Start | None) -> None:
-        self._start = self._here = start.sketch if start is not None and start.sketch else None
-        self._path = 0.0 if self._start is not None else math.nan
+        self._start: Sequence[float] | None = start.sketch if start is not None and start.sketch else None
+        self._here = self._start
+        self._path = self._squares = 0.0 if self._start is not None else math.nan
 
     def along(self, columns: Columns) -> Travelled:
         """Follow the next steps of the trace."""
         lengths = [self._one(it) for it in columns.fields["weights"]]
-        return Travelled(*np.array(lengths, dtype=float).reshape(-1, 2).T)
+        return Travelled(*np.array(lengths, dtype=float).reshape(-1, 3).T)
 
-    def _one(self, weights: tuple[str, float, Sequence[float]] | None) -> tuple[float, float]:
+    def _one(self, weights: tuple[str, float, Sequence[float]] | None) -> tuple[float, float, float]:
         if weights is None:
-            return math.nan, math.nan
+            return _UNKNOWN
         _, norm, sketch = weights
         if self._start is None:
             self._start = self._here = sketch or None
         if self._start is None or self._here is None or len(sketch) != len(self._start):
-            return math.nan, math.nan
-        self._path += _distance(self._here, sketch)
-        self._here = sketch
+            return _UNKNOWN
+        update, self._here = _distance(self._here, sketch), sketch
+        self._path += update
+        self._squares += update * update
         away = _distance(self._start, sketch)
         if math.isnan(self._path) and not away:
             away = math.nan  # it may have moved before the first step that is known
-        return (self._path / norm, away / norm) if 0 < norm < math.inf else (math.nan, math.nan)
+        if not 0 < norm < math.inf:
+            return _UNKNOWN
+        return self._path / norm, math.sqrt(self._squares) / norm, away / norm
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:

@@ -32,13 +32,11 @@ def verdict_of(comparison: Comparison, rounding: Comparison | None) -> str:
         comparison: of two traces.
         rounding: what `within_rounding` says of it.
     """
-    if rounding is None:
-        words = "equal" if comparison.equal else "the traces differ"
-    else:
-        words = ROUNDING
-    if rounding is not None and not comparison.equal:
-        words += ": every difference is within the reassociated bounds, and the exact tier allows none"
+    words = "equal" if comparison.equal else "the traces differ"
+    if rounding is not None:
+        within = ": every difference is within the reassociated bounds, and the exact tier allows none"
+        words = ROUNDING + ("" if comparison.equal else within)
     little = (rounding or comparison).proves_little
-    if little and words != "the traces differ":
+    if little and (comparison.equal or rounding is not None):
         words += f", but this proves little: {'; '.join(little)}"
     return words

@@ -78,7 +78,9 @@ def test_a_metric_that_is_rounded_otherwise_is_not_the_same():
 
 
 def test_what_is_more_than_rounding_differs_in_either_tier():
-    assert words(losses(0.5), losses(0.6), EXACT) == words(losses(0.5), losses(0.6), REASSOCIATED) == "the traces differ"
+    assert (
+        words(losses(0.5), losses(0.6), EXACT) == words(losses(0.5), losses(0.6), REASSOCIATED) == "the traces differ"
+    )
 
 
 def test_one_difference_beyond_rounding_among_many_of_it_is_a_difference():
