@@ -95,9 +95,10 @@ class Weights(_Line):
     Attributes:
         checksum: SHA-256, 64 lower-case hexadecimal digits.
         norm: the Euclidean norm.
-        sketch: dot products with fixed pseudo-random vectors of +1 and -1, the same in every trace. For n of them,
+        sketch: sums of weights with fixed pseudo-random signs, the same in every trace. For n of them,
             `|sketch_a - sketch_b| / sqrt(n)` estimates the distance of two weight vectors from their traces alone
-            (Johnson-Lindenstrauss with Rademacher signs, Achlioptas 2003). Empty: not taken.
+            (count sketch, Charikar et al. 2002; traces of older releases have 16 numbers by another rule). Empty: not
+            taken.
     """
 
     checksum: str = Field(pattern=r"^[0-9a-f]{64}$")

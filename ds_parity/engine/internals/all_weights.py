@@ -7,6 +7,7 @@ changed since the start is often smaller than that rounding: the copy alone show
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import deepspeed
 import torch
@@ -16,10 +17,25 @@ from torch import nn
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def every_weight(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield every parameter, flat and on the host, with the type that its numbers have; every rank calls.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One parameter as the engine keeps it.
 
-    They come in the order of `named_parameters`, in fp32 (fp64 of a model in fp64). A weight is that of the master
+    Attributes:
+        values: flat, on the host, in fp32 (fp64 of a model in fp64); (n,).
+        dtype: the type that the numbers were stored in: `fp64`, `fp32`, `bf16` or `fp16`.
+        master: they are those of master weights, all of them.
+    """
+
+    values: torch.Tensor
+    dtype: str
+    master: bool = False
+
+
+def every_weight(module: nn.Module) -> Iterator[Kept]:
+    """Yield every parameter; every rank calls.
+
+    They come in the order of `named_parameters`. A weight is that of the master
     weights where the stored one is its rounding, and the stored one elsewhere, so that a fault which changes one of the
     two alone shows either way.
     """
@@ -28,14 +44,14 @@ def every_weight(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             stored = parameter.detach().flatten().cpu().clone()
         if stored.dtype not in _SHORT:
-            yield stored, "fp64" if stored.dtype == torch.float64 else "fp32"
+            yield Kept(stored, "fp64" if stored.dtype == torch.float64 else "fp32")
             continue
         master = _master(parameter)
         if master is None:
-            yield stored.float(), _SHORT[stored.dtype]
+            yield Kept(stored.float(), _SHORT[stored.dtype])
             continue
         follows = master.to(stored.dtype) == stored
-        yield torch.where(follows, master, stored.float()), "fp32" if bool(follows.all()) else _SHORT[stored.dtype]
+        yield Kept(torch.where(follows, master, stored.float()), _SHORT[stored.dtype], bool(follows.all()))
 
 
 def _master(parameter: nn.Parameter) -> torch.Tensor | None:

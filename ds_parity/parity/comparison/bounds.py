@@ -32,7 +32,15 @@ _WIDE = {"loss": 5.5, "grad_norm": 4.5, "weights": 7.5}
 _HALF = {"loss": 0.7, "grad_norm": 0.9, "weights": 0.16}
 C = {"fp64": _WIDE, "fp32": _WIDE, "bf16": _HALF, "fp16": _HALF}
 
-DRIFT = {"bf16": 0.5, "fp16": 0.5}
+# What bf16 explains of the distance between two runs' weights, beside fp32 rounding (`C["fp32"]`) and the rounding of
+# weights that were recorded in bf16 (`stored_rounding`), in two parts. Every gradient is off by a part of its length,
+# and to the same side in every step, so that the distance grows with the way: DRIFT times the lengths of all updates.
+# Optimizers that divide each weight's gradient by its size (Adam, Lion) also move a weight by a whole learning rate
+# where its gradient is nothing but rounding; these errors have no side, and grow as the root of the squared lengths:
+# TURN times that. SGD doesn't, so that it has the first part alone (`LINEAR`).
+DRIFT = {"bf16": 0.03, "fp16": 0.03}
+TURN = 0.3
+LINEAR = ("sgd",)
 
 # A distance that follows from sketches is right to 12.5 % (32 numbers, one sigma): no more than 4 sigma are allowed.
 _SPREAD = 1.5

@@ -15,7 +15,7 @@ import numpy as np
 from ds_parity.parity.comparison import notes
 from ds_parity.parity.comparison.alignment import NO_ROLLOUTS, Aligned, align
 from ds_parity.parity.comparison.blocks import Blocks, in_memory, streamed
-from ds_parity.parity.comparison.bounds import LEAST_LOSS, Tier, eps, stored_rounding
+from ds_parity.parity.comparison.bounds import LEAST_LOSS, LINEAR, Tier, eps, stored_rounding
 from ds_parity.parity.comparison.fields import NAMES, Comparison, Difference, present, value_of
 from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.parity.comparison.tally import Tally
@@ -128,10 +128,10 @@ def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     """Make two traces ready to be compared. A file is read once for it, for the scale of its losses and norms."""
     rules = notes.rules(reference, candidate, tier)
     left_out = frozenset(chain.from_iterable(names for names, _ in rules))
-    follow, stored = tier is not Tier.EXACT, stored_rounding(reference.header, candidate.header, dtype)
+    follow, of_weights = tier is not Tier.EXACT, _of_weights(reference, candidate, dtype)
     if isinstance(reference, TraceFile) and isinstance(candidate, TraceFile):
         floors, rollouts = _survey(reference)
-        ruler = Ruler(tier, dtype, eps(dtype), floors, left_out, {}, stored)
+        ruler = Ruler(tier, dtype, eps(dtype), floors, left_out, {}, *of_weights)
         other = not rollouts and _survey(candidate)[1]
         counting = "reference" if rollouts else "candidate" if other else None
         said = () if rollouts or not floors else (NO_ROLLOUTS[other],)
@@ -140,8 +140,15 @@ def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     assert isinstance(reference, Trace)
     assert isinstance(candidate, Trace)
     aligned = align(reference, candidate)
-    ruler = _ruler(aligned, tier, dtype, left_out, stored)
+    ruler = _ruler(aligned, tier, dtype, left_out, of_weights)
     return Setting(reference, candidate, ruler, lambda: in_memory(aligned, follow), rules, aligned.notes)
+
+
+def _of_weights(reference: Trace | TraceFile, candidate: Trace | TraceFile, dtype: str) -> tuple[float, bool]:
+    """The ruler's `stored` and `turning`."""
+    optimizer = reference.header.optimizer
+    turning = optimizer is None or optimizer.lower() not in LINEAR
+    return stored_rounding(reference.header, candidate.header, dtype), turning
 
 
 def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
@@ -171,11 +178,11 @@ def _usual(norms: Sequence[float]) -> float:
     return float(np.median(known)) if known.size else 0.0
 
 
-def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str], stored: float) -> Ruler:
+def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str], of_weights: tuple[float, bool]) -> Ruler:
     a, b = aligned.reference, aligned.candidate
     names = {*a.precision, *b.precision} if tier is not Tier.EXACT else ()
     written = {name: (a.precision.get(name), b.precision.get(name)) for name in names}
-    return Ruler(tier, dtype, eps(dtype), _floors(a), left_out, written, stored)
+    return Ruler(tier, dtype, eps(dtype), _floors(a), left_out, written, *of_weights)
 
 
 def _floors(reference: Trace) -> dict[str, float]:

@@ -62,7 +62,7 @@ def limits(name: str, block: Block, ruler: Ruler) -> Array:
     bound = ruler.bound(name, 1)
     terms = np.sqrt(np.maximum(np.array(block.terms, dtype=float), 1.0))
     limit = bound.constant * bound.eps * terms
-    return np.asarray(np.fmin(limit, ruler.explained(terms, block.travelled.path)) if name == "weights" else limit)
+    return np.asarray(np.fmin(limit, ruler.explained(terms, block.travelled)) if name == "weights" else limit)
 
 
 def _apart(name: str, block: Block, a: Columns, b: Columns, ruler: Ruler) -> Apart:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ds_parity.parity.comparison.bounds import DRIFT, Tier
 from ds_parity.parity.comparison.fields import BOUNDED, FIELDS, How, unrecorded
 from ds_parity.parity.comparison.ruler import Ruler
-from ds_parity.parity.comparison.tally import Signal, Tally
+from ds_parity.parity.comparison.tally import Moved, Tally
 from ds_parity.trace import Precision, Trace
 from ds_parity.trace.columns import TraceFile
 
@@ -105,7 +105,7 @@ def of_bounds(ruler: Ruler, tally: Tally) -> Iterator[str]:
             yield f"the bound of {name} grows to {bound.relative:.3g} ({bound}): equal within it proves little"
 
 
-def _of_weights(signal: Signal, ruler: Ruler) -> Iterator[str]:
+def _of_weights(signal: Moved, ruler: Ruler) -> Iterator[str]:
     if signal.part > 1:
         return
     way = "compare two runs in fp32" if ruler.dtype in DRIFT else "compare more steps, or steps of a greater LR"

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_parity.parity.comparison.bounds import DRIFT, EPS, Bound, C, Tier
+from ds_parity.parity.comparison.bounds import DRIFT, EPS, TURN, Bound, C, Tier
 from ds_parity.parity.comparison.fields import BOUNDED
+from ds_parity.parity.comparison.travel import Travelled
 from ds_parity.trace import Precision
 from ds_parity.trace.columns import Array
 from ds_parity.trace.records import METRIC
@@ -22,6 +23,7 @@ class Ruler:
     `written` holds, per field, how the traces wrote it: a number that was rounded may be any that rounds to it.
 
     `stored` is how far weights lie apart by the type alone that the traces tell of them in (`stored_rounding`).
+    `turning` says that the optimizer may turn rounding into a whole step (`TURN`).
     """
 
     tier: Tier
@@ -31,6 +33,7 @@ class Ruler:
     left_out: frozenset[str]
     written: Mapping[str, tuple[Precision | None, Precision | None]]
     stored: float = 0.0
+    turning: bool = True
 
     def bounds(self, name: str) -> bool:
         """Whether a field may differ within a bound; else it must be equal bit for bit."""
@@ -40,19 +43,20 @@ class Ruler:
         """What adding the same terms in another order explains; a metric is a weighted mean of them, as the loss is."""
         return Bound(C[self.dtype]["loss" if name.startswith(METRIC) else name], self.eps, terms)
 
-    def explained(self, roots: Array, path: Array) -> Array:
+    def explained(self, roots: Array, way: Travelled) -> Array:
         """How far weights may lie apart (>= 0, relative to their norm) by the way that they have come (`DRIFT`).
 
         Args:
             roots: the square roots of the rollouts summed up; (n,).
-            path: how long the way is, over the norm, NaN where it isn't known; (n,).
+            way: of the reference's weights; n.
 
         Returns:
-            (n,), NaN where it isn't known, and everywhere of types that are not short.
+            (n,), NaN where the way isn't known, and everywhere of types that are not short.
         """
         if self.dtype not in DRIFT:
-            return np.full(path.shape, np.nan)
-        return np.asarray(C["fp32"]["weights"] * EPS["fp32"] * roots + DRIFT[self.dtype] * path + self.stored)
+            return np.full(roots.shape, np.nan)
+        moved = DRIFT[self.dtype] * way.path + (TURN * way.spread if self.turning else 0.0)
+        return np.asarray(C["fp32"]["weights"] * EPS["fp32"] * roots + moved + self.stored)
 
     def scale(self, name: str) -> float:
         """What differences of a field are at least relative to: a number that was rounded to 0 is no nearer to it."""

@@ -64,7 +64,7 @@ class _Means:
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
+class Moved:
     """The step in which weights that never moved would stand out most: their distance, and the bound that it has.
 
     Both are relative to the norm of the weights.
@@ -91,7 +91,7 @@ class Tally:
     seen: set[str] = field(default_factory=set)
     differences: list[Difference] = field(default_factory=list)
     slack: dict[str, float] = field(default_factory=dict)
-    signal: Signal | None = None
+    signal: Moved | None = None
     rounded: bool = False
     _fields: dict[str, FieldFound] = field(default_factory=dict)
     _measured: dict[str, tuple[float, Measured]] = field(default_factory=dict)
@@ -253,7 +253,7 @@ class Tally:
             parts = np.where(away >= 0, away / apart.limit, -1.0)
         most = int(parts.argmax())
         if away[most] >= 0 and (self.signal is None or parts[most] > self.signal.part):
-            self.signal = Signal(float(away[most]), float(apart.limit[most]))
+            self.signal = Moved(float(away[most]), float(apart.limit[most]))
 
 
 def _present(columns: Columns, name: str) -> bool:

@@ -45,7 +45,7 @@ class Travel:
 
     def __init__(self, start: Start | None) -> None:
         self._start: Sequence[float] | None = start.sketch if start is not None and start.sketch else None
-        self._here = self._start
+        self._here: Sequence[float] | None = self._start
         self._path = self._squares = 0.0 if self._start is not None else math.nan
 
     def along(self, columns: Columns) -> Travelled:

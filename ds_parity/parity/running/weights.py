@@ -25,7 +25,7 @@ def vector(module: nn.Module) -> torch.Tensor:
 
 def trained(module: nn.Module) -> torch.Tensor:
     """Return every parameter as `vector` does, in fp32 from the master weights where the engine keeps them."""
-    return torch.cat([part.float() for part, _ in every_weight(module)])
+    return torch.cat([one.values.float() for one in every_weight(module)])
 
 
 def summary(weights: torch.Tensor) -> Weights:
