@@ -96,6 +96,7 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
         not_compared=tuple(dict.fromkeys((*absent, *unread))),
         notes=(
             *notes.of_headers(reference, candidate),
+            *notes.of_starts(reference, candidate),
             *notes.of_reading(reference, candidate),
             *made.notes,
             *notes.of_rules(made.rules, absent),

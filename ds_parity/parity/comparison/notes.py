@@ -1,5 +1,6 @@
 """What to know before a verdict: headers that differ, fields that are left out and why, bounds that prove little."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from ds_parity.parity.comparison.bounds import DRIFT, Tier
@@ -13,6 +14,7 @@ Rules = tuple[tuple[tuple[str, ...], str], ...]
 _PACKING = ("passes", "idle_passes")
 _HEADER = ("scenario", "config_hash", "seed", "ranks", "device", "versions")
 _LOOSE = 0.1
+_SAME_START = 1e-6  # weights in fp32 and the same in fp64 lie less apart
 
 
 def rules(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier) -> Rules:
@@ -66,6 +68,17 @@ def of_headers(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> It
         a, b = getattr(reference.header, name), getattr(candidate.header, name)
         if a != b and not ((a is None and reference.header.foreign) or (b is None and candidate.header.foreign)):
             yield f"the headers differ in {name}: reference {a!r}, candidate {b!r}"
+
+
+def of_starts(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> Iterator[str]:
+    """Runs that start from other weights."""
+    a, b = reference.header.start, candidate.header.start
+    if a is None or b is None or not a.sketch or len(a.sketch) != len(b.sketch) or not a.norm > 0:
+        return
+    apart = math.dist(a.sketch, b.sketch) / math.sqrt(len(a.sketch)) / a.norm
+    if not apart <= _SAME_START:
+        they = f"they lie {apart:.2g} of the reference's norm apart before the first step"
+        yield f"the runs start from other weights: {they}"
 
 
 def of_reading(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> Iterator[str]:

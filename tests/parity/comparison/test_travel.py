@@ -123,3 +123,10 @@ def test_steps_without_weights_and_weights_that_are_not_finite_are_no_way():
     assert compare(reference, reference, REASSOCIATED, "bf16").equal
     nan = run(*RIGHT[:5], np.full(SIZE, math.nan), *RIGHT[6:])
     assert differing(nan, nan) == ["weights"]
+
+
+def test_runs_that_start_from_other_weights_are_said_to():
+    other = run(RIGHT[0] * 1.001, *RIGHT[1:])
+    said = "the runs start from other weights: they lie 0.001 of the reference's norm apart before the first step"
+    assert said in compare(run(*RIGHT), other, REASSOCIATED, "bf16").notes
+    assert not [it for it in compare(run(*RIGHT), run(*RIGHT), REASSOCIATED, "bf16").notes if "start" in it]
