@@ -58,6 +58,6 @@ def _master(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return the weights that the optimizer steps, flat, in fp32, on the host; None where it steps the stored ones."""
     try:
         whole = safe_get_full_fp32_param(parameter)
-    except KeyError:  # ZeRO 3 looks up every parameter, and its optimizer was not given this one
+    except (KeyError, AttributeError):  # ZeRO 3 looks up every parameter, and its optimizer was not given this one
         return None
     return None if whole is None else whole.detach().flatten().float().cpu()

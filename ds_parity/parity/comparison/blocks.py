@@ -37,12 +37,12 @@ class Block:
         return a, b
 
 
-def in_memory(aligned: Aligned, follow: bool) -> Iterator[Block]:
-    """Blocks of traces in memory; of a step that a trace has twice, the last. `follow` as of `streamed`."""
+def in_memory(aligned: Aligned, usual: float | None) -> Iterator[Block]:
+    """Blocks of traces in memory; of a step that a trace has twice, the last. `usual` as of `streamed`."""
     a = {record.step: record for record in aligned.reference.steps}
     b = {record.step: record for record in aligned.candidate.steps}
     every = sorted(a.keys() | b.keys())
-    travel = Travel(aligned.reference.header.start) if follow else None
+    travel = None if usual is None else Travel(aligned.reference.header.start, usual)
     for (in_a, in_b), group in groupby(every, key=lambda step: (step in a, step in b)):
         together = list(group)
         for start in range(0, len(together), SIZE):
@@ -52,17 +52,20 @@ def in_memory(aligned: Aligned, follow: bool) -> Iterator[Block]:
             yield Block(steps, terms, x, y, _along(travel, x, len(steps)))
 
 
-def streamed(reference: TraceFile, candidate: TraceFile, rollouts_of: str | None, follow: bool) -> Iterator[Block]:
+def streamed(
+    reference: TraceFile, candidate: TraceFile, rollouts_of: str | None, usual: float | None
+) -> Iterator[Block]:
     """Blocks of two files, which are read as the blocks are asked for.
 
     Args:
         reference: its steps follow one another, as every file's do.
         candidate: the same.
         rollouts_of: `reference` or `candidate`, whose rollouts count as terms; None: each step is one term.
-        follow: how far the reference's weights have travelled is worked out; else it stays unknown.
+        usual: the usual norm of the reference's gradients, with which the way of its weights is worked out; None: that
+            stays unknown.
     """
     terms = 0
-    travel = Travel(reference.header.start) if follow else None
+    travel = None if usual is None else Travel(reference.header.start, usual)
     for a, b in _together(reference.columns(), candidate.columns()):
         one = a if a is not None else b
         assert one is not None

@@ -129,20 +129,25 @@ def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     """Make two traces ready to be compared. A file is read once for it, for the scale of its losses and norms."""
     rules = notes.rules(reference, candidate, tier)
     left_out = frozenset(chain.from_iterable(names for names, _ in rules))
-    follow, of_weights = tier is not Tier.EXACT, _of_weights(reference, candidate, dtype)
+    of_weights = _of_weights(reference, candidate, dtype)
     if isinstance(reference, TraceFile) and isinstance(candidate, TraceFile):
         floors, rollouts = _survey(reference)
         ruler = Ruler(tier, dtype, eps(dtype), floors, left_out, {}, *of_weights)
         other = not rollouts and _survey(candidate)[1]
         counting = "reference" if rollouts else "candidate" if other else None
         said = () if rollouts or not floors else (NO_ROLLOUTS[other],)
-        blocks = partial(streamed, reference, candidate, counting, follow)
+        blocks = partial(streamed, reference, candidate, counting, _usual_norm(ruler))
         return Setting(reference, candidate, ruler, blocks, rules, said)
     assert isinstance(reference, Trace)
     assert isinstance(candidate, Trace)
     aligned = align(reference, candidate)
     ruler = _ruler(aligned, tier, dtype, left_out, of_weights)
-    return Setting(reference, candidate, ruler, lambda: in_memory(aligned, follow), rules, aligned.notes)
+    return Setting(reference, candidate, ruler, lambda: in_memory(aligned, _usual_norm(ruler)), rules, aligned.notes)
+
+
+def _usual_norm(ruler: Ruler) -> float | None:
+    """What the way of the weights is worked out with, which the EXACT tier does not ask for."""
+    return None if ruler.tier is Tier.EXACT else ruler.floors.get("grad_norm", 0.0)
 
 
 def _of_weights(reference: Trace | TraceFile, candidate: Trace | TraceFile, dtype: str) -> tuple[float, bool]:

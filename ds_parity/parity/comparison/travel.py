@@ -17,7 +17,7 @@ class Travelled:
     """The way of the weights up to and including some steps, over their norm there; NaN where it isn't known.
 
     Attributes:
-        path: the lengths of all updates so far, added up; (n,).
+        path: the lengths of all updates so far, added up (`Travel`: some count for more); (n,).
         spread: the root of the sum of their squares: how far they lead, each in a direction of its own; (n,).
         away: the distance from the start, which is never more than the path; (n,).
     """
@@ -41,19 +41,25 @@ class Travel:
     Args:
         start: where they were before the first step, None where the trace doesn't say. Then the way is unknown, and
             `away` is counted from the first step that has weights: less than it really is.
+        usual: the gradient's norm as it mostly is (>= 0). A gradient can be far smaller where the rollouts of a window
+            cancel, and is only as exact as they are: its update counts as if it were of that norm.
     """
 
-    def __init__(self, start: Start | None) -> None:
+    def __init__(self, start: Start | None, usual: float = 0.0) -> None:
+        self._usual = usual
         self._start: Sequence[float] | None = start.sketch if start is not None and start.sketch else None
         self._here: Sequence[float] | None = self._start
         self._path = self._squares = 0.0 if self._start is not None else math.nan
 
     def along(self, columns: Columns) -> Travelled:
         """Follow the next steps of the trace."""
-        lengths = [self._one(it) for it in columns.fields["weights"]]
+        fields = columns.fields
+        lengths = [self._one(it, norm) for it, norm in zip(fields["weights"], fields["grad_norm"], strict=True)]
         return Travelled(*np.array(lengths, dtype=float).reshape(-1, 3).T)
 
-    def _one(self, weights: tuple[str, float, Sequence[float]] | None) -> tuple[float, float, float]:
+    def _one(
+        self, weights: tuple[str, float, Sequence[float]] | None, gradient: float | None
+    ) -> tuple[float, float, float]:
         if weights is None:
             return _UNKNOWN
         _, norm, sketch = weights
@@ -62,6 +68,8 @@ class Travel:
         if self._start is None or self._here is None or len(sketch) != len(self._start):
             return _UNKNOWN
         update, self._here = _distance(self._here, sketch), sketch
+        if gradient and 0 < gradient < self._usual:
+            update *= self._usual / gradient
         self._path += update
         self._squares += update * update
         away = _distance(self._start, sketch)

@@ -130,3 +130,13 @@ def test_runs_that_start_from_other_weights_are_said_to():
     said = "the runs start from other weights: they lie 0.001 of the reference's norm apart before the first step"
     assert said in compare(run(*RIGHT), other, REASSOCIATED, "bf16").notes
     assert not [it for it in compare(run(*RIGHT), run(*RIGHT), REASSOCIATED, "bf16").notes if "start" in it]
+
+
+def test_a_gradient_whose_rollouts_cancel_is_as_exact_as_those_of_other_windows():
+    first = RIGHT[0] + 0.02 * LENGTH * np.eye(SIZE)[0]
+    off = first + 0.02 * LENGTH * np.eye(SIZE)[1]
+    rest = [it - RIGHT[1] for it in RIGHT[2:]]
+    pair = [run(RIGHT[0], it, *(it + more for more in rest), start=True) for it in (first, off)]
+    assert differing(*pair) == ["weights"]
+    small = [Trace(it.header, (it.steps[0].model_copy(update={"grad_norm": 0.04}), *it.steps[1:])) for it in pair]
+    assert differing(*small) == []
