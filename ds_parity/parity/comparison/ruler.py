@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_parity.parity.comparison.bounds import DRIFT, EPS, TURN, Bound, C, Tier
+from ds_parity.parity.comparison.bounds import DRIFT, EPS, FAR, TURN, Bound, C, Tier
 from ds_parity.parity.comparison.fields import BOUNDED
 from ds_parity.parity.comparison.travel import Travelled
 from ds_parity.trace import Precision
@@ -55,7 +55,7 @@ class Ruler:
         """
         if self.dtype not in DRIFT:
             return np.full(roots.shape, np.nan)
-        moved = DRIFT[self.dtype] * way.path + (TURN * way.spread if self.turning else 0.0)
+        moved = DRIFT[self.dtype] * way.path * (1 + way.path / FAR) + (TURN * way.spread if self.turning else 0.0)
         return np.asarray(C["fp32"]["weights"] * EPS["fp32"] * roots + moved + self.stored)
 
     def scale(self, name: str) -> float:
