@@ -39,9 +39,9 @@ C = {"fp64": _WIDE, "fp32": _WIDE, "bf16": _HALF, "fp16": _HALF}
 # where its gradient is nothing but rounding; these errors have no side, and grow as the root of the squared lengths:
 # TURN times that. SGD doesn't, so that it has the first part alone (`LINEAR`). Both are 2.5 times the greatest seen in
 # 416 clean scenarios (0.012 with SGD, 0.114 with AdamW): bf16 training with fp32 master weights, written out in plain
-# torch, against the fp64 reference; 4 to 40 windows, rates over four decades. In 115 scenarios of DeepSpeed's own engine
-# on ZeRO 0 to 3 the greatest difference was 0.41 of its bound. fp16 rounds eight times finer, is not measured, and has
-# those of bf16.
+# torch, against the fp64 reference; 4 to 40 windows, rates over four decades. In 115 scenarios of DeepSpeed's own
+# engine on ZeRO 0 to 3 the greatest difference was 0.41 of its bound. fp16 rounds eight times finer, is not measured,
+# and has those of bf16.
 DRIFT = {"bf16": 0.03, "fp16": 0.03}
 TURN = 0.25
 # Weights that have gone as far as this part of their norm give other gradients where they differ, so that differences
