@@ -172,10 +172,19 @@ class TestCompare:
         assert "PASS: equal" in ran.stdout
 
     def test_different_traces_exit_1_and_name_the_first_difference(self, tmp_path):
-        ran = ds_parity("compare", trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl", loss=1.0000001))
+        ran = ds_parity("compare", trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl", loss=1.001))
         assert ran.returncode == 1
         assert "FAIL: the traces differ" in ran.stdout
         assert "step 1, loss" in ran.stdout
+
+    def test_a_difference_of_rounding_is_named_so_with_no_cause_and_the_exit_code_is_that_of_the_tier(self, tmp_path):
+        sides = trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl", loss=1.00000006)
+        exact, asked = ds_parity("compare", *sides), ds_parity("compare", *sides, "--tier", "reassociated")
+        assert "exact tier (implied by the headers: both are ds_parity, with the same settings)" in exact.stdout
+        assert (exact.returncode, asked.returncode) == (1, 0)
+        assert "FAIL: equal but for rounding" in exact.stdout
+        assert "PASS: equal but for rounding" in asked.stdout
+        assert "likely cause" not in exact.stdout
 
     def test_of_many_steps_the_table_shows_those_that_matter_and_the_verdict_counts_all(self, tmp_path):
         one, other = trace(tmp_path / "a.jsonl", steps=1200), trace(tmp_path / "b.jsonl", loss=2.0, steps=1200)

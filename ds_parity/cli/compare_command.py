@@ -18,10 +18,13 @@ def compare(
     tier: Annotated[
         str | None,
         typer.Option(
-            help="exact or reassociated; by default exact, or reassociated for other trainers, torch and other ranks"
+            help="exact or reassociated; by default what the headers imply: exact for one engine, one setting"
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in")] = "fp32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp64, fp32, bf16 or fp16: what the runs compute in; by default by the headers, else fp32"),
+    ] = None,
     maps: Annotated[
         list[str] | None,
         typer.Option("--map", help="NAME=COLUMN of files of other trainers: loss=train/loss, step=_step+1, lr= (none)"),
@@ -42,6 +45,8 @@ def compare(
     from ds_parity.parity import report as reports
     from ds_parity.parity.comparison.bounds import Tier
     from ds_parity.parity.comparison.compare import compare as compared
+    from ds_parity.parity.comparison.implied import implied
+    from ds_parity.parity.comparison.verdicts import verdict_of, within_rounding
     from ds_parity.parity.diagnosis import diagnose
     from ds_parity.trace.foreign import open_pair
 
@@ -51,16 +56,19 @@ def compare(
     a, b = open_pair(
         reference, candidate, both=maps or (), left=map_reference or (), right=map_candidate or (), mean_loss=mean_loss
     )
-    foreign = a.header.foreign or b.header.foreign
-    alike = a.header.ranks == b.header.ranks and "torch" not in (a.header.engine, b.header.engine) and not foreign
-    chosen = Tier(tier) if tier else (Tier.EXACT if alike else Tier.REASSOCIATED)
-    result = compared(a, b, chosen, dtype)
-    causes = diagnose(a, b, result)
+    given = implied(a.header, b.header)
+    chosen, kind = Tier(tier) if tier else given.tier, dtype or given.dtype
+    why = "asked for" if tier else f"implied by the headers: {given.because}"
+    result = compared(a, b, chosen, kind)
+    rounding = within_rounding(result, lambda: compared(a, b, Tier.REASSOCIATED, kind))
+    causes = () if rounding is not None else diagnose(a, b, result)
+    words = verdict_of(result, rounding)
     if as_json:
-        print_json({**plain(result), "causes": plain_causes(causes)})
+        more = {"verdict": words, "within_rounding": result.equal or rounding is not None, "tier_because": why}
+        print_json({**plain(result), **more, "causes": plain_causes(causes)})
     else:
-        show(result, f"{candidate} against {reference}, {chosen} tier", causes)
-        verdict(result.equal, "equal" if result.equal else "the traces differ")
+        show(result, f"{candidate} against {reference}, {chosen} tier ({why})", causes)
+        verdict(result.equal, words)
     if report or junit:
         sides = reports.Side(a, str(reference)), reports.Side(b, str(candidate))
         leave(reports.of_traces(result, *sides, causes), report, junit)

@@ -16,7 +16,7 @@ from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.listeners.monitoring import show
-from ds_parity.engine.listeners.tracing import attach, refuse_shared
+from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
 from ds_parity.errors import ConfigError
 
@@ -161,8 +161,9 @@ def honoured(
     engine, wrapper, loader, _ = bare(**{**keywords, **plain})
     wrapped = kind(engine, rewritten.settings, sequence, number)
     show(wrapped._self_driver)
+    start = start_of_trace(everybody, rewritten.settings.trace, engine.module)
     with all_or_none(everybody):
-        attach(wrapped._self_driver, rewritten.settings.trace, extended)
+        attach(wrapped._self_driver, rewritten.settings.trace, extended, start)
     return wrapped, wrapper, loader, engine.lr_scheduler
 
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ds_parity.errors import TraceError
+from ds_parity.trace.opening import opened
 from ds_parity.trace.records import SCHEMA, Header, StepRecord, Trace
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -54,7 +55,7 @@ def pieces(path: str | Path, size: int) -> Iterator[tuple[int, list[bytes]]]:
     """Whole lines, about `size` bytes at once, and the number of the first. Raises TraceError as `iter_steps` does."""
     number = 1
     try:
-        with Path(path).open("rb") as file:
+        with opened(path) as file:
             while lines := file.readlines(size):
                 yield number, lines
                 number += len(lines)

@@ -35,8 +35,23 @@ class _Line(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
+class Start(_Line):
+    """The weights that a run starts from, before its first step.
+
+    Attributes:
+        norm: the Euclidean norm.
+        sketch: as that of `Weights`, so that the distance from here to the weights after a step follows.
+        dtype: the type in which the trace tells of weights, here and after every step: `fp32` where the engine keeps
+            master weights in fp32, or the type that they are stored in.
+    """
+
+    norm: Float
+    sketch: tuple[Float, ...]
+    dtype: str
+
+
 class Header(_Line):
-    """Line 1: where a trace comes from. What another trainer doesn't tell is None.
+    """Line 1: where a trace comes from. What another trainer, or an older release, doesn't tell is None.
 
     Attributes:
         schema_version: the layout of the trace; this release writes and reads `SCHEMA`.
@@ -48,6 +63,10 @@ class Header(_Line):
         config_hash: of the configuration.
         engine: what wrote the trace: `ds_parity`, `deepspeed`, `deepspeed-loop`, `torch` or another trainer's name.
         records: the fields of a step that a foreign trainer records; None: the trace is not foreign, and has them all.
+        dtype: what the run computes in: `fp32`, `bf16` or `fp16`.
+        stage: of ZeRO.
+        optimizer: its type by the configuration, such as `AdamW`; None where the run was given one of its own.
+        start: the weights before the first step.
     """
 
     schema_version: int = SCHEMA
@@ -59,6 +78,10 @@ class Header(_Line):
     config_hash: str | None
     engine: str
     records: tuple[FieldName, ...] | None = None
+    dtype: str | None = None
+    stage: int | None = None
+    optimizer: str | None = None
+    start: Start | None = None
 
     @property
     def foreign(self) -> bool:
@@ -72,9 +95,10 @@ class Weights(_Line):
     Attributes:
         checksum: SHA-256, 64 lower-case hexadecimal digits.
         norm: the Euclidean norm.
-        sketch: dot products with fixed pseudo-random vectors of +1 and -1, the same in every trace. For n of them,
+        sketch: sums of weights with fixed pseudo-random signs, the same in every trace. For n of them,
             `|sketch_a - sketch_b| / sqrt(n)` estimates the distance of two weight vectors from their traces alone
-            (Johnson-Lindenstrauss with Rademacher signs, Achlioptas 2003). Empty: not taken.
+            (count sketch, Charikar et al. 2002; traces of older releases have 16 numbers by another rule). Empty: not
+            taken.
     """
 
     checksum: str = Field(pattern=r"^[0-9a-f]{64}$")

@@ -303,6 +303,20 @@ GUARDS: tuple[Guard, ...] = (
         ("param.ds_numel = param.numel()", "param.ds_id = ", "param.partition_numel = partition_numel"),
     ),
     Guard(
+        "deepspeed.utils.tensor_fragment:",
+        "",
+        "internals/all_weights.py",
+        "master weights are assembled on ZeRO 1 to 3 and in bf16, on every rank, and are None elsewhere",
+        (
+            "def safe_get_full_fp32_param(param):",
+            "if hasattr(param, 'ds_id'):",
+            "return param._z3_optimizer.get_full_hp_param(param)",
+            "if hasattr(param, '_hp_mapping'):",
+            "return param.get_full_hp_param()",
+            "return None",
+        ),
+    ),
+    Guard(
         ZERO3,
         "_pre_step",
         "internals/zero3.py",

@@ -11,15 +11,19 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.ranks.agreement import Asked
 from ds_parity.engine.record.finished import Finished
+from ds_parity.engine.record.sketches import start_of
 from ds_parity.errors import TraceError
-from ds_parity.trace import Header, TraceWriter, end_of_step, read_header
+from ds_parity.trace import Header, Start, TraceWriter, end_of_step, read_header
 from ds_parity.trace.heading import header
 
 _LOG = logging.getLogger("ds_parity")
+# Weights beyond which a trace does not say where they started: as many take a minute to read.
+_MOST = 1_000_000_000
 # By the file, whatever the name that it was given by. One that belongs to an engine that is gone is gone, too.
 _WRITING: weakref.WeakValueDictionary[str, _Listener] = weakref.WeakValueDictionary()
 
@@ -41,12 +45,32 @@ def refuse_shared(asked: Asked, path: str | None, model: Any) -> None:
         raise TraceError(told)
 
 
-def attach(driver: Driver, path: str | None, config: dict[str, Any]) -> None:
+def start_of_trace(asked: Asked, path: str | None, module: nn.Module) -> Start | None:
+    """Return the weights before the first step where the first rank writes a trace; all ranks come here.
+
+    None without a trace, and for models so large that it would take minutes.
+
+    Args:
+        asked: all ranks.
+        path: `ds_parity.trace` of this rank, which may be another than that of the first.
+        module: the model, in the engine.
+    """
+    large = sum(getattr(one, "ds_numel", one.numel()) for one in module.parameters()) > _MOST
+    return start_of(module) if asked.gather(path is not None and not large)[0] else None
+
+
+def attach(driver: Driver, path: str | None, config: dict[str, Any], start: Start | None = None) -> None:
     """Write every step of `driver` to `path`, if any, on the first rank. Reading its figures waits for the accelerator.
 
     A trace that stands there is left alone until the first step ends, and then overwritten; where a checkpoint is
     loaded before, it is cut back to the checkpoint's step, and gone on with. One that another engine has written and
     finished is this engine's from now on.
+
+    Args:
+        driver: of the engine.
+        path: of the file.
+        config: the extended configuration.
+        start: the weights before the first step.
 
     Raises:
         TraceError: the file can't be made. Later trouble (a full disk) is logged once, and training goes on.
@@ -54,7 +78,7 @@ def attach(driver: Driver, path: str | None, config: dict[str, Any]) -> None:
     if path is not None and dist.get_rank() == 0:
         accelerator = get_accelerator()
         device = f"{accelerator.device_name()} {accelerator.communication_backend_name()}"
-        line = header("training", config, engine="ds_parity", ranks=driver.ranks, device=device)
+        line = header("training", config, engine="ds_parity", ranks=driver.ranks, device=device, start=start)
         # Absolute, because a script may change its folder before its first step.
         listener = _Listener(Path(path).absolute(), line, driver)
         driver.boundary.on_step.append(listener.write)
@@ -81,6 +105,11 @@ def _of_another(path: str, model: Any) -> str | None:
         "Give each engine a path of its own, or null to all but one; or end the other before: call its finish(), or "
         "let go of it (del)"
     )
+
+
+def _of_run(line: Header) -> Header:
+    """What a header says of the run that is the same where the run goes on."""
+    return line.model_copy(update={"start": None})
 
 
 class _Listener:
@@ -137,11 +166,13 @@ class _Listener:
                 "%s ends before step %d, which the checkpoint was saved at: it is kept as %s, and a new trace begins",
                 *(self.path, step, aside),
             )
-        elif read_header(self.path) != self._header:
+        elif _of_run(read_header(self.path)) != _of_run(self._header):
             _LOG.warning(
                 "%s goes on under the header of the run that began it: ranks, versions or configuration differ now",
                 self.path,
             )
+        # A trace that begins behind a checkpoint does not begin with the weights that the engine was built with.
+        self._header = self._header.model_copy(update={"start": None})
         self._writer, self._ended = TraceWriter(self.path, self._header, keep or 0), False
 
     def _refused(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ds_parity.parity.comparison.alignment import Aligned
+from ds_parity.parity.comparison.travel import Travel, Travelled
 from ds_parity.trace.columns import SIZE, Columns, TraceFile
 from ds_parity.trace.records import StepRecord
 
@@ -20,12 +21,14 @@ class Block:
         terms: rollouts summed up to and including each; n.
         reference: n steps, or None where the reference has none of these.
         candidate: the same.
+        travelled: how far training has moved the reference's weights; n.
     """
 
     steps: Sequence[int]
     terms: Sequence[int]
     reference: Columns | None
     candidate: Columns | None
+    travelled: Travelled
 
     def records(self, at: int) -> tuple[StepRecord | None, StepRecord | None]:
         """What the reference and the candidate say of one step, by its place; None for the trace that lacks it."""
@@ -34,28 +37,35 @@ class Block:
         return a, b
 
 
-def in_memory(aligned: Aligned) -> Iterator[Block]:
-    """Blocks of traces in memory; of a step that a trace has twice, the last."""
+def in_memory(aligned: Aligned, usual: float | None) -> Iterator[Block]:
+    """Blocks of traces in memory; of a step that a trace has twice, the last. `usual` as of `streamed`."""
     a = {record.step: record for record in aligned.reference.steps}
     b = {record.step: record for record in aligned.candidate.steps}
     every = sorted(a.keys() | b.keys())
+    travel = None if usual is None else Travel(aligned.reference.header.start, usual)
     for (in_a, in_b), group in groupby(every, key=lambda step: (step in a, step in b)):
         together = list(group)
         for start in range(0, len(together), SIZE):
             steps = together[start : start + SIZE]
             terms = [aligned.terms[step] for step in steps]
-            yield Block(steps, terms, _columns(a, steps) if in_a else None, _columns(b, steps) if in_b else None)
+            x, y = _columns(a, steps) if in_a else None, _columns(b, steps) if in_b else None
+            yield Block(steps, terms, x, y, _along(travel, x, len(steps)))
 
 
-def streamed(reference: TraceFile, candidate: TraceFile, rollouts_of: str | None) -> Iterator[Block]:
+def streamed(
+    reference: TraceFile, candidate: TraceFile, rollouts_of: str | None, usual: float | None
+) -> Iterator[Block]:
     """Blocks of two files, which are read as the blocks are asked for.
 
     Args:
         reference: its steps follow one another, as every file's do.
         candidate: the same.
         rollouts_of: `reference` or `candidate`, whose rollouts count as terms; None: each step is one term.
+        usual: the usual norm of the reference's gradients, with which the way of its weights is worked out; None: that
+            stays unknown.
     """
     terms = 0
+    travel = None if usual is None else Travel(reference.header.start, usual)
     for a, b in _together(reference.columns(), candidate.columns()):
         one = a if a is not None else b
         assert one is not None
@@ -65,7 +75,11 @@ def streamed(reference: TraceFile, candidate: TraceFile, rollouts_of: str | None
         for count in counts:
             terms += 1 if rollouts_of is None else count or 0
             summed.append(terms)
-        yield Block(one.steps, summed, a, b)
+        yield Block(one.steps, summed, a, b, _along(travel, a, len(one)))
+
+
+def _along(travel: Travel | None, reference: Columns | None, steps: int) -> Travelled:
+    return Travelled.unknown(steps) if travel is None or reference is None else travel.along(reference)
 
 
 def _columns(records: dict[int, StepRecord], steps: Sequence[int]) -> Columns:

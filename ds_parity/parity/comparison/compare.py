@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from ds_parity.parity.comparison import notes
 from ds_parity.parity.comparison.alignment import NO_ROLLOUTS, Aligned, align
 from ds_parity.parity.comparison.blocks import Blocks, in_memory, streamed
-from ds_parity.parity.comparison.bounds import LEAST_LOSS, Tier, eps
+from ds_parity.parity.comparison.bounds import LEAST_LOSS, LINEAR, Tier, eps, stored_rounding
 from ds_parity.parity.comparison.fields import NAMES, Comparison, Difference, present, value_of
 from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.parity.comparison.tally import Tally
@@ -80,6 +81,7 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     unfit, biases = tuple(_unfit(reference, candidate, tally)), tuple(tally.biases())
     nothing = () if unfit or biases or tally.differences or tally.shared else (_NOTHING,)
     absent = [name for name in NAMES if not _present(reference, candidate, name, tally)]
+    little = tuple(notes.of_bounds(made.ruler, tally)) if tally.steps else ()
     unread = chain.from_iterable(names for names, _ in made.rules)
     return Comparison(
         tier=tier,
@@ -94,12 +96,15 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
         not_compared=tuple(dict.fromkeys((*absent, *unread))),
         notes=(
             *notes.of_headers(reference, candidate),
+            *notes.of_starts(reference, candidate),
             *notes.of_reading(reference, candidate),
             *made.notes,
             *notes.of_rules(made.rules, absent),
             *notes.of_digits(reference, candidate, made.ruler, tally.slack),
-            *(notes.of_bounds(made.ruler, tally.terms) if tally.steps else ()),
+            *little,
         ),
+        proves_little=little,
+        rounded=tally.rounded,
     )
 
 
@@ -124,18 +129,32 @@ def setting(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     """Make two traces ready to be compared. A file is read once for it, for the scale of its losses and norms."""
     rules = notes.rules(reference, candidate, tier)
     left_out = frozenset(chain.from_iterable(names for names, _ in rules))
+    of_weights = _of_weights(reference, candidate, dtype)
     if isinstance(reference, TraceFile) and isinstance(candidate, TraceFile):
         floors, rollouts = _survey(reference)
-        ruler = Ruler(tier, dtype, eps(dtype), floors, left_out, {})
+        ruler = Ruler(tier, dtype, eps(dtype), floors, left_out, {}, *of_weights)
         other = not rollouts and _survey(candidate)[1]
         counting = "reference" if rollouts else "candidate" if other else None
         said = () if rollouts or not floors else (NO_ROLLOUTS[other],)
-        return Setting(reference, candidate, ruler, lambda: streamed(reference, candidate, counting), rules, said)
+        blocks = partial(streamed, reference, candidate, counting, _usual_norm(ruler))
+        return Setting(reference, candidate, ruler, blocks, rules, said)
     assert isinstance(reference, Trace)
     assert isinstance(candidate, Trace)
     aligned = align(reference, candidate)
-    ruler = _ruler(aligned, tier, dtype, left_out)
-    return Setting(reference, candidate, ruler, lambda: in_memory(aligned), rules, aligned.notes)
+    ruler = _ruler(aligned, tier, dtype, left_out, of_weights)
+    return Setting(reference, candidate, ruler, lambda: in_memory(aligned, _usual_norm(ruler)), rules, aligned.notes)
+
+
+def _usual_norm(ruler: Ruler) -> float | None:
+    """What the way of the weights is worked out with, which the EXACT tier does not ask for."""
+    return None if ruler.tier is Tier.EXACT else ruler.floors.get("grad_norm", 0.0)
+
+
+def _of_weights(reference: Trace | TraceFile, candidate: Trace | TraceFile, dtype: str) -> tuple[float, bool]:
+    """The ruler's `stored` and `turning`."""
+    optimizer = reference.header.optimizer
+    turning = optimizer is None or optimizer.lower() not in LINEAR
+    return stored_rounding(reference.header, candidate.header, dtype), turning
 
 
 def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
@@ -165,11 +184,11 @@ def _usual(norms: Sequence[float]) -> float:
     return float(np.median(known)) if known.size else 0.0
 
 
-def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str]) -> Ruler:
+def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str], of_weights: tuple[float, bool]) -> Ruler:
     a, b = aligned.reference, aligned.candidate
     names = {*a.precision, *b.precision} if tier is not Tier.EXACT else ()
     written = {name: (a.precision.get(name), b.precision.get(name)) for name in names}
-    return Ruler(tier, dtype, eps(dtype), _floors(a), left_out, written)
+    return Ruler(tier, dtype, eps(dtype), _floors(a), left_out, written, *of_weights)
 
 
 def _floors(reference: Trace) -> dict[str, float]:

@@ -200,6 +200,8 @@ class Comparison:
         not_compared: fields that neither trace has, or that a rule leaves out.
         notes: what to know before the verdict: headers that differ, rules that leave fields out, bounds too wide to
             prove much.
+        proves_little: why equal traces would say little, in whole sentences; none where they say enough.
+        rounded: some figure is not the same and yet within its bound.
     """
 
     tier: Tier
@@ -213,6 +215,8 @@ class Comparison:
     measured: tuple[Measured, ...]
     not_compared: tuple[str, ...]
     notes: tuple[str, ...]
+    proves_little: tuple[str, ...] = ()
+    rounded: bool = False
 
     @property
     def equal(self) -> bool:

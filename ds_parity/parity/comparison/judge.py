@@ -60,7 +60,9 @@ def limits(name: str, block: Block, ruler: Ruler) -> Array:
     if not ruler.bounds(name):
         return np.zeros(len(block.steps))
     bound = ruler.bound(name, 1)
-    return np.asarray(bound.constant * bound.eps * np.sqrt(np.maximum(np.array(block.terms, dtype=float), 1.0)))
+    terms = np.sqrt(np.maximum(np.array(block.terms, dtype=float), 1.0))
+    limit = bound.constant * bound.eps * terms
+    return np.asarray(np.fmin(limit, ruler.explained(terms, block.travelled)) if name == "weights" else limit)
 
 
 def _apart(name: str, block: Block, a: Columns, b: Columns, ruler: Ruler) -> Apart:

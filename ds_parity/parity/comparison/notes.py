@@ -1,10 +1,12 @@
 """What to know before a verdict: headers that differ, fields that are left out and why, bounds that prove little."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.bounds import DRIFT, Tier
 from ds_parity.parity.comparison.fields import BOUNDED, FIELDS, How, unrecorded
 from ds_parity.parity.comparison.ruler import Ruler
+from ds_parity.parity.comparison.tally import Moved, Tally
 from ds_parity.trace import Precision, Trace
 from ds_parity.trace.columns import TraceFile
 
@@ -12,6 +14,7 @@ Rules = tuple[tuple[tuple[str, ...], str], ...]
 _PACKING = ("passes", "idle_passes")
 _HEADER = ("scenario", "config_hash", "seed", "ranks", "device", "versions")
 _LOOSE = 0.1
+_SAME_START = 1e-6  # weights in fp32 and the same in fp64 lie less apart
 
 
 def rules(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Tier) -> Rules:
@@ -67,6 +70,17 @@ def of_headers(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> It
             yield f"the headers differ in {name}: reference {a!r}, candidate {b!r}"
 
 
+def of_starts(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> Iterator[str]:
+    """Runs that start from other weights."""
+    a, b = reference.header.start, candidate.header.start
+    if a is None or b is None or not a.sketch or len(a.sketch) != len(b.sketch) or not a.norm > 0:
+        return
+    apart = math.dist(a.sketch, b.sketch) / math.sqrt(len(a.sketch)) / a.norm
+    if not apart <= _SAME_START:
+        they = f"they lie {apart:.2g} of the reference's norm apart before the first step"
+        yield f"the runs start from other weights: {they}"
+
+
 def of_reading(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> Iterator[str]:
     """How columns of foreign traces were read."""
     for name, trace in (("reference", reference), ("candidate", candidate)):
@@ -94,9 +108,19 @@ def _precision(trace: Trace | TraceFile) -> Mapping[str, Precision]:
     return trace.precision if isinstance(trace, Trace) else {}
 
 
-def of_bounds(ruler: Ruler, terms: int) -> Iterator[str]:
-    """Bounds that many rollouts and a short type have made so wide that staying within them says little."""
+def of_bounds(ruler: Ruler, tally: Tally) -> Iterator[str]:
+    """Bounds that are so wide that staying within them says little: wider than what training moved, or than a tenth."""
     for name in BOUNDED if ruler.tier is not Tier.EXACT else ():
-        bound = ruler.bound(name, terms)
-        if bound.relative > _LOOSE:
+        bound = ruler.bound(name, tally.terms)
+        if name == "weights" and tally.signal is not None:
+            yield from _of_weights(tally.signal, ruler)
+        elif bound.relative > _LOOSE:
             yield f"the bound of {name} grows to {bound.relative:.3g} ({bound}): equal within it proves little"
+
+
+def _of_weights(signal: Moved, ruler: Ruler) -> Iterator[str]:
+    if signal.part > 1:
+        return
+    way = "compare two runs in fp32" if ruler.dtype in DRIFT else "compare more steps, or steps of a greater LR"
+    moved = f"training moved the weights by {signal.distance:.2g} of their norm, and their bound is {signal.bound:.2g}"
+    yield f"{moved}: weights that never moved would be equal too, which proves little; {way}"

@@ -42,14 +42,17 @@ def _differences(block: Block, judged: Judged, at: int, ruler: Ruler) -> Iterato
             yield Difference(step, name, None if a is None else step, None if b is None else step, None, None, why)
             continue
         x, y, bounded = value_of(a, name), value_of(b, name), ruler.bounds(name)
-        why = unlike(name, x, y, bounded) or _rule(name, block.terms[at], ruler)
         limit = float(judged[name].limit[at])
+        why = unlike(name, x, y, bounded) or _rule(name, block.terms[at], ruler, limit, block.travelled.path[at])
         yield Difference(step, name, shown(x, bounded), shown(y, bounded), _gap(judged, name, at), limit, why)
 
 
-def _rule(name: str, terms: int, ruler: Ruler) -> str:
+def _rule(name: str, terms: int, ruler: Ruler, limit: float, path: float) -> str:
     """The rule that two values broke which could have been equal."""
     written = ruler.digits(name)
+    if name == "weights" and ruler.bounds(name) and limit < ruler.bound(name, terms).relative:
+        way = f"the way that they have come ({path:.2g} of their norm)"
+        return f"{name} are further off than {ruler.dtype} explains of {way}"
     if ruler.bounds(name):
         why = f"{name} is further off than adding in another order explains ({ruler.bound(name, terms)})"
         return f"{why}, and {written} leave open" if written else why

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_parity.parity.comparison.bounds import Bound, C, Tier
+from ds_parity.parity.comparison.bounds import DRIFT, EPS, FAR, TURN, Bound, C, Tier
 from ds_parity.parity.comparison.fields import BOUNDED
+from ds_parity.parity.comparison.travel import Travelled
 from ds_parity.trace import Precision
 from ds_parity.trace.columns import Array
 from ds_parity.trace.records import METRIC
@@ -20,6 +21,9 @@ class Ruler:
     is the median of the reference's.
 
     `written` holds, per field, how the traces wrote it: a number that was rounded may be any that rounds to it.
+
+    `stored` is how far weights lie apart by the type alone that the traces tell of them in (`stored_rounding`).
+    `turning` says that the optimizer may turn rounding into a whole step (`TURN`).
     """
 
     tier: Tier
@@ -28,6 +32,8 @@ class Ruler:
     floors: Mapping[str, float]
     left_out: frozenset[str]
     written: Mapping[str, tuple[Precision | None, Precision | None]]
+    stored: float = 0.0
+    turning: bool = True
 
     def bounds(self, name: str) -> bool:
         """Whether a field may differ within a bound; else it must be equal bit for bit."""
@@ -36,6 +42,21 @@ class Ruler:
     def bound(self, name: str, terms: float) -> Bound:
         """What adding the same terms in another order explains; a metric is a weighted mean of them, as the loss is."""
         return Bound(C[self.dtype]["loss" if name.startswith(METRIC) else name], self.eps, terms)
+
+    def explained(self, roots: Array, way: Travelled) -> Array:
+        """How far weights may lie apart (>= 0, relative to their norm) by the way that they have come (`DRIFT`).
+
+        Args:
+            roots: the square roots of the rollouts summed up; (n,).
+            way: of the reference's weights; n.
+
+        Returns:
+            (n,), NaN where the way isn't known, and everywhere of types that are not short.
+        """
+        if self.dtype not in DRIFT:
+            return np.full(roots.shape, np.nan)
+        moved = DRIFT[self.dtype] * way.path * (1 + way.path / FAR) + (TURN * way.spread if self.turning else 0.0)
+        return np.asarray(C["fp32"]["weights"] * EPS["fp32"] * roots + moved + self.stored)
 
     def scale(self, name: str) -> float:
         """What differences of a field are at least relative to: a number that was rounded to 0 is no nearer to it."""

@@ -63,6 +63,22 @@ class _Means:
         self.count += len(columns[0])
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The step in which weights that never moved would stand out most: their distance, and the bound that it has.
+
+    Both are relative to the norm of the weights.
+    """
+
+    distance: float
+    bound: float
+
+    @property
+    def part(self) -> float:
+        """The distance in bounds: above 1 where weights that never moved would be found."""
+        return self.distance / self.bound if self.bound else np.inf
+
+
 @dataclass
 class Tally:
     """Takes blocks in their order."""
@@ -75,6 +91,8 @@ class Tally:
     seen: set[str] = field(default_factory=set)
     differences: list[Difference] = field(default_factory=list)
     slack: dict[str, float] = field(default_factory=dict)
+    signal: Moved | None = None
+    rounded: bool = False
     _fields: dict[str, FieldFound] = field(default_factory=dict)
     _measured: dict[str, tuple[float, Measured]] = field(default_factory=dict)
     _means: dict[str, _Means] = field(default_factory=lambda: {"loss": _Means(), "grad_norm": _Means()})
@@ -149,6 +167,7 @@ class Tally:
             self.shared |= bool(apart.known.any())
             if name in self.ruler.written:
                 self.slack[name] = max(self.slack.get(name, 0.0), float(apart.slack.max()))
+            self.rounded |= bool((apart.known & ~apart.differs & (apart.gap > 0)).any())
             if self.ruler.tier is not Tier.EXACT and name in BOUNDED and apart.known.any():
                 self._measure(name, block, apart)
         self.shared |= (
@@ -218,12 +237,23 @@ class Tally:
         if name not in self._measured or part[most] > self._measured[name][0]:
             step = block.steps[places[most]]
             self._measured[name] = float(part[most]), Measured(name, step, float(gap[most]), float(limit[most]))
+        if name == "weights":
+            self._weigh(block, apart)
         if name in self._means:
             assert block.reference is not None
             assert block.candidate is not None
             x, y = (side.floats(name).values[places] for side in (block.reference, block.candidate))
             terms = np.array(block.terms, dtype=float)[places]
             self._means[name].add(signed(x, y, self.ruler.scale(name)), x, y, terms, apart.slack[places])
+
+    def _weigh(self, block: Block, apart: Apart) -> None:
+        """Keep the greatest signal, and the first where there is none."""
+        away = np.where(apart.known & np.isfinite(block.travelled.away), block.travelled.away, -1.0)
+        with np.errstate(all="ignore"):
+            parts = np.where(away >= 0, away / apart.limit, -1.0)
+        most = int(parts.argmax())
+        if away[most] >= 0 and (self.signal is None or parts[most] > self.signal.part):
+            self.signal = Moved(float(away[most]), float(apart.limit[most]))
 
 
 def _present(columns: Columns, name: str) -> bool:

@@ -175,14 +175,14 @@ def _data(view: View) -> Iterator[Cause]:
 
 def _loss(view: View) -> Iterator[Cause]:
     losses = [(i, r) for i, r in enumerate(view.ratios("loss")) if r is not None]
-    agree = [i for i, r in losses if near(r, 1.0, 0.01)]
+    close = [i for i, r in losses if near(r, 1.0, 0.01)]
     apart = [i for i, r in losses if not near(r, 1.0, 0.05)]
     seeds = view.reference.header.seed != view.candidate.header.seed
     off = dict(losses).get(view.first)
     times = "" if off is None else f" ({off:.4g} times)"
     said = f"step {view.step(view.first)} has the same rollouts, tokens and LR, and another loss{times}"
-    if agree and apart:
-        some = f"{said}; steps {[view.step(i) for i in agree]} agree"
+    if close and apart:
+        some = f"{said}; the losses of steps {[view.step(i) for i in close]} are within 1 % of the reference's"
         yield Cause("mixed-weights", 0.6, some)
         yield Cause("unmasked-numerator", 0.55, some)
     yield Cause("data-or-seed", 0.95 if seeds else 0.5, said + (", and the seeds differ" if seeds else ""))

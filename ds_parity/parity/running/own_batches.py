@@ -21,6 +21,15 @@ Record = Callable[[StepRecord, nn.Module], None]
 """Called on every rank with a finished step and the module as the step left it."""
 
 
+def begin(record: Record, module: nn.Module) -> None:
+    """Hand over the module before its first step, on every rank, to what wants it: its method `begin`."""
+    getattr(record, "begin", _nothing)(module)
+
+
+def _nothing(module: nn.Module) -> None:
+    """Take the place of a `begin` that is not there: what is handed a step may be any function."""
+
+
 def own_rank(scenario: Scenario) -> int:
     """Return this rank's number among those that hold different micro-batches."""
     return dist.get_rank() // scenario.sequence_parallel

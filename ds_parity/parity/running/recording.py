@@ -9,14 +9,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from ds_parity.engine.record.sketches import start_of
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.trace import StepRecord, TraceWriter
+from ds_parity.trace import Start, StepRecord, TraceWriter
 from ds_parity.trace.heading import header
 
 
 class Recorder:
-    """Takes every step of one engine; the first rank writes.
+    """Takes the start and every step of one engine; the first rank writes.
 
     Attributes:
         steps: records so far, weights included (the first rank's only).
@@ -24,25 +25,44 @@ class Recorder:
 
     def __init__(self, folder: Path, scenario: Scenario, engine: str) -> None:
         self.steps: list[StepRecord] = []
-        writes = not dist.is_initialized() or dist.get_rank() == 0
-        path = folder / scenario.name / f"{engine}.jsonl"
-        ranks = 1 if engine == "torch" else scenario.ranks
-        accelerator = get_accelerator()
-        device = f"{accelerator.device_name()} {accelerator.communication_backend_name()}"
-        line = header(scenario.name, scenario.config, engine=engine, ranks=ranks, device=device, seed=scenario.seed)
-        self._writer = TraceWriter(path, line) if writes else None
+        self._writes = not dist.is_initialized() or dist.get_rank() == 0
+        self._path = folder / scenario.name / f"{engine}.jsonl"
+        self._scenario, self._engine = scenario, engine
+        self._writer: TraceWriter | None = None
+
+    def begin(self, module: nn.Module) -> None:
+        """Write the header with the weights before the first step; every rank calls, as for a step."""
+        self._head(start_of(module))
 
     def __call__(self, record: StepRecord, module: nn.Module) -> None:
-        """Write a step down; every rank calls, because gathering weights is collective under ZeRO 3."""
-        vector = weights.vector(module)
-        if self._writer is not None:
+        """Write a step down; every rank calls, because gathering weights is collective under ZeRO."""
+        vector = weights.trained(module)
+        writer = self._head(None)
+        if writer is not None:
             record = record.model_copy(update={"weights": weights.summary(vector)})
-            self._writer.write(record)
+            writer.write(record)
             self.steps.append(record)
+
+    def _head(self, start: Start | None) -> TraceWriter | None:
+        """Write the header, unless it is written; None on ranks that write nothing."""
+        if self._writes and self._writer is None:
+            scenario, accelerator = self._scenario, get_accelerator()
+            line = header(
+                scenario.name,
+                scenario.config,
+                engine=self._engine,
+                ranks=1 if self._engine == "torch" else scenario.ranks,
+                device=f"{accelerator.device_name()} {accelerator.communication_backend_name()}",
+                seed=scenario.seed,
+                start=start,
+            )
+            self._writer = TraceWriter(self._path, line)
+        return self._writer
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        writer = self._head(None)
+        if writer is not None:
+            writer.close()

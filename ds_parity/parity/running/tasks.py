@@ -17,7 +17,7 @@ from ds_parity.parity.running import half_precision
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.inspection import inspect_model
 from ds_parity.parity.running.memory import Peaks
-from ds_parity.parity.running.own_batches import Record
+from ds_parity.parity.running.own_batches import Record, begin
 from ds_parity.parity.running.recording import Recorder
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.trace import StepRecord
@@ -66,7 +66,7 @@ def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Aro
     alone_on_first = engine == "torch" and wanted.train is None
     if not alone_on_first or dist.get_rank() == 0:
         with half_precision.experiment(), Recorder(Path(folder), wanted, engine) as recorder:
-            ran = engine_of(engine)(wanted, recorder if around is None else _watched(recorder, around))
+            ran = engine_of(engine)(wanted, recorder if around is None else _Watched(recorder, around))
         if engine != "torch":
             ran.destroy()
     # The other ranks wait, or the next call would begin while the first rank still computes.
@@ -111,10 +111,16 @@ def attempted(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"raised": f"{type(error).__name__}: {error}"}
 
 
-def _watched(record: Record, around: Around) -> Record:
-    def watched(step: StepRecord, module: nn.Module) -> None:
-        around.before(module)
-        record(step, module)
-        around.after(module)
+class _Watched:
+    """A record with something around it."""
 
-    return watched
+    def __init__(self, record: Record, around: Around) -> None:
+        self._record, self._around = record, around
+
+    def begin(self, module: nn.Module) -> None:
+        begin(self._record, module)
+
+    def __call__(self, step: StepRecord, module: nn.Module) -> None:
+        self._around.before(module)
+        self._record(step, module)
+        self._around.after(module)

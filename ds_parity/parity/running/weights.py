@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
 
 import deepspeed
 import torch
 from torch import nn
 
+from ds_parity.engine.internals.all_weights import every_weight
+from ds_parity.engine.record.sketches import sketch_of
 from ds_parity.trace import Weights
-
-_SKETCHES = 16
 
 
 def vector(module: nn.Module) -> torch.Tensor:
@@ -24,18 +23,15 @@ def vector(module: nn.Module) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def trained(module: nn.Module) -> torch.Tensor:
+    """Return every parameter as `vector` does, in fp32 from the master weights where the engine keeps them."""
+    return torch.cat([one.values.float() for one in every_weight(module)])
+
+
 def summary(weights: torch.Tensor) -> Weights:
     """Return checksum, norm and sketch of a vector."""
-    wide = weights.double()
     return Weights(
         checksum=hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
-        norm=float(wide.norm()),
-        sketch=tuple((_signs(len(wide)) @ wide).tolist()),
+        norm=float(weights.double().norm()),
+        sketch=sketch_of([weights]),
     )
-
-
-@lru_cache(maxsize=2)
-def _signs(length: int) -> torch.Tensor:
-    # Random signs (Achlioptas 2003): the sketch of a difference has its length, so a distance follows from two traces.
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 2, (_SKETCHES, length), generator=generator, device="cpu").mul_(2).sub_(1).double()

@@ -11,7 +11,7 @@ import ds_parity
 from ds_parity.engine.record.finished import Finished
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.layouts import of_one_unit
-from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
+from ds_parity.parity.running.own_batches import Record, begin, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import ulysses
 from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weights_of_terms, windows_of
@@ -30,6 +30,7 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
     engine, *_ = ds_parity.initialize(
         model=module, config=config or scenario.config, mpu=mpu, **scenario.keywords(module)
     )
+    begin(record, engine.module)
     if scenario.train is not None:
         return _trained(engine, scenario, record)
     drive = _ending_windows if scenario.settings.by_caller else _BY_DRIVE[scenario.drive]

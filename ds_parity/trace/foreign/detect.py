@@ -10,6 +10,7 @@ from ds_parity.trace.foreign.lines import json_lines, json_rows, parse
 from ds_parity.trace.foreign.source import Source
 from ds_parity.trace.foreign.table import table
 from ds_parity.trace.foreign.trainer_state import trainer_state
+from ds_parity.trace.opening import is_pipe, opened
 from ds_parity.trace.records import StepRecord
 
 _STATE = "trainer_state.json"
@@ -26,9 +27,11 @@ def detect(path: Path) -> Source | None:
     """
     if path.is_dir():
         return _folder(path)
-    with path.open("rb") as file:
+    with opened(path) as file:
         head = file.read(_HEAD)
     if "tfevents" in path.name or _EVENT in head[:64]:
+        if is_pipe(path) or path.suffix == ".gz":
+            raise TraceError(f"{path}: event files of TensorBoard are read from plain files: unpack it into a file")
         return events(path, [path])
     if not head.strip():
         raise TraceError(f"{path}: the file is empty: a trace has a header or a step")
@@ -71,14 +74,15 @@ def _text(path: Path, head: bytes) -> Source | None:
 
 
 def _first_line(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with opened(path) as file:
         return next((line for line in file if line.strip()), b"")
 
 
 def _whole(path: Path) -> Source:
     """A file that is one JSON value."""
     try:
-        value: Any = parse(path.read_bytes())
+        with opened(path) as file:
+            value: Any = parse(file.read())
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: no JSON, or cut short: {error}") from error
     if isinstance(value, dict) and "log_history" in value:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_parity.errors import TraceError
 from ds_parity.trace.foreign.source import Source, SourceRow
+from ds_parity.trace.opening import opened
 
 
 def json_lines(path: Path) -> Source:
@@ -45,7 +46,7 @@ def cells(value: dict[str, Any]) -> dict[str, str]:
 
 
 def _rows(path: Path) -> Iterator[SourceRow]:
-    with path.open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield SourceRow(f"line {number}", _object(path, number, line))

@@ -9,6 +9,7 @@ from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.foreign.build import build
 from ds_parity.trace.foreign.detect import detect
 from ds_parity.trace.foreign.field_names import Maps, parse_maps
+from ds_parity.trace.opening import opened, same_pipe
 from ds_parity.trace.reader import read_trace
 from ds_parity.trace.records import Trace
 
@@ -53,6 +54,8 @@ def open_pair(
         TraceError: as `read_pair`, but what is wrong with a step of a file is found when it is read.
         ConfigError: as `read_pair`.
     """
+    if same_pipe(reference, candidate):
+        raise TraceError(f"{candidate}: both traces are this one pipe, which can be read only once: give two")
     own = [] if mean_loss or any(options.values()) else [_own(Path(path)) for path in (reference, candidate)]
     if own and own[0] is not None and own[1] is not None:
         return own[0], own[1]
@@ -62,7 +65,7 @@ def open_pair(
 def _own(path: Path) -> TraceFile | None:
     """A trace of ds_parity's own; None for what is not one that can be read piece by piece."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             has_header = b'"schema_version"' in file.read(_HEAD)
         trace = TraceFile.open(path) if has_header else None
     except (OSError, TraceError):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ds_parity.errors import TraceError
 from ds_parity.trace.foreign.source import Source, SourceRow
+from ds_parity.trace.opening import opened, opened_text
 
 _DELIMITERS = ",\t;"
 
@@ -25,7 +26,7 @@ def table(path: Path) -> Source:
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with opened_text(path) as file:
         line = file.readline()
     delimiter = max(_DELIMITERS, key=line.count)
     header = next(_lines(path, delimiter), (1, [], True))[1]
@@ -59,7 +60,7 @@ def _rows(path: Path, delimiter: str, header: list[str]) -> Iterator[SourceRow]:
 
 def _lines(path: Path, delimiter: str) -> Iterator[tuple[int, list[str], bool]]:
     """Line number, cells, and whether it is the last line."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with opened_text(path) as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         before: tuple[int, list[str]] | None = None
         try:
@@ -74,7 +75,7 @@ def _lines(path: Path, delimiter: str) -> Iterator[tuple[int, list[str], bool]]:
 
 
 def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
+    with opened(path) as file:
         file.seek(0, 2)
         file.seek(max(file.tell() - 1, 0))
         return file.read() in (b"\n", b"\r")

@@ -10,7 +10,7 @@ import torch
 
 from ds_parity.config.settings import TermSettings
 from ds_parity.parity.running.layouts import Passes
-from ds_parity.parity.running.own_batches import Record, own_batches, own_rank, stand_in
+from ds_parity.parity.running.own_batches import Record, begin, own_batches, own_rank, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weighs, weights_of_terms, windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize, metrics_of
@@ -57,6 +57,7 @@ class Loop:
     def run(cls, wanted: Scenario, record: Record) -> Any:
         """Run the scenario with the fault, and hand every step to `record`; returns the engine."""
         loop = cls(wanted)
+        begin(record, loop.engine.module)
         for number, window in enumerate(loop.windows(), start=1):
             loop.window, loop.number = window, number
             for index in range(window.first, window.last + 1):

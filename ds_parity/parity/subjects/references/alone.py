@@ -11,7 +11,7 @@ from torch import nn
 from ds_parity.collation import collate
 from ds_parity.config import Settings
 from ds_parity.parity.running.layouts import Layout, own_weight
-from ds_parity.parity.running.own_batches import Record
+from ds_parity.parity.running.own_batches import Record, begin
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 from ds_parity.parity.subjects.references.bare import metrics_of
@@ -30,6 +30,7 @@ def train_alone(scenario: Scenario, record: Record) -> nn.Module:
         return train_on_whole_windows(scenario, record)
     settings, layout, passes = scenario.settings, scenario.layout(), scenario.batches()
     model = _as_dtype(scenario.build(), scenario.storage).double()
+    begin(record, model)
     optimizer, scheduler = optimizer_and_scheduler(scenario, model)
     by_hand = ByHand(scheduler) if scheduler is not None and settings.lr_progress == "rollout" else None
     for number, window in enumerate(windows_of(passes, settings), start=1):

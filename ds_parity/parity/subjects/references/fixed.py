@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_parity.parity.running.layouts import cut_by
-from ds_parity.parity.running.own_batches import Record, own_batches
+from ds_parity.parity.running.own_batches import Record, begin, own_batches
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
@@ -21,6 +21,7 @@ def run_with_fixed_steps(scenario: Scenario, record: Record) -> Any:
     if scenario.settings.gradient_accumulation_passes is None:
         steps = cut_by(scenario.settings).passes // scenario.ranks  # DeepSpeed's own loop needs to be told how many
     engine = initialize(scenario, steps, managed=managed)
+    begin(record, engine.module)
     passes = scenario.batches()
     windows = iter(windows_of(passes, scenario.settings))
     notes = StepNotes(engine, scenario, passes)

@@ -15,7 +15,7 @@ from ds_parity.config import Settings
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.layouts import of_one_unit
-from ds_parity.parity.running.own_batches import Record, own_batches, stand_in
+from ds_parity.parity.running.own_batches import Record, begin, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import (
     PlannedWindow,
@@ -59,6 +59,7 @@ class HandDriven:
     def __init__(self, scenario: Scenario, record: Record) -> None:
         self._scenario, self._settings, self._record = scenario, scenario.settings, record
         self.engine = initialize(scenario)
+        begin(record, self.engine.module)
         batches = scenario.batches()
         self._own = own_batches(scenario, batches)
         self.passes = len(batches)
