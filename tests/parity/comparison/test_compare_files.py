@@ -15,7 +15,8 @@ from ds_parity.parity.comparison import blocks, tally
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare, setting
 from ds_parity.parity.diagnosis import diagnose
-from ds_parity.parity.report.series import MOST, gaps, read_run
+from ds_parity.parity.report.series import gaps, read_run
+from ds_parity.parity.report.thinning import MOST
 from ds_parity.trace import Trace, columns
 from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.foreign import open_pair
