@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ds_parity.cli.console import leave, plain, plain_causes, print_json, show, verdict
+from ds_parity.cli.console import leave, plain, print_json, show, verdict
 from ds_parity.cli.options import TRACES, Json, Junit, Report
 from ds_parity.errors import ConfigError
 
@@ -52,13 +52,13 @@ def compare(
     alike = a.header.ranks == b.header.ranks and "torch" not in (a.header.engine, b.header.engine) and not foreign
     chosen = Tier(tier) if tier else (Tier.EXACT if alike else Tier.REASSOCIATED)
     result = compared(a, b, chosen, dtype)
-    causes = diagnose(a, b, result)
+    diagnosis = diagnose(a, b, result)
     if as_json:
-        print_json({**plain(result), "causes": plain_causes(causes)})
+        print_json({**plain(result), **diagnosis.plain()})
     else:
-        show(result, f"{candidate} against {reference}, {chosen} tier", causes)
+        show(result, f"{candidate} against {reference}, {chosen} tier", diagnosis)
         verdict(result.equal, "equal" if result.equal else "the traces differ")
     if report or junit:
         sides = reports.Side(a, str(reference)), reports.Side(b, str(candidate))
-        leave(reports.of_traces(result, *sides, causes), report, junit)
+        leave(reports.of_traces(result, *sides, diagnosis), report, junit)
     raise typer.Exit(0 if result.equal else 1)

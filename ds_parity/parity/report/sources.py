@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import rewrite
 from ds_parity.parity.comparison.compare import Comparison
-from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.diagnosis import Diagnosis
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Configurations, Contents, Side
 
 if TYPE_CHECKING:
     from ds_parity.parity.verification.verify import Outcome, Verification
+
+_NONE = Diagnosis()
 
 
 def of_traces(
     comparison: Comparison,
     reference: Side,
     candidate: Side,
-    causes: tuple[Cause, ...] = (),
+    diagnosis: Diagnosis = _NONE,
     made: datetime | None = None,
 ) -> Contents:
     """Return the contents for two traces.
@@ -29,11 +31,11 @@ def of_traces(
         comparison: what comparing them found.
         reference: the trace that is right.
         candidate: the trace in question; its scenario names the comparison.
-        causes: what would explain the difference.
+        diagnosis: what is known of the difference.
         made: when, in UTC; now by default.
     """
     scenario = candidate.trace.header.scenario or UNKNOWN
-    compared = Compared(scenario, reference.path, comparison, reference, candidate, causes)
+    compared = Compared(scenario, reference.path, comparison, reference, candidate, diagnosis)
     return Contents((compared,), made or _now())
 
 
@@ -74,7 +76,7 @@ def _compared(outcome: Outcome, folder: Path) -> Compared:
         comparison=outcome.comparison,
         reference=Side(outcome.reference_trace, path(outcome.reference)),
         candidate=Side(outcome.candidate, path(outcome.candidate.header.engine)),
-        causes=outcome.causes,
+        diagnosis=outcome.diagnosis,
     )
 
 

@@ -1,0 +1,94 @@
+"""How far and in which direction the weights moved, from their sketches.
+
+A sketch is linear in the weights: what holds of weight vectors holds of their sketches, number by number. So a
+difference of weights that is, say, a multiple of an update shows in every number of the sketch, and one that is not
+hits such a line by chance in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_parity.parity.diagnosis.view import View
+from ds_parity.trace import StepRecord
+
+Vector = NDArray[np.float64]
+# Fewer numbers than this lie near a plane by chance.
+_ENOUGH = 8
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The weights of both runs, as far as a view holds them.
+
+    Attributes:
+        view: two traces side by side.
+    """
+
+    view: View
+
+    @cached_property
+    def known(self) -> bool:
+        """Whether both sides hold a sketch of one length after every common step."""
+        sides = [one.weights.sketch for pair in self.view.pairs for one in pair if one.weights is not None]
+        return (
+            len(sides) == 2 * len(self.view.pairs) > 0
+            and len({len(it) for it in sides}) == 1
+            and len(sides[0]) >= _ENOUGH
+            and bool(np.isfinite(np.array(sides)).all())
+        )
+
+    def reference(self, at: int) -> Vector:
+        """The reference's weights after a step; (n,) numbers of the sketch."""
+        return _sketch(self.view.pairs[at][0])
+
+    def apart(self, at: int) -> Vector:
+        """Candidate - reference after a step; (n,)."""
+        return _sketch(self.view.pairs[at][1]) - _sketch(self.view.pairs[at][0])
+
+    def update(self, at: int) -> Vector | None:
+        """What the reference's step `at` added to its weights; (n,); None for the first, whose start isn't known."""
+        return self.reference(at) - self.reference(at - 1) if at > 0 else None
+
+    def widened(self, at: int) -> Vector:
+        """By how much further a step took the weights apart; (n,)."""
+        return self.apart(at) - self.apart(at - 1) if at > 0 else self.apart(0)
+
+    @cached_property
+    def stride(self) -> float | None:
+        """How long the reference's updates are: the median over all steps but the first; None of fewer than two."""
+        lengths = [float(np.linalg.norm(self.reference(at) - self.reference(at - 1))) for at in self._later]
+        return float(np.median(lengths)) if lengths and self.known else None
+
+    @property
+    def _later(self) -> range:
+        return range(1, len(self.view.pairs) if self.known else 1)
+
+
+def along(vector: Vector, basis: Sequence[Vector]) -> tuple[list[float], float]:
+    """Fit a vector by a sum of others.
+
+    Args:
+        vector: (n,) numbers.
+        basis: others, (n,) each.
+
+    Returns:
+        The coefficients, and what they leave over of the vector as a share of its length; 1 for a vector of zeros.
+    """
+    length = float(np.linalg.norm(vector))
+    matrix = np.array(basis).T
+    if not length or not np.linalg.norm(matrix, axis=0).all():
+        return [0.0] * len(basis), 1.0
+    found: Any = np.linalg.lstsq(matrix, vector, rcond=None)[0]
+    return [float(it) for it in found], float(np.linalg.norm(vector - matrix @ found)) / length
+
+
+def _sketch(record: StepRecord) -> Vector:
+    assert record.weights is not None
+    return np.array(record.weights.sketch, dtype=np.float64)

@@ -1,0 +1,139 @@
+"""The same loss and the same gradient norm, and another update: what the optimizer, or something else, did.
+
+The first difference of the weights is held beside what a cause adds to them: a share of the update, of the update
+before it (momentum), of the gradient, or of the weights themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.view import View, alike, near
+
+_ALIGNED = 0.03
+_SHARE = 0.02
+
+
+def causes(view: View) -> Iterator[Cause]:
+    """Yield what changes the weights in the direction in which they were changed."""
+    if not only_update(view):
+        return
+    moves = Moves(view)
+    if not moves.known:
+        return
+    found = list(_of_weights(view, moves))
+    if not found:
+        found = [*_of_update(view, moves), *_of_state(view, moves)]
+    yield from found or [*_of_gradient(view, moves), *_of_rounding(view, moves)]
+
+
+def only_update(view: View) -> bool:
+    """Whether the first difference is one of weights alone, where loss, LR and gradient norm were recorded."""
+    return view.at_first == {"weights"} and view.recorded("loss")
+
+
+def _said(view: View) -> str:
+    return f"in step {view.step(view.first)} {_agree(view)} agree, and the weights after it do not"
+
+
+def _agree(view: View) -> str:
+    known = [word for name, word in _WORDS.items() if view.recorded(name) and name not in view.at_first]
+    return ", ".join(known[:-1]) + (" and " if known[1:] else "") + known[-1]
+
+
+_WORDS = {"loss": "loss", "lr": "LR", "grad_norm": "gradient norm"}
+
+
+def _of_weights(view: View, moves: Moves) -> Iterator[Cause]:
+    """All weights scaled: decay by the optimizer goes with the LR, decay by hand does not."""
+    first, shares = view.first, []
+    for at in range(first, len(view.pairs)):
+        (share,), rest = along(moves.widened(at), [moves.reference(at)])
+        if rest > (_ALIGNED if at == first else 0.2):
+            return
+        shares.append(share)
+    rates = [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs[first:]]
+    said = f"{_said(view)}: they are scaled by {1 + shares[0]:.6g} in a step"
+    by_rate = [share / rate for share, rate in zip(shares, rates, strict=True) if rate]
+    if alike(by_rate, _SHARE):
+        yield Cause("weight-decay", Fit.DIRECTION, f"{said}, {abs(by_rate[0]):.4g} * LR {_less(shares[0])}")
+    if alike(shares, _SHARE):
+        yield Cause("weights-scaled-by-hand", Fit.DIRECTION, f"{said}, whatever the LR")
+
+
+def _less(share: float) -> str:
+    return "more than the reference's" if share < 0 else "less than the reference's"
+
+
+def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
+    """The whole update, momentum included, is some times as large: what an LR does that is not the logged one."""
+    first = max(view.first, 1)
+    shares = []
+    for at in range(first, len(view.pairs)):
+        update = moves.update(at)
+        assert update is not None
+        (share,), rest = along(moves.widened(at), [update])
+        if rest > (_ALIGNED if at == view.first else 0.1):
+            break
+        shares.append(1 + share)
+    # At the first step the start of the weights isn't known; the steps after it must tell, more than one of them.
+    if len(shares) < (1 if view.first else 2) or all(near(it, 1.0, 0.005) for it in shares):
+        return
+    listed = ", ".join(f"{it:.4g}" for it in shares[:4])
+    said = f"{_said(view)}: from step {view.step(first)} on the updates are {listed} times the reference's"
+    yield Cause("lr-in-use", Fit.DIRECTION, said)
+    if alike(shares, 0.05) and shares[0] < 1:
+        yield Cause("weights-averaged-back", Fit.DIRECTION, said)
+
+
+def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
+    """What is missing is a share of the last update: the momentum was lost."""
+    if view.first < 2:
+        return
+    before, update = moves.update(view.first - 1), moves.update(view.first)
+    assert before is not None
+    assert update is not None
+    (share,), rest = along(moves.apart(view.first), [before])
+    rates = [view.pairs[at][0].lr for at in (view.first - 1, view.first)]
+    if rest < _ALIGNED and rates[0] and rates[1] and rates[0][0]:
+        momentum = -share * rates[0][0] / rates[1][0]
+        if 0 < momentum <= 1.001:
+            said = f"{_said(view)}: what is missing is {momentum:.3g} of the update before, which is the momentum's part"
+            yield Cause("resume-loses-optimizer", Fit.DIRECTION, said)
+
+
+def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
+    """The part of the gradient is some times as large, and the momentum is as it was: clipping, of SGD."""
+    shares, at = [], view.first
+    if at >= 2:
+        basis = [moves.update(at), moves.update(at - 1)]
+        (share, _), rest = along(moves.apart(at), [it for it in basis if it is not None])
+        shares = [1 + share] if rest < _ALIGNED else []
+    elif at == 0 and len(view.pairs) > 2:
+        # The first difference is a multiple of the first gradient, and so momentum takes it into the second step.
+        update = moves.update(1)
+        assert update is not None
+        _, rest = along(moves.widened(1), [moves.apart(0), update])
+        shares = [float("nan")] if rest < 2 * _ALIGNED else []
+    if not shares:
+        return
+    times = "" if np.isnan(shares[0]) else f", {shares[0]:.4g} times as large"
+    said = f"{_said(view)}: the gradient entered the update in the same direction{times}"
+    for name in ("implicit-clip", "clip-at-wrong-scale", "step-applied-twice"):
+        yield Cause(name, Fit.DIRECTION, said)
+
+
+def _of_rounding(view: View, moves: Moves) -> Iterator[Cause]:
+    """Weights that are as far away in every step as rounding to bf16 takes them."""
+    norms = [pair[0].weights.norm for pair in view.pairs if pair[0].weights is not None]
+    size = len(moves.reference(0)) ** 0.5
+    shares = [float(np.linalg.norm(moves.apart(at))) / size / norms[at] for at in range(view.first, len(norms))]
+    # The root mean square of rounding errors of 8 bits: 2^-8 / sqrt(3), over that of a mantissa, about 1.5.
+    if view.first == 0 and len(shares) > 1 and all(near(it, 2.0**-8 / 3**0.5 / 1.5, 0.35) for it in shares):
+        said = f"{_said(view)}: they lie {shares[0]:.2g} of their norm apart in every step, as far as bf16 rounds"
+        yield Cause("weights-in-bf16", Fit.PATTERN, said)
