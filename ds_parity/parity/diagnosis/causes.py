@@ -33,6 +33,7 @@ REMEDIES = {
     "schedule-off-by-steps": "load the scheduler's position, and step it after the optimizer, from the first step on",
     "schedule-too-long": "plan the schedule for the number of optimizer steps that the run takes",
     "no-scheduler": "give the scheduler to the engine, and step it",
+    "lr-rounded": "set the learning rate with all of its digits",
     "group-lr": "give the parameter groups the same learning rates",
     "base-lr": "give both runs the same learning rate",
     "dp-mean-left-in": "multiply the loss by the data-parallel size: DeepSpeed averages over ranks",
@@ -42,6 +43,7 @@ REMEDIES = {
     "sum-over-ranks": "say what became of the ranks when the loss was divided (ds_parity.across_ranks: mean or sum)",
     "weight-left-out": "give a weight to every backward() of every rank (ds_parity.loss_weight: weight refuses others)",
     "sp-factor-by-stage": "ZeRO 3 averages over sequence-parallel ranks too, other stages don't: correct for the stage",
+    "another-divisor": "look for what the loss of a whole step is divided by, beside the total of its window",
     "constant-factor": "look for a factor of this size: a batch size, a world size, a loss that is summed and not "
     "averaged",
     "idle-counted": "leave idle passes out of the denominator",
@@ -64,10 +66,13 @@ REMEDIES = {
     "zero-denominator": "a micro-batch without tokens weighs 0: don't divide by its count",
     "implicit-clip": "write gradient_clipping out: DeepSpeed's default became 1.0 with 0.19.1",
     "clip-at-wrong-scale": "clip the gradient after it was divided by the total, once a step",
+    "adam-without-bias-correction": "give both optimizers the same bias_correction",
+    "adam-step-count": "load the whole state of Adam with the checkpoint, its count of steps too",
     "lr-in-use": "log the learning rate that the optimizer has in step(), and set it before",
     "weight-decay": "give both optimizers the same weight decay, and the same groups with it",
     "weights-scaled-by-hand": "let the optimizer alone change weights: something else scales all of them",
     "weights-averaged-back": "keep the moving average of the weights beside the model, not in it",
+    "weights-of-the-step-before": "load the checkpoint of the step that the run goes on from, weights and all",
     "weights-in-bf16": "keep the weights that the optimizer steps in fp32",
     "step-applied-twice": "let one call alone run the optimizer: the engine's step()",
     "initial-weights": "load the same initial weights, in the same precision",
@@ -96,14 +101,17 @@ the optimizer's step changed; the trace itself."""
 _OF_CLASS = {
     "loss": ("mixed-weights", "unmasked-numerator", "term-by-another", "term-of-last-window"),
     "clipping": ("implicit-clip", "clip-at-wrong-scale"),
-    "optimizer settings": ("weight-decay", "resume-loses-optimizer", "group-lr"),
+    "optimizer settings": (
+        "weight-decay", "resume-loses-optimizer", "group-lr", "adam-without-bias-correction", "adam-step-count",
+    ),
     "schedule": (
         "scheduler-per-pass", "scheduler-budget-in-passes", "scheduler-per-outer-step", "scheduler-on-skipped-step",
         "scheduler-per-dynamic-step", "scheduler-stepped-often", "schedule-off-by-steps", "schedule-too-long",
-        "no-scheduler", "base-lr", "resume-resets-schedule", "lr-in-use",
+        "no-scheduler", "base-lr", "lr-rounded", "resume-resets-schedule", "lr-in-use",
     ),
     "weights": (
         "weights-scaled-by-hand", "weights-averaged-back", "weights-in-bf16", "step-applied-twice", "initial-weights",
+        "weights-of-the-step-before",
     ),
     "logging": (
         "lr-reported-a-step-off", "metrics-mean-of-ranks", "returned-loss-scaled", "accuracy-of-means",
@@ -112,7 +120,7 @@ _OF_CLASS = {
     ),
     "gradient": (
         "dp-mean-left-in", "gas-scaled-twice", "divided-already", "sum-over-ranks", "weight-left-out",
-        "sp-factor-by-stage", "constant-factor", "idle-counted", "target-not-actual", "wrong-window", "running-total",
+        "sp-factor-by-stage", "constant-factor", "another-divisor", "idle-counted", "target-not-actual", "wrong-window", "running-total",
         "mean-of-micro-batches", "half-broadcast", "aux-term-scaled-apart", "last-backward-only",
         "last-backward-by-caller", "late-boundary", "sticky-boundary", "mid-window-checkpoint", "idle-nan",
         "zero-denominator",

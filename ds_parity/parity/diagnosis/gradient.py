@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import Moves, along
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.view import View, near
 
-_FIRST = {"fp64": 1e-3, "fp32": 1e-3, "fp16": 0.01, "bf16": 0.01}
-_LATER = 0.02
+# Of what a fault changes: a norm that it hardly changes must fit so much better.
+_FIRST, _LATER = 0.01, 0.05
 # A prediction that moves less than this from step to step is no more than one number.
 _VARIES = 1.05
 _ALIGNED = 0.02
+# A norm that is nearer to the reference's says nothing of a direction.
+_HARDLY = 0.003
 
 
 def causes(view: View) -> Iterator[Cause]:
@@ -62,22 +64,30 @@ def _nan(view: View) -> Iterator[Cause]:
 def _both(view: View) -> bool:
     """Whether loss and gradient norm are off by one factor: what was divided is also what is logged."""
     loss, norm = view.ratios("loss")[view.first], view.ratios("grad_norm")[view.first]
-    return loss is not None and norm is not None and near(loss, norm, _FIRST[view.comparison.dtype])
+    return loss is not None and norm is not None and _near(loss, norm, _FIRST)
 
 
 def parallel(view: View) -> bool | None:
-    """Whether the first gradient that differs is a multiple of the reference's; None where the record can't tell.
+    """Whether the gradients that differ are multiples of the reference's; None where the record can't tell.
 
-    Its effect on the weights is then a multiple of the reference's, with SGD of two of its updates (momentum).
+    With SGD the gradient of a step is a sum of the update and of the one before it (momentum). So what a multiple adds
+    to the weights lies in the plane of these two, and what another gradient adds does not. Where the run begins isn't
+    known, and so the first update is not: there the next step tells, to which momentum carries the first difference.
     """
-    moves = Moves(view)
-    at = view.first
-    if not moves.known or at == 0 or at >= len(view.pairs):
+    moves, at = Moves(view), view.first
+    if not moves.known or at >= len(view.pairs):
         return None
-    basis = [it for it in (moves.update(at), moves.update(at - 1)) if it is not None]
-    if len(basis) < 2:
-        return None
-    return along(moves.apart(at), basis)[1] < _ALIGNED
+    if at < 2:
+        norms = view.ratios("grad_norm")
+        at += 1
+        if at >= len(view.pairs) or near(norms[at], 1.0, _HARDLY):
+            return False if moves.too_far else None
+        basis = [moves.apart(at - 1), moves.update(at), *([moves.update(at - 1)] if at > 1 else [])]
+        rest = along(moves.widened(at), [it for it in basis if it is not None])[1]
+    else:
+        updates = moves.update(at), moves.update(at - 1)
+        rest = along(moves.apart(at), [it for it in updates if it is not None])[1]
+    return rest < _ALIGNED
 
 
 def _fits(view: View, predicted: Sequence[float | None]) -> bool:
@@ -86,8 +96,12 @@ def _fits(view: View, predicted: Sequence[float | None]) -> bool:
     pairs = [(r, p) for r, p in zip(ratios, predicted, strict=True) if r is not None and p is not None]
     if not pairs or ratios[0] is None or predicted[0] is None:
         return False
-    first = near(ratios[0], predicted[0], _FIRST[view.comparison.dtype])
-    return first and all(near(r, p, _LATER) for r, p in pairs) and parallel(view) is not False
+    first = _near(ratios[0], predicted[0], _FIRST)
+    return first and all(_near(r, p, _LATER) for r, p in pairs) and parallel(view) is not False
+
+
+def _near(ratio: float, predicted: float, share: float) -> bool:
+    return abs(ratio - predicted) <= share * min(1.0, abs(predicted - 1), abs(predicted))
 
 
 def _varies(predicted: Sequence[float | None]) -> bool:
@@ -106,10 +120,16 @@ def _factors(view: View) -> Iterator[Cause]:
             listed = ", ".join("-" if it is None else f"{it:.4g}" for it in predicted[:5])
             said = f"gradient norms are {meaning} times the reference's ({listed})"
             yield Cause(name, Fit.EVERY_STEP if _varies(predicted) else Fit.CONSTANT, said)
-    ratios = [it for it in view.ratios("grad_norm") if it is not None]
-    if not found and view.first == 0 and len(ratios) > 2 and alike(ratios, _LATER):
+    ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
+    if found or parallel(view) is False:
+        return
+    if view.first == 0 and len(ratios) > 2 and _fits(view, [first] * len(ratios)):
         said = f"the gradient norm is {first:.5g} times the reference's in all {len(ratios)} steps"
         yield Cause("constant-factor", Fit.CONSTANT, said)
+    elif parallel(view):
+        listed = ", ".join(f"{it:.4g}" for it in ratios[:5])
+        said = f"the gradients have the reference's direction, and {listed} times its length"
+        yield Cause("another-divisor", Fit.DIRECTION, said)
 
 
 def _predictions(view: View, first: float) -> Mapping[str, tuple[list[float | None], str]]:
@@ -127,7 +147,6 @@ def _predictions(view: View, first: float) -> Mapping[str, tuple[list[float | No
         target = totals[0] / first
         if min(totals) < 4 * target and target < 4 * max(totals):
             found["target-not-actual"] = ([_over(totals[i], target) for i in at], f"total / {target:.6g}")
-            found |= _smoothed(view, first)
     if totals[view.first] > 1:
         found["divided-already"] = ([_over(1, totals[i]) for i in at], "1 / total")
     if view.first == 1:
@@ -151,10 +170,6 @@ def _of_ranks_and_passes(view: View, first: float) -> dict[str, tuple[list[float
     return found
 
 
-def _smoothed(view: View, first: float) -> dict[str, tuple[list[float | None], str]]:
-    return {}
-
-
 def _over(one: float, other: float) -> float | None:
     return one / other if one and other else None
 
@@ -162,7 +177,7 @@ def _over(one: float, other: float) -> float | None:
 def _one_step(view: View) -> Iterator[Cause]:
     """One window in the middle that has lost a part of its gradient; those after it are whole."""
     ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
-    alone = len(ratios) > 1 and all(near(it, 1.0, 0.005) for it in ratios[1:]) and not near(ratios[0], 1.0, 0.01)
+    alone = len(ratios) > 1 and all(near(it, 1.0, _HARDLY) for it in ratios[1:]) and not near(ratios[0], 1.0, 0.01)
     if view.first and alone and parallel(view) is False:
         said = f"the gradient of step {view.step(view.first)} alone is another sum of its micro-batches' gradients"
         yield Cause("mid-window-checkpoint", Fit.PATTERN, f"{said} (its norm is {ratios[0]:.4g} times the reference's)")

@@ -11,7 +11,7 @@ from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 # Learning rates are computed, not measured: what is the same differs by rounding alone.
-_SAME = 1e-9
+_SAME = 1e-6
 _MOST = 64  # times that a scheduler may move in one step
 
 
@@ -80,11 +80,12 @@ def _shifted(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     """From the first step that differs on, the rates of other steps of the reference."""
     first = view.first
     after, step = b[first:], view.step(first)
-    for by in range(1, len(a) - first):
-        known = a[first + by :]
-        if len(known) > 1 and len(set(known)) > 1 and _equal(known, after[: len(known)]) and not _before(view):
-            said = f"from step {step} on the LR is that of {by} steps later ({after[0]:.4g}, where {a[first]:.4g} was due)"
-            yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+    line = _line(a, b)
+    for by in range(1, _MOST if line else len(a) - first):
+        known = [line.at(at + by) for at in range(first, len(a))] if line else a[first + by :]
+        if len(set(known)) > 1 and _equal(known, after[: len(known)]) and not _before(view):
+            said = f"from step {step} on the LR is that of {by} steps later "
+            yield Cause("schedule-off-by-steps", Fit.SEQUENCE, f"{said}({after[0]:.4g}, where {a[first]:.4g} was due)")
             return
     for at in range(first):
         if len(set(after)) > 1 and _equal(a[at : at + len(after)], after):
@@ -109,6 +110,11 @@ def _skipped(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 
 def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    for decimals in range(1, 8):
+        if _equal([round(it, decimals) for it in a], b):
+            said = f"the LR is the reference's, rounded to {decimals} decimals ({b[0]:.6g}, where {a[0]:.6g} was due)"
+            yield Cause("lr-rounded", Fit.SEQUENCE, said)
+            break
     if len(set(b)) == 1 and len(set(a)) > 1:
         yield Cause("no-scheduler", Fit.SEQUENCE, f"the LR is {b[0]:.6g} in every step, where the reference's moves")
 
@@ -147,12 +153,19 @@ class _Line:
         return min(beyond, self.highest)
 
 
-def _faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    """Several moves of the scheduler in every step."""
+def _line(a: list[float], b: list[float]) -> _Line | None:
+    """The reference's schedule as a line, if its last two moves are one; up to the rate at which the candidate stays."""
     moves = [y - x for x, y in pairwise(a)][-2:]
     if len(moves) < 2 or not moves[0] or not near(moves[1], moves[0], 1e-6):
+        return None
+    return _Line(a, max(b) if b[-1] == b[-2] else float("inf"))
+
+
+def _faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """Several moves of the scheduler in every step."""
+    line = _line(a, b)
+    if line is None or len(set(b)) == 1:
         return
-    line = _Line(a, max(b) if b[-1] == b[-2] else float("inf"))
     passes = view.passes[view.first]
     for times in range(2, _MOST):
         for before in (0, times - 1):

@@ -21,6 +21,9 @@ from ds_parity.trace import StepRecord
 Vector = NDArray[np.float64]
 # Fewer numbers than this lie near a plane by chance.
 _ENOUGH = 8
+# Momentum makes updates of SGD up to ten times as long as its gradients, where it is 0.9.
+_OF_MOMENTUM = 30.0
+_TOO_FAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,33 @@ class Moves:
         """How long the reference's updates are: the median over all steps but the first; None of fewer than two."""
         lengths = [float(np.linalg.norm(self.reference(at) - self.reference(at - 1))) for at in self._later]
         return float(np.median(lengths)) if lengths and self.known else None
+
+    @cached_property
+    def sgd(self) -> bool:
+        """Whether the reference's updates are as long as its gradients times the LR, momentum aside; Adam's are not."""
+        lengths = [
+            float(np.linalg.norm(self.reference(at) - self.reference(at - 1))) / (self._root * lr[0] * norm)
+            for at in self._later
+            for lr, norm in [(self.view.pairs[at][0].lr, self.view.pairs[at][0].grad_norm)]
+            if lr and lr[0] and norm
+        ]
+        return bool(lengths) and float(np.median(lengths)) < _OF_MOMENTUM
+
+    @property
+    def too_far(self) -> bool:
+        """Whether the first difference is too long for gradients of one direction; a sketch errs by a fifth.
+
+        Gradients of one direction lie as far apart as their norms do.
+        """
+        a, b = self.view.pairs[self.view.first]
+        if not (self.sgd and a.lr and a.lr[0] and a.grad_norm and b.grad_norm):
+            return False
+        apart = float(np.linalg.norm(self.widened(self.view.first))) / (self._root * a.lr[0])
+        return apart > _TOO_FAR * abs(b.grad_norm - a.grad_norm)
+
+    @property
+    def _root(self) -> float:
+        return float(np.sqrt(len(self.reference(0))))
 
     @property
     def _later(self) -> range:

@@ -7,6 +7,7 @@ before it (momentum), of the gradient, or of the weights themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 _ALIGNED = 0.03
+_ABOUT = 0.25  # weights that differ have other gradients
 _SHARE = 0.02
 
 
@@ -28,7 +30,7 @@ def causes(view: View) -> Iterator[Cause]:
         return
     found = list(_of_weights(view, moves))
     if not found:
-        found = [*_of_update(view, moves), *_of_state(view, moves)]
+        found = [*_of_update(view, moves), *_of_state(view, moves), *_undone(view, moves)]
     yield from found or [*_of_gradient(view, moves), *_of_rounding(view, moves)]
 
 
@@ -60,7 +62,9 @@ def _of_weights(view: View, moves: Moves) -> Iterator[Cause]:
     rates = [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs[first:]]
     said = f"{_said(view)}: they are scaled by {1 + shares[0]:.6g} in a step"
     by_rate = [share / rate for share, rate in zip(shares, rates, strict=True) if rate]
-    if alike(by_rate, _SHARE):
+    # In the gradient of SGD, decay is carried on by momentum: to the second step up to twice as much of it.
+    carried = len(by_rate) > 1 and all(1.0 < y / x <= 2.0 for x, y in pairwise(by_rate))
+    if alike(by_rate, _SHARE) or carried:
         yield Cause("weight-decay", Fit.DIRECTION, f"{said}, {abs(by_rate[0]):.4g} * LR {_less(shares[0])}")
     if alike(shares, _SHARE):
         yield Cause("weights-scaled-by-hand", Fit.DIRECTION, f"{said}, whatever the LR")
@@ -73,22 +77,56 @@ def _less(share: float) -> str:
 def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
     """The whole update, momentum included, is some times as large: what an LR does that is not the logged one."""
     first = max(view.first, 1)
-    shares = []
+    factors = _factors(view, moves, first)
+    if not factors or all(near(it, 1.0, 0.005) for it in factors):
+        return
+    listed = ", ".join(f"{it:.4g}" for it in factors[:4])
+    said = f"{_said(view)}: from step {view.step(first)} on the updates are {listed} times the reference's"
+    found = [name for name, predicted in _predicted(view, first, len(factors)).items() if _fits(factors, predicted)]
+    for name in found:
+        yield Cause(name, Fit.EVERY_STEP, f"{said}, as predicted")
+    if found or len(factors) < 3 or not alike(factors, 0.03):
+        return
+    yield Cause("lr-in-use", Fit.DIRECTION, said)
+    if factors[0] < 1:
+        yield Cause("weights-averaged-back", Fit.DIRECTION, said)
+
+
+def _factors(view: View, moves: Moves, first: int) -> list[float]:
+    """By which factors the updates are off, if all of them have the reference's direction; later ones by about."""
+    factors = []
     for at in range(first, len(view.pairs)):
         update = moves.update(at)
         assert update is not None
         (share,), rest = along(moves.widened(at), [update])
-        if rest > (_ALIGNED if at == view.first else 0.1):
-            break
-        shares.append(1 + share)
-    # At the first step the start of the weights isn't known; the steps after it must tell, more than one of them.
-    if len(shares) < (1 if view.first else 2) or all(near(it, 1.0, 0.005) for it in shares):
-        return
-    listed = ", ".join(f"{it:.4g}" for it in shares[:4])
-    said = f"{_said(view)}: from step {view.step(first)} on the updates are {listed} times the reference's"
-    yield Cause("lr-in-use", Fit.DIRECTION, said)
-    if alike(shares, 0.05) and shares[0] < 1:
-        yield Cause("weights-averaged-back", Fit.DIRECTION, said)
+        if not rest < (_ALIGNED if at == view.first else _ABOUT):
+            return []
+        factors.append(1 + share)
+    return factors
+
+
+def _fits(factors: list[float], predicted: list[float]) -> bool:
+    return len(factors) > 1 and len(predicted) == len(factors) and all(
+        abs(f - p) <= 0.1 * abs(p - 1) for f, p in zip(factors, predicted, strict=True)
+    )
+
+
+def _predicted(view: View, first: int, count: int) -> dict[str, list[float]]:
+    """Return the factors of the updates from the step `first` on, by cause; Adam's for its usual betas."""
+    at = range(first, first + count)
+    rates = [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs]
+    found = {"adam-without-bias-correction": [1 / _corrected(it + 1) for it in at]} if view.first == 0 else {}
+    if view.first > 0:
+        # The count of steps begins anew, with the moments that there are.
+        found["adam-step-count"] = [_corrected(it - first + 1) / _corrected(it + 1) for it in at]
+    if all(rates) and len(set(rates)) > 1:
+        found["lr-in-use"] = [rates[it - 1] / rates[it] for it in at]
+    return found
+
+
+def _corrected(step: int, betas: tuple[float, float] = (0.9, 0.999)) -> float:
+    """By what Adam's correction of the biases multiplies an update of uncorrected moments."""
+    return float(np.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step))
 
 
 def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
@@ -107,6 +145,17 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
             yield Cause("resume-loses-optimizer", Fit.DIRECTION, said)
 
 
+def _undone(view: View, moves: Moves) -> Iterator[Cause]:
+    """The weights are those from before the step."""
+    update = moves.update(view.first)
+    if update is None:
+        return
+    (share,), rest = along(moves.apart(view.first), [update])
+    if rest < _ALIGNED and near(share, -1.0, 1e-3):
+        before = view.step(view.first - 1)
+        yield Cause("weights-of-the-step-before", Fit.DIRECTION, f"{_said(view)}: they are those after step {before}")
+
+
 def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
     """The part of the gradient is some times as large, and the momentum is as it was: clipping, of SGD."""
     shares, at = [], view.first
@@ -118,8 +167,8 @@ def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
         # The first difference is a multiple of the first gradient, and so momentum takes it into the second step.
         update = moves.update(1)
         assert update is not None
-        _, rest = along(moves.widened(1), [moves.apart(0), update])
-        shares = [float("nan")] if rest < 2 * _ALIGNED else []
+        (_, share), rest = along(moves.widened(1), [moves.apart(0), update])
+        shares = [float("nan")] if rest < 2 * _ALIGNED and abs(share) > _SHARE else []
     if not shares:
         return
     times = "" if np.isnan(shares[0]) else f", {shares[0]:.4g} times as large"
