@@ -65,6 +65,8 @@ def _of_loss(view: View) -> set[str]:
 def _far_from_the_start(view: View) -> bool:
     """Whether the weights after the first step are too far apart for one update, or it isn't known."""
     moves = Moves(view)
+    if moves.starts is not None:
+        return not moves.one_start
     if not moves.known or moves.stride is None:
         return True
     apart = [float(np.linalg.norm(moves.apart(at))) for at in range(len(view.pairs))]

@@ -34,6 +34,10 @@ def _seeds(view: View) -> Iterator[Cause]:
 def _start(view: View) -> Iterator[Cause]:
     """Weights that are far apart after the first step, and stay as far apart."""
     moves = Moves(view)
+    if moves.starts is not None:
+        if not view.first and not moves.one_start:
+            yield Cause("initial-weights", Fit.HEADER, "the headers tell of other weights before the first step")
+        return
     if view.first or not moves.known or moves.stride is None or len(view.pairs) < 2:
         return
     apart = [float(np.linalg.norm(moves.apart(at))) for at in range(len(view.pairs))]

@@ -77,16 +77,16 @@ def parallel(view: View) -> bool | None:
     moves, at = Moves(view), view.first
     if not moves.known or at >= len(view.pairs):
         return None
-    if at < 2:
+    updates = moves.update(at), moves.update(at - 1) if at > 0 else None
+    if updates[0] is not None and (at == 0 or updates[1] is not None):
+        rest = along(moves.apart(at), [it for it in updates if it is not None])[1]
+    else:
         norms = view.ratios("grad_norm")
         at += 1
         if at >= len(view.pairs) or near(norms[at], 1.0, _HARDLY):
             return False if moves.too_far else None
         basis = [moves.apart(at - 1), moves.update(at), *([moves.update(at - 1)] if at > 1 else [])]
         rest = along(moves.widened(at), [it for it in basis if it is not None])[1]
-    else:
-        updates = moves.update(at), moves.update(at - 1)
-        rest = along(moves.apart(at), [it for it in updates if it is not None])[1]
     return rest < _ALIGNED
 
 

@@ -83,7 +83,7 @@ def _shifted(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     line = _line(a, b)
     for by in range(1, _MOST if line else len(a) - first):
         known = [line.at(at + by) for at in range(first, len(a))] if line else a[first + by :]
-        if len(set(known)) > 1 and _equal(known, after[: len(known)]) and not _before(view):
+        if not alike(known, _SAME) and _equal(known, after[: len(known)]) and not _before(view):
             said = f"from step {step} on the LR is that of {by} steps later "
             yield Cause("schedule-off-by-steps", Fit.SEQUENCE, f"{said}({after[0]:.4g}, where {a[first]:.4g} was due)")
             return

@@ -55,9 +55,26 @@ class Moves:
         """Candidate - reference after a step; (n,)."""
         return _sketch(self.view.pairs[at][1]) - _sketch(self.view.pairs[at][0])
 
+    @cached_property
+    def starts(self) -> tuple[Vector, Vector] | None:
+        """Both sides' weights before the first step, (n,) each; None where a header doesn't tell."""
+        headers = self.view.reference.header, self.view.candidate.header
+        sketches = [getattr(getattr(header, "start", None), "sketch", ()) for header in headers]
+        if not self.known or any(len(it) != len(self.reference(0)) for it in sketches):
+            return None
+        # Excerpts of long traces begin in their middle.
+        return None if self.view.step(0) != 1 else (np.array(sketches[0]), np.array(sketches[1]))
+
+    @property
+    def one_start(self) -> bool:
+        """Whether both sides are known to start from the same weights."""
+        return self.starts is not None and bool((self.starts[0] == self.starts[1]).all())
+
     def update(self, at: int) -> Vector | None:
-        """What the reference's step `at` added to its weights; (n,); None for the first, whose start isn't known."""
-        return self.reference(at) - self.reference(at - 1) if at > 0 else None
+        """What the reference's step `at` added to its weights; (n,); None for the first where its start isn't known."""
+        if at > 0:
+            return self.reference(at) - self.reference(at - 1)
+        return self.reference(0) - self.starts[0] if self.starts is not None and self.one_start else None
 
     def widened(self, at: int) -> Vector:
         """By how much further a step took the weights apart; (n,)."""

@@ -76,7 +76,7 @@ def _less(share: float) -> str:
 
 def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
     """The whole update, momentum included, is some times as large: what an LR does that is not the logged one."""
-    first = max(view.first, 1)
+    first = view.first if moves.update(view.first) is not None else 1
     factors = _factors(view, moves, first)
     if not factors or all(near(it, 1.0, 0.005) for it in factors):
         return
@@ -115,11 +115,13 @@ def _predicted(view: View, first: int, count: int) -> dict[str, list[float]]:
     """Return the factors of the updates from the step `first` on, by cause; Adam's for its usual betas."""
     at = range(first, first + count)
     rates = [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs]
-    found = {"adam-without-bias-correction": [1 / _corrected(it + 1) for it in at]} if view.first == 0 else {}
+    found: dict[str, list[float]] = {}
+    if view.first == 0:
+        found["adam-without-bias-correction"] = [1 / _corrected(it + 1) for it in at]
     if view.first > 0:
         # The count of steps begins anew, with the moments that there are.
         found["adam-step-count"] = [_corrected(it - first + 1) / _corrected(it + 1) for it in at]
-    if all(rates) and len(set(rates)) > 1:
+    if all(rates) and first > 0 and len(set(rates)) > 1:
         found["lr-in-use"] = [rates[it - 1] / rates[it] for it in at]
     return found
 
@@ -131,11 +133,9 @@ def _corrected(step: int, betas: tuple[float, float] = (0.9, 0.999)) -> float:
 
 def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
     """What is missing is a share of the last update: the momentum was lost."""
-    if view.first < 2:
+    before = moves.update(view.first - 1) if view.first > 0 else None
+    if before is None:
         return
-    before, update = moves.update(view.first - 1), moves.update(view.first)
-    assert before is not None
-    assert update is not None
     (share,), rest = along(moves.apart(view.first), [before])
     rates = [view.pairs[at][0].lr for at in (view.first - 1, view.first)]
     if rest < _ALIGNED and rates[0] and rates[1] and rates[0][0]:
@@ -159,16 +159,16 @@ def _undone(view: View, moves: Moves) -> Iterator[Cause]:
 def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
     """The part of the gradient is some times as large, and the momentum is as it was: clipping, of SGD."""
     shares, at = [], view.first
-    if at >= 2:
-        basis = [moves.update(at), moves.update(at - 1)]
-        (share, _), rest = along(moves.apart(at), [it for it in basis if it is not None])
-        shares = [1 + share] if rest < _ALIGNED else []
+    updates = moves.update(at), moves.update(at - 1) if at > 0 else None
+    if updates[0] is not None and (at == 0 or updates[1] is not None):
+        found, rest = along(moves.apart(at), [it for it in updates if it is not None])
+        shares = [1 + found[0]] if rest < _ALIGNED else []
     elif at == 0 and len(view.pairs) > 2:
         # The first difference is a multiple of the first gradient, and so momentum takes it into the second step.
         update = moves.update(1)
         assert update is not None
-        (_, share), rest = along(moves.widened(1), [moves.apart(0), update])
-        shares = [float("nan")] if rest < 2 * _ALIGNED and abs(share) > _SHARE else []
+        found, rest = along(moves.widened(1), [moves.apart(0), update])
+        shares = [float("nan")] if rest < 2 * _ALIGNED and abs(found[1]) > _SHARE else []
     if not shares:
         return
     times = "" if np.isnan(shares[0]) else f", {shares[0]:.4g} times as large"
