@@ -2,7 +2,7 @@
 
 from ds_parity.parity.diagnosis.causes import CLASSES, Cause, grouped, kind_of
 from ds_parity.parity.diagnosis.diagnose import diagnose
-from ds_parity.parity.diagnosis.finding import Diagnosis
+from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
 from ds_parity.parity.diagnosis.fits import Fit
 
-__all__ = ["CLASSES", "Cause", "Diagnosis", "Fit", "diagnose", "grouped", "kind_of"]
+__all__ = ["CLASSES", "NOTHING", "Cause", "Diagnosis", "Fit", "diagnose", "grouped", "kind_of"]

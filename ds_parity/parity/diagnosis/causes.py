@@ -71,10 +71,10 @@ REMEDIES = {
     "lr-in-use": "log the learning rate that the optimizer has in step(), and set it before",
     "weight-decay": "give both optimizers the same weight decay, and the same groups with it",
     "weights-scaled-by-hand": "let the optimizer alone change weights: something else scales all of them",
-    "weights-averaged-back": "keep the moving average of the weights beside the model, not in it",
     "weights-of-the-step-before": "load the checkpoint of the step that the run goes on from, weights and all",
     "weights-in-bf16": "keep the weights that the optimizer steps in fp32",
-    "step-applied-twice": "let one call alone run the optimizer: the engine's step()",
+    "update-lost": "run the optimizer in every step",
+    "momentum": "give both optimizers the same momentum, dampening and betas",
     "initial-weights": "load the same initial weights, in the same precision",
     "mixed-weights": "average the loss over the same units that weigh it: tokens with tokens, rollouts with rollouts",
     "unmasked-numerator": "mask the tokens in the numerator that are not in the denominator",
@@ -82,7 +82,7 @@ REMEDIES = {
     "shared-padding": "give every idle pass inputs of its own; don't change a micro-batch in place",
     "data-or-seed": "compare seeds, initial weights and the order of the data first",
     "lr-reported-a-step-off": "log the LR before the scheduler moves: afterwards it is the next step's",
-    "reported-loss": "log the mean of the losses that were trained on, by weight over all ranks (engine.last_step.loss)",
+    "reported-loss": "log the mean of the losses that were trained on, by weight over ranks (engine.last_step.loss)",
     "reported-norm": "log the gradient norm that the engine gives, before clipping (engine.get_global_grad_norm())",
     "reported-metric": "log the mean over samples of all ranks (engine.record)",
     "reported-counts": "log the counts of all ranks, of what carries loss (engine.last_step)",
@@ -103,6 +103,7 @@ _OF_CLASS = {
     "clipping": ("implicit-clip", "clip-at-wrong-scale"),
     "optimizer settings": (
         "weight-decay", "resume-loses-optimizer", "group-lr", "adam-without-bias-correction", "adam-step-count",
+        "momentum",
     ),
     "schedule": (
         "scheduler-per-pass", "scheduler-budget-in-passes", "scheduler-per-outer-step", "scheduler-on-skipped-step",
@@ -110,8 +111,7 @@ _OF_CLASS = {
         "no-scheduler", "base-lr", "lr-rounded", "resume-resets-schedule", "lr-in-use",
     ),
     "weights": (
-        "weights-scaled-by-hand", "weights-averaged-back", "weights-in-bf16", "step-applied-twice", "initial-weights",
-        "weights-of-the-step-before",
+        "weights-scaled-by-hand", "weights-in-bf16", "initial-weights", "weights-of-the-step-before", "update-lost",
     ),
     "logging": (
         "lr-reported-a-step-off", "metrics-mean-of-ranks", "returned-loss-scaled", "accuracy-of-means",
@@ -120,7 +120,8 @@ _OF_CLASS = {
     ),
     "gradient": (
         "dp-mean-left-in", "gas-scaled-twice", "divided-already", "sum-over-ranks", "weight-left-out",
-        "sp-factor-by-stage", "constant-factor", "another-divisor", "idle-counted", "target-not-actual", "wrong-window", "running-total",
+        "sp-factor-by-stage", "constant-factor",
+        "another-divisor", "idle-counted", "target-not-actual", "wrong-window", "running-total",
         "mean-of-micro-batches", "half-broadcast", "aux-term-scaled-apart", "last-backward-only",
         "last-backward-by-caller", "late-boundary", "sticky-boundary", "mid-window-checkpoint", "idle-nan",
         "zero-denominator",

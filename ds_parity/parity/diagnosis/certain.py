@@ -1,9 +1,10 @@
-"""What is certain of a difference, whatever caused it: what differs first, what follows, what agrees, what isn't known."""
+"""What is certain of a difference, whatever caused it: what differs first, what follows, and what agrees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ds_parity.parity.diagnosis import gradient, updates
 from ds_parity.parity.diagnosis.view import View, plain
 
 _WORDS = {
@@ -32,6 +33,8 @@ def _sentences(view: View) -> Iterator[str]:
         (step, fields), *rest = order
         said = f"first to differ, in step {step}: {_listed(fields)}"
         yield said + "".join(f"; from step {later} on also {_listed(names)}" for later, names in rest)
+    yield from gradient.facts(view)
+    yield from updates.facts(view)
     agree = [name for name in _WORDS if name != "step" and view.agrees(name)]
     if agree:
         yield f"agree in all {len(view.pairs)} steps: {_listed(agree)}"

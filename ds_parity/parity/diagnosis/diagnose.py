@@ -10,7 +10,7 @@ from ds_parity.parity.diagnosis.alike import not_excluded
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.certain import certain
 from ds_parity.parity.diagnosis.classes import possible
-from ds_parity.parity.diagnosis.finding import Diagnosis
+from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
 from ds_parity.parity.diagnosis.next_step import telling
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
@@ -36,10 +36,10 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
         An empty diagnosis where the traces are equal.
     """
     if comparison.equal:
-        return Diagnosis()
+        return NOTHING
     view = View(_seen(reference, comparison), _seen(candidate, comparison), comparison)
     if not view.pairs:
-        return Diagnosis()
+        return NOTHING
     causes, classes = _causes(view), possible(view)
     named = {cause.name for cause in causes}
     return Diagnosis(

@@ -47,3 +47,7 @@ class Diagnosis:
             "not_excluded": list(self.not_excluded),
             "next": self.next,
         }
+
+
+NOTHING = Diagnosis()
+"""Of equal traces."""

@@ -29,7 +29,9 @@ def causes(view: View) -> Iterator[Cause]:
         yield from _of_all(view, *other[0])
 
 
-def _of_some_groups(view: View, groups: Sequence[object], other: list[tuple[list[float], list[float]]]) -> Iterator[Cause]:
+def _of_some_groups(
+    view: View, groups: Sequence[object], other: list[tuple[list[float], list[float]]]
+) -> Iterator[Cause]:
     factors = [y / x for a, b in other for x, y in zip(a, b, strict=True) if x]
     if not alike(factors, _SAME):
         return
@@ -105,7 +107,8 @@ def _before(view: View) -> bool:
 def _skipped(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     known = a[view.first + 1 :]
     if _before(view) and known and _equal(known, b[view.first : -1]):
-        said = f"step {view.step(view.first - 1)} was skipped, and from step {view.step(view.first)} on the LR is a step ahead"
+        said = f"step {view.step(view.first - 1)} was skipped, and from step {view.step(view.first)} on the LR is "
+        said += "a step ahead"
         yield Cause("scheduler-on-skipped-step", Fit.SEQUENCE, said)
 
 
@@ -154,7 +157,7 @@ class _Line:
 
 
 def _line(a: list[float], b: list[float]) -> _Line | None:
-    """The reference's schedule as a line, if its last two moves are one; up to the rate at which the candidate stays."""
+    """The reference's schedule as a line, if its last two moves are; up to the rate at which the candidate stays."""
     moves = [y - x for x, y in pairwise(a)][-2:]
     if len(moves) < 2 or not moves[0] or not near(moves[1], moves[0], 1e-6):
         return None

@@ -87,7 +87,9 @@ def _of_one(view: View, name: str, factors: list[float]) -> Iterator[Cause]:
             of_own[at] / of_own[at - 1] for at in range(max(view.first, 1), len(factors)) if of_own[at - 1]
         ]
         if view.first and all(near(f, b, _COUNTS) for f, b in zip(factors, before, strict=False)):
-            yield Cause("term-of-last-window", Fit.EVERY_STEP, f"{said}: the {own} of each step for those of the step before")
+            yield Cause(
+                "term-of-last-window", Fit.EVERY_STEP, f"{said}: the {own} of each step for those of the step before"
+            )
 
 
 def _counts(view: View) -> dict[str, list[float]]:

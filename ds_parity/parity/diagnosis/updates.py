@@ -23,15 +23,32 @@ _SHARE = 0.02
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what changes the weights in the direction in which they were changed."""
-    if not only_update(view):
-        return
     moves = Moves(view)
-    if not moves.known:
+    if only_update(view) and moves.known:
+        found = list(_of_weights(view, moves))
+        yield from found or [
+            *_of_update(view, moves),
+            *_of_state(view, moves),
+            *_undone(view, moves),
+            *_of_gradient(view, moves),
+            *_of_rounding(view, moves),
+        ]
+
+
+def facts(view: View) -> Iterator[str]:
+    """Yield what is certain of the direction of the updates, whatever changed them."""
+    moves = Moves(view)
+    if not only_update(view) or not moves.known:
         return
-    found = list(_of_weights(view, moves))
-    if not found:
-        found = [*_of_update(view, moves), *_of_state(view, moves), *_undone(view, moves)]
-    yield from found or [*_of_gradient(view, moves), *_of_rounding(view, moves)]
+    first = _first(view, moves)
+    factors, scaled = _factors(view, moves, first), gradient_scaled(view, moves)
+    if factors and not all(near(it, 1.0, 0.005) for it in factors):
+        listed = ", ".join(f"{it:.4g}" for it in factors[:5])
+        said = f"from step {view.step(first)} on the updates have the reference's direction"
+        yield f"{said}, and {listed} times its length"
+    elif scaled is not None:
+        times = "" if np.isnan(scaled) else f", {scaled:.4g} times as large"
+        yield f"in step {view.step(view.first)} the gradient entered the update in the reference's direction{times}"
 
 
 def only_update(view: View) -> bool:
@@ -76,7 +93,7 @@ def _less(share: float) -> str:
 
 def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
     """The whole update, momentum included, is some times as large: what an LR does that is not the logged one."""
-    first = view.first if moves.update(view.first) is not None else 1
+    first = _first(view, moves)
     factors = _factors(view, moves, first)
     if not factors or all(near(it, 1.0, 0.005) for it in factors):
         return
@@ -85,11 +102,11 @@ def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
     found = [name for name, predicted in _predicted(view, first, len(factors)).items() if _fits(factors, predicted)]
     for name in found:
         yield Cause(name, Fit.EVERY_STEP, f"{said}, as predicted")
-    if found or len(factors) < 3 or not alike(factors, 0.03):
-        return
-    yield Cause("lr-in-use", Fit.DIRECTION, said)
-    if factors[0] < 1:
-        yield Cause("weights-averaged-back", Fit.DIRECTION, said)
+
+
+def _first(view: View, moves: Moves) -> int:
+    """The first step that differs and whose update is known."""
+    return view.first if moves.update(view.first) is not None else 1
 
 
 def _factors(view: View, moves: Moves, first: int) -> list[float]:
@@ -106,8 +123,10 @@ def _factors(view: View, moves: Moves, first: int) -> list[float]:
 
 
 def _fits(factors: list[float], predicted: list[float]) -> bool:
-    return len(factors) > 1 and len(predicted) == len(factors) and all(
-        abs(f - p) <= 0.1 * abs(p - 1) for f, p in zip(factors, predicted, strict=True)
+    return (
+        len(factors) > 1
+        and len(predicted) == len(factors)
+        and all(abs(f - p) <= 0.1 * abs(p - 1) for f, p in zip(factors, predicted, strict=True))
     )
 
 
@@ -136,13 +155,22 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
     before = moves.update(view.first - 1) if view.first > 0 else None
     if before is None:
         return
-    (share,), rest = along(moves.apart(view.first), [before])
-    rates = [view.pairs[at][0].lr for at in (view.first - 1, view.first)]
-    if rest < _ALIGNED and rates[0] and rates[1] and rates[0][0]:
-        momentum = -share * rates[0][0] / rates[1][0]
-        if 0 < momentum <= 1.001:
-            said = f"{_said(view)}: what is missing is {momentum:.3g} of the update before, which is the momentum's part"
-            yield Cause("resume-loses-optimizer", Fit.DIRECTION, said)
+    at, rates = view.first, [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs]
+    (share,), rest = along(moves.apart(at), [before])
+    if not (rest < _ALIGNED and rates[at] and rates[at - 1]):
+        return
+    momentum = -share * rates[at - 1] / rates[at]
+    said = f"{_said(view)}: what is missing is {momentum:.3g} of the update before, a part that momentum adds"
+    # All of the momentum is missing where what is left of the difference in the next step is as large a share of it.
+    following = None
+    if at + 1 < len(view.pairs) and rates[at + 1]:
+        (share,), rest = along(moves.widened(at + 1), [moves.apart(at)])
+        following = share * rates[at] / rates[at + 1] if rest < _ABOUT else 0.0
+    lost = 0 < momentum <= 1.001 and (following is None or near(following, momentum, 0.1))
+    if lost:
+        yield Cause("resume-loses-optimizer", Fit.DIRECTION, said)
+    if at == 1 and (following is None or not lost):
+        yield Cause("momentum", Fit.DIRECTION, said)
 
 
 def _undone(view: View, moves: Moves) -> Iterator[Cause]:
@@ -153,28 +181,40 @@ def _undone(view: View, moves: Moves) -> Iterator[Cause]:
     (share,), rest = along(moves.apart(view.first), [update])
     if rest < _ALIGNED and near(share, -1.0, 1e-3):
         before = view.step(view.first - 1)
-        yield Cause("weights-of-the-step-before", Fit.DIRECTION, f"{_said(view)}: they are those after step {before}")
+        said = f"{_said(view)}: they are those after step {before}"
+        yield Cause("weights-of-the-step-before", Fit.DIRECTION, said)
+        yield Cause("update-lost", Fit.DIRECTION, said)
 
 
 def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
-    """The part of the gradient is some times as large, and the momentum is as it was: clipping, of SGD."""
-    shares, at = [], view.first
+    """The gradient's part of the update is smaller by a limit, or by the number of ranks: clipping."""
+    scaled, norm = gradient_scaled(view, moves), view.pairs[view.first][0].grad_norm
+    if scaled is None or np.isnan(scaled) or norm is None:
+        return
+    said = f"{_said(view)}: the gradient entered the update in its direction, {scaled:.4g} times as large"
+    if norm > 1 and near(scaled * norm, 1.0, 2e-3):
+        yield Cause("implicit-clip", Fit.CONSTANT, f"{said}: clipped to a norm of 1, DeepSpeed's default")
+    elif view.ranks > 1 and (near(scaled, 1 / view.ranks, 2e-3) or near(scaled, view.ranks, 2e-3)):
+        yield Cause("clip-at-wrong-scale", Fit.CONSTANT, f"{said}: the number of ranks is {view.ranks}")
+
+
+def gradient_scaled(view: View, moves: Moves) -> float | None:
+    """How many times as large the gradient entered the first update that differs, NaN: as many as can't be told.
+
+    None where it entered in another direction, or the record can't tell. Of SGD: other optimizers don't add gradients.
+    """
+    at = view.first
     updates = moves.update(at), moves.update(at - 1) if at > 0 else None
     if updates[0] is not None and (at == 0 or updates[1] is not None):
         found, rest = along(moves.apart(at), [it for it in updates if it is not None])
-        shares = [1 + found[0]] if rest < _ALIGNED else []
-    elif at == 0 and len(view.pairs) > 2:
+        return 1 + found[0] if rest < _ALIGNED and abs(found[0]) > _SHARE else None
+    if at == 0 and len(view.pairs) > 2:
         # The first difference is a multiple of the first gradient, and so momentum takes it into the second step.
         update = moves.update(1)
         assert update is not None
         found, rest = along(moves.widened(1), [moves.apart(0), update])
-        shares = [float("nan")] if rest < 2 * _ALIGNED and abs(found[1]) > _SHARE else []
-    if not shares:
-        return
-    times = "" if np.isnan(shares[0]) else f", {shares[0]:.4g} times as large"
-    said = f"{_said(view)}: the gradient entered the update in the same direction{times}"
-    for name in ("implicit-clip", "clip-at-wrong-scale", "step-applied-twice"):
-        yield Cause(name, Fit.DIRECTION, said)
+        return float("nan") if rest < 2 * _ALIGNED and abs(found[1]) > _SHARE else None
+    return None
 
 
 def _of_rounding(view: View, moves: Moves) -> Iterator[Cause]:

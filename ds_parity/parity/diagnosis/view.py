@@ -10,7 +10,6 @@ from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.trace import StepRecord, Trace
 from ds_parity.trace.records import METRIC
 
-
 # Of what training moves them: weights that are nearer agree, and prove it.
 _TELLING = 0.1
 
@@ -99,7 +98,9 @@ class View:
         if all(a.checksum == b.checksum for a, b in held):
             return 0.0
         first, last = held[0][0], held[-1][0]
-        if len(held) < 2 or not all(first.sketch and len(first.sketch) == len(it.sketch) for pair in held for it in pair):
+        if len(held) < 2 or not all(
+            first.sketch and len(first.sketch) == len(it.sketch) for pair in held for it in pair
+        ):
             return None
         moved = math.dist(first.sketch, last.sketch)
         apart = max(math.dist(a.sketch, b.sketch) for a, b in held)

@@ -46,6 +46,8 @@ class Cut:
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what ends windows exactly where the candidate's end."""
+    if view.trained_alike:
+        return
     cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), [one.passes or 0 for one in view.candidate.steps])
     if not (cut.a and cut.b and cut.a[0] and cut.b[0] and _mean(cut.a) and _mean(cut.b)):
         return
@@ -65,7 +67,9 @@ def _rollouts(trace: Trace) -> list[int]:
 def _end(view: View, cut: Cut) -> Iterator[Cause]:
     if cut.b == cut.a[:-1] and view.fields == {"step"}:
         others = min(cut.a[:-1])
-        said = f"all steps but the last are there, and equal; it holds {cut.a[-1]} rollouts, the others {others} or more"
+        said = (
+            f"all steps but the last are there, and equal; it holds {cut.a[-1]} rollouts, the others {others} or more"
+        )
         yield Cause("partial-window-leak", Fit.SEQUENCE, said)
         yield Cause("indivisible-batch", Fit.SEQUENCE, said)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import Change
 from ds_parity.parity.comparison.compare import Comparison, Setting, setting
-from ds_parity.parity.diagnosis import Diagnosis
+from ds_parity.parity.diagnosis import NOTHING, Diagnosis
 from ds_parity.parity.report.terminal import number
 from ds_parity.parity.report.words import of_steps, verdict
 from ds_parity.trace import Trace
@@ -50,7 +50,7 @@ class Compared:
     comparison: Comparison
     reference: Side
     candidate: Side
-    diagnosis: Diagnosis = Diagnosis()
+    diagnosis: Diagnosis = NOTHING
 
     @property
     def title(self) -> str:

@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import rewrite
 from ds_parity.parity.comparison.compare import Comparison
-from ds_parity.parity.diagnosis import Diagnosis
+from ds_parity.parity.diagnosis import NOTHING, Diagnosis
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Configurations, Contents, Side
 
 if TYPE_CHECKING:
     from ds_parity.parity.verification.verify import Outcome, Verification
-
-_NONE = Diagnosis()
 
 
 def of_traces(
     comparison: Comparison,
     reference: Side,
     candidate: Side,
-    diagnosis: Diagnosis = _NONE,
+    diagnosis: Diagnosis = NOTHING,
     made: datetime | None = None,
 ) -> Contents:
     """Return the contents for two traces.

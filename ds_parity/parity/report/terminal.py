@@ -64,13 +64,15 @@ def verdict(comparison: Comparison) -> str:
 
 
 def explained(diagnosis: Diagnosis, most: int = 3) -> list[str]:
-    """What is known of a difference, in lines: causes that fit, or that it is unknown; what is certain; what would tell."""
+    """What is known of a difference, in lines: causes that fit or none, what is certain, and what would tell."""
     groups = grouped(diagnosis.causes)
     lines = [line for group in groups[:most] for line in _group(group)]
     if len(groups) > most:
         lines.append(f"    also fit: {', '.join(cause.name for group in groups[most:] for cause in group)}")
     if diagnosis.classes and not groups:
-        lines.append(f"cause: unknown. No known fault predicts this record; it is one of {', '.join(diagnosis.classes)}")
+        lines.append(
+            f"cause: unknown. No known fault predicts this record; it is one of {', '.join(diagnosis.classes)}"
+        )
     lines += [f"    certain: {fact}" for fact in diagnosis.certain]
     if diagnosis.not_excluded:
         lines.append(f"    known faults that the record does not exclude: {', '.join(diagnosis.not_excluded)}")
@@ -82,13 +84,17 @@ def explained(diagnosis: Diagnosis, most: int = 3) -> list[str]:
 def how_sure(cause: Cause) -> str:
     """How a cause fits, and how often one with such a fit was right."""
     fit = cause.fit
-    return f"{cause.likelihood:.0%}: {fit.words}; right in {fit.right} of {fit.named} faults that no rule was written for"
+    return (
+        f"{cause.likelihood:.0%}: {fit.words}; right in {fit.right} of {fit.named} faults that no rule was written for"
+    )
 
 
 def _group(group: Sequence[Cause]) -> Iterator[str]:
     """Causes that the record can't tell apart."""
     first = group[0]
-    names = first.name if len(group) == 1 else f"one of {', '.join(it.name for it in group)} (the record fits them alike)"
+    names = (
+        first.name if len(group) == 1 else f"one of {', '.join(it.name for it in group)} (the record fits them alike)"
+    )
     yield f"likely cause ({first.likelihood:.0%}): {names}: {first.evidence}"
     yield f"    fit: {how_sure(first).partition(': ')[2]}"
     for it in group:

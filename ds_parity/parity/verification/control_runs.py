@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.diagnosis import Diagnosis, grouped
+from ds_parity.parity.diagnosis import NOTHING, Diagnosis, grouped
 from ds_parity.parity.running.launch import Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.controls.known import known
@@ -36,7 +36,7 @@ class ControlFinding:
     name: str
     scenario: str
     comparison: Comparison | None
-    diagnosis: Diagnosis = Diagnosis()
+    diagnosis: Diagnosis = NOTHING
     raised: str | None = None
 
     @property

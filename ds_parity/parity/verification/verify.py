@@ -10,7 +10,7 @@ from typing import Any
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import Comparison, compare
-from ds_parity.parity.diagnosis import Diagnosis, diagnose
+from ds_parity.parity.diagnosis import NOTHING, Diagnosis, diagnose
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.layouts import cut_by
@@ -41,7 +41,7 @@ class Outcome:
     comparison: Comparison
     candidate: Trace
     reference_trace: Trace
-    diagnosis: Diagnosis = Diagnosis()
+    diagnosis: Diagnosis = NOTHING
 
     @property
     def title(self) -> str:
