@@ -15,6 +15,7 @@ _MIXED = (
     "late-boundary",
 )
 _MIXED_LATER = ("sticky-boundary", "mid-window-checkpoint")
+_WIDE = 1e-3
 _OF_LOSS = ("mixed-weights", "unmasked-numerator", "global-metadata")
 _OF_UPDATE = ("clip-at-wrong-scale", "implicit-clip")
 
@@ -32,7 +33,9 @@ def not_excluded(view: View) -> tuple[str, ...]:
     if "loss" in at and "total" not in at:
         return _losses(view) if first == 0 and not at & {"tokens", "metrics"} else ()
     if "grad_norm" in at and "loss" not in at and parallel(view) is not True:
-        return _MIXED if first == 0 else _MIXED_LATER
+        # Where bounds are wide, the steps before may be off too.
+        wide = view.comparison.bound("grad_norm", 1) > _WIDE
+        return _MIXED if first == 0 else (*_MIXED_LATER, *_MIXED) if wide else _MIXED_LATER
     if at == {"weights"}:
         return (*_OF_UPDATE, "resume-loses-optimizer") if first else _OF_UPDATE
     return ()

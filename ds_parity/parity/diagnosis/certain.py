@@ -40,7 +40,7 @@ def _sentences(view: View) -> Iterator[str]:
         yield f"agree in all {len(view.pairs)} steps: {_listed(agree)}"
     loose = "weights" not in view.fields and view.recorded("weights") and not view.weights_tell
     if loose:
-        yield "the weights lie within their bound, but the bound is as wide as what training moves them: no proof"
+        yield "the weights lie within their bound, but they are not much nearer than training moves them: no proof"
     unknown = [name for name in ("rollouts", "tokens", "lr", "loss", "grad_norm", "weights") if _unknown(view, name)]
     if unknown:
         yield f"not recorded by both sides in every step, so nothing is known of it: {_listed(unknown)}"

@@ -17,7 +17,7 @@ from ds_parity.parity.diagnosis.view import View, near
 _FIRST, _LATER = 0.01, 0.05
 # A prediction that moves less than this from step to step is no more than one number.
 _VARIES = 1.05
-_ALIGNED = 0.02
+_ALIGNED, _ANOTHER = 0.02, 0.15
 # A norm that is nearer to the reference's says nothing of a direction.
 _HARDLY = 0.003
 
@@ -86,7 +86,9 @@ def parallel(view: View) -> bool | None:
             return False if moves.too_far else None
         basis = [moves.apart(at - 1), moves.update(at), *([moves.update(at - 1)] if at > 1 else [])]
         rest = along(moves.widened(at), [it for it in basis if it is not None])[1]
-    return rest < _ALIGNED
+    if rest < _ALIGNED:
+        return True
+    return False if rest > _ANOTHER and moves.clear(at) else None
 
 
 def _fits(view: View, predicted: Sequence[float | None]) -> bool:
@@ -162,8 +164,8 @@ def _of_ranks_and_passes(view: View, first: float) -> dict[str, tuple[list[float
         factor = 1 / ranks if first < 1 else float(ranks)
         words = f"1 / {ranks}" if first < 1 else f"{ranks}"
         found["dp-mean-left-in"] = ([factor for _ in at], f"{words} (the number of ranks)")
-    elif near(first, round(first), 1e-3) and round(first) > 1:
-        found["sp-factor-by-stage"] = ([first for _ in at], f"{round(first)}, on one data-parallel rank,")
+    elif any(near(it, round(it), 1e-3) and round(it) > 1 for it in (first, 1 / first)):
+        found["sp-factor-by-stage"] = ([first for _ in at], f"{first:.4g}, on one data-parallel rank,")
     if all(view.passes) and max(view.passes) > 1:
         found["gas-scaled-twice"] = ([1 / view.passes[i] for i in at], "1 / passes of a rank")
     return found

@@ -45,8 +45,8 @@ def _of_some_groups(
 
 def _of_all(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     found = [*_logged_off(view, a, b)]
-    if not found:
-        found = [*_shifted(view, a, b), *_skipped(view, a, b), *_still(view, a, b), *_per_rollout(view, a, b)]
+    if not found or not view.trained_alike:
+        found += [*_shifted(view, a, b), *_skipped(view, a, b), *_still(view, a, b), *_per_rollout(view, a, b)]
         found += [*_slower(a, b), *_faster(view, a, b), *_stretched(view, a, b)]
     # Each gives all of the rates, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
@@ -74,8 +74,6 @@ def _logged_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         said = f"the LR of each step is that of the {when} ({logged[0]:.4g}, {logged[1]:.4g}, ...); "
         said += f"{', '.join(agree)} agree"
         yield Cause("lr-reported-a-step-off", Fit.SEQUENCE, said)
-        if not view.trained_alike:
-            yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
 
 
 def _shifted(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:

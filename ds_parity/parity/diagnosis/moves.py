@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord
 
@@ -24,6 +25,7 @@ _ENOUGH = 8
 # Momentum makes updates of SGD up to ten times as long as its gradients, where it is 0.9.
 _OF_MOMENTUM = 30.0
 _TOO_FAR = 2.0
+_CLEAR = 10.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,17 @@ class Moves:
         ]
         return bool(lengths) and float(np.median(lengths)) < _OF_MOMENTUM
 
+    def clear(self, at: int) -> bool:
+        """Whether weights lie so far apart after a step that rounding has no say in the direction."""
+        weights = self.view.pairs[at][0].weights
+        update = self.update(at)
+        assert weights is not None
+        dtype = self.view.comparison.dtype
+        # What weights are stored in rounds them, and what gradients are computed in rounds each update.
+        stored = EPS[dtype] / 4 * weights.norm * self._root
+        computed = 0.0 if update is None else EPS[dtype] * float(np.linalg.norm(update))
+        return float(np.linalg.norm(self.widened(at))) > _CLEAR * max(stored, computed)
+
     @property
     def too_far(self) -> bool:
         """Whether the first difference is too long for gradients of one direction; a sketch errs by a fifth.
@@ -107,7 +120,7 @@ class Moves:
         if not (self.sgd and a.lr and a.lr[0] and a.grad_norm and b.grad_norm):
             return False
         apart = float(np.linalg.norm(self.widened(self.view.first))) / (self._root * a.lr[0])
-        return apart > _TOO_FAR * abs(b.grad_norm - a.grad_norm)
+        return self.clear(self.view.first) and apart > _TOO_FAR * abs(b.grad_norm - a.grad_norm)
 
     @property
     def _root(self) -> float:

@@ -8,31 +8,17 @@ _PROBE = (
     "`ds-parity probe CONFIG --subject your_module:loop` shows with which coefficient each micro-batch entered a step"
 )
 _REWRITE = (
-    "`ds-parity rewrite CONFIG` shows which optimizer, clipping and scheduler DeepSpeed receives: compare both runs'"
+    "`ds-parity rewrite CONFIG` shows the optimizer, clipping and scheduler that DeepSpeed receives, for each run"
 )
-_VERIFY = (
-    "`ds-parity verify CONFIG --train your_module:train --windows 1` runs your loss on known micro-batches: compare "
-    "the loss of one micro-batch, then its inputs"
-)
-_COUNTS = (
-    "record rollouts and tokens in both runs (`--map tokens=...` if they are logged), and run `ds-parity compare` again"
-)
-_WEIGHTS = (
-    "record the weights in both runs (the traces of `ds-parity verify` have them), and run `ds-parity compare` again"
-)
+_VERIFY = "`ds-parity verify CONFIG --train your_module:train --windows 1` runs your loss on known micro-batches"
+_COUNTS = "record rollouts and tokens in both runs (`--map tokens=...`), and run `ds-parity compare` again"
+_WEIGHTS = "record weights in both runs, as `ds-parity verify` does, and run `ds-parity compare` again"
 
 
 def telling(view: View, classes: tuple[str, ...]) -> str:
-    """Return the command, by the classes that are left open."""
-    if set(classes) & {"data", "loss"} and "gradient" not in classes[:1]:
-        known = any(view.recorded(name) for name in ("rollouts", "tokens"))
-        return (
-            _VERIFY
-            if (known and "gradient" not in classes) or (view.agrees("tokens") and "data" in classes)
-            else (_COUNTS if not known else _PROBE)
-        )
-    if "logging" in classes and len(classes) > 1:
+    """Return the command that halves the classes that are left open."""
+    if "logging" in classes and len(classes) > 1 and not view.recorded("weights"):
         return _WEIGHTS
-    if "gradient" in classes:
-        return _PROBE
-    return _REWRITE
+    if "data" in classes:
+        return _VERIFY if view.recorded("rollouts") or view.recorded("tokens") else _COUNTS
+    return _PROBE if "gradient" in classes else _REWRITE

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, alike, near
-
-_EXACT = 1e-5
 
 
 def causes(view: View) -> Iterator[Cause]:
@@ -37,18 +36,19 @@ def _proof(view: View) -> str:
 def _loss(view: View) -> Iterator[Cause]:
     ratios = [ratio for ratio in view.ratios("loss") if ratio is not None]
     passes = [float(it) for it in view.passes if it]
-    if len(ratios) > 1 and alike(ratios, _EXACT) and passes and near(1 / ratios[0], max(passes), 1e-3):
+    one_factor = len(ratios) > 1 and alike(ratios, max(1e-5, EPS[view.comparison.dtype]))
+    if one_factor and passes and near(1 / ratios[0], max(passes), max(1e-3, EPS[view.comparison.dtype])):
         said = f"the loss is {ratios[0]:.5g} times the reference's, and windows have {passes[0]:g} passes; "
         yield Cause("returned-loss-scaled", Fit.CONSTANT, said + _proof(view))
         return
-    if len(ratios) > 1 and alike(ratios, _EXACT):
+    if one_factor:
         said = f"the logged loss is {ratios[0]:.5g} times the reference's in every step; {_proof(view)}"
     elif (share := _smoothed(view)) is not None:
         said = f"the logged loss is a moving average of the reference's, {share:.4g} of it new; {_proof(view)}"
     else:
         said = f"the logged loss differs by no one factor; {_proof(view)}"
     yield Cause("reported-loss", Fit.ALONE, said)
-    if not alike(ratios, _EXACT):
+    if not one_factor:
         yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
 
 

@@ -12,6 +12,7 @@ from ds_parity.trace.records import METRIC
 
 # Of what training moves them: weights that are nearer agree, and prove it.
 _TELLING = 0.1
+_FAR = 0.2
 
 
 def near(value: float | None, other: float, relative: float = 0.02) -> bool:
@@ -116,15 +117,27 @@ class View:
         """Whether the record proves that both sides trained alike, so that only what is logged can differ.
 
         Weights prove it that are nearer than a loss, an LR or a norm as far off as the logged ones would leave them.
-        Without weights the gradient norms do, since each follows from the weights of the step before, but only those
-        that are written in full.
+        So do gradient norms that agree in every step where losses or metrics are far apart: another loss, or other
+        data, has other gradients. Without weights each norm still follows from the weights of the step before, but
+        only one that is written in full shows them.
         """
         if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2:
             return False
         if self.recorded("weights"):
-            return self.weights_apart is not None and self.weights_apart < _TELLING * self._effect
+            near_enough = self.weights_apart is not None and self.weights_apart < _TELLING * self._effect
+            return near_enough or self._norms_tell
         rounded = self.reference.precision.keys() | self.candidate.precision.keys()
         return self.agrees("grad_norm") and "grad_norm" not in rounded and not self.fields & {"lr"}
+
+    @property
+    def _norms_tell(self) -> bool:
+        """Whether gradient norms agree in every step, and much more closely than losses or metrics."""
+        if self.fields & {"lr"} or not self.agrees("grad_norm") or not self.fields & {"loss", "metrics"}:
+            return False
+        if self.fields & {"metrics"}:
+            return self.agrees("loss")
+        norms = [abs(ratio - 1) for ratio in self.ratios("grad_norm") if ratio is not None]
+        return self._effect > _FAR and max(norms, default=1.0) < _TELLING * self._effect
 
     @property
     def _effect(self) -> float:
