@@ -84,6 +84,7 @@ REMEDIES = {
     "lr-reported-a-step-off": "log the LR before the scheduler moves: afterwards it is the next step's",
     "reported-loss": "log the mean of the losses that were trained on, by weight over ranks (engine.last_step.loss)",
     "reported-norm": "log the gradient norm that the engine gives, before clipping (engine.get_global_grad_norm())",
+    "reported-lr": "log the learning rate that the optimizer has in step()",
     "reported-metric": "log the mean over samples of all ranks (engine.record)",
     "reported-counts": "log the counts of all ranks, of what carries loss (engine.last_step)",
     "metrics-mean-of-ranks": "average the reported loss by weight over ranks (engine.last_step.loss)",
@@ -115,7 +116,8 @@ _OF_CLASS = {
     ),
     "logging": (
         "lr-reported-a-step-off", "metrics-mean-of-ranks", "returned-loss-scaled", "accuracy-of-means",
-        "nan-in-metric-reduce", "reset-gated-by-logging", "reported-loss", "reported-norm", "reported-metric",
+        "nan-in-metric-reduce", "reset-gated-by-logging", "reported-loss", "reported-norm", "reported-lr",
+        "reported-metric",
         "reported-counts",
     ),
     "gradient": (

@@ -6,6 +6,7 @@ on weights differ, and the norm follows them: a factor fits a later step within 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ds_parity.parity.diagnosis.causes import Cause
@@ -18,6 +19,7 @@ _FIRST, _LATER = 0.01, 0.05
 # A prediction that moves less than this from step to step is no more than one number.
 _VARIES = 1.05
 _ALIGNED, _ANOTHER = 0.02, 0.15
+_LIKE_NORM = 0.1
 # A norm that is nearer to the reference's says nothing of a direction.
 _HARDLY = 0.003
 
@@ -76,18 +78,19 @@ def parallel(view: View) -> bool | None:
     moves, at = Moves(view), view.first
     if not moves.known or at >= len(view.pairs):
         return None
+    norms = view.ratios("grad_norm")
     updates = moves.update(at), moves.update(at - 1) if at > 0 else None
     if updates[0] is not None and (at == 0 or updates[1] is not None):
-        rest = along(moves.apart(at), [it for it in updates if it is not None])[1]
+        shares, rest = along(moves.apart(at), [it for it in updates if it is not None])
     else:
-        norms = view.ratios("grad_norm")
         at += 1
         if at >= len(view.pairs) or near(norms[at], 1.0, _HARDLY):
             return False if moves.too_far else None
-        basis = [moves.apart(at - 1), moves.update(at), *([moves.update(at - 1)] if at > 1 else [])]
-        rest = along(moves.widened(at), [it for it in basis if it is not None])[1]
-    if rest < _ALIGNED:
-        return True
+        basis = [moves.update(at), moves.apart(at - 1), *([moves.update(at - 1)] if at > 1 else [])]
+        shares, rest = along(moves.widened(at), [it for it in basis if it is not None])
+    off = (norms[at] or math.nan) - 1
+    if rest < _ALIGNED and abs(shares[0] - off) <= _LIKE_NORM * abs(off):
+        return True  # the update has as much more of the gradient as the norm says
     return False if rest > _ANOTHER and moves.clear(at) else None
 
 
@@ -149,7 +152,9 @@ def _predictions(view: View, first: float) -> Mapping[str, tuple[list[float | No
         if min(totals) < 4 * target and target < 4 * max(totals):
             found["target-not-actual"] = ([_over(totals[i], target) for i in at], f"total / {target:.6g}")
     if totals[view.first] > 1:
-        found["divided-already"] = ([_over(1, totals[i]) for i in at], "1 / total")
+        by_ranks = view.ranks > 1 and near(first, view.ranks / totals[view.first], _FIRST)
+        each, words = (view.ranks, "1 / the total for each rank,") if by_ranks else (1, "1 / total")
+        found["divided-already"] = ([_over(each, totals[i]) for i in at], words)
     if view.first == 1:
         said = "this window's total / the last one's"
         found["wrong-window"] = ([_over(totals[i], totals[i - 1]) for i in at], said)

@@ -97,7 +97,8 @@ class View:
         if not held or len(held) < len(self.pairs):
             return None
         if all(a.checksum == b.checksum for a, b in held):
-            return 0.0
+            # Weights that training moves nowhere agree whatever it does.
+            return 0.0 if len({a.checksum for a, _ in held}) > 1 else None
         first, last = held[0][0], held[-1][0]
         if len(held) < 2 or not all(
             first.sketch and len(first.sketch) == len(it.sketch) for pair in held for it in pair
