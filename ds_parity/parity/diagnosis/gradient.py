@@ -117,16 +117,15 @@ def _factors(view: View) -> Iterator[Cause]:
     first = view.ratios("grad_norm")[view.first]
     if not first:
         return
-    found = False
-    for name, (predicted, meaning) in _predictions(view, first).items():
-        if _fits(view, predicted):
-            found = True
-            listed = ", ".join("-" if it is None else f"{it:.4g}" for it in predicted[:5])
-            said = f"gradient norms are {meaning} times the reference's ({listed})"
-            yield Cause(name, Fit.EVERY_STEP if _varies(predicted) else Fit.CONSTANT, said)
-    ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
-    if found or parallel(view) is False:
+    fitting = {name: it for name, it in _predictions(view, first).items() if _fits(view, it[0])}
+    if fitting:
+        listed = ", ".join("-" if it is None else f"{it:.4g}" for it in next(iter(fitting.values()))[0][:5])
+        meanings = ", or ".join(meaning for _, meaning in fitting.values())
+        for name, (predicted, _) in fitting.items():
+            fit = Fit.EVERY_STEP if _varies(predicted) else Fit.CONSTANT
+            yield Cause(name, fit, f"gradient norms are {meanings} times the reference's ({listed})")
         return
+    ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
     if view.first == 0 and len(ratios) > 2 and _fits(view, [first] * len(ratios)):
         said = f"the gradient norm is {first:.5g} times the reference's in all {len(ratios)} steps"
         yield Cause("constant-factor", Fit.CONSTANT, said)

@@ -84,9 +84,7 @@ def explained(diagnosis: Diagnosis, most: int = 3) -> list[str]:
 def how_sure(cause: Cause) -> str:
     """How a cause fits, and how often one with such a fit was right."""
     fit = cause.fit
-    return (
-        f"{cause.likelihood:.0%}: {fit.words}; right in {fit.right} of {fit.named} faults that no rule was written for"
-    )
+    return f"{fit.words}; right in {fit.right} of {fit.named} faults that no rule was written for"
 
 
 def _group(group: Sequence[Cause]) -> Iterator[str]:
@@ -96,7 +94,7 @@ def _group(group: Sequence[Cause]) -> Iterator[str]:
         first.name if len(group) == 1 else f"one of {', '.join(it.name for it in group)} (the record fits them alike)"
     )
     yield f"likely cause ({first.likelihood:.0%}): {names}: {first.evidence}"
-    yield f"    fit: {how_sure(first).partition(': ')[2]}"
+    yield f"    fit: {how_sure(first)}"
     for it in group:
         yield f"    remedy: {it.remedy}" if len(group) == 1 else f"    remedy of {it.name}: {it.remedy}"
 
