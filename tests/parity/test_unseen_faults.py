@@ -48,6 +48,7 @@ def test_a_likelihood_is_no_more_than_what_these_faults_show(found):
     """Each kind of fit was right at least as often as its likelihood says."""
     for name, (right, named) in fits(found).items():
         assert right / named >= Fit[name].likelihood, (name, right, named)
+        assert Fit[name].named >= named, "the numbers beside the fits are of more records than these"
 
 
 def test_the_reference_makes_no_difference_to_what_is_named(found):

@@ -83,8 +83,7 @@ def explained(diagnosis: Diagnosis, most: int = 3) -> list[str]:
 
 def how_sure(cause: Cause) -> str:
     """How a cause fits, and how often one with such a fit was right."""
-    fit = cause.fit
-    return f"{fit.words}; right in {fit.right} of {fit.named} faults that no rule was written for"
+    return f"{cause.fit.words}; {cause.fit.measured}"
 
 
 def _group(group: Sequence[Cause]) -> Iterator[str]:

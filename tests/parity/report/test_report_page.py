@@ -231,8 +231,7 @@ class TestCauses:
 
     def test_how_often_such_a_fit_was_right_stands_beside_it(self):
         said = page(replace(LATE, diagnosis=Diagnosis((ALONE,)))).text
-        fit = ALONE.fit
-        assert f"How sure: {fit.words}; right in {fit.right} of {fit.named} faults" in said
+        assert f"How sure: {ALONE.fit.words}; {ALONE.fit.measured}." in said
 
     def test_an_unknown_cause_comes_with_what_is_certain_and_what_would_tell(self):
         unknown = Diagnosis((), ("agree: loss",), ("clipping", "weights"), ("implicit-clip",), "ds-parity rewrite")
