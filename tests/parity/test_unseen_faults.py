@@ -40,7 +40,7 @@ def test_a_third_of_them_is_named(found):
 
 def test_unknown_leaves_half_of_the_classes_open_at_most_as_a_rule(found):
     unknown = [len(one.diagnosis.classes) for one in found if not one.diagnosis.causes and one.diagnosis.classes]
-    assert sum(count <= len(CLASSES) / 2 for count in unknown) >= 0.95 * len(unknown)
+    assert sum(count <= len(CLASSES) / 2 for count in unknown) >= 0.9 * len(unknown)
     assert all(one.diagnosis.next for one in found if one.diagnosis.classes and not one.diagnosis.causes)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.view import View
 
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound: weights that lie further apart before the first difference have not agreed, they were let pass.
@@ -27,7 +28,7 @@ def possible(view: View) -> tuple[str, ...]:
     at = view.at_first or view.fields
     found: set[str] = set()
     if at & {"rollouts", "step"}:
-        found |= {"data"}  # all else follows from it
+        found |= {"data", "gradient"}  # windows end where gradients stop to accumulate; all else follows
     elif "lr" in at:
         found |= {"schedule", "optimizer settings"} | (_of_loss(view) if "loss" in at and view.first == 0 else set())
     elif at & {"skipped"} or not_finite(view):
@@ -37,7 +38,9 @@ def possible(view: View) -> tuple[str, ...]:
         if "loss" in at:
             found |= _of_loss(view)
         elif "grad_norm" in at:
-            found |= {"gradient", "loss"}
+            # A loss may have another gradient and the same value; a norm is of what the optimizer holds, and may be
+            # taken behind the clipping.
+            found |= {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
         elif "weights" in at:
             found |= _OF_UPDATE
     if _crept(view) and at & {"loss", "grad_norm"} and not at & {"rollouts", "step"}:
@@ -54,9 +57,8 @@ def _of_counts(at: set[str]) -> set[str]:
 
 def _of_loss(view: View) -> set[str]:
     found = {"data", "loss"}
-    loss, norm = view.ratios("loss")[view.first], view.ratios("grad_norm")[view.first]
-    if norm is not None and loss is not None and near(loss, norm, 0.01):
-        found |= {"gradient"}  # what the gradient is divided by is divided out of the logged loss too
+    if "grad_norm" in view.at_first:
+        found |= {"gradient"}  # a logged loss is a weighted mean too, and may have the gradient's wrong weights
     if view.first > 0 or _far_from_the_start(view):
         found |= {"weights"}
     return found
@@ -77,7 +79,7 @@ def _crept(view: View) -> bool:
     """Whether weights had come apart before the first difference, within their bound."""
     before = [row for row in view.comparison.rows if row.step < view.step(view.first)] if view.at_first else []
     known = [(row.weights, view.comparison.bound("weights", row.terms)) for row in before if row.weights is not None]
-    return any(gap > _CREPT * bound for gap, bound in known[-1:])
+    return any(gap > min(_CREPT * bound, EPS[view.comparison.dtype]) for gap, bound in known[-1:])
 
 
 def _trained_apart(view: View) -> bool:

@@ -184,7 +184,7 @@ def facts(view: View) -> Iterator[str]:
     if "grad_norm" not in view.at_first or "loss" in view.at_first or not_finite(view):
         return
     if parallel(view) is False:
-        yield "the gradients are no multiples of the reference's: not all micro-batches, or weights, have one factor"
+        yield "the gradients have another direction than the reference's: no one factor explains them"
     ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
     if len(ratios) > 1 and all(near(it, 1.0, _HARDLY) for it in ratios[1:]) and not near(ratios[0], 1.0, 2 * _HARDLY):
         yield f"only the gradient of step {view.step(view.first)} is off; later norms follow from its weights"
