@@ -41,7 +41,7 @@ SYMPTOMS = {
     "lr-reported-a-step-off": "the learning rate of each step is that of the next one, and everything else agrees",
     "last-backward-only": "on ZeRO 1 and 2 the gradient is that of the last micro-batch",
     "late-boundary": "gradient norms are off, losses agree, and your loop sets the boundary flag itself",
-    "implicit-clip": "loss, learning rate and gradient norm agree, and weights do not, from the first large gradient on",
+    "implicit-clip": "loss, learning rate and gradient norm agree, and weights do not, from a large gradient on",
     "weight-decay": "the same, and weights differ by a share of themselves",
     "lr-in-use": "the same, and updates have the right direction and another length",
     "returned-loss-scaled": "the loss is too small by the number of passes, and weights agree",

@@ -4,6 +4,7 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
@@ -162,6 +163,55 @@ NAMED = {
     ToBf16: "weights-in-bf16",
     ClippedToOne: "implicit-clip",
 }
+
+
+class Start(BaseModel):
+    sketch: tuple[float, ...]
+
+
+class Started(Header):
+    """A header that tells of the weights before the first step."""
+
+    start: Start | None = None
+
+
+def started(run, at):
+    trace = run().trace()
+    header = Started(**trace.header.model_dump(), start=Start(sketch=tuple((SIGNS @ at).tolist())))
+    return Trace(header, trace.steps)
+
+
+class FirstToOne(Run):
+    def entering(self, at, gradient):
+        return gradient / np.linalg.norm(gradient) if at == 0 else gradient
+
+
+class FirstFactor(Run):
+    """The first step alone is off by a factor: the next ones have the reference's gradient."""
+
+    def gradient(self, at, gradient):
+        return gradient * 1.3 if at == 0 else gradient
+
+
+class OtherStart(Run):
+    def kept(self, weights):
+        return weights + OTHER
+
+
+def test_where_headers_tell_the_start_the_first_update_is_read_too():
+    for fault, name in ((FirstToOne, "implicit-clip"), (FirstFactor, "another-divisor")):
+        a, b = started(Run, START), started(fault, START)
+        found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+        assert [cause.name for cause in found.causes] == [name]
+        assert name not in {cause.name for cause in diagnosed(fault).causes}, "without the start it can't be told"
+
+
+def test_other_weights_before_the_first_step_are_the_cause():
+    a, b = started(Run, START), started(OtherStart, START + OTHER)
+    b = Trace(b.header, tuple(one.model_copy(update={"loss": 0.7 * one.step}) for one in b.steps))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert found.causes[0].name == "initial-weights"
+    assert "weights" in found.classes
 
 
 def diagnosed(fault):

@@ -35,7 +35,7 @@ def not_excluded(view: View) -> tuple[str, ...]:
     if "grad_norm" in at and "loss" not in at and parallel(view) is not True:
         # Where bounds are wide, the steps before may be off too.
         wide = view.comparison.bound("grad_norm", 1) > _WIDE
-        return _MIXED if first == 0 else (*_MIXED_LATER, *_MIXED) if wide else _MIXED_LATER
+        return _MIXED if first == 0 else (*_MIXED_LATER, *_MIXED, *_OF_UPDATE) if wide else _MIXED_LATER
     if at == {"weights"}:
         return (*_OF_UPDATE, "resume-loses-optimizer") if first else _OF_UPDATE
     return ()

@@ -34,22 +34,32 @@ def _proof(view: View) -> str:
 
 
 def _loss(view: View) -> Iterator[Cause]:
-    ratios = [ratio for ratio in view.ratios("loss") if ratio is not None]
-    passes = [float(it) for it in view.passes if it]
-    one_factor = len(ratios) > 1 and alike(ratios, max(1e-5, EPS[view.comparison.dtype]))
-    if one_factor and passes and near(1 / ratios[0], max(passes), max(1e-3, EPS[view.comparison.dtype])):
-        said = f"the loss is {ratios[0]:.5g} times the reference's, and windows have {passes[0]:g} passes; "
-        yield Cause("returned-loss-scaled", Fit.CONSTANT, said + _proof(view))
+    factor = _one_factor(view)
+    passes = max(view.passes, default=0)
+    if factor and passes > 1 and near(1 / factor, passes, max(1e-3, EPS[view.comparison.dtype])):
+        said = f"the loss is {factor:.5g} times the reference's, and windows have {passes} passes; {_proof(view)}"
+        yield Cause("returned-loss-scaled", Fit.CONSTANT, said)
         return
-    if one_factor:
-        said = f"the logged loss is {ratios[0]:.5g} times the reference's in every step; {_proof(view)}"
+    if factor:
+        said = f"the logged loss is {factor:.5g} times the reference's in every step; {_proof(view)}"
     elif (share := _smoothed(view)) is not None:
         said = f"the logged loss is a moving average of the reference's, {share:.4g} of it new; {_proof(view)}"
     else:
         said = f"the logged loss differs by no one factor; {_proof(view)}"
     yield Cause("reported-loss", Fit.ALONE, said)
-    if not one_factor:
+    if not factor:
         yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
+
+
+def _one_factor(view: View) -> float | None:
+    """The one factor by which the logged losses are off, if there is one; small losses are rounded as large ones."""
+    pairs = [(a.loss, b.loss) for a, b in view.pairs if a.loss is not None and b.loss is not None]
+    greatest, its = max(pairs, key=lambda pair: abs(pair[0]), default=(0.0, 0.0))
+    if len(pairs) < 2 or not greatest:
+        return None
+    factor = its / greatest
+    allowed = max(1e-5, 2 * view.comparison.bound("loss", 1)) * abs(its)
+    return factor if factor and all(abs(y - factor * x) <= allowed for x, y in pairs) else None
 
 
 def _smoothed(view: View) -> float | None:
