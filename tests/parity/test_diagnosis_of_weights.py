@@ -177,7 +177,8 @@ class Started(Header):
 
 def started(run, at):
     trace = run().trace()
-    header = Started(**trace.header.model_dump(), start=Start(sketch=tuple((SIGNS @ at).tolist())))
+    start = Start(sketch=tuple((SIGNS @ at).tolist()))
+    header = Started(**{**trace.header.model_dump(), "start": start})
     return Trace(header, trace.steps)
 
 
