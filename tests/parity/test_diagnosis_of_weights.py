@@ -167,6 +167,8 @@ NAMED = {
 
 class Start(BaseModel):
     sketch: tuple[float, ...]
+    norm: float
+    dtype: str = "fp32"
 
 
 class Started(Header):
@@ -177,7 +179,7 @@ class Started(Header):
 
 def started(run, at):
     trace = run().trace()
-    start = Start(sketch=tuple((SIGNS @ at).tolist()))
+    start = Start(sketch=tuple((SIGNS @ at).tolist()), norm=float(np.linalg.norm(at)))
     header = Started(**{**trace.header.model_dump(), "start": start})
     return Trace(header, trace.steps)
 
