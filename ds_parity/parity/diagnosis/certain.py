@@ -37,7 +37,7 @@ def _sentences(view: View) -> Iterator[str]:
     yield from updates.facts(view)
     agree = [name for name in _WORDS if name != "step" and view.agrees(name)]
     if agree:
-        yield f"agree in all {len(view.pairs)} steps: {_listed(agree)}"
+        yield f"agree in every common step: {_listed(agree)}"
     loose = "weights" not in view.fields and view.recorded("weights") and not view.weights_tell
     if loose:
         yield "the weights lie within their bound, but they are not much nearer than training moves them: no proof"
