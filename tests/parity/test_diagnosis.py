@@ -382,6 +382,11 @@ def test_a_target_is_not_made_of_a_total_that_is_not_known():
     assert not any("/ 0" in cause.evidence for cause in found)
 
 
+def test_a_step_without_a_norm_does_not_end_the_search_for_a_factor():
+    found = causes(lambda n: {**off(lambda n: 0.37)(n), **({"grad_norm": None, "skipped": True} if n == 3 else {})})
+    assert "constant-factor" in {cause.name for cause in found}
+
+
 def test_a_factor_that_is_not_finite_is_no_factor():
     found = diagnosed(lambda n: {"loss": math.nan, "grad_norm": math.nan} if n > 2 else {})
     assert not any("nan" in cause.evidence.lower() and "times" in cause.evidence for cause in found.causes)

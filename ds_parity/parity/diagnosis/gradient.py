@@ -126,7 +126,7 @@ def _factors(view: View) -> Iterator[Cause]:
             yield Cause(name, fit, f"gradient norms are {meanings} times the reference's ({listed})")
         return
     ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
-    if view.first == 0 and len(ratios) > 2 and _fits(view, [first] * len(ratios)):
+    if view.first == 0 and len(ratios) > 2 and _fits(view, [first] * (len(view.pairs) - view.first)):
         said = f"the gradient norm is {first:.5g} times the reference's in all {len(ratios)} steps"
         yield Cause("constant-factor", Fit.CONSTANT, said)
     elif parallel(view):

@@ -81,10 +81,12 @@ def _of_weights(view: View, moves: Moves) -> Iterator[Cause]:
     by_rate = [share / rate for share, rate in zip(shares, rates, strict=True) if rate]
     # In the gradient of SGD, decay is carried on by momentum: to the second step up to twice as much of it.
     carried = len(by_rate) > 1 and all(1.0 < y / x <= 2.0 for x, y in pairwise(by_rate))
-    if alike(by_rate, _SHARE) or carried:
-        yield Cause("weight-decay", Fit.DIRECTION, f"{said}, {abs(by_rate[0]):.4g} * LR {_less(shares[0])}")
-    if alike(shares, _SHARE):
-        yield Cause("weights-scaled-by-hand", Fit.DIRECTION, f"{said}, whatever the LR")
+    decay, by_hand = alike(by_rate, _SHARE) or carried, alike(shares, _SHARE)
+    said += f", {abs(by_rate[0]):.4g} * LR {_less(shares[0])}" if decay else ", whatever the LR"
+    if decay:
+        yield Cause("weight-decay", Fit.DIRECTION, said)
+    if by_hand:
+        yield Cause("weights-scaled-by-hand", Fit.DIRECTION, said)
 
 
 def _less(share: float) -> str:
@@ -220,6 +222,8 @@ def gradient_scaled(view: View, moves: Moves) -> float | None:
 def _of_rounding(view: View, moves: Moves) -> Iterator[Cause]:
     """Weights that are as far away in every step as rounding to bf16 takes them."""
     norms = [pair[0].weights.norm for pair in view.pairs if pair[0].weights is not None]
+    if not all(norms):
+        return
     size = len(moves.reference(0)) ** 0.5
     shares = [float(np.linalg.norm(moves.apart(at))) / size / norms[at] for at in range(view.first, len(norms))]
     # The root mean square of rounding errors of 8 bits: 2^-8 / sqrt(3), over that of a mantissa, about 1.5. A sketch
