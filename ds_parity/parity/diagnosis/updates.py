@@ -14,6 +14,7 @@ import numpy as np
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.update_factors import factors_of, first_known, fits, predicted
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 _ALIGNED = 0.03
@@ -40,8 +41,8 @@ def facts(view: View) -> Iterator[str]:
     moves = Moves(view)
     if not only_update(view) or not moves.known:
         return
-    first = _first(view, moves)
-    factors, scaled = _factors(view, moves, first), gradient_scaled(view, moves)
+    first = first_known(view, moves)
+    factors, scaled = factors_of(view, moves, first), gradient_scaled(view, moves)
     if factors and not all(near(it, 1.0, 0.005) for it in factors):
         listed = ", ".join(f"{it:.4g}" for it in factors[:5])
         said = f"from step {view.step(first)} on the updates have the reference's direction"
@@ -95,61 +96,15 @@ def _less(share: float) -> str:
 
 def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
     """The whole update, momentum included, is some times as large: what an LR does that is not the logged one."""
-    first = _first(view, moves)
-    factors = _factors(view, moves, first)
+    first = first_known(view, moves)
+    factors = factors_of(view, moves, first)
     if not factors or all(near(it, 1.0, 0.005) for it in factors):
         return
     listed = ", ".join(f"{it:.4g}" for it in factors[:4])
     said = f"{_said(view)}: from step {view.step(first)} on the updates are {listed} times the reference's"
-    found = [name for name, predicted in _predicted(view, first, len(factors)).items() if _fits(factors, predicted)]
+    found = [name for name, expected in predicted(view, first, len(factors)).items() if fits(factors, expected)]
     for name in found:
         yield Cause(name, Fit.EVERY_STEP, f"{said}, as predicted")
-
-
-def _first(view: View, moves: Moves) -> int:
-    """The first step that differs and whose update is known."""
-    return view.first if moves.update(view.first) is not None else 1
-
-
-def _factors(view: View, moves: Moves, first: int) -> list[float]:
-    """By which factors the updates are off, if all of them have the reference's direction; later ones by about."""
-    factors = []
-    for at in range(first, len(view.pairs)):
-        update = moves.update(at)
-        assert update is not None
-        (share,), rest = along(moves.widened(at), [update])
-        if not rest < (_ALIGNED if at == view.first else _ABOUT):
-            return []
-        factors.append(1 + share)
-    return factors
-
-
-def _fits(factors: list[float], predicted: list[float]) -> bool:
-    return (
-        len(factors) > 1
-        and len(predicted) == len(factors)
-        and all(abs(f - p) <= 0.1 * abs(p - 1) for f, p in zip(factors, predicted, strict=True))
-    )
-
-
-def _predicted(view: View, first: int, count: int) -> dict[str, list[float]]:
-    """Return the factors of the updates from the step `first` on, by cause; Adam's for its usual betas."""
-    at = range(first, first + count)
-    rates = [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs]
-    found: dict[str, list[float]] = {}
-    if view.first == 0:
-        found["adam-without-bias-correction"] = [1 / _corrected(it + 1) for it in at]
-    if view.first > 0:
-        # The count of steps begins anew, with the moments that there are.
-        found["adam-step-count"] = [_corrected(it - first + 1) / _corrected(it + 1) for it in at]
-    if all(rates) and first > 0 and len(set(rates)) > 1:
-        found["lr-in-use"] = [rates[it - 1] / rates[it] for it in at]
-    return found
-
-
-def _corrected(step: int, betas: tuple[float, float] = (0.9, 0.999)) -> float:
-    """By what Adam's correction of the biases multiplies an update of uncorrected moments."""
-    return float(np.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step))
 
 
 def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
