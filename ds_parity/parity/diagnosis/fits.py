@@ -9,7 +9,7 @@ class Fit(Enum):
     """What of the record a cause predicts: in words, and how often a cause with such a fit was right.
 
     Right and all of those named, in faults that no rule was written for: half 0 of `tests/hard/blind_faults`, against
-    the torch reference and against the clean loop, fp32 on ZeRO 1 and 3 (measured by
+    the torch reference and against the clean loop, fp32 on ZeRO 1 and 3, bf16 on ZeRO 2 (by
     `tests/hard/blind_faults/judged.py`). A fault counts once, however many of these records it was named in.
     """
 

@@ -122,8 +122,9 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
     following = None
     if at + 1 < len(view.pairs) and rates[at + 1]:
         (share,), rest = along(moves.widened(at + 1), [moves.apart(at)])
-        following = share * rates[at] / rates[at + 1] if rest < _ABOUT else 0.0
-    lost = 0 < momentum <= 1.001 and (following is None or near(following, momentum, 0.1))
+        following = share * rates[at] / rates[at + 1] if rest < _ABOUT else None
+    # Another momentum would have shown in the second step already.
+    lost = 0 < momentum <= 1.001 and (at > 1 or following is None or near(following, momentum, 0.1))
     if lost:
         yield Cause("resume-loses-optimizer", Fit.DIRECTION, said)
     if at == 1 and (following is None or not lost):
