@@ -73,13 +73,12 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
 def _shown(outcome: Outcome) -> str:
     from rich.console import Console
 
-    from ds_parity.parity.report.terminal import causes, render, verdict
+    from ds_parity.parity.report.terminal import explained, render, verdict
 
     written = StringIO()
     Console(width=120, file=written).print(render(outcome.comparison))
-    explained = causes(outcome.causes)
     table = written.getvalue().rstrip()
-    return "\n".join([outcome.title, table, verdict(outcome.comparison), *explained])
+    return "\n".join([outcome.title, table, verdict(outcome.comparison), *explained(outcome.diagnosis)])
 
 
 def _compare_with_golden(outcome: Outcome, golden: Path, *, update: bool) -> None:
@@ -101,7 +100,7 @@ def _compare_with_golden(outcome: Outcome, golden: Path, *, update: bool) -> Non
     comparison = compare(kept, trace, Tier.REASSOCIATED, outcome.scenario.dtype)
     if not comparison.equal:
         against_golden = replace(
-            outcome, reference=f"golden {golden}", comparison=comparison, causes=diagnose(kept, trace, comparison)
+            outcome, reference=f"golden {golden}", comparison=comparison, diagnosis=diagnose(kept, trace, comparison)
         )
         commit = (kept.header.versions or {}).get("commit", "unknown")
         pytest.fail(

@@ -27,6 +27,7 @@ SYMPTOMS = {
     "divided-already": "the gradient norm is the right one divided by the rollouts or tokens of the step",
     "sum-over-ranks": "the gradient norm is the right one times or divided by the number of ranks",
     "constant-factor": "the gradient norm is wrong by the same factor in all steps",
+    "another-divisor": "the gradients have the right direction, and another length in every step",
     "mean-of-micro-batches": "gradient norms are wrong by a different factor in every step, and losses agree",
     "term-by-another": "the means of all loss terms agree, and loss and gradient norm do not",
     "term-of-last-window": "the means of all loss terms agree; from the second step on, loss and gradient norm do not",
@@ -40,16 +41,25 @@ SYMPTOMS = {
     "scheduler-per-pass": "the learning rate changes with every pass, and not with every step",
     "scheduler-budget-in-passes": "the learning rate hardly changes",
     "scheduler-on-skipped-step": "the learning rate changes in a step that an overflow skipped",
+    "no-scheduler": "the learning rate does not change",
+    "schedule-off-by-steps": "the learning rates are those of other steps, from the first step or from a resume on",
+    "scheduler-stepped-often": "the learning rate changes two or more times too fast",
+    "base-lr": "the learning rate is wrong by the same factor in all steps",
     "lr-reported-a-step-off": "the learning rate of each step is that of the next one, and everything else agrees",
     "last-backward-only": "on ZeRO 1 and 2 the gradient is that of the last micro-batch",
     "late-boundary": "gradient norms are wrong, losses agree, and your loop sets the boundary flag itself",
-    "implicit-clip": "loss, learning rate and gradient norm agree, and weights do not",
+    "implicit-clip": "loss, learning rate and gradient norm agree, and weights do not, from a large gradient on",
+    "weight-decay": "loss, learning rate and gradient norm agree, and weights differ by a share of themselves",
+    "lr-in-use": "updates have the right direction and another length, and learning rate and gradient norm agree",
     "returned-loss-scaled": "the loss is the right one divided by the number of passes, and weights agree",
     "metrics-mean-of-ranks": "the reported loss is wrong, and gradient norm and weights agree",
+    "reported-norm": "the reported gradient norm is wrong, and weights agree",
     "resume-resets-schedule": "all agrees up to a resume, and then the learning rate begins again",
     "resume-resets-window": "all agrees up to a resume, and then windows begin at other rollouts",
-    "resume-loses-optimizer": "all agrees up to a resume, and then weights differ",
+    "resume-loses-optimizer": "all agrees up to a resume, and then weights differ by the momentum",
+    "adam-step-count": "all agrees up to a resume, and then Adam's updates are longer, less so with every step",
     "resume-repeats-data": "all agrees up to a resume, and then the tokens of step 1 appear again",
+    "initial-weights": "weights are far apart after step 1, and stay as far apart",
     "data-or-seed": "step 1 has the same learning rate and rollouts, and another loss",
 }
 STEPS = 3
@@ -86,7 +96,7 @@ def keys() -> str:
 
 def symptoms() -> str:
     """Return the table from what a reader sees to the cause and its remedy."""
-    rows = ["| you see | likely cause | what to do |", "|---|---|---|"]
+    rows = ["| you see | possible cause | what to do |", "|---|---|---|"]
     rows += [f"| {seen} | *{name}* | {REMEDIES[name]} |" for name, seen in SYMPTOMS.items()]
     return "\n".join(rows) + "\n"
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ds_parity.cli.console import leave, plain, plain_causes, print_json, show, verdict
+from ds_parity.cli.console import leave, plain, print_json, show, verdict
 from ds_parity.cli.options import TRACES, Json, Junit, Report
 from ds_parity.errors import ConfigError
 
@@ -47,7 +47,7 @@ def compare(
     from ds_parity.parity.comparison.compare import compare as compared
     from ds_parity.parity.comparison.implied import implied
     from ds_parity.parity.comparison.verdicts import verdict_of, within_rounding
-    from ds_parity.parity.diagnosis import diagnose
+    from ds_parity.parity.diagnosis import NOTHING, diagnose
     from ds_parity.trace.foreign import open_pair
 
     reports.check(report, junit)
@@ -61,15 +61,15 @@ def compare(
     why = "asked for" if tier else f"implied by the headers: {given.because}"
     result = compared(a, b, chosen, kind)
     rounding = within_rounding(result, lambda: compared(a, b, Tier.REASSOCIATED, kind))
-    causes = () if rounding is not None else diagnose(a, b, result)
+    diagnosis = NOTHING if rounding is not None else diagnose(a, b, result)
     words = verdict_of(result, rounding)
     if as_json:
         more = {"verdict": words, "within_rounding": result.equal or rounding is not None, "tier_because": why}
-        print_json({**plain(result), **more, "causes": plain_causes(causes)})
+        print_json({**plain(result), **more, **diagnosis.plain()})
     else:
-        show(result, f"{candidate} against {reference}, {chosen} tier ({why})", causes)
+        show(result, f"{candidate} against {reference}, {chosen} tier ({why})", diagnosis)
         verdict(result.equal, words)
     if report or junit:
         sides = reports.Side(a, str(reference)), reports.Side(b, str(candidate))
-        leave(reports.of_traces(result, *sides, causes), report, junit)
+        leave(reports.of_traces(result, *sides, diagnosis), report, junit)
     raise typer.Exit(0 if result.equal else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 if TYPE_CHECKING:
     from ds_parity.parity.comparison.compare import Comparison
-    from ds_parity.parity.diagnosis import Cause
+    from ds_parity.parity.diagnosis import Diagnosis
     from ds_parity.parity.report import Contents
 
 # A pipe has no width of its own, and 80 columns would cut numbers short.
@@ -38,25 +38,20 @@ def progress(total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, title: bar.update(task, completed=done, description=title)
 
 
-def show(comparison: Comparison, title: str, explained: Sequence[Cause] = ()) -> None:
+def show(comparison: Comparison, title: str, diagnosis: Diagnosis | None = None) -> None:
     """Print a comparison's table, its verdict and what explains it."""
     from ds_parity.parity.report import terminal
 
     out.print(f"\n{title}", style="bold", markup=False, highlight=False, soft_wrap=True)
     out.print(terminal.render(comparison))
     out.print(terminal.verdict(comparison), markup=False, highlight=False, soft_wrap=True)
-    for line in terminal.causes(explained):
+    for line in terminal.explained(diagnosis) if diagnosis else ():
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def verdict(good: bool, sentence: str) -> None:
     """Print the last line: PASS or FAIL."""
     out.print(("PASS: " if good else "FAIL: ") + sentence, style="bold green" if good else "bold red", highlight=False)
-
-
-def plain_causes(causes: Sequence[Cause]) -> list[dict[str, Any]]:
-    """Return causes as plain values."""
-    return [{**asdict(cause), "remedy": cause.remedy} for cause in causes]
 
 
 def plain(comparison: Comparison) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_parity.cli.console import leave, out, plain, plain_causes, print_json, progress, show, verdict
+from ds_parity.cli.console import leave, out, plain, print_json, progress, show, verdict
 from ds_parity.cli.options import (
     Folder,
     Json,
@@ -99,7 +99,7 @@ def _print(verified: Verification, folder: Path, as_json: bool) -> None:
                 "equal": verified.equal,
                 "sentence": verified.sentence,
                 "outcomes": {
-                    outcome.title: {**plain(outcome.comparison), "causes": plain_causes(outcome.causes)}
+                    outcome.title: {**plain(outcome.comparison), **outcome.diagnosis.plain()}
                     for outcome in verified.outcomes
                 },
                 "left_out": [str(reason) for reason in verified.left_out],
@@ -108,7 +108,7 @@ def _print(verified: Verification, folder: Path, as_json: bool) -> None:
         )
         return
     for outcome in verified.outcomes:
-        show(outcome.comparison, outcome.title, outcome.causes)
+        show(outcome.comparison, outcome.title, outcome.diagnosis)
     for reason in verified.left_out:
         out.print(f"left out: {reason}", markup=False, soft_wrap=True)
     out.print(f"ran on: {verified.accelerator}", markup=False, highlight=False, soft_wrap=True)

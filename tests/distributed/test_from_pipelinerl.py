@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis import diagnose
+from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.trace import read_trace
 from tests.distributed.sets import on_two_ranks
 
@@ -132,10 +132,10 @@ class TestAsFound:
         assert as_found[0] * PASSES == right[0]
         assert [norm * PASSES for norm in as_found] == pytest.approx(right, rel=1e-3)
         reference, candidate = runs.trace("before"), runs.trace("found")
-        cause = diagnose(reference, candidate, compare(reference, candidate, Tier.REASSOCIATED))[0]
-        assert cause.name == "divided-already"
-        said = f"in step 1 the gradient norm is {1 / PASSES} times the reference's, 1 / {PASSES}: the total"
-        assert cause.evidence == said
+        found = diagnose(reference, candidate, compare(reference, candidate, Tier.REASSOCIATED))
+        # Windows have as many rollouts as passes, so that the record fits both.
+        assert "divided-already" in {cause.name for cause in grouped(found.causes)[0]}
+        assert "gradient norms are 1 / total times the reference's" in found.causes[0].evidence
 
     def test_so_the_clipping_threshold_is_another_and_so_are_the_weights(self, runs):
         clipped = [norm > CLIPPING for norm in runs.norms("found")]

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from ds_parity.errors import ConfigError
-from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.diagnosis import Cause, Diagnosis, Fit
 from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
 from ds_parity.parity.verification import control_tables
 from ds_parity.parity.verification.control_runs import ControlFinding, chosen, good, planned_runs
@@ -129,7 +129,7 @@ class TestVerdict:
 
     def test_is_told_in_words(self, fault, clean, missed, alarm):
         assert control_tables.summary([fault, clean, missed, alarm]).startswith(
-            "1 of 2 faults caught, 1 named first; 1 false alarms in 2 clean runs"
+            "1 of 2 faults caught, 1 named, 0 unknown and among those not excluded; 1 false alarms in 2 clean runs"
         )
         shown = control_tables.plain([missed])
         assert (shown[0]["caught"], shown[0]["clean"]) == (False, False)
@@ -137,7 +137,9 @@ class TestVerdict:
 
 @pytest.fixture
 def fault():
-    return ControlFinding("idle-nan", "tokens", None, (Cause("zero-denominator", 0.5, "x"),), raised="KeyError: 1")
+    return ControlFinding(
+        "idle-nan", "tokens", None, Diagnosis((Cause("zero-denominator", Fit.PATTERN, "x"),)), raised="KeyError: 1"
+    )
 
 
 @pytest.fixture

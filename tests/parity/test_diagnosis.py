@@ -1,7 +1,8 @@
-"""A difference is explained by its numbers, with the remedy; without a difference there is nothing to explain."""
+"""A cause is named where it predicts the record; otherwise it is said what is certain, and what is left open."""
 
 import math
 import re
+from hashlib import sha256
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis import Cause, diagnose, grouped
+from ds_parity.parity.diagnosis import CLASSES, Cause, Fit, diagnose, grouped, kind_of
 from ds_parity.parity.diagnosis.causes import REMEDIES
 from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
 from ds_parity.trace import Header, StepRecord, Trace, Weights
@@ -17,6 +18,12 @@ from ds_parity.trace import Header, StepRecord, Trace, Weights
 ROLLOUTS = (13, 14, 13, 8, 12, 7)
 LR = (0.025, 0.0275, 0.03, 0.0325, 0.035, 0.0375)
 NORMS = (0.9, 0.7, 1.4, 0.8, 1.1, 0.6)
+
+
+def weights(number, apart=0.0):
+    """Weights that every step moves by one in the first of 16 directions, and `apart` in the second."""
+    sketch = (float(number), apart, *[1.0] * 14)
+    return Weights(checksum=sha256(repr(sketch).encode()).hexdigest(), norm=1000.0, sketch=sketch)
 
 
 def step(number, **changed):
@@ -31,7 +38,7 @@ def step(number, **changed):
         "loss": 0.5 + at,
         "lr": (LR[at],),
         "grad_norm": NORMS[at],
-        "weights": Weights(checksum="a" * 64, norm=10.0 + at, sketch=(1.0, 2.0)),
+        "weights": weights(number),
         "metrics": {"reward": 0.25 * (at % 3)},
     }
     return StepRecord(step=number, **{**figures, **changed})
@@ -42,23 +49,30 @@ def trace(change=lambda number: {}, steps=6, engine="ds_parity", ranks=2, seed=1
     return Trace(header, tuple(step(number, **change(number)) for number in range(1, steps + 1)))
 
 
-def causes(change, *, reference=lambda number: {}, **options):
+def diagnosed(change, *, reference=lambda number: {}, **options):
     ranks = options.get("ranks", 2)
     a, b = trace(reference, engine="torch", ranks=1), trace(change, **options)
     assert b.header.ranks == ranks
     return diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
 
 
-def off(factor):
-    """The gradient norm off by a factor, and the weights from the first step on in which it is."""
+def causes(change, **options):
+    return diagnosed(change, **options).causes
+
+
+def trained(change):
+    """The change, and other weights from the first step on that has one."""
 
     def changed(number):
-        found = {"grad_norm": NORMS[number - 1] * factor(number)}
-        if any(factor(earlier) != 1.0 for earlier in range(1, number + 1)):
-            found["weights"] = Weights(checksum="b" * 64, norm=20.0 + number)
-        return found
+        first = next((n for n in range(1, number + 1) if change(n)), None)
+        return change(number) if first is None else {"weights": weights(number, number - first + 1.0), **change(number)}
 
     return changed
+
+
+def off(factor):
+    """The gradient norm off by a factor, and the weights from the first step on in which it is."""
+    return trained(lambda n: {"grad_norm": NORMS[n - 1] * factor(n)} if factor(n) != 1.0 else {})
 
 
 def total(number):
@@ -70,7 +84,7 @@ def scaled(factor, **others):
 
     def changed(number):
         found = {"loss": (0.5 + number - 1) * factor(number), "grad_norm": NORMS[number - 1] * factor(number)}
-        found |= {"weights": Weights(checksum="b" * 64, norm=20.0 + number)}
+        found |= {"weights": weights(number, float(number))}
         return found | {name: value(number) for name, value in others.items()}
 
     return changed
@@ -80,9 +94,11 @@ def held(*rollouts, passes=None):
     return lambda n: {
         "rollouts": rollouts[n - 1],
         "passes": passes[n - 1] if passes else 4,
-        "grad_norm": 0.3,
-        "loss": 9.0,
-        "tokens": 1,
+        **(
+            {"grad_norm": 0.3, "loss": 9.0, "tokens": 1, "weights": weights(n, 1.0)}
+            if rollouts[:n] != ROLLOUTS[:n]
+            else {}
+        ),
     }
 
 
@@ -117,6 +133,12 @@ def of_terms(policy=lambda n: 1.0, kl=lambda n: 1.0):
     return changed
 
 
+def idle_at_odd(number):
+    """No update where ranks idle, which is in every second step."""
+    lost = trained(lambda n: {"grad_norm": None, "skipped": True} if n % 2 else {})
+    return {"idle_passes": number % 2, **lost(number)}
+
+
 def over_tokens(number):
     return ROLLOUTS[number - 1] / TOKENS[number - 1]
 
@@ -138,37 +160,66 @@ CASES = {
     "idle-counted": (off(lambda n: total(n) / (total(n) + 70 * (2 + (n - 1) % 2))), {}),
     "target-not-actual": (off(lambda n: total(n) / 1200), {}),
     "wrong-window": (off(lambda n: 1.0 if n == 1 else total(n) / total(n - 1)), {}),
-    "running-total": (off(lambda n: (1.9, 2.7, 3.2, 1.5, 1.4, 2.0)[n - 1]), {}),
-    "last-backward-only": (off(lambda n: (0.5, 0.9, 0.8, 1.1, 0.6, 0.7)[n - 1]), {}),
-    "mean-of-micro-batches": (off(lambda n: (1.02, 0.9, 1.4, 0.9, 1.2, 1.1)[n - 1]), {}),
-    "aux-term-scaled-apart": (off(lambda n: (1.001, 0.97, 1.07, 0.96, 1.03, 1.02)[n - 1]), {}),
-    "sticky-boundary": (off(lambda n: (1.0, 0.9, 1.2, 1.0, 0.75, 0.9)[n - 1]), {}),
-    "mid-window-checkpoint": (off(lambda n: (1.0, 0.9, 1.001, 1.002, 0.999, 1.0)[n - 1]), {}),
-    "implicit-clip": (lambda n: {"weights": Weights(checksum="b" * 64, norm=99.0)} if n > 2 else {}, {}),
-    "clip-at-wrong-scale": (lambda n: {"weights": Weights(checksum="b" * 64, norm=99.0)}, {}),
-    "idle-nan": (lambda n: {"grad_norm": None, "skipped": True}, {}),
-    "scheduler-per-pass": (lambda n: {"lr": (0.0325 + 0.01 * (n - 1),)}, {}),
-    "base-lr": (lambda n: {"lr": (LR[n - 1] * 1.5,)}, {}),
-    "scheduler-budget-in-passes": (lambda n: {"lr": (0.025 + 0.0025 / 4 * (n - 1),)}, {}),
-    "scheduler-per-outer-step": (lambda n: {"lr": (0.025 + 0.0025 * ((n - 1) // 2),)}, {}),
+    "idle-nan": (idle_at_odd, {}),
+    "scheduler-per-pass": (trained(lambda n: {"lr": (0.0325 + 0.01 * (n - 1),)}), {}),
+    "scheduler-stepped-often": (trained(lambda n: {"lr": (0.025 + 0.0075 * (n - 1),)} if n > 1 else {}), {}),
+    "no-scheduler": (trained(lambda n: {"lr": (0.05,)}), {}),
+    "lr-rounded": (trained(lambda n: {"lr": (round(LR[n - 1], 3),)} if round(LR[n - 1], 3) != LR[n - 1] else {}), {}),
+    "schedule-off-by-steps": (trained(lambda n: {"lr": ((*LR, 0.04)[n],)}), {}),
+    "base-lr": (trained(lambda n: {"lr": (LR[n - 1] * 1.5,)}), {}),
+    "group-lr": (
+        trained(lambda n: {"lr": (LR[n - 1], 2 * LR[n - 1])}),
+        {"reference": lambda n: {"lr": (LR[n - 1], LR[n - 1])}},
+    ),
+    "scheduler-budget-in-passes": (trained(lambda n: {"lr": (0.025 + 0.0025 / 4 * (n - 1),)} if n > 1 else {}), {}),
+    "schedule-too-long": (trained(lambda n: {"lr": (0.025 + 0.0025 / 3 * (n - 1),)} if n > 1 else {}), {}),
+    "scheduler-per-outer-step": (trained(lambda n: {"lr": (0.025 + 0.0025 * ((n - 1) // 2),)} if n > 1 else {}), {}),
+    "resume-resets-schedule": (trained(lambda n: {"lr": (LR[n - 4],)} if n > 3 else {}), {}),
     "lr-reported-a-step-off": (lambda n: {"lr": ((*LR, 0.04)[n],)}, {}),
+    "reported-lr": (lambda n: {"lr": (0.5,)}, {}),
     "returned-loss-scaled": (lambda n: {"loss": (0.5 + n - 1) / 4}, {}),
-    "metrics-mean-of-ranks": (lambda n: {"loss": (0.6, 1.2, 2.9, 3.1, 4.4, 5.6)[n - 1]}, {}),
+    "reported-loss": (lambda n: {"loss": (0.6, 1.2, 2.9, 3.1, 4.4, 5.6)[n - 1]}, {}),
+    "reported-norm": (lambda n: {"grad_norm": NORMS[n - 1] ** 2}, {}),
+    "reported-counts": (lambda n: {"tokens": 7}, {}),
     "nan-in-metric-reduce": (lambda n: {"metrics": {"reward": math.nan}}, {}),
-    "accuracy-of-means": (lambda n: {"metrics": {"reward": 0.3 * (n % 3)}}, {}),
-    "data-or-seed": (lambda n: {"loss": 7.0 * n, "grad_norm": 3.0 / n}, {"seed": 2}),
+    "reported-metric": (lambda n: {"metrics": {"reward": 0.3 * (n % 3)}}, {}),
+    "data-or-seed": (trained(lambda n: {"loss": 7.0 * n, "grad_norm": 3.0 / n}), {"seed": 2}),
     "partial-window-leak": (lambda n: {}, {"steps": 5}),
-    "boundary-off-by-one": (held(2, 14, 13, 8, 12, 7, passes=(1, 4, 4, 4, 4, 4)), {}),
-    "equality-boundary": (held(48, 7, passes=(16, 3)), {"steps": 2}),
-    "local-count": (held(26, 27, 14), {"steps": 3}),
-    "resume-resets-window": (held(13, 14, 13, 12, 9, 6, passes=(4, 4, 5, 4, 3, 2)), {}),
-    "resume-resets-schedule": (lambda n: {"lr": (LR[n - 1 - 2 * (n > 2)],)}, {}),
-    "resume-loses-optimizer": (
-        lambda n: {"weights": Weights(checksum="b" * 64, norm=99.0)} if n > 1 else {},
+    "boundary-off-by-one": (
+        held(2, 12, 12, 12, 12, 12, passes=(1, 4, 4, 4, 4, 4)),
+        {"reference": lambda n: {"rollouts": 12}},
+    ),
+    "boundary-a-pass-late": (
+        held(15, 12, 12, 12, 12, 9, passes=(5, 4, 4, 4, 4, 3)),
+        {"reference": lambda n: {"rollouts": 12}},
+    ),
+    "equality-boundary": (held(40, 27, passes=(12, 8)), {"steps": 2}),
+    "local-count": (held(27, 21, 19), {"steps": 3}),
+    "counter-drift": (held(13, 14, 10, 11, 14, 5), {}),
+    "resume-resets-window": (held(13, 14, 14, 12, 12, 2, passes=(4, 4, 5, 4, 3, 2)), {}),
+    "resume-repeats-data": (
+        trained(
+            lambda n: (
+                {"loss": 0.52 + n - 4, "grad_norm": NORMS[n - 4], "tokens": 100 * ROLLOUTS[n - 4]} if n > 3 else {}
+            )
+        ),
         {},
     ),
-    "resume-repeats-data": (lambda n: {"loss": 0.52 + n - 4, "grad_norm": NORMS[n - 4]} if n > 3 else {}, {}),
     "silent-truncation": (held(12, 12, 12, 8, 12, 6, passes=(4, 5, 4, 3, 4, 3)), {}),
+}
+OF_NORMS = {"loss", "gradient", "clipping", "optimizer settings"}
+# What leaves no number of its own: the classes that are left open, and known faults among what is not excluded.
+UNKNOWN = {
+    "running-total": (off(lambda n: (1.9, 2.7, 3.2, 1.5, 1.4, 2.0)[n - 1]), OF_NORMS),
+    "last-backward-only": (off(lambda n: (0.5, 0.9, 0.8, 1.1, 0.6, 0.7)[n - 1]), OF_NORMS),
+    "mean-of-micro-batches": (off(lambda n: (1.02, 0.9, 1.4, 0.9, 1.2, 1.1)[n - 1]), OF_NORMS),
+    "sticky-boundary": (off(lambda n: (1.0, 0.9, 1.2, 1.01, 0.75, 0.9)[n - 1]), OF_NORMS | {"weights"}),
+    "mid-window-checkpoint": (off(lambda n: (1.0, 0.9, 1.001, 1.002, 0.999, 1.001)[n - 1]), OF_NORMS | {"weights"}),
+    "mixed-weights": (trained(lambda n: {"loss": 0.1 * n * n, "grad_norm": 3.0 / n}), {"data", "loss", "gradient"}),
+    "implicit-clip": (
+        lambda n: {"weights": weights(n, 1.0)} if n > 2 else {},
+        {"clipping", "optimizer settings", "schedule", "weights"},
+    ),
 }
 
 
@@ -177,7 +228,26 @@ def test_the_first_cause_is_the_fault_that_was_put_in(name):
     change, options = CASES[name]
     found = causes(change, **options)
     assert found, "a difference without a cause"
-    assert found[0].name == name, [(cause.name, cause.likelihood) for cause in found]
+    assert name in {cause.name for cause in grouped(found)[0]}, [(cause.name, cause.evidence) for cause in found]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_fault_without_a_number_of_its_own_is_unknown_with_what_is_certain(name):
+    change, classes = UNKNOWN[name]
+    found = diagnosed(change)
+    assert found.causes == ()
+    assert set(found.classes) == classes
+    assert name in found.not_excluded
+    assert found.certain[0].startswith("first to differ, in step ")
+    assert any(one.startswith("agree in every common step: ") for one in found.certain)
+    assert "ds-parity " in found.next
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cause_belongs_to_a_class_that_the_record_leaves_open(name):
+    change, options = CASES[name]
+    found = diagnosed(change, **options)
+    assert {cause.kind for cause in grouped(found.causes)[0]} & set(found.classes), found
 
 
 @pytest.mark.parametrize(
@@ -202,7 +272,7 @@ def test_a_factor_that_is_the_same_in_all_steps_may_be_a_coefficient():
 
     found = causes(even(of_terms(kl=lambda n: 2.0)), reference=even(of_terms()))
     blamed = [cause for cause in found if cause.name == "term-by-another"]
-    assert all(cause.likelihood < 0.5 and "coefficient" in cause.evidence for cause in blamed), blamed
+    assert all(cause.fit is Fit.CONSTANT and "coefficient" in cause.evidence for cause in blamed), blamed
 
 
 def test_no_term_is_blamed_where_the_metrics_are_no_terms_of_the_loss():
@@ -232,7 +302,8 @@ def test_a_schedule_that_moves_on_a_skipped_step_is_named():
     def behind(n):
         return {**skipped(n), "lr": (LR[n - 1 - (n > 2)],)}
 
-    found = causes(skipped, reference=behind)
+    ahead = trained(lambda n: {"lr": (LR[n - 1],)} if n > 2 else {})
+    found = causes(lambda n: {**skipped(n), **ahead(n)}, reference=behind)
     assert found[0].name == "scheduler-on-skipped-step"
 
 
@@ -243,30 +314,27 @@ def test_an_lr_that_is_told_a_step_late_is_named_and_one_that_trains_so_is_not()
         return {"lr": (LR[max(n - 2, 0)],)}
 
     assert causes(late)[0].name == "lr-reported-a-step-off"
-    found = causes(lambda n: {**late(n), "grad_norm": NORMS[n - 1] * (1.0 if n < 3 else 1.1)})
+    found = causes(trained(lambda n: late(n) if n > 1 else {}))
     assert found
     assert "lr-reported-a-step-off" not in [cause.name for cause in found]
 
 
 def test_an_lr_is_told_off_by_a_step_only_as_surely_as_what_was_compared_shows():
-    """A real shift moves weights at once, a loss of four digits hardly; an LR alone shows nothing."""
+    """A real shift moves weights at once; where they were not recorded, the record fits both."""
 
     def told(n):
         return {"lr": ((*LR, 0.04)[n],)}
 
-    for absent, name in (
-        (("weights",), "lr-reported-a-step-off"),
-        (("weights", "grad_norm"), "scheduler-per-pass"),
-        (("weights", "grad_norm", "loss"), "scheduler-per-pass"),
-    ):
+    for absent in (("weights",), ("weights", "grad_norm"), ("weights", "grad_norm", "loss")):
         found = causes(
             lambda n, absent=absent: {**told(n), **dict.fromkeys(absent)},
             reference=lambda n, absent=absent: dict.fromkeys(absent),
         )
-        assert found[0].name == name, absent
-        evidence = [cause.evidence for cause in found if cause.name == "lr-reported-a-step-off"]
-        assert bool(evidence) == (len(absent) < 3)
-        assert all(field not in one for one in evidence for field in absent)
+        names = {cause.name for cause in grouped(found)[0]}
+        assert "schedule-off-by-steps" in names, absent
+        assert ("lr-reported-a-step-off" in names) == (len(absent) < 3), absent
+        agree = found[0].evidence.partition(");")[2]
+        assert all(field not in agree for field in absent), found[0].evidence
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -277,8 +345,8 @@ def test_causes_name_steps_by_their_number_also_where_a_trace_begins_later(name)
     change, options = CASES[name][0], dict(CASES[name][1])
     reference = options.pop("reference", lambda number: {})
     a, b = renumbered(trace(reference, engine="torch", ranks=1)), renumbered(trace(change, **options))
-    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
-    assert found[0].name == name
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes
+    assert name in {cause.name for cause in grouped(found)[0]}
     named = [int(n) for cause in found for n in re.findall(r"\bsteps? \[?(\d+)", cause.evidence)]
     named += [int(n) for cause in found for n in re.findall(r"\bsteps \d+ to (\d+)", cause.evidence)]
     assert all(number > 40 for number in named), [cause.evidence for cause in found]
@@ -287,22 +355,80 @@ def test_causes_name_steps_by_their_number_also_where_a_trace_begins_later(name)
 def test_what_a_foreign_trace_does_not_say_is_not_told():
     """It knows of no passes."""
     unknown = dict.fromkeys(("passes", "idle_passes"))
-    found = causes(lambda n: {**unknown, "lr": (0.0325 + 0.01 * (n - 1),)}, reference=lambda n: unknown)
-    assert found[0].name == "scheduler-per-pass"
+    late = trained(lambda n: {"lr": (0.0325 + 0.01 * (n - 1),)})
+    found = causes(lambda n: {**unknown, **late(n)}, reference=lambda n: unknown)
+    assert found[0].name == "scheduler-stepped-often"
     assert "passes" not in found[0].evidence
+
+
+def test_rollouts_and_tokens_that_were_not_recorded_are_not_said_to_agree():
+    """Another loss in a trace that tells of no counts."""
+    unknown = dict.fromkeys(("passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "weights"))
+    found = diagnosed(lambda n: {**unknown, "loss": 9.0 / n, "grad_norm": 3.0}, reference=lambda n: unknown)
+    agree = [one for one in found.certain if one.startswith("agree")]
+    assert agree
+    assert not any(name in one for one in agree for name in ("rollouts", "tokens", "weights"))
+    assert any(one.startswith("not recorded") and "rollouts, tokens" in one for one in found.certain)
+    assert "record" in found.next
+
+
+def test_a_target_is_not_made_of_a_total_that_is_not_known():
+    """Norms off by one number in all steps, where no total was recorded, or where the first norm is 0."""
+    for unknown in ({"total": None}, {"total": 0.0}):
+        found = causes(lambda n, u=unknown: {**u, **off(lambda n: 0.5)(n)}, reference=lambda n, u=unknown: u)
+        assert "target-not-actual" not in {cause.name for cause in found}
+    found = causes(off(lambda n: 0.0))
+    assert not {"target-not-actual", "constant-factor"} & {cause.name for cause in found}
+    assert not any("/ 0" in cause.evidence for cause in found)
+
+
+def test_a_step_without_a_norm_does_not_end_the_search_for_a_factor():
+    found = causes(lambda n: {**off(lambda n: 0.37)(n), **({"grad_norm": None, "skipped": True} if n == 3 else {})})
+    assert "constant-factor" in {cause.name for cause in found}
+
+
+def test_a_factor_that_is_not_finite_is_no_factor():
+    found = diagnosed(lambda n: {"loss": math.nan, "grad_norm": math.nan} if n > 2 else {})
+    assert not any("nan" in cause.evidence.lower() and "times" in cause.evidence for cause in found.causes)
+    assert "nan" not in " ".join(found.certain).lower()
+
+
+def test_weights_are_not_said_to_agree_within_a_bound_that_training_does_not_leave():
+    """Weights that training moves by less than what the candidate is off."""
+
+    def slow(n, apart=0.0):
+        sketch = (1000.0 + 1e-4 * n, apart, *[1.0] * 14)
+        checksum = sha256(repr(sketch).encode()).hexdigest()
+        return {"weights": Weights(checksum=checksum, norm=1000.0, sketch=sketch), "grad_norm": None}
+
+    found = diagnosed(lambda n: {**slow(n, 2e-4), "loss": 0.7 * n}, reference=slow)
+    assert not any("weights" in one for one in found.certain if one.startswith("agree"))
+    assert any("no proof" in one for one in found.certain)
+    assert {"data", "loss", "logging"} <= set(found.classes)
+    assert found.causes == ()
+
+
+def test_weights_that_training_never_moves_prove_nothing():
+    still = weights(1)
+    found = diagnosed(lambda n: {"weights": still, "lr": (0.5,)}, reference=lambda n: {"weights": still})
+    assert "reported-lr" not in {cause.name for cause in found.causes}
+    assert "schedule" in found.classes
 
 
 def test_a_schedule_by_steps_beside_one_by_rollouts_is_named():
     reached = [sum(ROLLOUTS[:n]) for n in range(6)]
     found = causes(
-        lambda n: {"lr": (0.025 + 0.0025 * (n - 1),)}, reference=lambda n: {"lr": (0.025 + 0.0002 * reached[n - 1],)}
+        trained(lambda n: {"lr": (0.025 + 0.0025 * (n - 1),)} if n > 1 else {}),
+        reference=lambda n: {"lr": (0.025 + 0.0002 * reached[n - 1],)},
     )
     assert found[0].name == "scheduler-per-dynamic-step"
 
 
 def test_other_tokens_from_a_step_on_are_other_data():
-    found = causes(lambda n: {"tokens": 7 * n, "loss": 9.0 * n, "grad_norm": 5.0} if n > 3 else {})
-    assert found[0].name == "resume-repeats-data"
+    found = diagnosed(trained(lambda n: {"tokens": 7 * n, "loss": 9.0 * n, "grad_norm": 5.0} if n > 3 else {}))
+    assert found.causes == ()
+    assert "data" in found.classes
+    assert "first to differ, in step 4: tokens, loss" in found.certain[0]
 
 
 def test_a_metric_that_keeps_the_step_before_is_named():
@@ -323,12 +449,13 @@ def test_equal_traces_have_no_cause():
 
 def test_traces_without_a_common_step_have_none_either():
     a, b = trace(steps=3), Trace(trace().header, ())
-    assert diagnose(a, b, compare(a, b, Tier.EXACT)) == ()
+    assert diagnose(a, b, compare(a, b, Tier.EXACT)).causes == ()
 
 
 def test_every_control_has_a_remedy_and_every_likeness_is_a_cause():
     names = {*known(), "late-boundary"}
     assert names <= REMEDIES.keys()
+    assert {kind_of(name) for name in REMEDIES} == set(CLASSES)
     assert {like for control in known().values() for like in control.like} <= REMEDIES.keys()
     assert not WITHOUT_TRACE.keys() & known().keys()
 
@@ -354,28 +481,19 @@ def test_whatever_the_traces_hold_causes_come_with_evidence_likeliest_first(pair
     a = trace(lambda n: pairs[n - 1][0], steps=len(pairs), ranks=ranks)
     b = trace(lambda n: pairs[n - 1][1], steps=len(pairs), ranks=other)
     comparison = compare(a, b, Tier.REASSOCIATED)
-    found = diagnose(a, b, comparison)
-    assert not (comparison.equal and found)
+    diagnosis = diagnose(a, b, comparison)
+    found = diagnosis.causes
+    assert not (comparison.equal and (found or diagnosis.classes))
+    assert set(diagnosis.classes) <= set(CLASSES)
+    assert all(name in REMEDIES for name in diagnosis.not_excluded)
     assert [cause.likelihood for cause in found] == sorted((cause.likelihood for cause in found), reverse=True)
     assert all(0 < cause.likelihood <= 1 and cause.evidence and cause.remedy for cause in found)
     assert len({cause.name for cause in found}) == len(found)
 
 
 def test_causes_with_one_evidence_are_a_group_and_the_likeliest_group_comes_first():
-    def cause(name, likelihood, evidence):
-        return Cause(name, likelihood, evidence)
-
-    alone = cause("gas-scaled-twice", 0.9, "a sixth in all steps")
-    first, second = cause("running-total", 0.6, "no one factor"), cause("late-boundary", 0.3, "no one factor")
-    other = cause("constant-factor", 0.5, "in all steps")
+    alone = Cause("gas-scaled-twice", Fit.EVERY_STEP, "a sixth in all steps")
+    first, second = Cause("implicit-clip", Fit.DIRECTION, "scaled"), Cause("momentum", Fit.DIRECTION, "scaled")
+    other = Cause("constant-factor", Fit.CONSTANT, "in all steps")
     assert grouped((alone, first, other, second)) == ((alone,), (first, second), (other,))
     assert grouped(()) == ()
-
-
-def test_what_norms_alone_cannot_tell_apart_is_one_group():
-    """Norms that are off by no one factor fit several faults."""
-    odd = trace(lambda number: {"grad_norm": NORMS[number - 1] * (0.9, 1.3, 0.8, 1.2, 1.1, 0.95)[number - 1]})
-    groups = grouped(diagnose(trace(), odd, compare(trace(), odd, Tier.REASSOCIATED)))
-    assert len(groups) == 1
-    assert "mean-of-micro-batches" in {cause.name for cause in groups[0]}
-    assert len(groups[0]) == 6

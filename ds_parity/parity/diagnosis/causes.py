@@ -1,12 +1,16 @@
-"""Causes by name: what was wrong where it was seen, and what puts it right."""
+"""Causes by name: to which class each belongs, and what puts it right."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ds_parity.parity.diagnosis.fits import Fit
+
 REMEDIES = {
     "boundary-off-by-one": "count the pass before testing for the boundary, or let engine.backward() decide",
+    "boundary-a-pass-late": "end a window with the pass that reaches the target, not with the one after it",
+    "step-in-mid-window": "step at the boundary only, and interrupt a run between windows",
     "step-per-pass": "step at the boundary only; ds_parity's step() may follow every backward()",
     "local-count": "compare the count of all ranks with the target, not each rank's own",
     "counter-drift": "keep one counter: don't let the engine's own gradient_accumulation_steps run beside the loop's",
@@ -25,6 +29,12 @@ REMEDIES = {
     "scheduler-per-outer-step": "step the scheduler after every optimizer step, not once for several of them",
     "scheduler-on-skipped-step": "leave the scheduler where it is when a step was skipped",
     "scheduler-per-dynamic-step": "move the scheduler by what was consumed (ds_parity.lr_progress: rollout)",
+    "scheduler-stepped-often": "step the scheduler once: by the engine or by the loop, not by both",
+    "schedule-off-by-steps": "load the scheduler's position, and step it after the optimizer, from the first step on",
+    "schedule-too-long": "plan the schedule for the number of optimizer steps that the run takes",
+    "no-scheduler": "give the scheduler to the engine, and step it",
+    "lr-rounded": "set the learning rate with all of its digits",
+    "group-lr": "give the parameter groups the same learning rates",
     "base-lr": "give both runs the same learning rate",
     "dp-mean-left-in": "multiply the loss by the data-parallel size: DeepSpeed averages over ranks",
     "gas-scaled-twice": "pass scale_wrt_gas=False, or don't divide by the number of passes yourself",
@@ -33,6 +43,7 @@ REMEDIES = {
     "sum-over-ranks": "say what became of the ranks when the loss was divided (ds_parity.across_ranks: mean or sum)",
     "weight-left-out": "give a weight to every backward() of every rank (ds_parity.loss_weight: weight refuses others)",
     "sp-factor-by-stage": "ZeRO 3 averages over sequence-parallel ranks too, other stages don't: correct for the stage",
+    "another-divisor": "look for what the loss of a whole step is divided by, beside the total of its window",
     "constant-factor": "look for a factor of this size: a batch size, a world size, a loss that is summed and not "
     "averaged",
     "idle-counted": "leave idle passes out of the denominator",
@@ -55,13 +66,27 @@ REMEDIES = {
     "zero-denominator": "a micro-batch without tokens weighs 0: don't divide by its count",
     "implicit-clip": "write gradient_clipping out: DeepSpeed's default became 1.0 with 0.19.1",
     "clip-at-wrong-scale": "clip the gradient after it was divided by the total, once a step",
-    "optimizer": "compare the optimizers' settings: same gradient, other update",
+    "adam-without-bias-correction": "give both optimizers the same bias_correction",
+    "adam-step-count": "load the whole state of Adam with the checkpoint, its count of steps too",
+    "lr-in-use": "log the learning rate that the optimizer has in step(), and set it before",
+    "weight-decay": "give both optimizers the same weight decay, and the same groups with it",
+    "weights-scaled-by-hand": "let the optimizer alone change weights: something else scales all of them",
+    "weights-of-the-step-before": "load the checkpoint of the step that the run goes on from, weights and all",
+    "weights-in-bf16": "keep the weights that the optimizer steps in fp32",
+    "update-lost": "run the optimizer in every step",
+    "momentum": "give both optimizers the same momentum, dampening and betas",
+    "initial-weights": "load the same initial weights, in the same precision",
     "mixed-weights": "average the loss over the same units that weigh it: tokens with tokens, rollouts with rollouts",
     "unmasked-numerator": "mask the tokens in the numerator that are not in the denominator",
     "global-metadata": "slice advantages and ids with their rows",
     "shared-padding": "give every idle pass inputs of its own; don't change a micro-batch in place",
     "data-or-seed": "compare seeds, initial weights and the order of the data first",
     "lr-reported-a-step-off": "log the LR before the scheduler moves: afterwards it is the next step's",
+    "reported-loss": "log the mean of the losses that were trained on, by weight over ranks (engine.last_step.loss)",
+    "reported-norm": "log the gradient norm that the engine gives, before clipping (engine.get_global_grad_norm())",
+    "reported-lr": "log the learning rate that the optimizer has in step()",
+    "reported-metric": "log the mean over samples of all ranks (engine.record)",
+    "reported-counts": "log the counts of all ranks, of what carries loss (engine.last_step)",
     "metrics-mean-of-ranks": "average the reported loss by weight over ranks (engine.last_step.loss)",
     "returned-loss-scaled": "log the loss of the forward, not what backward() returns",
     "accuracy-of-means": "average samples, not means of micro-batches (engine.record)",
@@ -69,25 +94,77 @@ REMEDIES = {
     "reset-gated-by-logging": "reset the window's statistics with every step, logged or not",
 }
 
+CLASSES = ("data", "loss", "gradient", "clipping", "optimizer settings", "schedule", "weights", "logging")
+"""Where a fault can be: what micro-batches contain; the function that is minimised; what is done to its gradient,
+denominators included; clipping; the optimizer's settings and state; the learning rate; weights that something else than
+the optimizer's step changed; the trace itself."""
+
+_OF_CLASS = {
+    "loss": ("mixed-weights", "unmasked-numerator", "term-by-another", "term-of-last-window"),
+    "clipping": ("implicit-clip", "clip-at-wrong-scale"),
+    "optimizer settings": (
+        "weight-decay", "resume-loses-optimizer", "group-lr", "adam-without-bias-correction", "adam-step-count",
+        "momentum",
+    ),
+    "schedule": (
+        "scheduler-per-pass", "scheduler-budget-in-passes", "scheduler-per-outer-step", "scheduler-on-skipped-step",
+        "scheduler-per-dynamic-step", "scheduler-stepped-often", "schedule-off-by-steps", "schedule-too-long",
+        "no-scheduler", "base-lr", "lr-rounded", "resume-resets-schedule", "lr-in-use",
+    ),
+    "weights": (
+        "weights-scaled-by-hand", "weights-in-bf16", "initial-weights", "weights-of-the-step-before", "update-lost",
+    ),
+    "logging": (
+        "lr-reported-a-step-off", "metrics-mean-of-ranks", "returned-loss-scaled", "accuracy-of-means",
+        "nan-in-metric-reduce", "reset-gated-by-logging", "reported-loss", "reported-norm", "reported-lr",
+        "reported-metric",
+        "reported-counts",
+    ),
+    "gradient": (
+        "dp-mean-left-in", "gas-scaled-twice", "divided-already", "sum-over-ranks", "weight-left-out",
+        "sp-factor-by-stage", "constant-factor",
+        "another-divisor", "idle-counted", "target-not-actual", "wrong-window", "running-total",
+        "mean-of-micro-batches", "half-broadcast", "aux-term-scaled-apart", "last-backward-only",
+        "last-backward-by-caller", "late-boundary", "sticky-boundary", "mid-window-checkpoint", "idle-nan",
+        "zero-denominator",
+    ),
+}  # fmt: skip
+_KINDS = {name: kind for kind, names in _OF_CLASS.items() for name in names}
+
+
+def kind_of(name: str) -> str:
+    """Return the class of a cause; what ends windows elsewhere, or fills them otherwise, is `data`."""
+    return _KINDS.get(name, "data")
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Something that would explain the difference.
+    """Something from which the record of both runs follows.
 
     Attributes:
         name: of the fault; a key of `REMEDIES`.
-        likelihood: in (0, 1]: 0.9 where numbers fit that nothing else gives, 0.3 where it is one of several.
-        evidence: the numbers, in a sentence.
+        fit: what of the record it predicts.
+        evidence: the numbers, in a sentence. Causes with the same evidence can't be told apart by the record.
     """
 
     name: str
-    likelihood: float
+    fit: Fit
     evidence: str
+
+    @property
+    def likelihood(self) -> float:
+        """How often a cause with such a fit was right; see `Fit`."""
+        return self.fit.likelihood
 
     @property
     def remedy(self) -> str:
         """What puts it right, in a sentence."""
         return REMEDIES[self.name]
+
+    @property
+    def kind(self) -> str:
+        """The class that it belongs to; one of `CLASSES`."""
+        return kind_of(self.name)
 
 
 def grouped(causes: Iterable[Cause]) -> tuple[tuple[Cause, ...], ...]:

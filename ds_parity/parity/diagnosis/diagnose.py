@@ -1,37 +1,59 @@
-"""All rules, and the order in which their causes are shown."""
+"""All rules, and what is said where none of them fits."""
 
 from __future__ import annotations
 
 from itertools import chain
 
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.diagnosis import gradient, learning_rate, reporting, term_factors, windows
+from ds_parity.parity.diagnosis import data, gradient, learning_rate, reporting, term_factors, updates, windows
+from ds_parity.parity.diagnosis.alike import not_excluded
 from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.certain import certain
+from ds_parity.parity.diagnosis.classes import possible
+from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
+from ds_parity.parity.diagnosis.next_step import telling
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 
-_ROOMS = (windows, learning_rate, gradient, term_factors, reporting)
+_ROOMS = (learning_rate, gradient, data, term_factors, updates, reporting)
 _BEFORE, _LOOKED_AT = 250, 1000  # steps
 
 
-def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, comparison: Comparison) -> tuple[Cause, ...]:
-    """Return what would explain the difference, the likeliest first; none where the traces are equal.
+def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, comparison: Comparison) -> Diagnosis:
+    """Return what is known of a difference: causes from which the record follows, or else what is certain.
 
-    Where windows hold other rollouts, everything behind them differs too, and only that is explained. Of files only a
-    stretch of steps is looked at, from a little before the first difference on.
+    A cause is named only where it predicts what was recorded. Where windows contain other rollouts, everything behind
+    them differs too, and only that is explained. Of files only a stretch of steps is looked at, from a little before
+    the first difference on.
 
     Args:
         reference: the trace that is right.
         candidate: the trace in question.
         comparison: what `compare` found between them.
+
+    Returns:
+        An empty diagnosis where the traces are equal.
     """
     if comparison.equal:
-        return ()
+        return NOTHING
     view = View(_seen(reference, comparison), _seen(candidate, comparison), comparison)
     if not view.pairs:
-        return ()
-    rooms = (windows,) if not view.same_windows else _ROOMS[1:]
+        return NOTHING
+    causes, classes = _causes(view), possible(view)
+    named = {cause.name for cause in causes}
+    return Diagnosis(
+        causes=causes,
+        certain=certain(view),
+        classes=classes,
+        not_excluded=() if causes else tuple(name for name in not_excluded(view) if name not in named),
+        next="" if causes else telling(view, classes),
+    )
+
+
+def _causes(view: View) -> tuple[Cause, ...]:
+    """The causes that fit, the likeliest first; of one name the likeliest."""
+    rooms = (windows, reporting) if not view.same_windows else _ROOMS
     best: dict[str, Cause] = {}
     for cause in chain.from_iterable(room.causes(view) for room in rooms):
         if cause.name not in best or cause.likelihood > best[cause.name].likelihood:

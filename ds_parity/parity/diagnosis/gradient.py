@@ -1,31 +1,41 @@
-"""The same windows and rates with another gradient, or another update."""
+"""The same windows, rates and weights with another gradient: by what factor in each step.
+
+Where weights are still the same, the gradient norm of a step is off by exactly what its loss was divided by. From then
+on weights differ, and the norm follows them: a factor fits a later step within an allowance.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.view import View, near
+
+# Of what a fault changes: a norm that it hardly changes must fit so much better.
+_FIRST, _LATER = 0.01, 0.05
+# A prediction that moves less than this from step to step is no more than one number.
+_VARIES = 1.05
+_ALIGNED, _ANOTHER = 0.02, 0.15
+_LIKE_NORM = 0.1
+# A norm that is nearer to the reference's says nothing of a direction.
+_HARDLY = 0.003
 
 
 def causes(view: View) -> Iterator[Cause]:
-    """Yield what would change the gradient so, asked at the first step that differs: weights were still the same."""
-    if "skipped" in view.at_first or _not_finite(view):
+    """Yield what changes the gradient norm by exactly the factors that were recorded."""
+    if "skipped" in view.at_first or not_finite(view):
         yield from _nan(view)
-    elif "lr" in view.at_first:
-        return
-    elif "grad_norm" in view.at_first and "loss" not in view.at_first:
-        yield from _factors(view)
-        yield from _weighting(view)
-    elif {"grad_norm", "loss"} <= view.at_first:
+    elif "lr" not in view.at_first and "grad_norm" in view.at_first:
         yield from _denominator(view)
-        yield from _data(view)
-        yield from _loss(view)
-    elif "weights" in view.at_first and "loss" not in view.at_first:
-        yield from _update(view)
+        if "total" not in view.at_first and ("loss" not in view.at_first or _both(view)):
+            yield from _factors(view)
 
 
-def _not_finite(view: View) -> bool:
+def not_finite(view: View) -> bool:
+    """Whether the candidate's loss or gradient norm of the first step that differs is NaN, or infinite."""
     if view.first == len(view.pairs):
         return False
     a, b = view.pairs[view.first]
@@ -37,167 +47,168 @@ def _bad(value: float | None) -> bool:
 
 
 def _nan(view: View) -> Iterator[Cause]:
-    a, b = view.pairs[view.first]
-    if not b.skipped and not _not_finite(view):
+    """Steps that come to NaN or nothing, if they are those with idle passes, all of them and no others."""
+    lost = [b.skipped or _bad(b.grad_norm) or _bad(b.loss) for _, b in view.pairs[view.first :]]
+    idle = view.idle[view.first :]
+    # After one NaN in the weights every step is one. Where all windows have idle passes, they tell nothing.
+    if (
+        not view.pairs[view.first][1].skipped
+        or all(view.idle)
+        or [bool(it) for it in idle] != [bool(it) for it in lost]
+    ):
         return
-    idle = view.idle[view.first]
-    said = f"step {a.step} came to {'no update' if b.skipped else 'NaN'}; of its passes {idle} were idle"
-    yield Cause("idle-nan", 0.7 if idle else 0.3, said)
-    yield Cause("zero-denominator", 0.6, said)
+    said = f"step {view.step(view.first)} comes to no update, and so does every step with idle passes and no other"
+    for name in ("idle-nan", "zero-denominator"):
+        yield Cause(name, Fit.PATTERN, said)
 
 
-def _known(view: View) -> list[tuple[int, float]]:
-    return [(i, r) for i, r in enumerate(view.ratios("grad_norm")) if r is not None and i >= view.first]
+def _both(view: View) -> bool:
+    """Whether loss and gradient norm are off by one factor: what was divided is also what is logged."""
+    loss, norm = view.ratios("loss")[view.first], view.ratios("grad_norm")[view.first]
+    return loss is not None and norm is not None and _near(loss, norm, _FIRST)
+
+
+def parallel(view: View) -> bool | None:
+    """Whether the gradients that differ are multiples of the reference's; None where the record can't tell.
+
+    With SGD the gradient of a step is a sum of the update and of the one before it (momentum). So what a multiple adds
+    to the weights lies in the plane of these two, and what another gradient adds does not. Where the run begins isn't
+    known, and so the first update is not: there the next step tells, to which momentum carries the first difference.
+    """
+    moves, at = Moves(view), view.first
+    if not moves.known or at >= len(view.pairs):
+        return None
+    norms = view.ratios("grad_norm")
+    updates = moves.update(at), moves.update(at - 1) if at > 0 else None
+    if updates[0] is not None and (at == 0 or updates[1] is not None):
+        shares, rest = along(moves.apart(at), [it for it in updates if it is not None])
+    else:
+        at += 1
+        if at >= len(view.pairs) or near(norms[at], 1.0, _HARDLY):
+            return False if moves.too_far else None
+        basis = [moves.update(at), moves.apart(at - 1), *([moves.update(at - 1)] if at > 1 else [])]
+        shares, rest = along(moves.widened(at), [it for it in basis if it is not None])
+    off = (norms[at] or math.nan) - 1
+    if rest < _ALIGNED and abs(shares[0] - off) <= _LIKE_NORM * abs(off):
+        return True  # the update has as much more of the gradient as the norm says
+    return False if rest > _ANOTHER and moves.clear(at) else None
+
+
+def _fits(view: View, predicted: Sequence[float | None]) -> bool:
+    """Whether the norms are off by the predicted factors: one for each step from the first that differs on."""
+    ratios = view.ratios("grad_norm")[view.first :]
+    pairs = [(r, p) for r, p in zip(ratios, predicted, strict=True) if r is not None and p is not None]
+    if not pairs or ratios[0] is None or predicted[0] is None:
+        return False
+    first = _near(ratios[0], predicted[0], _FIRST)
+    return first and all(_near(r, p, _LATER) for r, p in pairs) and parallel(view) is not False
+
+
+def _near(ratio: float, predicted: float, share: float) -> bool:
+    return abs(ratio - predicted) <= share * min(1.0, abs(predicted - 1), abs(predicted))
+
+
+def _varies(predicted: Sequence[float | None]) -> bool:
+    known = [abs(it) for it in predicted if it]
+    return len(known) > 2 and max(known) > _VARIES * min(known)
 
 
 def _factors(view: View) -> Iterator[Cause]:
-    known = _known(view)
-    ratios = [ratio for _, ratio in known]
-    if not ratios:
+    first = view.ratios("grad_norm")[view.first]
+    if not first:
         return
-    factor = ratios[0]
-    if view.first == 0 and alike(ratios):
-        constant = list(_constant(view, factor, len(ratios)))
-        yield from constant
-        # Passes or ranks that explain every step are the nearer cause, where the total happens to be as many.
-        if not {cause.name for cause in constant} & {"gas-scaled-twice", "dp-mean-left-in"}:
-            yield from _divided_already(view, factor)
+    fitting = {name: it for name, it in _predictions(view, first).items() if _fits(view, it[0])}
+    if fitting:
+        listed = ", ".join("-" if it is None else f"{it:.4g}" for it in next(iter(fitting.values()))[0][:5])
+        meanings = ", or ".join(meaning for _, meaning in fitting.values())
+        for name, (predicted, _) in fitting.items():
+            fit = Fit.EVERY_STEP if _varies(predicted) else Fit.CONSTANT
+            yield Cause(name, fit, f"gradient norms are {meanings} times the reference's ({listed})")
         return
-    totals = view.totals
-    yield from _divided_already(view, factor)
-    counted = [(1 / r - 1) * totals[i] / view.idle[i] for i, r in known if r and view.idle[i]]
-    if view.first == 0 and len(counted) > 1 and alike(counted, 0.1) and counted[0] > 0:
-        said = f"norms fit total / (total + {counted[0]:.4g} for each idle pass) in {len(counted)} steps"
-        yield Cause("idle-counted", 0.9, said)
-    if len(known) > 1 and factor and alike([totals[i] / r for i, r in known if r], 0.01):
-        yield Cause(
-            "target-not-actual", 0.95, f"norms are total / {totals[known[0][0]] / factor:.6g} times the reference's"
-        )
-    before = [(i, r) for i, r in known if i > 0 and totals[i - 1]]
-    fits = [near(r, totals[i] / totals[i - 1], 0.01) for i, r in before]
-    if view.first == 1 and len(fits) > 1 and all(fits):
-        yield Cause(
-            "wrong-window",
-            0.95,
-            f"from step {view.step(1)} on norms are off by this window's total over the last one's",
-        )
+    ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
+    if view.first == 0 and len(ratios) > 2 and _fits(view, [first] * (len(view.pairs) - view.first)):
+        said = f"the gradient norm is {first:.5g} times the reference's in all {len(ratios)} steps"
+        yield Cause("constant-factor", Fit.CONSTANT, said)
+    elif parallel(view):
+        listed = ", ".join(f"{it:.4g}" for it in ratios[:5])
+        said = f"the gradients have the reference's direction, and {listed} times its length"
+        yield Cause("another-divisor", Fit.DIRECTION, said)
 
 
-def _constant(view: View, factor: float, count: int) -> Iterator[Cause]:
-    said = f"the gradient norm is {factor:.5g} times the reference's in all {count} steps"
-    if view.ranks > 1 and (near(factor, 1 / view.ranks) or near(factor, view.ranks)):
-        yield Cause("dp-mean-left-in", 0.9, f"{said}: the number of ranks is {view.ranks}")
-    passes = view.passes[view.first]
-    if passes > 1 and near(factor, 1 / passes):
-        yield Cause("gas-scaled-twice", 0.9, f"{said}: windows have {passes} passes a rank")
-    if view.ranks == 1 and (near(factor, round(factor)) or near(1 / factor, round(1 / factor))):
-        yield Cause("sp-factor-by-stage", 0.7, f"{said}, on one data-parallel rank")
-    yield Cause("constant-factor", 0.5, said)
+def _predictions(view: View, first: float) -> Mapping[str, tuple[list[float | None], str]]:
+    """Return by which factors each fault changes the gradients, from the first step that differs on; and in words."""
+    at = range(view.first, len(view.pairs))
+    totals, idle = view.totals, view.idle
+    found: dict[str, tuple[list[float | None], str]] = {}
+    if view.first == 0:
+        found |= _of_ranks_and_passes(view, first)
+        counted = (1 / first - 1) * totals[0] / idle[0] if idle[0] else 0.0
+        if counted > 0:
+            shares = [_over(totals[i], totals[i] + counted * idle[i]) for i in at]
+            found["idle-counted"] = (shares, f"total / (total + {counted:.4g} for each idle pass)")
+        # A constant that every total is divided by must be near them: it is meant to be one of them.
+        target = totals[0] / first
+        if min(totals) < 4 * target and target < 4 * max(totals):
+            found["target-not-actual"] = ([_over(totals[i], target) for i in at], f"total / {target:.6g}")
+    if totals[view.first] > 1:
+        by_ranks = view.ranks > 1 and near(first, view.ranks / totals[view.first], _FIRST)
+        each, words = (view.ranks, "1 / the total for each rank,") if by_ranks else (1, "1 / total")
+        found["divided-already"] = ([_over(each, totals[i]) for i in at], words)
+    if view.first == 1:
+        said = "this window's total / the last one's"
+        found["wrong-window"] = ([_over(totals[i], totals[i - 1]) for i in at], said)
+    return found
 
 
-def _divided_already(view: View, factor: float) -> Iterator[Cause]:
-    """Whether the first norm that differs is too small by its window's total; weights were the same up to there."""
-    total = view.totals[view.first]
-    said = f"in step {view.step(view.first)} the gradient norm is {factor:.5g} times the reference's, 1 /"
-    if total > 1 and near(factor, 1 / total):
-        yield Cause("divided-already", 0.96, f"{said} {total:.6g}: the total")
-    elif total > view.ranks > 1 and near(factor, view.ranks / total):
-        yield Cause("divided-already", 0.85, f"{said} {total / view.ranks:.6g}: the total for each rank")
+def _of_ranks_and_passes(view: View, first: float) -> dict[str, tuple[list[float | None], str]]:
+    at = range(len(view.pairs))
+    found: dict[str, tuple[list[float | None], str]] = {}
+    ranks = view.ranks
+    if ranks > 1:
+        factor = 1 / ranks if first < 1 else float(ranks)
+        words = f"1 / {ranks}" if first < 1 else f"{ranks}"
+        found["dp-mean-left-in"] = ([factor for _ in at], f"{words} (the number of ranks)")
+    elif any(near(it, round(it), 1e-3) and round(it) > 1 for it in (first, 1 / first)):
+        found["sp-factor-by-stage"] = ([first for _ in at], f"{first:.4g}, on one data-parallel rank,")
+    if all(view.passes) and max(view.passes) > 1:
+        found["gas-scaled-twice"] = ([1 / view.passes[i] for i in at], "1 / passes of a rank")
+    return found
+
+
+def _over(one: float, other: float) -> float | None:
+    return one / other if one and other else None
+
+
+def facts(view: View) -> Iterator[str]:
+    """Yield what is certain of the direction of the gradients, and in which steps they differ."""
+    if "grad_norm" not in view.at_first or "loss" in view.at_first or not_finite(view):
+        return
+    if parallel(view) is False:
+        yield "the gradients have another direction than the reference's: no one factor explains them"
+    ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
+    if len(ratios) > 1 and all(near(it, 1.0, _HARDLY) for it in ratios[1:]) and not near(ratios[0], 1.0, 2 * _HARDLY):
+        yield f"only the gradient of step {view.step(view.first)} is off; later norms follow from its weights"
 
 
 def _denominator(view: View) -> Iterator[Cause]:
-    """Losses and norms that were divided by something else, though the data and its total, or its counts, agree."""
-    loss, norm = view.ratios("loss")[view.first], view.ratios("grad_norm")[view.first]
-    if loss is None or norm is None:
-        return
-    if "total" not in view.fields:
-        if near(loss, norm):
-            yield from _divided_already(view, norm)
+    """Losses and norms that were divided by another total, though the data agrees."""
+    if "total" not in view.at_first or view.at_first & {"rollouts", "tokens"}:
         return
     a, b = view.pairs[view.first]
-    if "total" not in view.at_first or view.at_first & {"rollouts", "tokens"} or not (a.total and b.total):
+    loss, norm = view.ratios("loss")[view.first], view.ratios("grad_norm")[view.first]
+    if loss is None or norm is None or not (a.total and b.total):
         return
     said = f"the total of step {a.step} is {b.total:.6g} where the reference has {a.total:.6g}"
     factor = a.total / b.total
     by_ranks = near(factor, view.ranks) or near(factor, 1 / view.ranks)
-    if view.ranks > 1 and by_ranks and near(loss, factor) and near(norm, factor):
+    if view.ranks > 1 and by_ranks and near(loss, factor, 1e-3) and near(norm, factor, 1e-3):
         times = f"loss and gradient norm are {factor:.4g} times the reference's"
-        yield Cause("sum-over-ranks", 0.95, f"{said}, and {times}: the number of ranks is {view.ranks}")
+        yield Cause("sum-over-ranks", Fit.CONSTANT, f"{said}, and {times}: the number of ranks is {view.ranks}")
     # A total that is no count is a sum of weights that micro-batches bring.
     elif a.total not in (a.rollouts, a.tokens, a.prompts):
-        yield Cause("weight-left-out", 0.9, f"{said}, of the same rollouts and tokens")
+        yield Cause("weight-left-out", Fit.PATTERN, f"{said}{_counts(view)}")
 
 
-def _weighting(view: View) -> Iterator[Cause]:
-    """What has no factor of its own: which of these it is shows in how far norms are off, and where."""
-    known = _known(view)
-    ratios = [ratio for _, ratio in known]
-    if not ratios or (view.first == 0 and alike(ratios)):
-        return
-    listed = ", ".join(f"{ratio:.4g}" for ratio in ratios[:6])
-    said = f"losses agree and norms do not, by no one factor ({listed})"
-    off = max(abs(ratio - 1) for ratio in ratios)
-    if view.first > 0:
-        later = [abs(ratio - 1) for ratio in ratios[1:]]
-        once = bool(later) and max(later) < 0.02
-        yield Cause("mid-window-checkpoint", 0.7 if once else 0.4, f"{said}, first in step {view.step(view.first)}")
-        yield Cause("sticky-boundary", 0.6, f"{said}, first in step {view.step(view.first)}")
-        return
-    mean = sum(ratios) / len(ratios)
-    yield Cause("running-total", 0.7 if min(ratios) > 1.2 else 0.2, said)
-    yield Cause("last-backward-only", 0.6 if 0.3 < mean < 0.87 and off > 0.2 else 0.35, said)
-    yield Cause("mean-of-micro-batches", 0.55, said)
-    yield Cause("half-broadcast", 0.5 if off > 0.6 else 0.3, said)
-    yield Cause("aux-term-scaled-apart", 0.58 if off < 0.1 else 0.25, said)
-    yield Cause("late-boundary", 0.62 if min(ratios) > 0.9 and mean > 1.1 else 0.3, said)
-
-
-def _data(view: View) -> Iterator[Cause]:
-    """Other data in as many rollouts, from a step on; as a rule those that were trained on before."""
-    after = [
-        (b.loss, a.loss, then.loss) for (a, b), (then, _) in zip(view.pairs[view.first :], view.pairs, strict=False)
-    ]
-    known = [(x, y, z) for x, y, z in after if x is not None and y is not None and z is not None]
-    if view.first == 0 or not known:
-        return
-    begins = f"the {view.first} steps before step {view.step(view.first)} agree, it has another loss"
-    # Weights have moved since, so losses come back by about.
-    if len(known) > 1 and max(abs(x - z) for x, _, z in known) < 0.1 * max(abs(y - z) for _, y, z in known):
-        losses = ", ".join(f"{x:.4g} for {z:.4g}" for x, _, z in known[:3])
-        yield Cause(
-            "resume-repeats-data",
-            0.9,
-            f"{begins}; losses from there on are near those of step {view.step(0)} and after: {losses}",
-        )
-    elif view.at_first & {"tokens"}:
-        yield Cause("resume-repeats-data", 0.7, f"{begins}, and other tokens")
-
-
-def _loss(view: View) -> Iterator[Cause]:
-    losses = [(i, r) for i, r in enumerate(view.ratios("loss")) if r is not None]
-    close = [i for i, r in losses if near(r, 1.0, 0.01)]
-    apart = [i for i, r in losses if not near(r, 1.0, 0.05)]
-    seeds = view.reference.header.seed != view.candidate.header.seed
-    off = dict(losses).get(view.first)
-    times = "" if off is None else f" ({off:.4g} times)"
-    said = f"step {view.step(view.first)} has the same rollouts, tokens and LR, and another loss{times}"
-    if close and apart:
-        some = f"{said}; the losses of steps {[view.step(i) for i in close]} are within 1 % of the reference's"
-        yield Cause("mixed-weights", 0.6, some)
-        yield Cause("unmasked-numerator", 0.55, some)
-    yield Cause("data-or-seed", 0.95 if seeds else 0.5, said + (", and the seeds differ" if seeds else ""))
-    yield Cause("global-metadata", 0.52 if not seeds else 0.2, said)
-    yield Cause("shared-padding", 0.51 if sum(view.idle) and not seeds else 0.2, said)
-
-
-def _update(view: View) -> Iterator[Cause]:
-    norm = view.pairs[view.first][0].grad_norm
-    shown = "unknown" if norm is None else f"{norm:.4g}"
-    said = f"in step {view.step(view.first)} loss, LR and gradient norm ({shown}) agree and the weights after it do not"
-    before = [pair[0].grad_norm or 0.0 for pair in view.pairs[: view.first]]
-    clipped = norm is not None and norm > 1.0 and all(value <= 1.0 for value in before)
-    yield Cause("implicit-clip", 0.8 if clipped else 0.3, said)
-    if view.first > 0:
-        yield Cause("resume-loses-optimizer", 0.75, f"{said}; {view.first} steps before it agree in all")
-    yield Cause("clip-at-wrong-scale", 0.7 if not clipped else 0.5, said)
-    yield Cause("optimizer", 0.4, said)
+def _counts(view: View) -> str:
+    agree = [name for name in ("rollouts", "tokens") if view.agrees(name)]
+    return f", though {' and '.join(agree)} agree" if agree else ""

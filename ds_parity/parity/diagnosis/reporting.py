@@ -6,34 +6,85 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 
 def causes(view: View) -> Iterator[Cause]:
-    """Yield what would change what is written down and nothing else."""
-    if view.fields & {"grad_norm", "weights", "lr", "skipped"}:
+    """Yield what would change what is written down and nothing else, where the record proves that nothing else did."""
+    if not view.trained_alike:
         return
-    if "loss" in view.fields:
+    if "loss" in view.fields and not view.fields & {"grad_norm", "lr"}:
         yield from _loss(view)
-    if "metrics" in view.fields:
+    if "grad_norm" in view.fields and not view.fields & {"loss", "lr"}:
+        yield from _norm(view)
+    if "metrics" in view.fields and not view.fields & {"loss", "grad_norm", "lr"}:
         yield from _metrics(view)
+    counts = view.fields & {"rollouts", "tokens", "prompts", "passes", "idle_passes"}
+    if counts and not view.fields & {"loss", "grad_norm", "lr", "metrics"}:
+        said = f"{', '.join(sorted(counts))} differ, and {_proof(view)}"
+        yield Cause("reported-counts", Fit.ALONE, said)
+
+
+def _proof(view: View) -> str:
+    agree = [name for name in ("loss", "grad_norm", "weights") if view.agrees(name)]
+    return f"{', '.join(agree)} agree in every step"
 
 
 def _loss(view: View) -> Iterator[Cause]:
-    ratios = [ratio for ratio in view.ratios("loss") if ratio is not None]
-    if alike(ratios) and ratios[0] and near(1 / ratios[0], max(view.passes)):
-        said = (
-            f"the loss is {ratios[0]:.5g} times the reference's, weights and norms agree; "
-            f"windows have {view.passes[0]} passes"
-        )
-        yield Cause("returned-loss-scaled", 0.9, said)
-    elif alike(ratios):
-        yield Cause(
-            "returned-loss-scaled", 0.6, f"the loss is {ratios[0]:.5g} times the reference's, weights and norms agree"
-        )
+    factor = _one_factor(view)
+    passes = max(view.passes, default=0)
+    if factor and passes > 1 and near(1 / factor, passes, max(1e-3, EPS[view.comparison.dtype])):
+        said = f"the loss is {factor:.5g} times the reference's, and windows have {passes} passes; {_proof(view)}"
+        yield Cause("returned-loss-scaled", Fit.CONSTANT, said)
+        return
+    if factor:
+        said = f"the logged loss is {factor:.5g} times the reference's in every step; {_proof(view)}"
+    elif (share := _smoothed(view)) is not None:
+        said = f"the logged loss is a moving average of the reference's, {share:.4g} of it new; {_proof(view)}"
     else:
-        yield Cause("metrics-mean-of-ranks", 0.8, "losses differ by no one factor, weights and norms agree")
+        said = f"the logged loss differs by no one factor; {_proof(view)}"
+    yield Cause("reported-loss", Fit.ALONE, said)
+    if not factor:
+        yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
+
+
+def _one_factor(view: View) -> float | None:
+    """The one factor by which the logged losses are off, if there is one; small losses are rounded as large ones."""
+    pairs = [(a.loss, b.loss) for a, b in view.pairs if a.loss is not None and b.loss is not None]
+    greatest, its = max(pairs, key=lambda pair: abs(pair[0]), default=(0.0, 0.0))
+    if len(pairs) < 2 or not greatest:
+        return None
+    factor = its / greatest
+    allowed = max(1e-5, 2 * view.comparison.bound("loss", 1)) * abs(its)
+    return factor if factor and all(abs(y - factor * x) <= allowed for x, y in pairs) else None
+
+
+def _smoothed(view: View) -> float | None:
+    """How much of the new loss a moving average takes, if the logged losses are one."""
+    losses = [(a.loss, b.loss) for a, b in view.pairs]
+    if any(x is None or y is None for x, y in losses):
+        return None
+    shares = [
+        (now - before) / (new - before)
+        for (_, before), (new, now) in pairwise(losses)
+        if before is not None and now is not None and new is not None and new != before
+    ]
+    return shares[0] if len(shares) > 1 and alike(shares, 1e-3) and 0 < shares[0] < 1 else None
+
+
+def _norm(view: View) -> Iterator[Cause]:
+    known = [(a.grad_norm, b.grad_norm) for a, b in view.pairs if a.grad_norm and b.grad_norm]
+    limit = max((y for _, y in known), default=0.0)
+    if known and all(near(y, x * x, 1e-4) for x, y in known):
+        said = "the logged gradient norm is the square of the reference's"
+    elif len(known) > 1 and all(near(y, min(x, limit), 1e-4) for x, y in known):
+        said = f"the logged gradient norm is the reference's after clipping at {limit:.4g}"
+    else:
+        said = "the logged gradient norm differs"
+    yield Cause("reported-norm", Fit.ALONE, f"{said}; {_proof(view)}")
 
 
 def _metrics(view: View) -> Iterator[Cause]:
@@ -41,20 +92,18 @@ def _metrics(view: View) -> Iterator[Cause]:
         values = [(a.metrics.get(name), b.metrics.get(name), a.rollouts or 0) for a, b in view.pairs]
         known = [(x, y, count) for x, y, count in values if x is not None and y is not None]
         if any(math.isnan(y) and not math.isnan(x) for x, y, _ in known):
-            yield Cause(
-                "nan-in-metric-reduce", 0.95, f"{name} is NaN where the reference has a number; all else agrees"
-            )
+            said = f"{name} is NaN where the reference has a number; {_proof(view)}"
+            yield Cause("nan-in-metric-reduce", Fit.ALONE, said)
             continue
         if all(x == y for x, y, _ in known):
             continue
-        kept = _accumulates(known)
         listed = ", ".join(f"{y:.4g} for {x:.4g}" for x, y, _ in known[:4])
-        yield Cause(
-            "reset-gated-by-logging",
-            0.9 if kept else 0.2,
-            f"{name}: {listed}" + ("; it holds the step before too" if kept else ""),
-        )
-        yield Cause("accuracy-of-means", 0.7, f"{name}: {listed}; all else agrees")
+        if _accumulates(known):
+            said = f"{name}: {listed}; it holds the step before too, and {_proof(view)}"
+            yield Cause("reset-gated-by-logging", Fit.EVERY_STEP, said)
+        else:
+            for cause in ("reported-metric", "accuracy-of-means"):
+                yield Cause(cause, Fit.ALONE, f"{name}: {listed}; {_proof(view)}")
 
 
 def _accumulates(known: list[tuple[float, float, int]]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, alike, near
 from ds_parity.trace import StepRecord
 
@@ -78,14 +79,17 @@ def _of_one(view: View, name: str, factors: list[float]) -> Iterator[Cause]:
                 ratio = f"{said}: as often as a step has {own} for each of its {other}"
                 # The same number in all steps may as well be a coefficient.
                 varies = not alike(factors, _COUNTS)
-                yield Cause(
-                    "term-by-another", 0.95 if varies else 0.4, ratio if varies else f"{ratio}, or by its coefficient"
-                )
+                if varies:
+                    yield Cause("term-by-another", Fit.EVERY_STEP, ratio)
+                else:
+                    yield Cause("term-by-another", Fit.CONSTANT, f"{ratio}, or by its coefficient")
         before = [1.0] * view.first + [
             of_own[at] / of_own[at - 1] for at in range(max(view.first, 1), len(factors)) if of_own[at - 1]
         ]
         if view.first and all(near(f, b, _COUNTS) for f, b in zip(factors, before, strict=False)):
-            yield Cause("term-of-last-window", 0.95, f"{said}: the {own} of each step for those of the step before")
+            yield Cause(
+                "term-of-last-window", Fit.EVERY_STEP, f"{said}: the {own} of each step for those of the step before"
+            )
 
 
 def _counts(view: View) -> dict[str, list[float]]:

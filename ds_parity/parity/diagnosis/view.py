@@ -10,6 +10,10 @@ from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.trace import StepRecord, Trace
 from ds_parity.trace.records import METRIC
 
+# Of what training moves them: weights that are nearer agree, and prove it.
+_TELLING = 0.1
+_FAR = 0.2
+
 
 def near(value: float | None, other: float, relative: float = 0.02) -> bool:
     """Whether two numbers are alike; never for None, NaN or infinity."""
@@ -52,7 +56,7 @@ class View:
     @cached_property
     def fields(self) -> set[str]:
         """Fields that differ in any step of the whole traces; metrics as one."""
-        return {_plain(difference.name) for difference in self.comparison.found}
+        return {plain(difference.name) for difference in self.comparison.found}
 
     @cached_property
     def first(self) -> int:
@@ -70,7 +74,82 @@ class View:
         if self.first == len(self.pairs):
             return set()
         step = self.pairs[self.first][0].step
-        return {_plain(d.field) for d in self.comparison.differences if d.step == step}
+        return {plain(d.field) for d in self.comparison.differences if d.step == step}
+
+    def recorded(self, name: str) -> bool:
+        """Whether both sides hold a field in every common step but skipped ones, which have no gradient norm."""
+        held = [pair for pair in self.pairs if not pair[0].skipped]
+        return bool(held) and all(getattr(one, name) not in (None, {}) for pair in held for one in pair)
+
+    def agrees(self, name: str) -> bool:
+        """Whether a field was recorded, compared and equal in every step; for weights: and that says something."""
+        if name in self.fields or name in self.comparison.not_compared or not self.recorded(name):
+            return False
+        return name != "weights" or self.weights_tell
+
+    @cached_property
+    def weights_apart(self) -> float | None:
+        """How far the weights lie apart at most, as a share of what training moves them; None where it isn't known.
+
+        What training moves is known from the sketches of the reference; weights of one checksum are not apart at all.
+        """
+        held = [(a.weights, b.weights) for a, b in self.pairs if a.weights is not None and b.weights is not None]
+        if not held or len(held) < len(self.pairs):
+            return None
+        if all(a.checksum == b.checksum for a, b in held):
+            # Weights that training moves nowhere agree whatever it does.
+            return 0.0 if len({a.checksum for a, _ in held}) > 1 else None
+        first, last = held[0][0], held[-1][0]
+        if len(held) < 2 or not all(
+            first.sketch and len(first.sketch) == len(it.sketch) for pair in held for it in pair
+        ):
+            return None
+        moved = math.dist(first.sketch, last.sketch)
+        apart = max(math.dist(a.sketch, b.sketch) for a, b in held)
+        return apart / moved if moved > 0 else None
+
+    @property
+    def weights_tell(self) -> bool:
+        """Whether weights that agree show that training agreed: they are much nearer than training moves them."""
+        return self.weights_apart is not None and self.weights_apart < _TELLING
+
+    @cached_property
+    def trained_alike(self) -> bool:
+        """Whether the record proves that both sides trained alike, so that only what is logged can differ.
+
+        Weights prove it that are nearer than a loss, an LR or a norm as far off as the logged ones would leave them.
+        So do gradient norms that agree in every step where losses or metrics are far apart: another loss, or other
+        data, has other gradients. Without weights each norm still follows from the weights of the step before, but
+        only one that is written in full shows them.
+        """
+        if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2:
+            return False
+        if self.recorded("weights"):
+            near_enough = self.weights_apart is not None and self.weights_apart < _TELLING * self._effect
+            return near_enough or self._norms_tell
+        rounded = self.reference.precision.keys() | self.candidate.precision.keys()
+        return self.agrees("grad_norm") and "grad_norm" not in rounded and not self.fields & {"lr"}
+
+    @property
+    def _norms_tell(self) -> bool:
+        """Whether gradient norms agree in every step, and much more closely than losses or metrics."""
+        if self.fields & {"lr"} or not self.agrees("grad_norm") or not self.fields & {"loss", "metrics"}:
+            return False
+        if self.fields & {"metrics"}:
+            return self.agrees("loss")
+        norms = [abs(ratio - 1) for ratio in self.ratios("grad_norm") if ratio is not None]
+        return self._effect > _FAR and max(norms, default=1.0) < _TELLING * self._effect
+
+    @property
+    def _effect(self) -> float:
+        """By what share the updates would be off if what is logged were what was trained; at most 1."""
+        shares = [
+            abs(y - x) / abs(x) if x else 1.0
+            for name in self.fields & {"loss", "grad_norm", "lr"}
+            for pair in self.pairs
+            for x, y in zip(*(_numbers(getattr(one, name)) for one in pair), strict=False)
+        ]
+        return min(1.0, max((it for it in shares if not math.isnan(it)), default=1.0))
 
     @property
     def compared_after_the_first(self) -> list[str]:
@@ -107,8 +186,15 @@ class View:
         return [(b if of_candidate else a).idle_passes or 0 for a, b in self.pairs]
 
 
-def _plain(field: str) -> str:
+def plain(field: str) -> str:
+    """Return the field that a difference is of: metrics as one, means over steps as their field."""
     return "metrics" if field.startswith(METRIC) else field.removesuffix(", mean")
+
+
+def _numbers(value: object) -> tuple[float, ...]:
+    if isinstance(value, tuple):
+        return value
+    return (float(value),) if isinstance(value, (int, float)) else ()
 
 
 def _ratio(reference: object, candidate: object) -> float | None:

@@ -1,24 +1,61 @@
-"""Windows that hold other rollouts."""
+"""Windows that contain other rollouts: where the candidate ends them, beside where the reference does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, near
 from ds_parity.trace import Trace
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How both sides cut the same stream of rollouts into windows.
+
+    Attributes:
+        a: rollouts of each of the reference's steps.
+        b: of each of the candidate's.
+        passes: of each of the candidate's steps, 0 where it doesn't say.
+    """
+
+    a: list[int]
+    b: list[int]
+    passes: list[int]
+
+    @cached_property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """Rollouts consumed at the end of each step of the reference, of the candidate."""
+        return list(accumulate(self.a)), list(accumulate(self.b))
+
+    @cached_property
+    def same(self) -> int:
+        """How many steps contain as many rollouts on both sides, from the first on."""
+        pairs = zip(self.a, self.b, strict=False)
+        return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(self.a), len(self.b)))
+
+    @property
+    def all_used(self) -> bool:
+        """Whether both sides train on as many rollouts."""
+        return sum(self.a) == sum(self.b)
+
+
 def causes(view: View) -> Iterator[Cause]:
-    """Yield what would cut windows as the candidate's are cut."""
-    a, b = _rollouts(view.reference), _rollouts(view.candidate)
-    if not (a and b and a[0] and b[0] and _mean(a) and _mean(b)):
+    """Yield what ends windows exactly where the candidate's end."""
+    if view.trained_alike:
         return
-    yield from _end(a, b)
-    yield from _start(view, a, b)
-    yield from _length(view, a, b)
-    yield from _counter(view, a, b)
+    cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), [one.passes or 0 for one in view.candidate.steps])
+    if not (cut.a and cut.b and cut.a[0] and cut.b[0] and _mean(cut.a) and _mean(cut.b)):
+        return
+    yield from _end(view, cut)
+    yield from _start(view, cut)
+    yield from _whole(view, cut)
+    yield from _length(view, cut)
+    yield from _counter(view, cut)
 
 
 def _rollouts(trace: Trace) -> list[int]:
@@ -27,84 +64,104 @@ def _rollouts(trace: Trace) -> list[int]:
     return known if len(known) == len(trace.steps) else []
 
 
-def _end(a: list[int], b: list[int]) -> Iterator[Cause]:
-    if b == a[:-1]:
+def _end(view: View, cut: Cut) -> Iterator[Cause]:
+    if cut.b == cut.a[:-1] and view.fields == {"step"}:
+        others = min(cut.a[:-1])
         said = (
-            f"all steps but the last are there; it holds {a[-1]} rollouts, the others {min(a[:-1], default=0)} or more"
+            f"all steps but the last are there, and equal; it holds {cut.a[-1]} rollouts, the others {others} or more"
         )
-        yield Cause("partial-window-leak", 0.9, said)
-        yield Cause("indivisible-batch", 0.6, said)
+        yield Cause("partial-window-leak", Fit.SEQUENCE, said)
+        yield Cause("indivisible-batch", Fit.SEQUENCE, said)
 
 
-def _start(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
-    passes = [record.passes or 0 for record in view.candidate.steps]
-    one, other = view.comparison.held
-    more = other.steps > one.steps and other.rollouts == one.rollouts
-    if all(count == 1 for count in passes) and more and not _by_prompts(view, b):
-        yield Cause(
-            "step-per-pass", 0.95, f"{other.steps} steps of one pass each, where the reference takes {one.steps}"
+def _start(view: View, cut: Cut) -> Iterator[Cause]:
+    of_a, of_b = cut.ends
+    passes = cut.passes
+    if set(passes) == {1} and len(cut.b) > len(cut.a) and cut.all_used and not _by_prompts(view, cut):
+        said = f"{len(cut.b)} steps of one pass each, where the reference takes {len(cut.a)} of the same rollouts"
+        yield Cause("step-per-pass", Fit.SEQUENCE, said)
+        return
+    if len(set(passes[1:-1])) != 1 or len(passes) < 3:
+        return
+    beyond = [y - x for x, y in zip(of_a, of_b[1:], strict=False)]
+    if passes[0] == 1 and passes[1] > 1 and len(set(beyond[:-1])) == 1 and 0 < beyond[0] <= cut.b[0]:
+        said = (
+            f"step {view.step(0)} is one pass of {cut.b[0]} rollouts, and every window after it ends {beyond[0]} "
+            f"rollouts after one of the reference's ({cut.a[1:3]})"
         )
-    elif passes[0] == 1 and b[0] < a[0] and all(near(x, y, 0.5) for x, y in zip(a[1:], b[1:], strict=False)):
-        yield Cause(
-            "boundary-off-by-one",
-            0.9,
-            f"step {view.step(0)} is one pass of {b[0]} rollouts, every step after it as long as the reference's "
-            f"({a[1:3]})",
-        )
+        yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
+    late = [y - x for x, y in zip(of_a, of_b, strict=False)][:-1]
+    if passes[0] == passes[1] + 1 and len(set(late)) == 1 and 0 < late[0] < cut.a[0]:
+        said = f"every window ends {late[0]} rollouts late: step {view.step(0)} has {passes[0]} passes, the next ones "
+        yield Cause("boundary-a-pass-late", Fit.SEQUENCE, f"{said}{passes[1]}")
 
 
-def _by_prompts(view: View, b: list[int]) -> bool:
+def _by_prompts(view: View, cut: Cut) -> bool:
     # As many rollouts a step as the reference has prompts, which is the same number in each of its steps.
     prompts = {record.prompts or 0 for record in view.reference.steps[:-1]}
-    return len(prompts) == 1 and bool(prompts - {0}) and near(_mean(b), min(prompts), 0.3)
+    return len(prompts) == 1 and bool(prompts - {0}) and near(_mean(cut.b), min(prompts), 0.3)
 
 
-def _length(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
-    pace = _mean(a) / _mean(b)
-    if _by_prompts(view, b) and pace > 1.5:
+def _whole(view: View, cut: Cut) -> Iterator[Cause]:
+    """Windows that are several of the reference's, and parts of one."""
+    of_a, of_b = cut.ends
+    if not cut.all_used or cut.a == cut.b:
+        return
+    ranks = view.ranks
+    if ranks > 1 and of_b[:-1] == of_a[ranks - 1 :: ranks][: len(of_b) - 1] and len(cut.b) == -(-len(cut.a) // ranks):
+        said = f"every window is {ranks} of the reference's ({cut.b[:3]} rollouts), and {ranks} is the number of ranks"
+        yield Cause("local-count", Fit.SEQUENCE, said)
+    elif set(of_b) < set(of_a):
+        missed = len(of_a) - len(of_b)
+        said = f"windows end only where the reference's do, and go on past {missed} of its {len(of_a)} boundaries"
+        yield Cause("equality-boundary", Fit.SEQUENCE, said)
+    elif len(of_b) == len(of_a) + 1 and set(of_a) < set(of_b):
+        step = next(at for at, end in enumerate(of_b) if end not in of_a)
+        said = f"all windows of the reference are there, and one of them makes two steps, {step + 1} and {step + 2}"
+        yield Cause("step-in-mid-window", Fit.SEQUENCE, said)
+
+
+def _length(view: View, cut: Cut) -> Iterator[Cause]:
+    pace = _mean(cut.a) / _mean(cut.b)
+    if _by_prompts(view, cut) and pace > 1.5:
         prompts = view.reference.steps[0].prompts
-        yield Cause(
-            "sequences-as-prompts",
-            0.9,
-            f"{_mean(b):.1f} rollouts a step, near the reference's {prompts} prompts, "
-            f"which have {_mean(a):.1f} rollouts",
-        )
-    elif pace > 1.3 and view.ranks == 1:
-        yield Cause(
-            "sp-double-count", 0.8, f"windows are {pace:.2g} times too short: micro-batches are counted so often"
-        )
-    elif pace > 1.3:
-        yield Cause("sp-double-count", 0.5, f"windows are {pace:.2g} times too short")
-    if near(b[0] / a[0], view.ranks, 0.2) and view.ranks > 1 and near(1 / pace, view.ranks, 0.35):
-        yield Cause("local-count", 0.85, f"windows are {1 / pace:.2g} times too long on {view.ranks} ranks")
-    one, other = (totals.rollouts or 0 for totals in view.comparison.held)
-    fewer = other < one and b != a[: len(b)]
-    if fewer and all(y <= x for x, y in zip(a[:2], b[:2], strict=False)) and 0.7 < pace < 1.4:
-        yield Cause(
-            "silent-truncation",
-            0.8,
-            f"{one - other} of {one} rollouts are missing, step {view.step(0)} holds {b[0]} of {a[0]}",
-        )
+        said = f"{_mean(cut.b):.1f} rollouts a step, near the reference's {prompts} prompts, "
+        yield Cause("sequences-as-prompts", Fit.CONSTANT, f"{said}which have {_mean(cut.a):.1f} rollouts")
+    elif view.ranks == 1 and round(pace) > 1 and near(pace, round(pace), 0.15) and cut.all_used:
+        said = f"windows are {pace:.2g} times too short: micro-batches are counted so often"
+        yield Cause("sp-double-count", Fit.CONSTANT, said)
+    missing = sum(cut.a) - sum(cut.b)
+    if missing > 0 and cut.same == 0 and all(y < x for x, y in zip(cut.a[:1], cut.b[:1], strict=False)):
+        less = [record.tokens for record in (view.reference.steps[0], view.candidate.steps[0])]
+        fewer_tokens = None not in less and (less[1] or 0) < (less[0] or 0)
+        if 0.7 < pace < 1.4 and fewer_tokens:
+            said = f"{missing} of {sum(cut.a)} rollouts are in no step, step {view.step(0)} holds {cut.b[0]} of "
+            yield Cause("silent-truncation", Fit.CONSTANT, f"{said}{cut.a[0]}")
 
 
-def _counter(view: View, a: list[int], b: list[int]) -> Iterator[Cause]:
-    passes = [record.passes or 0 for record in view.candidate.steps][:-1]
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    wholes = list(accumulate(b))[:-1]
-    target = round(sum(a[:-1]) / max(1, len(a[:-1])))
-    if len(b) < len(a) and b[0] > 1.5 * a[0]:
-        passed = sum(b[0] > x for x in accumulate(a))
-        said = f"step {view.step(0)} goes on for {b[0]} rollouts, past {passed} boundaries of the reference"
-        yield Cause("equality-boundary", 0.7 if wholes and not near(b[0] / a[0], view.ranks, 0.2) else 0.4, said)
-    if same and len(set(passes)) == 1 and len(passes) > 1:
-        yield Cause("counter-drift", 0.8, f"every window has {passes[0]} passes, whatever they hold ({b[:4]} rollouts)")
-    if same > 1 and same < min(len(a), len(b)) and b[same] != a[same]:
-        yield Cause(
-            "resume-resets-window",
-            0.7,
-            f"steps {view.step(0)} to {view.step(0) + same - 1} are alike, then windows are counted anew: "
-            f"{b[same]} rollouts in place of {a[same]}, of about {target}",
+def _counter(view: View, cut: Cut) -> Iterator[Cause]:
+    same, passes = cut.same, cut.passes[:-1]
+    if not same or same >= min(len(cut.a), len(cut.b)) or not cut.all_used:
+        return
+    if len(set(passes)) == 1 and len(passes) > 1 and len(set(cut.b[:-1])) > 1:
+        said = f"every window has {passes[0]} passes, whatever they hold ({cut.b[:4]} rollouts)"
+        yield Cause("counter-drift", Fit.SEQUENCE, said)
+    elif same > 1 and _anew(cut):
+        said = (
+            f"steps {view.step(0)} to {view.step(0) + same - 1} are alike, then windows are counted anew: step "
+            f"{view.step(0) + same} holds {cut.b[same]} rollouts in place of {cut.a[same]}"
         )
+        yield Cause("resume-resets-window", Fit.SEQUENCE, said)
+
+
+def _anew(cut: Cut) -> bool:
+    """Whether windows from the first other one on reach a target that is counted from there, without a surplus."""
+    of_a, of_b = cut.ends
+    # Each of the reference's windows has reached its target, so the target is no more than this.
+    target = min(end / number for number, end in enumerate(of_a[:-1], start=1))
+    counted = [end - of_b[cut.same - 1] for end in of_b[cut.same : -1]]
+    surplus = of_b[cut.same - 1] > target * cut.same
+    return surplus and all(end >= int(target) * number for number, end in enumerate(counted, start=1))
 
 
 def _mean(values: list[int]) -> float:

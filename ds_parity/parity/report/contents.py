@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import Change
 from ds_parity.parity.comparison.compare import Comparison, Setting, setting
-from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.diagnosis import NOTHING, Diagnosis
 from ds_parity.parity.report.terminal import number
 from ds_parity.parity.report.words import of_steps, verdict
 from ds_parity.trace import Trace
@@ -42,7 +42,7 @@ class Compared:
         comparison: what comparing found.
         reference: the trace that is right.
         candidate: the trace in question.
-        causes: what would explain the difference, the likeliest first.
+        diagnosis: what is known of the difference.
     """
 
     scenario: str
@@ -50,7 +50,7 @@ class Compared:
     comparison: Comparison
     reference: Side
     candidate: Side
-    causes: tuple[Cause, ...] = ()
+    diagnosis: Diagnosis = NOTHING
 
     @property
     def title(self) -> str:

@@ -14,12 +14,12 @@ from markupsafe import Markup
 
 from ds_parity._version import __version__
 from ds_parity.parity.comparison.fields import Difference, FieldFound
-from ds_parity.parity.diagnosis import Cause, grouped
+from ds_parity.parity.diagnosis import Cause, Diagnosis, grouped
 from ds_parity.parity.report import live
 from ds_parity.parity.report.condense import TableLine, lines
 from ds_parity.parity.report.contents import UNKNOWN, Compared, Contents, Side
 from ds_parity.parity.report.plots import Picture
-from ds_parity.parity.report.terminal import COLUMNS, verdict
+from ds_parity.parity.report.terminal import COLUMNS, how_sure, verdict
 from ds_parity.parity.report.words import reference_named
 
 _DIGITS = 12
@@ -48,6 +48,7 @@ class _Section:
     details: str
     first: Difference | None
     causes: tuple[tuple[tuple[Cause, ...], ...], ...]
+    diagnosis: Diagnosis
     pictures: tuple[Picture, ...]
     found: tuple[FieldFound, ...]
     lines: tuple[TableLine, ...]
@@ -67,6 +68,7 @@ def render(contents: Contents, drawn: tuple[tuple[Picture, ...], ...]) -> str:
         trim_blocks=True,
     )
     environment.filters |= {"inline": _inline, "exact": _exact, "size": _size, "json": _json, "values": live.values}
+    environment.filters["how_sure"] = how_sure
     every = (_section(f"c{at}", *one) for at, one in enumerate(zip(contents.compared, drawn, strict=True)))
     sections = sorted(every, key=lambda section: section.equal)
     runs = any(picture.charts for pictures in drawn for picture in pictures)
@@ -95,7 +97,8 @@ def _section(anchor: str, compared: Compared, pictures: tuple[Picture, ...]) -> 
         verdict=compared.verdict,
         details=verdict(comparison),
         first=comparison.first,
-        causes=_ranked(compared.causes),
+        causes=_ranked(compared.diagnosis.causes),
+        diagnosis=compared.diagnosis,
         pictures=pictures,
         found=comparison.found,
         lines=lines(comparison),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_parity.config import rewrite
 from ds_parity.parity.comparison.compare import Comparison
-from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.diagnosis import NOTHING, Diagnosis
 from ds_parity.parity.report.contents import Compared, Configurations, Contents, Side
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def of_traces(
     comparison: Comparison,
     reference: Side,
     candidate: Side,
-    causes: tuple[Cause, ...] = (),
+    diagnosis: Diagnosis = NOTHING,
     made: datetime | None = None,
 ) -> Contents:
     """Return the contents for two traces.
@@ -29,11 +29,11 @@ def of_traces(
         comparison: what comparing them found.
         reference: the trace that is right.
         candidate: the trace in question; its scenario names the comparison, or its path if it has none.
-        causes: what would explain the difference.
+        diagnosis: what is known of the difference.
         made: when, in UTC; now by default.
     """
     scenario = candidate.trace.header.scenario or candidate.path
-    compared = Compared(scenario, reference.path, comparison, reference, candidate, causes)
+    compared = Compared(scenario, reference.path, comparison, reference, candidate, diagnosis)
     return Contents((compared,), made or _now())
 
 
@@ -74,7 +74,7 @@ def _compared(outcome: Outcome, folder: Path) -> Compared:
         comparison=outcome.comparison,
         reference=Side(outcome.reference_trace, path(outcome.reference)),
         candidate=Side(outcome.candidate, path(outcome.candidate.header.engine)),
-        causes=outcome.causes,
+        diagnosis=outcome.diagnosis,
     )
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from ds_parity.parity.comparison.bounds import greatest
 from ds_parity.parity.comparison.fields import Comparison, Difference, HiddenRows, Row
-from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis import Cause, Diagnosis, grouped
 
 COLUMNS = ("step", "passes", "rollouts", "loss", "lr", "grad norm", "greatest difference", "")
 _ABSENT = "-"
@@ -63,15 +63,39 @@ def verdict(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def causes(explained: Sequence[Cause], most: int = 3) -> list[str]:
-    """What would explain the differences, in lines: the likeliest first, each with its numbers and its remedy."""
-    lines = []
-    for cause in explained[:most]:
-        lines.append(f"likely cause ({cause.likelihood:.0%}): {cause.name}: {cause.evidence}")
-        lines.append(f"    remedy: {cause.remedy}")
-    if len(explained) > most:
-        lines.append(f"    less likely: {', '.join(cause.name for cause in explained[most:])}")
+def explained(diagnosis: Diagnosis, most: int = 3) -> list[str]:
+    """What is known of a difference, in lines: causes that fit or none, what is certain, and what would tell."""
+    groups = grouped(diagnosis.causes)
+    lines = [line for group in groups[:most] for line in _group(group)]
+    if len(groups) > most:
+        lines.append(f"    also fit: {', '.join(cause.name for group in groups[most:] for cause in group)}")
+    if diagnosis.classes and not groups:
+        lines.append(
+            f"cause: unknown. No known fault predicts this record; it is one of {', '.join(diagnosis.classes)}"
+        )
+    lines += [f"    certain: {fact}" for fact in diagnosis.certain]
+    if diagnosis.not_excluded:
+        lines.append(f"    known faults that the record does not exclude: {', '.join(diagnosis.not_excluded)}")
+    if diagnosis.next:
+        lines.append(f"    what would tell: {diagnosis.next}")
     return lines
+
+
+def how_sure(cause: Cause) -> str:
+    """How a cause fits, and how often one with such a fit was right."""
+    return f"{cause.fit.words}; {cause.fit.measured}"
+
+
+def _group(group: Sequence[Cause]) -> Iterator[str]:
+    """Causes that the record can't tell apart."""
+    first = group[0]
+    names = (
+        first.name if len(group) == 1 else f"one of {', '.join(it.name for it in group)} (the record fits them alike)"
+    )
+    yield f"likely cause ({first.likelihood:.0%}): {names}: {first.evidence}"
+    yield f"    fit: {how_sure(first)}"
+    for it in group:
+        yield f"    remedy: {it.remedy}" if len(group) == 1 else f"    remedy of {it.name}: {it.remedy}"
 
 
 def sentence(difference: Difference) -> str:

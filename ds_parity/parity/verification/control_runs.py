@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.diagnosis import NOTHING, Diagnosis, grouped
 from ds_parity.parity.running.launch import Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.controls.known import known
@@ -29,14 +29,14 @@ class ControlFinding:
         name: of the control, or of a clean engine.
         scenario: what it ran.
         comparison: with the torch reference; None where it raised.
-        causes: what the traces are explained by, the likeliest first.
+        diagnosis: what is known of the difference.
         raised: what it raised in place of a trace.
     """
 
     name: str
     scenario: str
     comparison: Comparison | None
-    causes: tuple[Cause, ...] = ()
+    diagnosis: Diagnosis = NOTHING
     raised: str | None = None
 
     @property
@@ -56,8 +56,17 @@ class ControlFinding:
 
     @property
     def named(self) -> bool:
-        """Whether the first cause is the fault, or one whose traces look the same."""
-        return bool(self.causes) and self.causes[0].name in (self.name, *known()[self.name].like)
+        """Whether the first cause, or the group of those that the record can't tell apart, has the fault in it.
+
+        One whose traces look the same counts as the fault.
+        """
+        first = {cause.name for group in grouped(self.diagnosis.causes)[:1] for cause in group}
+        return bool(first & {self.name, *known()[self.name].like})
+
+    @property
+    def listed(self) -> bool:
+        """Whether the cause is said to be unknown, and the fault is among those that the record doesn't exclude."""
+        return not self.diagnosis.causes and self.name in self.diagnosis.not_excluded
 
 
 def chosen(names: Iterable[str] | None, stage: int) -> tuple[type[Loop], ...]:
@@ -126,4 +135,4 @@ def _finding(shape: Scenario, engine: str, folder: Path, raised: str | None) -> 
     if raised is not None:
         return ControlFinding(engine, shape.name, None, raised=raised)
     compared = outcome(shape, "torch", folder, engine)
-    return ControlFinding(engine, shape.name, compared.comparison, compared.causes)
+    return ControlFinding(engine, shape.name, compared.comparison, compared.diagnosis)

@@ -27,9 +27,11 @@ def summary(findings: Sequence[ControlFinding]) -> str:
     faults = [finding for finding in findings if not finding.clean]
     clean = [finding for finding in findings if finding.clean]
     caught, named = sum(finding.caught for finding in faults), sum(finding.named for finding in faults)
+    listed = sum(finding.listed for finding in faults)
     alarms = sum(not finding.good for finding in clean)
     caught_and_alarms = (
-        f"{caught} of {len(faults)} faults caught, {named} named first; "
+        f"{caught} of {len(faults)} faults caught, {named} named, {listed} unknown and among those "
+        f"not excluded; "
         f"{alarms} false alarms in {len(clean)} clean runs"
     )
     times_noise = ", ".join(f"{times:,.0f} in {name}" for name, times in margins(findings).items())
@@ -55,7 +57,7 @@ def plain(findings: Sequence[ControlFinding]) -> list[dict[str, Any]]:
             "field": finding.comparison.first.field if finding.comparison and finding.comparison.first else None,
             "signal": strongest.bounds if (strongest := signal(finding)) else None,
             "raised": finding.raised,
-            "causes": [{"name": c.name, "likelihood": c.likelihood, "evidence": c.evidence} for c in finding.causes],
+            **finding.diagnosis.plain(),
         }
         for finding in findings
     ]
@@ -71,7 +73,16 @@ def _cells(finding: ControlFinding) -> tuple[str, ...]:
         result = ("FALSE ALARM" if finding.clean else "caught") + (f" at step {first.step}" if first.step else "")
         by = first.field
     strongest = None if finding.clean else signal(finding)
-    cause = finding.causes[0].name if finding.causes else ""
-    if cause and not finding.clean and cause != finding.name:
-        cause += " (alike)" if finding.named else " (wrong)"
+    cause = _diagnosed(finding)
     return finding.name, finding.scenario, result, by, f"{strongest.bounds:,.0f}" if strongest else "", cause
+
+
+def _diagnosed(finding: ControlFinding) -> str:
+    if finding.clean or not finding.caught:
+        return ""
+    names = [cause.name for cause in finding.diagnosis.causes]
+    if finding.named:
+        return finding.name if finding.name in names else f"{names[0]} (alike)"
+    if names:
+        return f"{names[0]} (wrong)"
+    return f"unknown: {', '.join(finding.diagnosis.classes)}" + (" (not excluded)" if finding.listed else "")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_parity.config import Settings
 from ds_parity.parity.comparison.compare import Comparison, compare
-from ds_parity.parity.diagnosis import Cause, diagnose
+from ds_parity.parity.diagnosis import NOTHING, Diagnosis, diagnose
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.policies import refuse_unknown_model
@@ -48,7 +48,7 @@ class Outcome:
     comparison: Comparison
     candidate: Trace
     reference_trace: Trace
-    causes: tuple[Cause, ...] = ()
+    diagnosis: Diagnosis = NOTHING
 
     @property
     def title(self) -> str:
@@ -179,5 +179,5 @@ def outcome(scenario: Scenario, reference: str, folder: Path, candidate: str = "
     """Compare two traces of a scenario that lie in `folder`."""
     traces = [read_trace(folder / scenario.name / f"{engine}.jsonl") for engine in (reference, candidate)]
     comparison = compare(traces[0], traces[1], TIERS[reference], scenario.dtype)
-    causes = diagnose(traces[0], traces[1], comparison)
-    return Outcome(scenario, reference, comparison, traces[1], traces[0], causes)
+    diagnosis = diagnose(traces[0], traces[1], comparison)
+    return Outcome(scenario, reference, comparison, traces[1], traces[0], diagnosis)

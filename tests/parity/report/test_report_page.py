@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_parity.config import rewrite
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis import Cause
+from ds_parity.parity.diagnosis import Cause, Diagnosis, Fit
 from ds_parity.parity.report import Configurations, Side, of_traces
 from ds_parity.parity.report import page as page_module
 from ds_parity.parity.report.condense import WHOLE
@@ -172,7 +172,9 @@ class TestFirstDifference:
 
 class TestOrder:
     def test_verdict_cause_first_difference_pictures_fields_steps_provenance_configuration(self):
-        _, _, text = html(replace(LATE, causes=(ALONE,)), configurations=configurations()).partition("<body>")
+        _, _, text = html(replace(LATE, diagnosis=Diagnosis((ALONE,))), configurations=configurations()).partition(
+            "<body>"
+        )
         wanted = [
             "FAIL: ",
             "Likely cause",
@@ -205,30 +207,30 @@ class TestOrder:
         ]
 
 
-ALONE = Cause("dp-mean-left-in", 0.9, "half the norm in all steps")
+ALONE = Cause("dp-mean-left-in", Fit.CONSTANT, "half the norm in all steps")
 ALIKE = tuple(
-    Cause(name, likelihood, "losses agree and norms do not")
-    for name, likelihood in (("mean-of-micro-batches", 0.55), ("last-backward-only", 0.35), ("half-broadcast", 0.3))
+    Cause(name, Fit.DIRECTION, "losses agree and norms do not")
+    for name in ("mean-of-micro-batches", "last-backward-only", "half-broadcast")
 )
 
 
 class TestCauses:
     def test_one_that_stands_out_is_named_with_evidence_and_remedy(self):
-        said = page(replace(LATE, causes=(ALONE, *ALIKE))).text
+        said = page(replace(LATE, diagnosis=Diagnosis((ALONE, *ALIKE)))).text
         assert "Likely cause: dp-mean-left-in" in said
         assert ALONE.evidence in said
         assert ALONE.remedy in said
 
     def test_those_that_the_traces_cannot_tell_apart_are_one_group_with_one_evidence(self):
-        said = page(replace(LATE, causes=ALIKE)).text
+        said = page(replace(LATE, diagnosis=Diagnosis(ALIKE))).text
         assert "Likely cause: one of 3 that these traces cannot tell apart" in said
         assert said.count("losses agree and norms do not") == 1
         assert all(cause.name in said and cause.remedy in said for cause in ALIKE)
 
     def test_those_that_are_equally_likely_are_one_group_each_with_its_own_evidence(self):
-        equal = (ALONE, Cause("scheduler-per-pass", 0.9, "the LR moves 3 times too fast"))
-        said = page(replace(LATE, causes=(*equal, *ALIKE))).text
-        likely, _, less = said.partition("Less likely")
+        equal = (ALONE, Cause("scheduler-per-pass", ALONE.fit, "the LR moves 3 times too fast"))
+        said = page(replace(LATE, diagnosis=Diagnosis((*equal, *ALIKE)))).text
+        likely, _, less = said.partition("Other causes that fit")
         assert "Likely causes: 2 that are equally likely; more than one can apply" in likely
         for cause in equal:
             assert f"{cause.name}: {cause.evidence}" in likely
@@ -238,23 +240,42 @@ class TestCauses:
 
     def test_equal_likelihood_further_down_a_group_does_not_join_groups(self):
         """The first group is likelier as a whole: its leading cause stands above the other."""
-        causes = (ALONE, replace(ALIKE[0], evidence=ALONE.evidence), Cause("base-lr", ALIKE[0].likelihood, "other"))
-        said = page(replace(LATE, causes=causes)).text
+        causes = (ALONE, replace(ALIKE[0], evidence=ALONE.evidence), Cause("base-lr", ALIKE[0].fit, "other"))
+        said = page(replace(LATE, diagnosis=Diagnosis(causes))).text
         assert "Likely cause: one of 2 that these traces cannot tell apart" in said
         assert "Possible cause: base-lr" in said
 
     def test_there_are_no_percentages_and_no_table_of_causes(self):
-        text = html(replace(LATE, causes=(ALONE, *ALIKE)))
-        assert not re.search(r"\b(90|55|35|30) ?%", text.partition("<body>")[2])
+        text = html(replace(LATE, diagnosis=Diagnosis((ALONE, *ALIKE))))
+        assert not re.search(r"\b\d+ ?%", text.partition("<body>")[2])
         assert not [table for table in Page(text).tables if table[0][0] == "cause"]
 
-    def test_the_less_likely_stand_behind_the_likely(self):
-        said = page(replace(LATE, causes=(ALONE, *ALIKE))).text
-        places = [said.index(words) for words in ("Likely cause: dp-mean", "Less likely", "one of 3 that these traces")]
+    def test_other_causes_that_fit_stand_behind_the_likeliest(self):
+        said = page(replace(LATE, diagnosis=Diagnosis((ALONE, *ALIKE)))).text
+        places = [
+            said.index(words)
+            for words in ("Likely cause: dp-mean", "Other causes that fit", "one of 3 that these traces")
+        ]
         assert places == sorted(places)
 
+    def test_how_often_such_a_fit_was_right_stands_beside_it(self):
+        said = page(replace(LATE, diagnosis=Diagnosis((ALONE,)))).text
+        assert f"How sure: {ALONE.fit.words}; {ALONE.fit.measured}." in said
+
+    def test_an_unknown_cause_comes_with_what_is_certain_and_what_would_tell(self):
+        unknown = Diagnosis((), ("agree: loss",), ("clipping", "weights"), ("implicit-clip",), "ds-parity rewrite")
+        said = page(replace(LATE, diagnosis=unknown)).text
+        assert "Cause: unknown." in said
+        assert "one of: clipping, weights." in said
+        assert "Certain: agree: loss." in said
+        assert "the record does not exclude: implicit-clip." in said
+        assert "What would tell: ds-parity rewrite." in said
+        assert "Likely cause" not in said
+
     def test_each_comparison_that_differs_has_its_own(self):
-        said = page(replace(LATE, causes=(ALONE,)), replace(LATE, against="deepspeed", causes=ALIKE)).text
+        said = page(
+            replace(LATE, diagnosis=Diagnosis((ALONE,))), replace(LATE, against="deepspeed", diagnosis=Diagnosis(ALIKE))
+        ).text
         assert said.count("Likely cause: ") == 2
 
 

@@ -1,0 +1,65 @@
+"""What is certain of a difference, whatever caused it: what differs first, what follows, and what agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_parity.parity.diagnosis import gradient, updates
+from ds_parity.parity.diagnosis.view import View, plain
+
+_WORDS = {
+    "step": "the steps themselves",
+    "rollouts": "rollouts",
+    "prompts": "prompts",
+    "tokens": "tokens",
+    "total": "total",
+    "lr": "LR",
+    "skipped": "skipped steps",
+    "metrics": "metrics",
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "weights": "weights",
+}  # in the order in which a step comes to them
+
+
+def certain(view: View) -> tuple[str, ...]:
+    """Return what the record shows, in sentences."""
+    return tuple(_sentences(view))
+
+
+def _sentences(view: View) -> Iterator[str]:
+    order = _order(view)
+    if order:
+        (step, fields), *rest = order
+        said = f"first to differ, in step {step}: {_listed(fields)}"
+        yield said + "".join(f"; from step {later} on also {_listed(names)}" for later, names in rest)
+    yield from gradient.facts(view)
+    yield from updates.facts(view)
+    agree = [name for name in _WORDS if name != "step" and view.agrees(name)]
+    if agree:
+        yield f"agree in every common step: {_listed(agree)}"
+    loose = "weights" not in view.fields and view.recorded("weights") and not view.weights_tell
+    if loose:
+        yield "the weights lie within their bound, but they are not much nearer than training moves them: no proof"
+    unknown = [name for name in ("rollouts", "tokens", "lr", "loss", "grad_norm", "weights") if _unknown(view, name)]
+    if unknown:
+        yield f"not recorded by both sides in every step, so nothing is known of it: {_listed(unknown)}"
+
+
+def _unknown(view: View, name: str) -> bool:
+    return name not in view.fields and not view.recorded(name)
+
+
+def _order(view: View) -> list[tuple[int, list[str]]]:
+    """Return the fields that differ, by the first step in which each does."""
+    found: dict[str, int] = {}
+    for it in view.comparison.found:
+        name = plain(it.name)
+        if name in _WORDS and it.first.step is not None:
+            found[name] = min(found.get(name, it.first.step), it.first.step)
+    steps = sorted(set(found.values()))
+    return [(step, [name for name in _WORDS if found.get(name) == step]) for step in steps]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(_WORDS[name] for name in names)

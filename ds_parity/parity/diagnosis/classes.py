@@ -1,0 +1,87 @@
+"""In which classes a fault can be, by what differs first: whatever comes before it in a step is then excluded.
+
+A step goes from data to a loss, to a gradient, its clipping, an update with a learning rate, and to weights. Where all
+steps before agree, weights included, the first field that differs says how far down the fault is at most, and fields
+that agree say where it is not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_parity.parity.comparison.bounds import EPS
+from ds_parity.parity.diagnosis.causes import CLASSES
+from ds_parity.parity.diagnosis.gradient import not_finite
+from ds_parity.parity.diagnosis.moves import Moves
+from ds_parity.parity.diagnosis.view import View
+
+_OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
+# Of their bound: weights that lie further apart before the first difference have not agreed, they were let pass.
+_CREPT = 0.1
+_BEYOND = 1.5
+
+
+def possible(view: View) -> tuple[str, ...]:
+    """Return the classes that the record leaves open, in the order of `CLASSES`."""
+    if view.trained_alike:
+        return ("logging",)
+    at = view.at_first or view.fields
+    found: set[str] = set()
+    if at & {"rollouts", "step"}:
+        found |= {"data", "gradient"}  # windows end where gradients stop to accumulate; all else follows
+    elif "lr" in at:
+        found |= {"schedule", "optimizer settings"} | (_of_loss(view) if "loss" in at and view.first == 0 else set())
+    elif at & {"skipped"} or not_finite(view):
+        found |= {"gradient", "loss"} | ({"data"} if "loss" in at else set())
+    else:
+        found |= _of_counts(at)
+        if "loss" in at:
+            found |= _of_loss(view)
+        elif "grad_norm" in at:
+            # A loss may have another gradient and the same value; a norm is of what the optimizer holds, and may be
+            # taken behind the clipping.
+            found |= {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
+        elif "weights" in at:
+            found |= _OF_UPDATE
+    if _crept(view) and at & {"loss", "grad_norm"} and not at & {"rollouts", "step"}:
+        found |= _OF_UPDATE
+    if not _trained_apart(view):
+        found |= {"logging"}
+    return tuple(name for name in CLASSES if name in found)
+
+
+def _of_counts(at: set[str]) -> set[str]:
+    found = {"data", "loss"} if at & {"tokens", "prompts", "metrics"} else set()
+    return found | ({"gradient", "data"} if at & {"total", "passes", "idle_passes"} else set())
+
+
+def _of_loss(view: View) -> set[str]:
+    found = {"data", "loss"}
+    if "grad_norm" in view.at_first:
+        found |= {"gradient"}  # a logged loss is a weighted mean too, and may have the gradient's wrong weights
+    if view.first > 0 or _far_from_the_start(view):
+        found |= {"weights"}
+    return found
+
+
+def _far_from_the_start(view: View) -> bool:
+    """Whether the weights after the first step are too far apart for one update, or it isn't known."""
+    moves = Moves(view)
+    if moves.starts is not None:
+        return not moves.one_start
+    if not moves.known or moves.stride is None:
+        return True
+    apart = [float(np.linalg.norm(moves.apart(at))) for at in range(len(view.pairs))]
+    return apart[0] > _BEYOND * moves.stride
+
+
+def _crept(view: View) -> bool:
+    """Whether weights had come apart before the first difference, within their bound."""
+    before = [row for row in view.comparison.rows if row.step < view.step(view.first)] if view.at_first else []
+    known = [(row.weights, view.comparison.bound("weights", row.terms)) for row in before if row.weights is not None]
+    return any(gap > min(_CREPT * bound, EPS[view.comparison.dtype]) for gap, bound in known[-1:])
+
+
+def _trained_apart(view: View) -> bool:
+    """Whether something shows that training itself was another: weights, or the step that both sides took."""
+    return bool(view.fields & {"weights", "skipped"}) or ("step" in view.fields and bool(view.pairs))

@@ -1,0 +1,67 @@
+"""Another loss at weights that are still the same: other data, another start, or another loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.moves import Moves
+from ds_parity.parity.diagnosis.view import View, alike
+
+# The first step can't take weights further apart than a few updates.
+_BEYOND = 5.0
+
+
+def causes(view: View) -> Iterator[Cause]:
+    """Yield what the headers, the weights or repeated counts show."""
+    if "loss" not in view.at_first or "lr" in view.at_first:
+        return
+    yield from _seeds(view)
+    yield from _start(view)
+    yield from _repeated(view)
+
+
+def _seeds(view: View) -> Iterator[Cause]:
+    seeds = [trace.header.seed for trace in (view.reference, view.candidate)]
+    if view.first == 0 and None not in seeds and seeds[0] != seeds[1]:
+        said = f"the seeds are {seeds[0]} and {seeds[1]}, and step {view.step(0)} has another loss"
+        yield Cause("data-or-seed", Fit.HEADER, said)
+
+
+def _start(view: View) -> Iterator[Cause]:
+    """Weights that are far apart after the first step, and stay as far apart."""
+    moves = Moves(view)
+    if moves.starts is not None:
+        if not view.first and not moves.one_start:
+            yield Cause("initial-weights", Fit.HEADER, "the headers tell of other weights before the first step")
+        return
+    if view.first or not moves.known or moves.stride is None or len(view.pairs) < 2:
+        return
+    apart = [float(np.linalg.norm(moves.apart(at))) for at in range(len(view.pairs))]
+    if apart[0] > _BEYOND * moves.stride and alike(apart, 0.1):
+        said = f"after step {view.step(0)} the weights are {apart[0] / moves.stride:.3g} updates apart, and stay so"
+        yield Cause("initial-weights", Fit.DIRECTION, said)
+
+
+def _repeated(view: View) -> Iterator[Cause]:
+    """From a step on the counts of earlier steps again, and losses near theirs."""
+    first = view.first
+    later = [b for _, b in view.pairs[first:]]
+    for start in range(first):
+        then = [a for a, _ in view.pairs[start : start + len(later)]]
+        if len(then) < len(later) or len(later) < 2:
+            return
+        known = [(b.loss, a.loss, due.loss) for b, a, (due, _) in zip(later, then, view.pairs[first:], strict=True)]
+        counts = all(b.tokens == a.tokens and b.prompts == a.prompts for b, a in zip(later, then, strict=True))
+        if not counts or any(it is None for row in known for it in row):
+            continue
+        # Weights have moved since, so losses come back by about.
+        off = [(abs(b - a), abs(due - a)) for b, a, due in known if b is not None and a is not None and due is not None]
+        if max(it for it, _ in off) < 0.1 * max(it for _, it in off):
+            losses = ", ".join(f"{b:.4g} for {a:.4g}" for b, a, _ in known[:3])
+            said = f"from step {view.step(first)} on counts are those of step {view.step(start)} and after, and losses "
+            yield Cause("resume-repeats-data", Fit.EVERY_STEP, f"{said}near theirs ({losses})")
+            return

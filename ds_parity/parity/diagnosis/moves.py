@@ -1,0 +1,154 @@
+"""How far and in which direction the weights moved, from their sketches.
+
+A sketch is linear in the weights: what holds of weight vectors holds of their sketches, number by number. So a
+difference of weights that is, say, a multiple of an update shows in every number of the sketch, and one that is not
+hits such a line by chance in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_parity.parity.comparison.bounds import EPS
+from ds_parity.parity.diagnosis.view import View
+from ds_parity.trace import StepRecord
+
+Vector = NDArray[np.float64]
+# Fewer numbers than this lie near a plane by chance.
+_ENOUGH = 8
+# Momentum makes updates of SGD up to ten times as long as its gradients, where it is 0.9.
+_OF_MOMENTUM = 30.0
+_TOO_FAR = 2.0
+_CLEAR = 10.0
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The weights of both runs, as far as a view holds them.
+
+    Attributes:
+        view: two traces side by side.
+    """
+
+    view: View
+
+    @cached_property
+    def known(self) -> bool:
+        """Whether both sides hold a sketch of one length after every common step."""
+        sides = [one.weights.sketch for pair in self.view.pairs for one in pair if one.weights is not None]
+        return (
+            len(sides) == 2 * len(self.view.pairs) > 0
+            and len({len(it) for it in sides}) == 1
+            and len(sides[0]) >= _ENOUGH
+            and bool(np.isfinite(np.array(sides)).all())
+        )
+
+    def reference(self, at: int) -> Vector:
+        """The reference's weights after a step; (n,) numbers of the sketch."""
+        return _sketch(self.view.pairs[at][0])
+
+    def apart(self, at: int) -> Vector:
+        """Candidate - reference after a step; (n,)."""
+        return _sketch(self.view.pairs[at][1]) - _sketch(self.view.pairs[at][0])
+
+    @cached_property
+    def starts(self) -> tuple[Vector, Vector] | None:
+        """Both sides' weights before the first step, (n,) each; None where a header doesn't tell."""
+        headers = self.view.reference.header, self.view.candidate.header
+        sketches = [getattr(getattr(header, "start", None), "sketch", ()) for header in headers]
+        if not self.known or any(len(it) != len(self.reference(0)) for it in sketches):
+            return None
+        # Excerpts of long traces begin in their middle.
+        return None if self.view.step(0) != 1 else (np.array(sketches[0]), np.array(sketches[1]))
+
+    @property
+    def one_start(self) -> bool:
+        """Whether both sides are known to start from the same weights."""
+        return self.starts is not None and bool((self.starts[0] == self.starts[1]).all())
+
+    def update(self, at: int) -> Vector | None:
+        """What the reference's step `at` added to its weights; (n,); None for the first where its start isn't known."""
+        if at > 0:
+            return self.reference(at) - self.reference(at - 1)
+        return self.reference(0) - self.starts[0] if self.starts is not None and self.one_start else None
+
+    def widened(self, at: int) -> Vector:
+        """By how much further a step took the weights apart; (n,)."""
+        return self.apart(at) - self.apart(at - 1) if at > 0 else self.apart(0)
+
+    @cached_property
+    def stride(self) -> float | None:
+        """How long the reference's updates are: the median over all steps but the first; None of fewer than two."""
+        lengths = [float(np.linalg.norm(self.reference(at) - self.reference(at - 1))) for at in self._later]
+        return float(np.median(lengths)) if lengths and self.known else None
+
+    @cached_property
+    def sgd(self) -> bool:
+        """Whether the reference's updates are as long as its gradients times the LR, momentum aside; Adam's are not."""
+        lengths = [
+            float(np.linalg.norm(self.reference(at) - self.reference(at - 1))) / (self._root * lr[0] * norm)
+            for at in self._later
+            for lr, norm in [(self.view.pairs[at][0].lr, self.view.pairs[at][0].grad_norm)]
+            if lr and lr[0] and norm
+        ]
+        return bool(lengths) and float(np.median(lengths)) < _OF_MOMENTUM
+
+    def clear(self, at: int) -> bool:
+        """Whether weights lie so far apart after a step that rounding has no say in the direction."""
+        weights = self.view.pairs[at][0].weights
+        update = self.update(at)
+        assert weights is not None
+        dtype = self.view.comparison.dtype
+        # What weights are stored in rounds them, and what gradients are computed in rounds each update.
+        stored = EPS[dtype] / 4 * weights.norm * self._root
+        computed = 0.0 if update is None else EPS[dtype] * float(np.linalg.norm(update))
+        return float(np.linalg.norm(self.widened(at))) > _CLEAR * max(stored, computed)
+
+    @property
+    def too_far(self) -> bool:
+        """Whether the first difference is too long for gradients of one direction; a sketch errs by a fifth.
+
+        Gradients of one direction lie as far apart as their norms do.
+        """
+        a, b = self.view.pairs[self.view.first]
+        if not (self.sgd and a.lr and a.lr[0] and a.grad_norm and b.grad_norm):
+            return False
+        apart = float(np.linalg.norm(self.widened(self.view.first))) / (self._root * a.lr[0])
+        return self.clear(self.view.first) and apart > _TOO_FAR * abs(b.grad_norm - a.grad_norm)
+
+    @property
+    def _root(self) -> float:
+        return float(np.sqrt(len(self.reference(0))))
+
+    @property
+    def _later(self) -> range:
+        return range(1, len(self.view.pairs) if self.known else 1)
+
+
+def along(vector: Vector, basis: Sequence[Vector]) -> tuple[list[float], float]:
+    """Fit a vector by a sum of others.
+
+    Args:
+        vector: (n,) numbers.
+        basis: others, (n,) each.
+
+    Returns:
+        The coefficients, and what they leave over of the vector as a share of its length; 1 for a vector of zeros.
+    """
+    length = float(np.linalg.norm(vector))
+    matrix = np.array(basis).T
+    if not length or not np.linalg.norm(matrix, axis=0).all():
+        return [0.0] * len(basis), 1.0
+    found: Any = np.linalg.lstsq(matrix, vector, rcond=None)[0]
+    return [float(it) for it in found], float(np.linalg.norm(vector - matrix @ found)) / length
+
+
+def _sketch(record: StepRecord) -> Vector:
+    assert record.weights is not None
+    return np.array(record.weights.sketch, dtype=np.float64)

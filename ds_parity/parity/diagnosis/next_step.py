@@ -1,0 +1,24 @@
+"""The one command that would tell more than the record does."""
+
+from __future__ import annotations
+
+from ds_parity.parity.diagnosis.view import View
+
+_PROBE = (
+    "`ds-parity probe CONFIG --subject your_module:loop` shows with which coefficient each micro-batch entered a step"
+)
+_REWRITE = (
+    "`ds-parity rewrite CONFIG` shows the optimizer, clipping and scheduler that DeepSpeed receives, for each run"
+)
+_VERIFY = "`ds-parity verify CONFIG --train your_module:train --windows 1` runs your loss on known micro-batches"
+_COUNTS = "record rollouts and tokens in both runs (`--map tokens=...`), and run `ds-parity compare` again"
+_WEIGHTS = "record weights in both runs, as `ds-parity verify` does, and run `ds-parity compare` again"
+
+
+def telling(view: View, classes: tuple[str, ...]) -> str:
+    """Return the command that halves the classes that are left open."""
+    if "logging" in classes and len(classes) > 1 and not view.recorded("weights"):
+        return _WEIGHTS
+    if "data" in classes:
+        return _VERIFY if view.recorded("rollouts") or view.recorded("tokens") else _COUNTS
+    return _PROBE if "gradient" in classes else _REWRITE

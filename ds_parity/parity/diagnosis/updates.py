@@ -1,0 +1,196 @@
+"""The same loss and the same gradient norm, and another update: what the optimizer, or something else, did.
+
+The first difference of the weights is held beside what a cause adds to them: a share of the update, of the update
+before it (momentum), of the gradient, or of the weights themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.update_factors import factors_of, first_known, fits, predicted
+from ds_parity.parity.diagnosis.view import View, alike, near
+
+_ALIGNED = 0.03
+_ABOUT = 0.25  # weights that differ have other gradients
+_SHARE = 0.02
+
+
+def causes(view: View) -> Iterator[Cause]:
+    """Yield what changes the weights in the direction in which they were changed."""
+    moves = Moves(view)
+    if only_update(view) and moves.known:
+        found = list(_of_weights(view, moves))
+        yield from found or [
+            *_of_update(view, moves),
+            *_of_state(view, moves),
+            *_undone(view, moves),
+            *_of_gradient(view, moves),
+            *_of_rounding(view, moves),
+        ]
+
+
+def facts(view: View) -> Iterator[str]:
+    """Yield what is certain of the direction of the updates, whatever changed them."""
+    moves = Moves(view)
+    if not only_update(view) or not moves.known:
+        return
+    first = first_known(view, moves)
+    factors, scaled = factors_of(view, moves, first), gradient_scaled(view, moves)
+    if factors and not all(near(it, 1.0, 0.005) for it in factors):
+        listed = ", ".join(f"{it:.4g}" for it in factors[:5])
+        said = f"from step {view.step(first)} on the updates have the reference's direction"
+        yield f"{said}, and {listed} times its length"
+    elif scaled is not None:
+        times = "" if np.isnan(scaled) else f", {scaled:.4g} times as large"
+        yield f"in step {view.step(view.first)} the gradient entered the update in the reference's direction{times}"
+
+
+def only_update(view: View) -> bool:
+    """Whether the first difference is one of weights alone, where loss, LR and gradient norm were recorded."""
+    return view.at_first == {"weights"} and view.recorded("loss")
+
+
+def _said(view: View) -> str:
+    return f"in step {view.step(view.first)} {_agree(view)} agree, and the weights after it do not"
+
+
+def _agree(view: View) -> str:
+    known = [word for name, word in _WORDS.items() if view.recorded(name) and name not in view.at_first]
+    return ", ".join(known[:-1]) + (" and " if known[1:] else "") + known[-1]
+
+
+_WORDS = {"loss": "loss", "lr": "LR", "grad_norm": "gradient norm"}
+
+
+def _of_weights(view: View, moves: Moves) -> Iterator[Cause]:
+    """All weights scaled: decay by the optimizer goes with the LR, decay by hand does not."""
+    first, shares = view.first, []
+    for at in range(first, len(view.pairs)):
+        (share,), rest = along(moves.widened(at), [moves.reference(at)])
+        if rest > (_ALIGNED if at == first else 0.2):
+            return
+        shares.append(share)
+    rates = [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs[first:]]
+    said = f"{_said(view)}: they are scaled by {1 + shares[0]:.6g} in a step"
+    by_rate = [share / rate for share, rate in zip(shares, rates, strict=True) if rate]
+    # In the gradient of SGD, decay is carried on by momentum: to the second step up to twice as much of it.
+    carried = len(by_rate) > 1 and all(1.0 < y / x <= 2.0 for x, y in pairwise(by_rate))
+    decay, by_hand = alike(by_rate, _SHARE) or carried, alike(shares, _SHARE)
+    said += f", {abs(by_rate[0]):.4g} * LR {_less(shares[0])}" if decay else ", whatever the LR"
+    if decay:
+        yield Cause("weight-decay", Fit.DIRECTION, said)
+    if by_hand:
+        yield Cause("weights-scaled-by-hand", Fit.DIRECTION, said)
+
+
+def _less(share: float) -> str:
+    return "more than the reference's" if share < 0 else "less than the reference's"
+
+
+def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
+    """The whole update, momentum included, is some times as large: what an LR does that is not the logged one."""
+    first = first_known(view, moves)
+    factors = factors_of(view, moves, first)
+    if not factors or all(near(it, 1.0, 0.005) for it in factors):
+        return
+    listed = ", ".join(f"{it:.4g}" for it in factors[:4])
+    said = f"{_said(view)}: from step {view.step(first)} on the updates are {listed} times the reference's"
+    found = [name for name, expected in predicted(view, first, len(factors)).items() if fits(factors, expected)]
+    for name in found:
+        yield Cause(name, Fit.EVERY_STEP, f"{said}, as predicted")
+
+
+def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
+    """What is missing is a share of the last update: the momentum was lost."""
+    before = moves.update(view.first - 1) if view.first > 0 else None
+    if before is None:
+        return
+    at, rates = view.first, [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs]
+    (share,), rest = along(moves.apart(at), [before])
+    if not (rest < _ALIGNED and rates[at] and rates[at - 1]):
+        return
+    momentum = -share * rates[at - 1] / rates[at]
+    said = f"{_said(view)}: what is missing is {momentum:.3g} of the update before, a part that momentum adds"
+    # All of the momentum is missing where what is left of the difference in the next step is as large a share of it.
+    following = None
+    if at + 1 < len(view.pairs) and rates[at + 1]:
+        (share,), rest = along(moves.widened(at + 1), [moves.apart(at)])
+        following = share * rates[at] / rates[at + 1] if rest < _ABOUT else None
+    # Another momentum would have shown in the second step already.
+    lost = 0 < momentum <= 1.001 and (at > 1 or following is None or near(following, momentum, 0.1))
+    if lost:
+        yield Cause("resume-loses-optimizer", Fit.DIRECTION, said)
+    if at == 1 and (following is None or not lost):
+        yield Cause("momentum", Fit.DIRECTION, said)
+
+
+def _undone(view: View, moves: Moves) -> Iterator[Cause]:
+    """The weights are those from before the step."""
+    update = moves.update(view.first)
+    if update is None:
+        return
+    (share,), rest = along(moves.apart(view.first), [update])
+    if rest < _ALIGNED and near(share, -1.0, 1e-3):
+        before = view.step(view.first - 1)
+        said = f"{_said(view)}: they are those after step {before}"
+        yield Cause("weights-of-the-step-before", Fit.DIRECTION, said)
+        yield Cause("update-lost", Fit.DIRECTION, said)
+
+
+def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
+    """The gradient's part of the update is smaller by a limit, or by the number of ranks: clipping."""
+    scaled, norm = gradient_scaled(view, moves), view.pairs[view.first][0].grad_norm
+    if scaled is None or np.isnan(scaled) or norm is None:
+        return
+    said = f"{_said(view)}: the gradient entered the update in its direction, {scaled:.4g} times as large"
+    if norm > 1 and near(scaled * norm, 1.0, 2e-3):
+        yield Cause("implicit-clip", Fit.CONSTANT, f"{said}: clipped to a norm of 1, DeepSpeed's default")
+    elif view.ranks > 1 and (near(scaled, 1 / view.ranks, 2e-3) or near(scaled, view.ranks, 2e-3)):
+        yield Cause("clip-at-wrong-scale", Fit.CONSTANT, f"{said}: the number of ranks is {view.ranks}")
+
+
+def gradient_scaled(view: View, moves: Moves) -> float | None:
+    """How many times as large the gradient entered the first update that differs, NaN: as many as can't be told.
+
+    None where it entered in another direction, or the record can't tell. Of SGD: other optimizers don't add gradients.
+    """
+    at = view.first
+    updates = moves.update(at), moves.update(at - 1) if at > 0 else None
+    if updates[0] is not None and (at == 0 or updates[1] is not None):
+        found, rest = along(moves.apart(at), [it for it in updates if it is not None])
+        return 1 + found[0] if rest < _ALIGNED and abs(found[0]) > _SHARE else None
+    if at == 0 and len(view.pairs) > 2:
+        # The first difference is a multiple of the first gradient, and so momentum takes it into the second step.
+        update = moves.update(1)
+        assert update is not None
+        found, rest = along(moves.widened(1), [moves.apart(0), update])
+        return float("nan") if rest < 2 * _ALIGNED and abs(found[1]) > _SHARE else None
+    return None
+
+
+def _of_rounding(view: View, moves: Moves) -> Iterator[Cause]:
+    """Weights that are as far away in every step as rounding to bf16 takes them."""
+    norms = [pair[0].weights.norm for pair in view.pairs if pair[0].weights is not None]
+    if not all(norms):
+        return
+    size = len(moves.reference(0)) ** 0.5
+    shares = [float(np.linalg.norm(moves.apart(at))) / size / norms[at] for at in range(view.first, len(norms))]
+    # The root mean square of rounding errors of 8 bits: 2^-8 / sqrt(3), over that of a mantissa, about 1.5. A sketch
+    # gives a length to a fifth or so.
+    expected = 2.0**-8 / 3**0.5 / 1.5
+    usual = sum(it**2 for it in shares) ** 0.5 / max(1, len(shares)) ** 0.5
+    if (
+        view.first == 0
+        and len(shares) > 1
+        and near(usual, expected, 0.3)
+        and all(near(it, usual, 0.6) for it in shares)
+    ):
+        said = f"{_said(view)}: they lie {shares[0]:.2g} of their norm apart in every step, as far as bf16 rounds"
+        yield Cause("weights-in-bf16", Fit.PATTERN, said)

@@ -1,0 +1,265 @@
+"""What sketches of weights say of a fault: small problems, really trained, with one thing changed."""
+
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.trace import Header, StepRecord, Trace, Weights
+
+SIZE, STEPS = 400, 6
+RNG = np.random.default_rng(0)
+TARGETS = RNG.normal(size=(STEPS, SIZE))
+SIGNS = RNG.choice([-1.0, 1.0], size=(16, SIZE))
+START = RNG.normal(size=SIZE) * 20
+RATES = (0.01, 0.012, 0.014, 0.016, 0.018, 0.02)
+MOMENTUM = 0.9
+OTHER = RNG.normal(size=SIZE)
+
+
+class Run:
+    """SGD with momentum towards another target in each step, and hooks for faults."""
+
+    momentum = MOMENTUM
+
+    def gradient(self, at, gradient):
+        return gradient
+
+    def logged_norm(self, at, gradient):
+        return np.linalg.norm(gradient)
+
+    def entering(self, at, gradient):
+        return gradient
+
+    def rate(self, at):
+        return RATES[at]
+
+    def state(self, at, buffer):
+        return buffer
+
+    def after(self, at, weights, before):
+        return weights
+
+    def kept(self, weights):
+        return weights
+
+    def trace(self):
+        weights, buffer, steps = START.copy(), np.zeros(SIZE), []
+        for at in range(STEPS):
+            gradient = self.gradient(at, TARGETS[at] + 1e-3 * (weights - START))
+            norm = self.logged_norm(at, gradient)
+            buffer = self.momentum * self.state(at, buffer) + self.entering(at, gradient)
+            before, weights = weights, weights - self.rate(at) * buffer
+            weights = self.after(at, weights, before)
+            steps.append(record(at + 1, norm, self.kept(weights)))
+        header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="a", engine="loop")
+        return Trace(header, tuple(steps))
+
+
+def record(step, norm, weights):
+    summary = Weights(
+        checksum=sha256(weights.tobytes()).hexdigest(),
+        norm=float(np.linalg.norm(weights)),
+        sketch=tuple((SIGNS @ weights).tolist()),
+    )
+    counts = {"passes": 4, "idle_passes": 0, "rollouts": 12, "prompts": 3, "tokens": 900 + step}
+    figures = {"total": 900.0 + step, "loss": 0.5 + step, "lr": (RATES[step - 1],), "grad_norm": float(norm)}
+    return StepRecord(step=step, **counts, **figures, weights=summary)
+
+
+class Decayed(Run):
+    """Weight decay beside the gradient, as AdamW has it."""
+
+    def after(self, at, weights, before):
+        return weights - 0.1 * RATES[at] * before
+
+
+class InTheGradient(Run):
+    """Weight decay in the gradient, behind the norm that is logged."""
+
+    def entering(self, at, gradient):
+        return gradient + 0.01 * START
+
+
+class ScaledByHand(Run):
+    def after(self, at, weights, before):
+        return weights * 0.999
+
+
+class LostState(Run):
+    def state(self, at, buffer):
+        return buffer * 0 if at == 3 else buffer
+
+
+class LateRate(Run):
+    def rate(self, at):
+        return RATES[max(at - 1, 0)]
+
+
+class OlderWeights(Run):
+    def after(self, at, weights, before):
+        return before if at == 3 else weights
+
+
+class Factor(Run):
+    """The whole gradient of every step off by a factor that is no count."""
+
+    def gradient(self, at, gradient):
+        return gradient * (1.3, 0.8, 1.7, 0.6, 1.2, 0.9)[at]
+
+
+class OneStep(Run):
+    """One step is divided by a fourth of what it should be."""
+
+    def gradient(self, at, gradient):
+        return gradient * 4 if at == 3 else gradient
+
+
+class ToBf16(Run):
+    def kept(self, weights):
+        whole = weights.astype(np.float32).view(np.uint32)
+        return ((whole + 0x8000) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(float)
+
+
+class Mixed(Run):
+    """Another sum of the micro-batches' gradients."""
+
+    def gradient(self, at, gradient):
+        return gradient + 0.5 * np.roll(gradient, 7)
+
+
+class Clipped(Run):
+    """The gradient enters smaller by a factor of no meaning."""
+
+    def entering(self, at, gradient):
+        return gradient * (0.7 if at > 1 else 1.0)
+
+
+class ClippedToOne(Run):
+    def entering(self, at, gradient):
+        return gradient / np.linalg.norm(gradient) if at > 1 else gradient
+
+
+class Shuffled(Run):
+    """Another update in no direction that one knows."""
+
+    def after(self, at, weights, before):
+        return weights + 0.05 * OTHER if at > 1 else weights
+
+
+NAMED = {
+    Decayed: "weight-decay",
+    InTheGradient: "weight-decay",
+    ScaledByHand: "weights-scaled-by-hand",
+    LostState: "resume-loses-optimizer",
+    LateRate: "lr-in-use",
+    OlderWeights: "weights-of-the-step-before",
+    Factor: "another-divisor",
+    OneStep: "another-divisor",
+    ToBf16: "weights-in-bf16",
+    ClippedToOne: "implicit-clip",
+}
+
+
+class Start(BaseModel):
+    sketch: tuple[float, ...]
+    norm: float
+    dtype: str = "fp32"
+
+
+class Started(Header):
+    """A header that tells of the weights before the first step."""
+
+    start: Start | None = None
+
+
+def started(run, at):
+    trace = run().trace()
+    start = Start(sketch=tuple((SIGNS @ at).tolist()), norm=float(np.linalg.norm(at)))
+    header = Started(**{**trace.header.model_dump(), "start": start})
+    return Trace(header, trace.steps)
+
+
+class FirstToOne(Run):
+    def entering(self, at, gradient):
+        return gradient / np.linalg.norm(gradient) if at == 0 else gradient
+
+
+class FirstFactor(Run):
+    """The first step alone is off by a factor: the next ones have the reference's gradient."""
+
+    def gradient(self, at, gradient):
+        return gradient * 1.3 if at == 0 else gradient
+
+
+class OtherStart(Run):
+    def kept(self, weights):
+        return weights + OTHER
+
+
+def test_where_headers_tell_the_start_the_first_update_is_read_too():
+    for fault, name in ((FirstToOne, "implicit-clip"), (FirstFactor, "another-divisor")):
+        a, b = started(Run, START), started(fault, START)
+        found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+        assert [cause.name for cause in found.causes] == [name]
+        assert name not in {cause.name for cause in diagnosed(fault).causes}, "without the start it can't be told"
+
+
+def test_other_weights_before_the_first_step_are_the_cause():
+    a, b = started(Run, START), started(OtherStart, START + OTHER)
+    b = Trace(b.header, tuple(one.model_copy(update={"loss": 0.7 * one.step}) for one in b.steps))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert found.causes[0].name == "initial-weights"
+    assert "weights" in found.classes
+
+
+def diagnosed(fault):
+    a, b = Run().trace(), fault().trace()
+    return diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+
+
+def test_the_same_run_twice_has_nothing_to_explain():
+    assert diagnosed(Run).classes == ()
+
+
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_direction_that_only_one_fault_gives_names_it(fault):
+    found = diagnosed(fault)
+    assert found.causes, found
+    assert NAMED[fault] in {cause.name for cause in grouped(found.causes)[0]}, found
+
+
+@pytest.mark.parametrize("fault", [Mixed, Clipped, Shuffled])
+def test_a_direction_that_many_faults_give_or_none_names_no_cause(fault):
+    assert diagnosed(fault).causes == ()
+
+
+def test_gradients_of_another_direction_are_said_to_be_none_of_one_factor():
+    said = " ".join(diagnosed(Mixed).certain)
+    assert "another direction than the reference's" in said
+
+
+def test_a_gradient_that_entered_smaller_is_said_to_be_so_without_a_cause():
+    found = diagnosed(Clipped)
+    assert any("0.7 times as large" in one for one in found.certain), found.certain
+    assert set(found.classes) == {"clipping", "optimizer settings", "schedule", "weights"}
+
+
+def test_too_few_numbers_in_a_sketch_give_no_direction():
+    """Any difference lies in a plane of two among two numbers."""
+
+    def cut(trace):
+        steps = [
+            one.model_copy(update={"weights": one.weights.model_copy(update={"sketch": one.weights.sketch[:2]})})
+            for one in trace.steps
+        ]
+        return Trace(trace.header, tuple(steps))
+
+    a, b = cut(Run().trace()), cut(Mixed().trace())
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert found.causes == ()
+    assert not any("another direction" in one for one in found.certain)
