@@ -102,9 +102,8 @@ def drawn(name: str, theme: str) -> str:
     return PICTURES[name](Sheet(theme))
 
 
-def of_run(output: Path) -> Path:
-    """Draw one run into its own folder; returns the file."""
-    trace = output / "trace.jsonl"
+def of_run(trace: Path, output: Path) -> Path:
+    """Draw the trace of one run into a folder; returns the file."""
     steps = len(read_trace(trace).steps)
     width = max(1, min(WIDTH, steps // 10))
     said = f"{steps} steps from left to right, means over {width}"
@@ -120,7 +119,7 @@ def main() -> None:
     parser.add_argument("--gather", type=Path, help="folder of runs")
     args = parser.parse_args()
     if args.run is not None:
-        print(of_run(args.run))
+        print(of_run(args.run / "trace.jsonl", args.run))
         return
     if args.gather is not None:
         KEPT.write_text(json.dumps(gathered(args.gather)) + "\n")

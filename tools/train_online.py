@@ -13,7 +13,7 @@ import argparse
 import io
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,13 @@ def more(parser: argparse.ArgumentParser) -> None:
     add("--queue", default="folder", help="folder: a queue that needs no server; or redis://HOST:PORT (%(default)s)")
     add("--actors", type=int, default=1, help="processes that sample (%(default)s)")
     add("--group", type=int, default=8, help="rollouts of one prompt (%(default)s)")
-    add("--batch", type=int, default=8, help="prompts that an actor samples at once (%(default)s)")
-    add("--micro_batch", type=int, default=32, help="rollouts in a micro-batch at most (%(default)s)")
+    add("--batch", type=int, default=16, help="prompts that an actor samples at once (%(default)s)")
+    add("--micro_batch", type=int, default=48, help="rollouts in a micro-batch at most (%(default)s)")
     add("--largest", type=int, default=9, help="greatest number in a problem (%(default)s)")
     add("--level", type=float, default=0.25, help="mean reward at which the supervised warm-up ends (%(default)s)")
     add("--max_lag", type=int, default=8, help="windows that a rollout may be old (%(default)s)")
     add("--old", choices=["drop", "clip"], default="drop", help="older ones: leave out, or bound their ratios")
-    add("--room", type=int, default=32, help="groups that may wait in the queue (%(default)s)")
+    add("--room", type=int, default=16, help="groups that may wait in the queue (%(default)s)")
     add("--wait", type=float, default=0.05, help="seconds until a rank without data runs an idle pass (%(default)s)")
     add("--patience", type=float, default=60, help="seconds until a run without rollouts ends (%(default)s)")
     add("--clip_low", type=float, default=0.2, help="of the ratio (%(default)s)")
@@ -61,33 +61,34 @@ def more(parser: argparse.ArgumentParser) -> None:
     add("--record", action="store_true", help="keep what was trained on, for tools/online/replay.py")
     add("--quota", action="store_true", help="deal rollouts as PipelineRL does: the same number to each rank")
     add("--fault", choices=FAULTS, default="none", help="put a known fault in, to see what it costs")
-    parser.set_defaults(output=Path("online_out"), steps=300, save_every=50)
+    parser.set_defaults(output=Path("online_out"), steps=400, save_every=50)
     parser.set_defaults(deepspeed_config=str(HERE / "online" / "ds_config.json"))
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace, kind: Callable[..., Online] | None = None) -> Online:
     """Train one rank; on the first one, the actors' processes are children."""
-    config, loss = losses(args)
+    config, loss, target = losses(args)
     deepspeed.init_distributed()
     run = named(args)
-    policy = started(args)
-    model = GroupRelativePolicy(policy, **loss)
-    engine, *_ = ds_parity.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
-    trained = Online(engine, args, open_queue(args.queue, args.output / "queue", run))
-    if args.kl:
-        trained.reference = GroupRelativePolicy(started(args), **loss).requires_grad_(False).to(engine.device)
-    first, each = dist.get_rank() == 0, shares(engine.window.target // args.group, args)
-    trained.actors = Actors(args, run, each) if first else None
+    queue = open_queue(args.queue, args.output / "queue", run)
+    # They take seconds to start, and wait for weights then.
+    actors = Actors(args, run, shares(target // args.group, args)) if dist.get_rank() == 0 else None
     try:
+        model = GroupRelativePolicy(started(args), **loss)
+        engine, *_ = ds_parity.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+        trained = (kind or Online)(engine, args, queue, actors)
+        if args.kl:
+            trained.reference = GroupRelativePolicy(started(args), **loss).requires_grad_(False).to(engine.device)
         trained.loop()
     finally:
-        if trained.actors is not None:
-            trained.actors.stop()
+        if actors is not None:
+            actors.stop()
     trained.report()
+    return trained
 
 
-def losses(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configuration, and the arguments of the loss that go with it."""
+def losses(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Return the configuration, the arguments of the loss that go with it, and the rollouts of a window."""
     config, settings = configuration(args)
     if settings.target % args.group or args.micro_batch < args.group:
         raise ds_parity.ConfigError(
@@ -100,10 +101,11 @@ def losses(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     if args.kl:
         section["terms"] = {"policy": {"weight": weight}, "kl": {"weight": weight, "coefficient": args.kl}}
         del section["loss_weight"]
-    config["ds_parity"] = section
+    config["ds_parity"], args.trace = section, Path(section["trace"])
     bounds = {"clip_low": args.clip_low, "clip_high": args.clip_high}
     cap = {"ratio_cap": args.ratio_cap if args.old == "clip" else None}
-    return config, bounds | cap | {"loss_weight": unit, "length": task.LONGEST if args.norm == "dr_grpo" else None}
+    length = {"length": task.LONGEST if args.norm == "dr_grpo" else None}
+    return config, {"loss_weight": unit} | bounds | cap | length, settings.target
 
 
 def named(args: argparse.Namespace) -> str:
@@ -146,16 +148,18 @@ class Online:
         engine: the rank's.
         args: of the command line.
         queue: of the run.
+        actors: on the first rank, to be watched.
     """
 
-    def __init__(self, engine: ds_parity.ParityEngine, args: argparse.Namespace, queue: Queue) -> None:
-        self.engine, self.args, self.queue = engine, args, queue
+    def __init__(
+        self, engine: ds_parity.ParityEngine, args: argparse.Namespace, queue: Queue, actors: Actors | None
+    ) -> None:
+        self.engine, self.args, self.queue, self.actors = engine, args, queue, actors
         self.rank = dist.get_rank(engine.data_parallel_group)
         self.ledger = Ledger(args.output, self.rank, keep=args.record)
         self.settled = Settled(queue, self.ledger, self.rank)
         self.run = Run(engine, args, self.settled.state, self.settled.saved)
         self.settled.resume(self.run.kept, engine.window.index, resumed=args.resume)
-        self.actors: Actors | None = None
         self.reference: GroupRelativePolicy | None = None
         quota = engine.window.target // engine.dp_world_size if args.quota else None
         self._patience = Patience(args.patience)
@@ -176,11 +180,15 @@ class Online:
                 self.ledger.passed(self.arrivals.groups)
                 self._patience.came()
             if self.engine.window.passes == 0:
-                self.ledger.stepped(self.engine.window.index)
-                self._publish()
-                self._watch()
+                self.closed()
             self.run.after_pass()
         self.run.end()
+
+    def closed(self) -> None:
+        """Do what is due between windows."""
+        self.ledger.stepped(self.engine.window.index)
+        self._publish()
+        self._watch()
 
     def _pass(self, one: ds_parity.MicroBatch) -> None:
         policy, kl, cut = self.engine(**self._inputs(one))
@@ -237,7 +245,7 @@ class Online:
         if self.args.old == "clip":
             print(f"{sum(over for _, over in waits)} groups were older than {self.args.max_lag} windows", flush=True)
         print(account(self.args.output, self.queue).says(), flush=True)
-        drawn = of_run(self.args.output)
+        drawn = of_run(self.args.trace, self.args.output)
         print(f"the curve of this run: {drawn}", flush=True)
 
 

@@ -164,7 +164,16 @@ class Run:
     def _save(self) -> None:
         step = self.engine.window.index
         state = {"run": self._identity, "kept": self._state()}
-        self.engine.save_checkpoint(str(self._folder), tag=f"step{step}", client_state=state)
+        try:
+            self.engine.save_checkpoint(str(self._folder), tag=f"step{step}", client_state=state)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, ds_parity.DsParityError):
+                raise
+            raise ds_parity.CheckpointError(
+                f"{self._folder}: the checkpoint of step {step} could not be written ({error}), "
+                f"{shutil.disk_usage(self._folder).free:,} bytes are free; latest still names the one before: make "
+                "space, and go on with --resume"
+            ) from error
         self._saved = step
         self._when_saved()
         if dist.get_rank() == 0:
@@ -222,7 +231,7 @@ class Shown:
 
 
 def launch(
-    main: Callable[[argparse.Namespace], None],
+    main: Callable[[argparse.Namespace], object],
     description: str,
     more: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> None:

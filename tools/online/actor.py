@@ -36,7 +36,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--largest", type=int, default=9, help="greatest number in a problem (%(default)s)")
     parser.add_argument("--room", type=int, default=64, help="groups that may wait in the queue (%(default)s)")
     parser.add_argument("--each", type=int, default=0, help="groups of each version, 0: as many as there is room for")
-    parser.add_argument("--patience", type=float, default=60, help="seconds without space on the disk (%(default)s)")
     return parser.parse_args()
 
 
@@ -105,28 +104,11 @@ class Actor:
         return groups
 
     def _push(self, group: Group) -> None:
-        self._patiently(lambda: self.queue.push(group))
+        self.queue.push(group)
         # Behind the push: what is written here has been in the queue, and must be found again.
-        self._patiently(lambda: print(self.number, self.version, file=self._log, flush=True))
+        print(self.number, self.version, file=self._log, flush=True)
         self.number += 1
         self._made[self.version] = self._made.get(self.version, 0) + 1
-
-    def _patiently(self, does) -> None:  # noqa: ANN001
-        """Do it; where the disk is full, say so once and try again for a while."""
-        limit = time.monotonic() + self.args.patience
-        said = False
-        while True:
-            try:
-                does()
-                return
-            except (QueueError, OSError) as error:
-                full = "No space left" in str(error) or "File too large" in str(error)
-                if not full or time.monotonic() > limit or os.getppid() != self._parent:
-                    raise
-                if not said:
-                    print(f"actor {self.args.name}: {error}; it waits for space", file=sys.stderr, flush=True)
-                said = True
-                time.sleep(0.2)
 
 
 def main() -> int:

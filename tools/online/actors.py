@@ -69,7 +69,6 @@ class Actors:
             "largest": args.largest,
             "room": args.room,
             "each": self._each[place],
-            "patience": args.patience,
         }
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
