@@ -10,11 +10,16 @@ VERSIONS ?= 0.19.8
 # Their figures are in docs/how_it_works.md, three of them in the README too.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
-.PHONY: verify matrix figures pages docs pictures test test-slow test-hf test-hard lint package bench test-versions \
+.PHONY: verify online matrix figures pages docs pictures test test-slow test-hf test-hard lint package bench test-versions \
 	upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
+
+# A policy samples, is rewarded and trained on; ends with the curve of the run, online_out/curve.svg.
+online: $(READY)
+	rm -rf online_out
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators 2 tools/train_online.py
 
 matrix: $(READY)
 	$(BIN)/ds-parity verify --matrix
@@ -35,6 +40,7 @@ docs: $(VENV)-docs/.ready
 
 pictures: $(READY)
 	$(BIN)/python tools/draw_pictures.py
+	$(BIN)/python tools/draw_online.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -14,7 +14,7 @@ class Alternating(train_online.Online):
     """Deals rollouts by one rule in a block of windows, and by the other in the next.
 
     Attributes:
-        blocks: whether by quota, seconds, rollouts, and this rank's seconds without anything to train on, block by block.
+        blocks: block by block whether by quota, seconds, rollouts, and seconds without anything to train on.
     """
 
     def __init__(self, engine, args, queue, actors, block):
