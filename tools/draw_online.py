@@ -69,23 +69,29 @@ def rises(sheet: Sheet) -> str:
     said = f"Reward by step, {seeds} seeds: the mean as a line,"
     sheet.text(240, 56, said, 14, ink="muted", anchor="middle")
     sheet.text(240, 76, "the lowest and highest seed as a band.", 14, ink="muted", anchor="middle")
-    top, described = 108.0, []
-    curves = {
-        fault: list(zip(*rewards_of(found, fault), strict=True)) for fault in SUBJECTS if fault in found["rewards"]
-    }
-    highest = max(max(map(max, points)) for points in curves.values())
-    for fault, points in curves.items():
-        name, ink = SUBJECTS[fault]
-        line = Line([statistics.fmean(one) for one in points], ink, [min(p) for p in points], [max(p) for p in points])
-        start, end = ends_of(found, fault)
-        panel(sheet, top, name, [line], ends=(0.0, highest))
-        sheet.text(76, top + 94, f"first 30 steps {spread(start)}", 14, ink="muted")
-        sheet.text(76, top + 114, f"last 30 steps {spread(end)}", 14, ink="muted")
-        described.append(f"{name}: {spread(start)} to {spread(end)}")
-        top += 150
-    sheet.text(76, top - 16, "step 1", 14, ink="muted")
-    sheet.text(456, top - 16, f"step {found['steps']}", 14, ink="muted", anchor="end")
-    return sheet.svg(top + 4, "The reward of online training by step", f"Mean and range. {'; '.join(described)}.")
+    curves = {fault: list(zip(*rewards_of(found, fault), strict=True)) for fault in SUBJECTS}
+    lines = [
+        Line(
+            [statistics.fmean(p) for p in points],
+            SUBJECTS[fault][1],
+            [min(p) for p in points],
+            [max(p) for p in points],
+        )
+        for fault, points in curves.items()
+    ]
+    panel(sheet, 112, "reward", lines, ends=(0.0, 1.0), height=220)
+    sheet.text(76, 364, "step 1", 14, ink="muted")
+    sheet.text(456, 364, f"step {found['steps']}", 14, ink="muted", anchor="end")
+    top, described = 398.0, []
+    for fault, (name, ink) in SUBJECTS.items():
+        start, end = (spread(values) for values in ends_of(found, fault))
+        sheet.box(12, top - 11, 26, 12, ink)
+        sheet.text(48, top, name, 15, ink=ink, bold=True)
+        sheet.text(48, top + 20, f"first 30 steps {start}, last 30 {end}", 14, ink="muted")
+        described.append(f"{name}: {start} to {end}")
+        top += 54
+    description = f"Mean and range over {seeds} seeds. {'; '.join(described)}."
+    return sheet.svg(top - 12, "The reward of online training by step", description)
 
 
 def one_run(sheet: Sheet) -> str:

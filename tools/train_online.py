@@ -20,7 +20,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import GatheredParameters
 from draw_online import of_run
 from online import task
 from online.account import Ledger, account
@@ -219,8 +218,8 @@ class Online:
 
     def _publish(self) -> None:
         """Give the weights of the open window to the actors; collective on ZeRO 3 alone."""
-        policy = self.engine.module.policy
-        with GatheredParameters(list(policy.parameters()), enabled=self.engine.zero_optimization_stage() == 3):
+        policy, sharded = self.engine.module.policy, self.engine.zero_optimization_stage() == 3
+        with deepspeed.zero.GatheredParameters(list(policy.parameters()), enabled=sharded):
             if dist.get_rank() == 0:
                 content = io.BytesIO()
                 torch.save(policy.state_dict(), content)

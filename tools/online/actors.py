@@ -73,4 +73,5 @@ class Actors:
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         script = Path(__file__).with_name("actor.py")
-        return subprocess.Popen([sys.executable, str(script), *words], env=environment)
+        # In a session of its own, so that Ctrl-C on a terminal asks the ranks alone: they end the actors.
+        return subprocess.Popen([sys.executable, str(script), *words], env=environment, start_new_session=True)

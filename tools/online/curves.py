@@ -60,7 +60,13 @@ def _value(step: Any, name: str) -> float:
 
 
 def panel(
-    sheet: Any, top: float, title: str, lines: Sequence[Line], *, ends: tuple[float, float] | None = None
+    sheet: Any,
+    top: float,
+    title: str,
+    lines: Sequence[Line],
+    *,
+    ends: tuple[float, float] | None = None,
+    height: float = _HEIGHT,
 ) -> None:
     """Draw one panel: its title above it, the least and the greatest value beside it.
 
@@ -70,21 +76,22 @@ def panel(
         title: what is drawn.
         lines: of one length each.
         ends: of the axis; None: those of the values.
+        height: of the axis.
     """
     everything = [value for line in lines for part in (line.values, line.low, line.high) for value in part or ()]
     low, high = ends or (min(everything), max(everything))
     if high - low < 1e-12:
         low, high = low - abs(low) / 2 - 1e-9, high + abs(high) / 2 + 1e-9
-    foot = top + 14 + _HEIGHT
+    foot = top + 14 + height
     sheet.text(12, top, title, 14, bold=True)
     sheet.line((_LEFT, foot), (_LEFT + _WIDTH, foot))
-    sheet.text(_LEFT - 8, top + 28, f"{high:.3g}", 14, ink="muted", anchor="end")
-    sheet.text(_LEFT - 8, foot, f"{low:.3g}", 14, ink="muted", anchor="end")
+    sheet.text(_LEFT - 8, top + 28, f"{high:.2g}", 14, ink="muted", anchor="end")
+    sheet.text(_LEFT - 8, foot, f"{low:.2g}", 14, ink="muted", anchor="end")
 
     def points(values: Series) -> list[tuple[float, float]]:
         across = max(len(values) - 1, 1)
         return [
-            (round(_LEFT + _WIDTH * at / across, 1), round(foot - _HEIGHT * (value - low) / (high - low), 1))
+            (round(_LEFT + _WIDTH * at / across, 1), round(foot - height * (value - low) / (high - low), 1))
             for at, value in enumerate(values)
         ]
 
