@@ -230,8 +230,9 @@ def test_the_loss_of_the_replay_is_that_of_the_library(sampled, norm, cap, kl):
     given = {"norm": norm, "cap": cap, "kl": kl, "clip_low": 0.2, "clip_high": 0.28, "reference": older.double()}
     assert cut.mean() > 0
     with torch.no_grad():
-        replayed = window_loss(policy.double(), list(batch.held), given)
+        replayed, means = window_loss(policy.double(), list(batch.held), given)
     assert replayed.item() == pytest.approx((value + kl * apart).item(), rel=1e-4)
+    assert means["clipped"] == pytest.approx(cut.mean().item(), rel=1e-5)
     older.float(), policy.float()
 
 

@@ -40,15 +40,15 @@ def windows(output: Path) -> dict[int, list[Sampled]]:
     return dict(sorted(found.items()))
 
 
-def window_loss(model: nn.Module, rollouts: list[Sampled], given: dict[str, Any]) -> Tensor:
-    """Return the loss of a window: GRPO's clipped objective for each token, summed and divided once.
+def window_loss(model: nn.Module, rollouts: list[Sampled], given: dict[str, Any]) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss of a window, GRPO's clipped objective for each token, summed and divided once; and its metrics.
 
     Args:
         model: in fp64.
         rollouts: of the window.
-        given: norm, clip_low, clip_high and kl as in train_online.py, and `reference`, the policy of the start.
+        given: norm, clip_low, clip_high, cap and kl as in train_online.py, and `reference`, the policy of the start.
     """
-    total, kl, units = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0.0
+    total, kl, units, cut = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0.0, 0.0
     ids = torch.full((len(rollouts), max(len(one.tokens) for one in rollouts)), task.PAD)
     for row, one in enumerate(rollouts):
         ids[row, : len(one.tokens)] = torch.tensor(one.tokens)
@@ -58,17 +58,36 @@ def window_loss(model: nn.Module, rollouts: list[Sampled], given: dict[str, Any]
     for row, one in enumerate(rollouts):
         places = torch.arange(one.prompt_length, len(one.tokens))
         logp = scores[row, places - 1, ids[row, places]]
-        ratio = (logp - torch.tensor(one.logps, dtype=torch.float64)).exp()
-        bounded = ratio if given["cap"] is None else ratio.clamp(max=given["cap"])
-        clipped = ratio.clamp(1 - given["clip_low"], 1 + given["clip_high"])
-        tokens = -torch.minimum(bounded * one.advantage, clipped * one.advantage)
+        losses, clipped = _clipped(logp, one, given)
         divisor = {"token": 1, "rollout": len(places), "dr_grpo": task.LONGEST}[given["norm"]]
-        total = total + tokens.sum() / divisor
+        total, cut = total + losses.sum() / divisor, cut + clipped
         units += len(places) if given["norm"] == "token" else 1
         if reference is not None:
             apart = reference[row, places - 1, ids[row, places]] - logp
             kl = kl + (apart.exp() - apart - 1).sum() / divisor
-    return (total + given["kl"] * kl) / units
+    means = {"clipped": cut / len(rollouts)}
+    if reference is not None:
+        means |= {"policy": float(total.detach()) / units, "kl": float(kl.detach()) / units}
+    return (total + given["kl"] * kl) / units, means
+
+
+def _clipped(logp: Tensor, one: Sampled, given: dict[str, Any]) -> tuple[Tensor, float]:
+    """Return the losses of a rollout's tokens, and the share of them that clipping has cut off."""
+    ratio = (logp - torch.tensor(one.logps, dtype=torch.float64)).exp()
+    bounded = ratio if given["cap"] is None else ratio.clamp(max=given["cap"])
+    clipped = ratio.clamp(1 - given["clip_low"], 1 + given["clip_high"])
+    off = (clipped * one.advantage < ratio * one.advantage).double().mean()
+    return -torch.minimum(bounded * one.advantage, clipped * one.advantage), float(off)
+
+
+def metrics_of(rollouts: list[Sampled]) -> dict[str, float]:
+    """Return the means that need no policy."""
+    sums = {
+        "reward": sum(one.reward for one in rollouts),
+        "lag": sum(one.lag for one in rollouts),
+        "length": sum(one.loss_tokens for one in rollouts),
+    }
+    return {name: value / len(rollouts) for name, value in sums.items()}
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -88,7 +107,7 @@ def replay(args: argparse.Namespace) -> int:
     )
     consumed = windows(args.output)
     for step, rollouts in consumed.items():
-        loss = window_loss(model, rollouts, given)
+        loss, means = window_loss(model, rollouts, given)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
@@ -108,7 +127,7 @@ def replay(args: argparse.Namespace) -> int:
                 loss=float(loss.detach()),
                 lr=lr,
                 grad_norm=float(norm),
-                metrics={"reward": sum(one.reward for one in rollouts) / len(rollouts)},
+                metrics=means | metrics_of(rollouts),
             )
         )
     writer.close()
