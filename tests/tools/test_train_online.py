@@ -46,11 +46,13 @@ def test_a_run_ends_with_every_rollout_accounted_for_and_a_picture(tmp_path, que
 
 
 def test_in_step_with_its_actors_it_has_no_lag_and_is_replayed_by_plain_torch(tmp_path):
-    with OnlineRun(tmp_path, "--steps", STEPS, "--sync", "--record", "--actors", 2, "--norm", "rollout") as run:
+    options = ["--steps", STEPS, "--sync", "--record", "--actors", 2, "--norm", "rollout", "--level", 0.2]
+    with OnlineRun(tmp_path, *options) as run:
         assert run.wait(200) == 0, run.said()
     steps = read_trace(run.trace).steps
     assert {(one.rollouts, one.metrics["lag"]) for one in steps} == {(16, 0.0)}
     assert accounted(run).produced in range(4 * STEPS, 4 * STEPS + 5), "what the last weights have sampled waits"
+    assert sum(one.grad_norm > 0 for one in steps) > STEPS / 2, "nothing was learned: nothing was compared"
     replayed(run, "--norm", "rollout")
 
 
@@ -72,7 +74,7 @@ def replayed(run, *options):
     ("options", "says"),
     [
         (["--group", "7"], "--group 7: the target of 128 rollouts must be a multiple of it"),
-        (["--group", "64"], "--micro_batch 32 no less: groups are not split"),
+        (["--group", "64"], "--micro_batch 48 no less: groups are not split"),
         (["--steps", "0"], "--steps is 0"),
     ],
 )
