@@ -43,7 +43,7 @@ def more(parser: argparse.ArgumentParser) -> None:
     add("--actors", type=int, default=1, help="processes that sample (%(default)s)")
     add("--group", type=int, default=8, help="rollouts of one prompt (%(default)s)")
     add("--batch", type=int, default=16, help="prompts that an actor samples at once (%(default)s)")
-    add("--micro_batch", type=int, default=48, help="rollouts in a micro-batch at most (%(default)s)")
+    add("--micro_batch", type=int, default=16, help="rollouts in a micro-batch at most (%(default)s)")
     add("--largest", type=int, default=9, help="greatest number in a problem (%(default)s)")
     add("--level", type=float, default=0.25, help="mean reward at which the supervised warm-up ends (%(default)s)")
     add("--max_lag", type=int, default=8, help="windows that a rollout may be old (%(default)s)")
@@ -60,7 +60,7 @@ def more(parser: argparse.ArgumentParser) -> None:
     add("--record", action="store_true", help="keep what was trained on, for tools/online/replay.py")
     add("--quota", action="store_true", help="deal rollouts as PipelineRL does: the same number to each rank")
     add("--fault", choices=FAULTS, default="none", help="put a known fault in, to see what it costs")
-    parser.set_defaults(output=Path("online_out"), steps=400, save_every=50)
+    parser.set_defaults(output=Path("online_out"), steps=300, save_every=50)
     parser.set_defaults(deepspeed_config=str(HERE / "online" / "ds_config.json"))
 
 

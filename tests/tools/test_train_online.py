@@ -74,7 +74,7 @@ def replayed(run, *options):
     ("options", "says"),
     [
         (["--group", "7"], "--group 7: the target of 128 rollouts must be a multiple of it"),
-        (["--group", "64"], "--micro_batch 48 no less: groups are not split"),
+        (["--group", "64"], "--micro_batch 16 no less: groups are not split"),
         (["--steps", "0"], "--steps is 0"),
     ],
 )

@@ -1,7 +1,7 @@
 """An actor: a process that samples groups of rollouts with the newest weights it has, and pushes them into the queue.
 
 train_online.py starts it; on another machine, with Redis: python tools/online/actor.py --queue redis://HOST:PORT ...
-It ends with the process that started it, or when it is asked to.
+It ends with its --parent, or when it is asked to.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--largest", type=int, default=9, help="greatest number in a problem (%(default)s)")
     parser.add_argument("--room", type=int, default=64, help="groups that may wait in the queue (%(default)s)")
     parser.add_argument("--each", type=int, default=0, help="groups of each version, 0: as many as there is room for")
+    # Given, and not asked for here: whoever starts this may be gone before it runs.
+    parser.add_argument("--parent", type=int, help="process to end with (default: with none)")
     return parser.parse_args()
 
 
@@ -56,12 +58,11 @@ class Actor:
         folder = args.output / "actors"
         folder.mkdir(parents=True, exist_ok=True)
         self._log = (folder / f"{args.name}.log").open("a")
-        self._parent = os.getppid()
         self._made = pushed_by(folder, args.name.split(".")[0]) if args.each else {}
 
     def run(self) -> None:
         """Sample until the process that started this one is gone."""
-        while os.getppid() == self._parent:
+        while self.args.parent in (None, os.getppid()):
             self._take_weights()
             prompts = self._wanted()
             if not prompts:

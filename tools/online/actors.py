@@ -69,6 +69,7 @@ class Actors:
             "largest": args.largest,
             "room": args.room,
             "each": self._each[place],
+            "parent": os.getpid(),
         }
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
