@@ -23,7 +23,7 @@ def more(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the study to those of a run."""
     train_online.more(parser)
     parser.add_argument("--seeds", type=int, default=5, help="from 0 on (%(default)s)")
-    parser.set_defaults(output=Path("study"), save_every=10**6)
+    parser.set_defaults(output=Path("study"), steps=300, save_every=10**6)
 
 
 def main(args: argparse.Namespace) -> None:
