@@ -5,7 +5,7 @@ import statistics
 from benchmarks.results import Section, divided, shown
 from benchmarks.setups import launched
 
-BLOCKS, BLOCK = 31, 20
+BLOCKS, BLOCK = 21, 20
 SAID = f"""`tools/train_online.py`, 2 ranks, one actor. The rule changes every {BLOCK} windows of 128 rollouts, so both
 meet the same load: the queue gives what has arrived to whichever rank asks, or each rank takes 64 rollouts of a window
 and runs idle passes until the others have theirs (PipelineRL). A rank waits while it has nothing to train on, idle

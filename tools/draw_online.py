@@ -34,14 +34,16 @@ SUBJECTS = {
 
 
 def gathered(folder: Path) -> dict[str, Any]:
-    """Return the figures of runs, made of the traces in FOLDER/FAULT-SEED."""
+    """Return the figures of runs, made of the traces in FOLDER/FAULT-SEED, as far as the shortest goes."""
     rewards: dict[str, dict[str, list[float]]] = {}
     for path in sorted(folder.glob("*-*/trace.jsonl")):
         fault, seed = path.parent.name.rsplit("-", 1)
         rewards.setdefault(fault, {})[seed] = columns(path, WIDTH)["reward"]
-    one = folder / "none-0" / "trace.jsonl"
-    steps = len(read_trace(one).steps)
-    return {"steps": steps, "width": WIDTH, "rewards": rewards, "one": columns(one, WIDTH)}
+    points = min(len(curve) for seeds in rewards.values() for curve in seeds.values())
+    cut = {fault: {seed: curve[:points] for seed, curve in seeds.items()} for fault, seeds in rewards.items()}
+    one = columns(folder / "none-0" / "trace.jsonl", WIDTH)
+    run = len(one["reward"]) * WIDTH
+    return {"steps": points * WIDTH, "width": WIDTH, "rewards": cut, "run": run, "one": one}
 
 
 def rewards_of(found: Mapping[str, Any], fault: str) -> list[Sequence[float]]:
@@ -97,7 +99,7 @@ def rises(sheet: Sheet) -> str:
 def one_run(sheet: Sheet) -> str:
     """Draw every column of one run."""
     found = json.loads(KEPT.read_text())
-    return of_one(sheet, found["one"], found["steps"], "seed 0, means over 10 steps, from left to right")
+    return of_one(sheet, found["one"], found["run"], "seed 0, means over 10 steps, from left to right")
 
 
 PICTURES: dict[str, Callable[[Sheet], str]] = {"online": rises, "online-run": one_run}
