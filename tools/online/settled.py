@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import ds_parity
 from online.account import Ledger
 from online.queues import Queue
 
@@ -31,7 +32,13 @@ class Settled:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; all ranks call it."""
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, self._ledger.unsettled)
+        try:
+            dist.all_gather_object(gathered, self._ledger.unsettled)
+        except RuntimeError as error:
+            raise ds_parity.RankDesyncError(
+                f"rank {self._rank} waited for another rank to save a checkpoint: that one ended, its own log says "
+                f"why; go on with --resume ({error})"
+            ) from error
         self._stepped.update(one for ids in gathered for one in ids)
         return {"stepped": ranges(self._stepped)}
 
