@@ -1,5 +1,6 @@
 """Online training that changes its rule every few windows: what has arrived, or a quota for each rank."""
 
+import os
 import sys
 import time
 from functools import partial
@@ -39,7 +40,8 @@ class Alternating(train_online.Online):
 
 def measure(folder, blocks, block):
     """Train for so many blocks of so many windows; returns the blocks of all ranks."""
-    sys.argv = ["train_online.py", "--output", str(Path(folder) / "out"), "--steps", str(blocks * block)]
+    own = ["--local_rank", os.environ["LOCAL_RANK"], "--output", str(Path(folder) / "out")]
+    sys.argv = ["train_online.py", *own, "--steps", str(blocks * block)]
     args = arguments("", train_online.more)
     trained = train_online.main(args, partial(Alternating, block=block))
     gathered = [None] * dist.get_world_size()

@@ -34,13 +34,15 @@ SUBJECTS = {
 
 
 def gathered(folder: Path) -> dict[str, Any]:
-    """Return the figures of runs, made of the traces in FOLDER/FAULT-SEED, as far as the shortest goes."""
+    """Return the figures of runs, made of the seeds in FOLDER/FAULT-SEED that every fault has, up to the shortest."""
     rewards: dict[str, dict[str, list[float]]] = {}
     for path in sorted(folder.glob("*-*/trace.jsonl")):
         fault, seed = path.parent.name.rsplit("-", 1)
-        rewards.setdefault(fault, {})[seed] = columns(path, WIDTH)["reward"]
-    points = min(len(curve) for seeds in rewards.values() for curve in seeds.values())
-    cut = {fault: {seed: curve[:points] for seed, curve in seeds.items()} for fault, seeds in rewards.items()}
+        if (path.parent / "curve.svg").exists():  # written last
+            rewards.setdefault(fault, {})[seed] = columns(path, WIDTH)["reward"]
+    whole = set.intersection(*(set(seeds) for seeds in rewards.values()))
+    points = min(len(seeds[seed]) for seeds in rewards.values() for seed in whole)
+    cut = {fault: {seed: seeds[seed][:points] for seed in sorted(whole)} for fault, seeds in rewards.items()}
     one = columns(folder / "none-0" / "trace.jsonl", WIDTH)
     run = len(one["reward"]) * WIDTH
     return {"steps": points * WIDTH, "width": WIDTH, "rewards": cut, "run": run, "one": one}
