@@ -38,7 +38,7 @@ def gathered(folder: Path) -> dict[str, Any]:
     rewards: dict[str, dict[str, list[float]]] = {}
     for path in sorted(folder.glob("*-*/trace.jsonl")):
         fault, seed = path.parent.name.rsplit("-", 1)
-        if (path.parent / "curve.svg").exists():  # written last
+        if (path.parent / "done").exists():
             rewards.setdefault(fault, {})[seed] = columns(path, WIDTH)["reward"]
     whole = set.intersection(*(set(seeds) for seeds in rewards.values()))
     points = min(len(seeds[seed]) for seeds in rewards.values() for seed in whole)

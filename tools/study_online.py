@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
     for seed in range(args.seeds):
         for fault in train_online.FAULTS:
             output = args.output / f"{fault}-{seed}"
-            done = (output / "curve.svg").exists()  # written last
+            done = (output / "done").exists()
             dist.barrier()
             if done:
                 continue
@@ -46,7 +46,11 @@ def main(args: argparse.Namespace) -> None:
             if dist.get_rank() == 0:
                 print(f"seed {seed}, {fault}", flush=True)
             own = {"output": output, "seed": seed, "fault": fault}
-            train_online.main(argparse.Namespace(**{**vars(args), **own})).engine.destroy()
+            engine = train_online.main(argparse.Namespace(**{**vars(args), **own})).engine
+            if engine.stopping:
+                return
+            engine.destroy()
+            (output / "done").touch()
             dist.barrier()
 
 

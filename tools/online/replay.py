@@ -123,7 +123,8 @@ def replay(args: argparse.Namespace) -> int:
                 rollouts=len(rollouts),
                 prompts=len({one.prompt_id for one in rollouts}),
                 tokens=tokens,
-                total=float(tokens if args.norm == "token" else len(rollouts)),
+                # With terms, the total of a step is the sum of theirs.
+                total=float(tokens if args.norm == "token" else len(rollouts)) * (2 if args.kl else 1),
                 loss=float(loss.detach()),
                 lr=lr,
                 grad_norm=float(norm),
