@@ -7,10 +7,10 @@ from benchmarks.setups import launched
 
 BLOCKS, BLOCK = 15, 20
 ACTORS = {"one actor that keeps up": (), "an actor that is too slow": ("--batch", "1", "--room", "4")}
-SAID = f"""`tools/train_online.py` on 2 ranks. The rule changes every {BLOCK} windows of 128 rollouts, so that both meet
-the same load: the queue gives what has arrived to whichever rank asks, or each rank takes 64 rollouts of a window and runs
-idle passes until the others have theirs (PipelineRL). A rank waits while it has nothing to train on, idle passes
-included. The slow actor samples one prompt at a time."""
+SAID = f"""`tools/train_online.py` on 2 ranks. The rule changes every {BLOCK} windows of 128 rollouts, so that both
+meet the same load: the queue gives what has arrived to whichever rank asks, or each rank takes 64 rollouts of a window
+and runs idle passes until the others have theirs (PipelineRL). A rank waits while it has nothing to train on, idle
+passes included. The slow actor samples one prompt at a time."""
 
 
 def test_rollouts_a_second_beside_quotas(benchmark, tmp_path, results):
