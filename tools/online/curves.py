@@ -85,8 +85,8 @@ def panel(
     foot = top + 14 + height
     sheet.text(12, top, title, 14, bold=True)
     sheet.line((_LEFT, foot), (_LEFT + _WIDTH, foot))
-    sheet.text(_LEFT - 8, top + 28, f"{high:.2g}", 14, ink="muted", anchor="end")
-    sheet.text(_LEFT - 8, foot, f"{low:.2g}", 14, ink="muted", anchor="end")
+    sheet.text(_LEFT - 8, top + 28, _short(high), 14, ink="muted", anchor="end")
+    sheet.text(_LEFT - 8, foot, _short(low), 14, ink="muted", anchor="end")
 
     def points(values: Series) -> list[tuple[float, float]]:
         across = max(len(values) - 1, 1)
@@ -99,6 +99,10 @@ def panel(
         if line.low is not None and line.high is not None:
             _band(sheet, [*points(line.low), *reversed(points(line.high))], line.ink)
         sheet.line(*points(line.values), ink=line.ink, width=2)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
 def _band(sheet: Any, points: Sequence[tuple[float, float]], ink: str) -> None:
