@@ -38,17 +38,10 @@ class Alternating(train_online.Online):
         self._since = time.monotonic(), self.engine.global_samples, waited
 
 
-def measure(folder, blocks, block, options=()):
-    """Train for so many blocks of so many windows; returns the blocks of all ranks.
-
-    Args:
-        folder: for the output of the run.
-        blocks: how many.
-        block: windows in one.
-        options: of train_online.py.
-    """
+def measure(folder, blocks, block):
+    """Train for so many blocks of so many windows; returns the blocks of all ranks."""
     own = ["--local_rank", os.environ["LOCAL_RANK"], "--output", str(Path(folder) / "out")]
-    sys.argv = ["train_online.py", *own, "--steps", str(blocks * block), *options]
+    sys.argv = ["train_online.py", *own, "--steps", str(blocks * block)]
     args = arguments("", train_online.more)
     trained = train_online.main(args, partial(Alternating, block=block))
     gathered = [None] * dist.get_world_size()

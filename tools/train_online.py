@@ -3,7 +3,7 @@
     deepspeed --num_accelerators 2 tools/train_online.py
     deepspeed --num_accelerators 2 tools/train_online.py --queue redis://127.0.0.1:6379 --kl 0.02
 
-A small transformer learns to add two numbers, on CPUs in about two minutes: supervised until a quarter of its answers
+A small transformer learns to add two numbers, on CPUs in one to two minutes: supervised until a quarter of its answers
 is right, then by GRPO alone. A run that was stopped, or killed, goes on with --resume.
 """
 
@@ -60,7 +60,7 @@ def more(parser: argparse.ArgumentParser) -> None:
     add("--record", action="store_true", help="keep what was trained on, for tools/online/replay.py")
     add("--quota", action="store_true", help="deal rollouts as PipelineRL does: the same number to each rank")
     add("--fault", choices=FAULTS, default="none", help="put a known fault in, to see what it costs")
-    parser.set_defaults(output=Path("online_out"), steps=600, save_every=50)
+    parser.set_defaults(output=Path("online_out"), steps=300, save_every=50)
     parser.set_defaults(deepspeed_config=str(HERE / "online" / "ds_config.json"))
 
 
