@@ -11,13 +11,19 @@ VERSIONS ?= 0.19.8
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
 
 # What the table of controls in docs/harness.md is of.
-CONTROLS := zero0_fp32 zero1_fp32 zero2_fp32 zero2_bf16
+CONTROLS := zero0_fp32 zero1_fp32 zero2_fp32 zero3_fp32 zero2_bf16
 
-.PHONY: verify matrix figures controls pages docs pictures test test-slow test-hf test-hard lint package bench test-versions \
+.PHONY: verify online matrix figures controls pages docs pictures test test-slow test-hf test-hard lint package bench \
+	test-versions upstream clean
 	upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
+
+# A policy samples, is rewarded and trained on; ends with the curve of the run, online_out/curve.svg.
+online: $(READY)
+	rm -rf online_out
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators 2 tools/train_online.py
 
 matrix: $(READY)
 	$(BIN)/ds-parity verify --matrix
@@ -46,6 +52,7 @@ docs: $(VENV)-docs/.ready
 pictures: $(READY)
 	$(BIN)/python tools/draw_pictures.py
 	$(BIN)/python tools/draw_report.py
+	$(BIN)/python tools/draw_online.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -6,8 +6,8 @@ from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 
 ROOT = Path(__file__).parents[1]
-# Ranks import `benchmarks` from the first, and what recipe.py measures, which is a script's, from the second.
-IMPORTS = (str(ROOT), str(ROOT / "tools" / "from_pipelinerl"))
+# Ranks import `benchmarks` from the first, and what is a script's from the others.
+IMPORTS = (str(ROOT), str(ROOT / "tools"), str(ROOT / "tools" / "from_pipelinerl"))
 SMALL = "ds_parity.parity.data.model:build"
 STAGES = (0, 1, 2, 3)
 ZERO = tuple(f"ZeRO {stage}" for stage in STAGES)

@@ -1,4 +1,4 @@
-"""Losses for any decoder: policy gradient, negative log likelihood, and direct preference optimization.
+"""Losses for any decoder: policy gradient, GRPO, negative log likelihood, and direct preference optimization.
 
 Each is a module around a policy. It is called with the inputs of a micro-batch as `ds_parity.collate` makes them,
 padded or packed, and returns the micro-batch's own loss: reduced as `loss_reduction` and `loss_weight` of the
@@ -123,6 +123,158 @@ class PolicyGradient(nn.Module):
         return reduced(losses, mask, self.loss_weight, self.loss_reduction)
 
 
+class GroupRelativePolicy(nn.Module):
+    """Group relative policy optimization (GRPO), for rollouts that were sampled by an older policy.
+
+    With rho = exp(logp - sampled logp) of a token, both in nats, and A the advantage of its rollout, a token's loss is
+
+        -min(rho * A, clip(rho, 1 - clip_low, 1 + clip_high) * A)
+
+    (DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, equation 3; with bounds of their own below and above: DAPO, Yu et
+    al. 2025, arXiv 2503.14476, section 3.1). `ratio_cap` also bounds rho from above where A is negative, where the
+    formula above does not (TRL's `delta`; INTELLECT-2, 2025, arXiv 2505.07291). The KL divergence to a
+    reference policy is a term of its own, estimated for each token by k3 = exp(d) - d - 1, d = reference logp - logp,
+    which is never negative (Schulman 2020, joschu.net/blog/kl-approx.html; DeepSeekMath, equation 4). `kl_corrected`
+    takes rho times that, whose gradient is that of the divergence for rollouts of an older policy, too (DeepSeek-V3.2,
+    2025, arXiv 2512.02556; TRL's `use_bias_correction_kl`, which it switches on by default).
+
+    Token losses become the micro-batch's as those of `PolicyGradient` do: a mean or a sum over rollouts ("rollout",
+    DeepSeekMath) or over loss tokens ("token", DAPO). `length` divides the sum over a rollout's tokens by that constant
+    in place of the number of its tokens: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2). The names of TRL's
+    losses (trl/trainer/grpo_trainer.py, `_compute_loss`, 1.16): its grpo is "rollout", bnpo is "token", dr_grpo is
+    "rollout" with length = max_completion_length. Its dapo is "token" over the whole step, which the engine computes.
+
+    Args:
+        policy: as in `PolicyGradient`.
+        loss_weight: rollout | token | pass | target.
+        loss_reduction: mean | sum.
+        clip_low: how far below 1 a ratio counts, in [0, 1].
+        clip_high: how far above 1 a ratio counts (>= 0).
+        ratio_cap: the greatest ratio of any token (> 1), None: no bound but the clipping.
+        length: what a rollout's sum over tokens is divided by (> 0, tokens), None: its own loss tokens.
+        kl_weight: rollout | token | pass | target, what the KL term is a mean over; None: as `loss_weight`.
+        kl_corrected: whether the KL of a token is multiplied by its ratio.
+
+    Raises:
+        ConfigError: a choice is unknown, or a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        loss_weight: str = "rollout",
+        loss_reduction: str = "mean",
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        ratio_cap: float | None = None,
+        length: float | None = None,
+        kl_weight: str | None = None,
+        kl_corrected: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kl_weight = loss_weight if kl_weight is None else kl_weight
+        _check(loss_weight=loss_weight, loss_reduction=loss_reduction)
+        if self.kl_weight not in _CHOICES["loss_weight"]:
+            raise ConfigError(f"kl_weight = {kl_weight!r}: must be one of {', '.join(_CHOICES['loss_weight'])}")
+        _check_clipping(clip_low, clip_high, ratio_cap)
+        if length is not None and (loss_weight == "token" or not length > 0):
+            raise ConfigError(
+                f"length = {length!r} with loss_weight = {loss_weight!r}: it is the number of tokens (> 0) that the "
+                "sum of one rollout is divided by; leave it out where the loss is a mean over tokens"
+            )
+        self.policy = policy
+        self.loss_weight = loss_weight
+        self.loss_reduction = loss_reduction
+        self.clip_low, self.clip_high = clip_low, clip_high
+        self.ratio_cap = ratio_cap
+        self.length = length
+        self.kl_corrected = kl_corrected
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        advantages: Tensor,
+        sampled_logps: Tensor,
+        reference_logps: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Compute the losses of a micro-batch of B rollouts.
+
+        Args:
+            input_ids: (B, T) int64, padded on the right, B >= 1; packed (1, T).
+            loss_mask: (B, T - 1) float, 1 where input_ids[:, 1:] carries the loss, 0 elsewhere; packed (1, T - 1).
+            advantages: (B,) float, one number a rollout.
+            sampled_logps: of the shape of loss_mask, in nats: what the policy that sampled gave each token of
+                input_ids[:, 1:]. What stands where the mask is 0 is not read.
+            reference_logps: likewise of the reference policy, see `logps`; None: there is no KL term.
+            position_ids: packed (1, T) int64, 0 where a rollout starts; None where rollouts are padded.
+            segment_ids: packed (1, T) int64, the number of the rollout, from 0 to B - 1; None where they are padded.
+
+        Returns:
+            The policy loss (scalar), the KL loss (scalar, without a coefficient; None without a reference), and (B,)
+            the share of each rollout's tokens that clipping has cut off, in [0, 1] and without gradient. Give both
+            losses to the engine as terms: `engine.backward({"policy": policy, "kl": kl}, ...)` with `ds_parity.terms`.
+
+        Raises:
+            ConfigError: advantages, or log probabilities, have another shape.
+        """
+        _check_advantages(advantages, None if segment_ids is not None else len(input_ids))
+        _check_logps(loss_mask, sampled_logps=sampled_logps, reference_logps=reference_logps)
+        logp = self.logps(input_ids, position_ids)
+        by_token = (advantages[:, None] if segment_ids is None else advantages[segment_ids[:, 1:]]).to(logp.dtype)
+        ratio = _difference(logp, sampled_logps, loss_mask).exp()
+        losses, clipped = self.token_losses(ratio, by_token)
+        rollouts = len(advantages)
+        cut, mask = masked(clipped.to(logp.dtype), loss_mask, segment_ids, rollouts)
+        policy = self._reduced(losses, loss_mask, segment_ids, rollouts, self.loss_weight)
+        kl = None
+        if reference_logps is not None:
+            apart = _difference(reference_logps.to(logp.dtype), logp, loss_mask)
+            k3 = apart.exp() - apart - 1
+            weighed = k3 * ratio if self.kl_corrected else k3
+            kl = self._reduced(weighed, loss_mask, segment_ids, rollouts, self.kl_weight)
+        return policy, kl, cut.sum(-1) / mask.sum(-1).clamp(min=1)
+
+    def logps(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Compute what the policy gives each token of input_ids[:, 1:].
+
+        Called under `torch.no_grad()` on a `GroupRelativePolicy` around the reference policy, it gives the
+        `reference_logps` of a micro-batch; around the policy as it sampled, the `sampled_logps`.
+
+        Args:
+            input_ids: as in `forward`.
+            position_ids: as in `forward`.
+
+        Returns:
+            (R, T - 1) in nats, fp32 (fp64 where the logits are fp64).
+        """
+        logits = logits_of(self.policy, input_ids, position_ids)[:, :-1]
+        return token_logps(logits, input_ids[:, 1:])
+
+    def token_losses(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the loss of every token, before the mask.
+
+        Args:
+            ratio: (R, L) float, rho of each token (> 0).
+            advantages: (R, 1) or (R, L) float.
+
+        Returns:
+            The losses (R, L), and (R, L) bool, where clipping has cut a token off: its gradient is 0.
+        """
+        low, high = 1 - self.clip_low, 1 + self.clip_high
+        bounded = ratio if self.ratio_cap is None else ratio.clamp(max=self.ratio_cap)
+        losses = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
+        return losses, ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+
+    def _reduced(
+        self, losses: Tensor, loss_mask: Tensor, segment_ids: Tensor | None, rollouts: int, weight: str
+    ) -> Tensor:
+        summed = masked(losses, loss_mask, segment_ids, rollouts)
+        return reduced(*summed, weight, self.loss_reduction, None if weight == "token" else self.length)
+
+
 class DirectPreference(nn.Module):
     """Direct preference optimization of one micro-batch (DPO, Rafailov et al. 2023, arXiv 2305.18290, equation 7).
 
@@ -230,7 +382,7 @@ def masked(values: Tensor, loss_mask: Tensor, segment_ids: Tensor | None, sequen
     return by_segment(values, segment_ids, sequences), by_segment(mask, segment_ids, sequences)
 
 
-def reduced(losses: Tensor, mask: Tensor, loss_weight: str, loss_reduction: str) -> Tensor:
+def reduced(losses: Tensor, mask: Tensor, loss_weight: str, loss_reduction: str, length: float | None = None) -> Tensor:
     """Return the scalar loss of a micro-batch from its token losses, as `PolicyGradient` describes it.
 
     Args:
@@ -238,11 +390,12 @@ def reduced(losses: Tensor, mask: Tensor, loss_weight: str, loss_reduction: str)
         mask: (B, T - 1) float, 1 for each loss token of a rollout and 0 elsewhere.
         loss_weight: rollout | token | pass | target.
         loss_reduction: mean | sum.
+        length: what the sum over a rollout is divided by, None: its own loss tokens; not read for "token".
     """
     if loss_weight == "token":
         total = losses.sum()
         return total / mask.sum().clamp(min=1) if loss_reduction == "mean" else total
-    means = losses.sum(-1) / mask.sum(-1).clamp(min=1)
+    means = losses.sum(-1) / (mask.sum(-1).clamp(min=1) if length is None else length)
     return means.sum() if loss_reduction == "sum" and loss_weight != "pass" else means.mean()
 
 
@@ -292,6 +445,28 @@ def _check_advantages(advantages: Tensor, rows: int | None) -> None:
             f"advantages have the shape {tuple(advantages.shape)}, must be (B,), one number a rollout"
             f"{'' if rows is None else f': input_ids have {rows} rows'}; with one of each token (PPO, GAE) write a "
             "loss of your own, for example a subclass whose forward() gives them to token_losses()"
+        )
+
+
+def _difference(one: Tensor, other: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return one - other where the mask is 1, and 0 elsewhere: what stands there may be anything, also infinite."""
+    return torch.where(loss_mask > 0, one - other.to(one.dtype), torch.zeros_like(one))
+
+
+def _check_logps(loss_mask: Tensor, **given: Tensor | None) -> None:
+    for name, logps in given.items():
+        if logps is not None and logps.shape != loss_mask.shape:
+            raise ConfigError(
+                f"{name} have the shape {tuple(logps.shape)}, must be {tuple(loss_mask.shape)} as loss_mask is: one "
+                "number for each token of input_ids[:, 1:], in nats; fill up what is not sampled with 0"
+            )
+
+
+def _check_clipping(clip_low: float, clip_high: float, ratio_cap: float | None) -> None:
+    if not 0 <= clip_low <= 1 or not clip_high >= 0 or not (ratio_cap is None or ratio_cap > 1):
+        raise ConfigError(
+            f"clip_low = {clip_low!r}, clip_high = {clip_high!r}, ratio_cap = {ratio_cap!r}: a ratio counts from "
+            "1 - clip_low to 1 + clip_high, so clip_low is in [0, 1] and clip_high >= 0; ratio_cap is above 1, or None"
         )
 
 

@@ -1,4 +1,4 @@
-"""What train_grpo.py and train_dpo.py share: arguments, the data's order, checkpoints, a clean stop, progress."""
+"""What the training scripts share: arguments, the data's order, checkpoints, a clean stop, progress."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ from ds_parity.planning.rollout import Unit
 MONITORS = {"csv": "csv_monitor", "tensorboard": "tensorboard"}
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """Read the command line; the launcher adds --local_rank, DeepSpeed --deepspeed and --deepspeed_config."""
+def arguments(description: str, more: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
+    """Read the command line; the launcher adds --local_rank, DeepSpeed --deepspeed and --deepspeed_config.
+
+    Args:
+        description: what `--help` begins with.
+        more: adds arguments of one script, and changes defaults.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", default="ds_parity.parity.data.model:build", help="package.module:function, of a seed"
@@ -46,7 +51,10 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, where there is one")
     parser.add_argument("--monitor", choices=["none", *MONITORS], default="none", help="of DeepSpeed (%(default)s)")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
-    args = deepspeed.add_config_arguments(parser).parse_args()
+    parser = deepspeed.add_config_arguments(parser)
+    if more is not None:
+        more(parser)
+    args = parser.parse_args()
     for name in ("steps", "max_tokens", "save_every", "keep"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}: it must be at least 1")
@@ -88,12 +96,27 @@ def drawn(groups: Sequence[Sequence[Unit]], seed: int, start: int, count: int) -
 class Run:
     """Resumes a run, then looks after it: call `after_pass` behind every step().
 
+    Args:
+        engine: the rank's.
+        args: of the command line.
+        state: called for every checkpoint, on all ranks: what it keeps beside the weights.
+        saved: called when a checkpoint is whole, on all ranks.
+
     Attributes:
         rank: data-parallel rank.
+        kept: what `state` had given to the checkpoint that was loaded, {} without one.
     """
 
-    def __init__(self, engine: ds_parity.ParityEngine, args: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        engine: ds_parity.ParityEngine,
+        args: argparse.Namespace,
+        state: Callable[[], dict[str, Any]] = dict,
+        saved: Callable[[], None] = lambda: None,
+    ) -> None:
         self.engine, self.args = engine, args
+        self._state, self._when_saved = state, saved
+        self.kept: dict[str, Any] = {}
         self.rank = dist.get_rank(engine.data_parallel_group)
         self._folder = args.output / "checkpoints"
         self._identity = {"seed": args.seed, "rollouts": str(args.rollouts), "script": Path(sys.argv[0]).name}
@@ -136,11 +159,23 @@ class Run:
                 f"{path} was trained with {state.get('run')}, now it is {self._identity}: rollouts would be trained on "
                 "twice, or never; give what it was trained with, or another --output"
             )
+        self.kept = state.get("kept", {}) if path is not None else {}
 
     def _save(self) -> None:
         step = self.engine.window.index
-        self.engine.save_checkpoint(str(self._folder), tag=f"step{step}", client_state={"run": self._identity})
+        state = {"run": self._identity, "kept": self._state()}
+        try:
+            self.engine.save_checkpoint(str(self._folder), tag=f"step{step}", client_state=state)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, ds_parity.DsParityError):
+                raise
+            raise ds_parity.CheckpointError(
+                f"{self._folder}: the checkpoint of step {step} could not be written ({error}), "
+                f"{shutil.disk_usage(self._folder).free:,} bytes are free; latest still names the one before: make "
+                "space, and go on with --resume"
+            ) from error
         self._saved = step
+        self._when_saved()
         if dist.get_rank() == 0:
             saved = {int(path.name[4:]): path for path in self._folder.glob("step*") if path.name[4:].isdigit()}
             for number in sorted(number for number in saved if number <= step)[: -self.args.keep]:
@@ -195,9 +230,13 @@ class Shown:
             print(says, flush=True)
 
 
-def launch(main: Callable[[argparse.Namespace], None], description: str) -> None:
+def launch(
+    main: Callable[[argparse.Namespace], object],
+    description: str,
+    more: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> None:
     """Run a rank's `main`; bad input ends in a message and code 2."""
-    args = arguments(description)
+    args = arguments(description, more)
     sys.path.append(str(Path.cwd()))
     try:
         main(args)

@@ -1,8 +1,13 @@
 """One server of forks for all tests here, and the outcomes of scenarios that ranks play."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.hard.forked import Forks
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 
 @pytest.fixture(scope="session")

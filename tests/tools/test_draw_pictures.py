@@ -78,7 +78,7 @@ def extent(element):
     properties.set_weight("bold" if element.get("font-weight") else "normal")
     size, x, y = (float(element.get(name)) for name in ("font-size", "x", "y"))
     width = TextPath((0, 0), element.text, size=size, prop=properties).get_extents().width
-    left = {"start": x, "middle": x - width / 2}[element.get("text-anchor")]
+    left = {"start": x, "middle": x - width / 2, "end": x - width}[element.get("text-anchor")]
     return left, left + width, y - 0.75 * size, y + 0.2 * size
 
 

@@ -1,0 +1,31 @@
+"""Online training: rollouts that go to whichever rank asks, beside PipelineRL's quota for each rank, in one run."""
+
+import statistics
+
+from benchmarks.results import Section, divided, shown
+from benchmarks.setups import launched
+
+BLOCKS, BLOCK = 21, 20
+SAID = f"""`tools/train_online.py`, 2 ranks, one actor. The rule changes every {BLOCK} windows of 128 rollouts, so both
+meet the same load: the queue gives what has arrived to whichever rank asks, or each rank takes 64 rollouts of a window
+and runs idle passes until the others have theirs (PipelineRL). A rank waits while it has nothing to train on, idle
+passes included."""
+
+
+def test_rollouts_a_second_beside_quotas(benchmark, tmp_path, results):
+    calls = {"online": {"folder": str(tmp_path / "run"), "blocks": BLOCKS, "block": BLOCK}}
+    measured = benchmark.pedantic(launched, (tmp_path / "ranks", "benchmarks.online:measure", calls), rounds=1)
+    ranks = measured["online"]
+    kept = list(zip(*(blocks[1:] for blocks in ranks), strict=True))  # the first has the actor's start in it
+    rates, waits = {}, {}
+    for quota in (False, True):
+        own = [row for row in kept if row[0][0] is quota]
+        rates[quota] = [rank[2] / rank[1] for rank, *_ in own]
+        waits[quota] = [statistics.fmean(rank[3] / rank[1] for rank in row) for row in own]
+    header = ("", "what has arrived", "a quota for each rank")
+    rows = [
+        ("share of the time in which a rank waits", shown(waits[False]), shown(waits[True])),
+        ("rollouts a second, what has arrived / quota", shown(divided(rates[False], rates[True])), "1"),
+    ]
+    results(Section("online", "Rollouts a second, online", SAID, header, rows))
+    assert len(rates[False]) == len(rates[True]) == (BLOCKS - 1) // 2

@@ -1,0 +1,86 @@
+"""tools/train_online.py on two ranks: the rewards, the account and the replay of short runs, with either queue."""
+
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+from online.account import account
+from online.queues import open_queue
+
+from ds_parity.trace import read_trace
+from tests.tools.online_runs import SCRIPT, OnlineRun
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+
+STEPS = 12
+
+
+def accounted(run, queue="folder"):
+    """The account of a run that has ended."""
+    return account(run.output, open_queue(queue, run.output / "queue", (run.output / "run").read_text()))
+
+
+@pytest.fixture(params=["folder", "redis"])
+def queue(request):
+    return "folder" if request.param == "folder" else request.getfixturevalue("redis_server")
+
+
+def test_a_run_ends_with_every_rollout_accounted_for_and_a_picture(tmp_path, queue):
+    with OnlineRun(tmp_path, "--steps", STEPS, "--queue", queue, "--kl", 0.02, "--save_every", 5) as run:
+        assert run.wait(200) == 0, run.said()
+    steps = read_trace(run.trace).steps
+    assert [one.step for one in steps] == list(range(1, STEPS + 1))
+    found = accounted(run, queue)
+    assert (found.lost, found.twice, found.claimed) == (set(), set(), set())
+    assert [4 * len(found.steps[one.step]) for one in steps] == [one.rollouts for one in steps]
+    assert sum(one.rollouts for one in steps) >= 16 * STEPS
+    for one in steps:
+        assert 0 <= one.metrics["reward"] <= 1
+        assert 0 <= one.metrics["lag"] <= 8
+        assert one.metrics["kl"] >= 0
+    assert max(one.metrics["lag"] for one in steps) > 0, "actors never fell behind: nothing of the lag was seen"
+    assert found.says() in run.said()
+    assert (run.output / "curve.svg").read_text().startswith("<svg")
+
+
+def test_in_step_with_its_actors_it_has_no_lag_and_is_replayed_by_plain_torch(tmp_path):
+    options = ["--steps", STEPS, "--sync", "--record", "--actors", 2, "--norm", "rollout", "--level", 0.2]
+    with OnlineRun(tmp_path, *options) as run:
+        assert run.wait(200) == 0, run.said()
+    steps = read_trace(run.trace).steps
+    assert {(one.rollouts, one.metrics["lag"]) for one in steps} == {(16, 0.0)}
+    assert accounted(run).produced in range(4 * STEPS, 4 * STEPS + 5), "what the last weights have sampled waits"
+    assert sum(one.grad_norm > 0 for one in steps) > STEPS / 2, "nothing was learned: nothing was compared"
+    replayed(run, "--norm", "rollout")
+
+
+def replayed(run, *options):
+    """Replay a run, and compare."""
+    given = ["--output", run.output, "--deepspeed_config", run.folder / "small.json", *options]
+    subprocess.run([sys.executable, SCRIPT.parent / "online" / "replay.py", *given], check=True)
+    compared = subprocess.run(
+        [sys.executable, "-m", "ds_parity", "compare", run.output / "replay.jsonl", run.trace],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(compared.stdout[-3000:])
+    assert compared.returncode == 0, compared.stdout[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--group", "7"], "--group 7: the target of 128 rollouts must be a multiple of it"),
+        (["--group", "64"], "--micro_batch 16 no less: groups are not split"),
+        (["--steps", "0"], "--steps is 0"),
+    ],
+)
+def test_bad_input_is_a_message_and_code_2(tmp_path, monkeypatch, capsys, options, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_online.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert re.search(re.escape(says), capsys.readouterr().err)

@@ -1,0 +1,1 @@
+"""Parts of train_online.py: the task, the queue, the actors, what arrives at a rank, the account, and the replay."""

@@ -1,0 +1,92 @@
+"""Which groups a checkpoint contains: those are settled, all others that were claimed wait again after a kill."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+import ds_parity
+from online.account import Ledger
+from online.queues import Queue
+
+Ranges = dict[str, list[list[int]]]
+"""Numbers of groups by their actor, as ranges from the first to the last of it."""
+
+
+class Settled:
+    """Keeps the ids that are in the weights with the checkpoint, and forgets their groups once it is whole.
+
+    Args:
+        queue: of the run.
+        ledger: of this rank.
+        rank: this one.
+    """
+
+    def __init__(self, queue: Queue, ledger: Ledger, rank: int) -> None:
+        self._queue, self._ledger, self._rank = queue, ledger, rank
+        self._stepped: set[str] = set()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; all ranks call it."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(gathered, self._ledger.unsettled)
+        except RuntimeError as error:
+            raise ds_parity.RankDesyncError(
+                f"rank {self._rank} waited for another rank to save a checkpoint: that one ended, its own log says "
+                f"why; go on with --resume ({error})"
+            ) from error
+        self._stepped.update(one for ids in gathered for one in ids)
+        return {"stepped": ranges(self._stepped)}
+
+    def saved(self) -> None:
+        """Forget what the checkpoint contains."""
+        self._queue.settle(self._rank, self._ledger.unsettled)
+        self._ledger.unsettled.clear()
+
+    def resume(self, kept: dict[str, Any], step: int, *, resumed: bool) -> None:
+        """Give back what was claimed and is not in the weights that were loaded; all ranks call it.
+
+        Args:
+            kept: what `state` gave to the checkpoint, {} without one.
+            step: the window to go on with.
+            resumed: whether this run goes on with another.
+        """
+        self._stepped = expanded(kept.get("stepped", {}))
+        if resumed:
+            self._ledger.resumed(step)
+        dist.barrier()
+        if resumed and dist.get_rank() == 0:
+            claimed = self._queue.claimed()
+            for rank in sorted(set(claimed.values())):
+                own = [one for one, by in claimed.items() if by == rank]
+                self._queue.settle(rank, [one for one in own if one in self._stepped])
+                self._queue.give_back(rank, [one for one in own if one not in self._stepped])
+            back = len(claimed.keys() - self._stepped)
+            print(
+                f"resumed behind step {step}: {len(self._stepped)} groups are in its weights, {back} were claimed and "
+                "are not: they wait again",
+                file=sys.stderr,
+                flush=True,
+            )
+        dist.barrier()
+
+
+def ranges(ids: Iterable[str]) -> Ranges:
+    """Return ids such as `a0.1-17` by their actor, numbers that follow each other as one range."""
+    found: Ranges = {}
+    for actor, number in sorted((one.rsplit("-", 1)[0], int(one.rsplit("-", 1)[1])) for one in ids):
+        own = found.setdefault(actor, [])
+        if own and own[-1][1] == number - 1:
+            own[-1][1] = number
+        else:
+            own.append([number, number])
+    return found
+
+
+def expanded(found: Ranges) -> set[str]:
+    """Return the ids of ranges."""
+    return {f"{actor}-{n}" for actor, own in found.items() for first, last in own for n in range(first, last + 1)}
