@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_parity.config import Settings, load_config, parse, rewrite
+from ds_parity.config import Settings, load_config, misspelt, parse, rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.groups import sequence_parallel_size
@@ -21,6 +22,7 @@ from ds_parity.engine.ranks.agreement import agree, all_or_none, started_togethe
 from ds_parity.errors import ConfigError
 
 _LOG = logging.getLogger("ds_parity")
+_SAID: set[str] = set()
 
 Initialize: TypeAlias = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -90,7 +92,22 @@ def extended_config(keywords: Mapping[str, Any]) -> dict[str, Any] | None:
     source = source_of(keywords)
     with telling(keywords.get("mpu")):
         extended = None if source is None else load_config(source)
-        return None if extended is None or parse(extended) is None else extended
+        if extended is None:
+            return None
+        settings = parse(extended)
+    _warn_of_misspelt(extended)
+    return None if settings is None else extended
+
+
+def _warn_of_misspelt(config: Mapping[str, Any]) -> None:
+    """Say which keys DeepSpeed is about to ignore: once for each on the first rank, as several engines may share it."""
+    # The process group is not there yet: the launcher's own word for the rank.
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for text in map(str, misspelt(config)):
+        if text not in _SAID:
+            _SAID.add(text)
+            _LOG.warning("the DeepSpeed configuration: %s", text)
 
 
 def source_of(keywords: Mapping[str, Any]) -> Any:

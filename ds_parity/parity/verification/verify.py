@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_parity.config import refuse_misspelt
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import Comparison, compare
@@ -87,8 +88,9 @@ def scenarios(
     """Return what `verify` runs for a configuration, with its references, and what it leaves out and why.
 
     Raises:
-        ConfigError: the configuration can't be run at all.
+        ConfigError: the configuration can't be run at all, or nearly has a key of DeepSpeed's.
     """
+    refuse_misspelt(config)
     config = without_outputs(config)
     ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
     ragged = replace(ragged, short=min(2, cut_by(ragged.settings).target - 1))
