@@ -12,6 +12,7 @@ from ds_parity.cli.calibrate_command import calibrate
 from ds_parity.cli.compare_command import compare
 from ds_parity.cli.console import err, out
 from ds_parity.cli.controls_command import controls
+from ds_parity.cli.doctor_command import doctor
 from ds_parity.cli.init_command import init
 from ds_parity.cli.plan_command import plan
 from ds_parity.cli.probe_command import probe
@@ -22,7 +23,7 @@ from ds_parity.errors import DsParityError
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 # In the order of the help.
-for _command in (init, verify, rewrite, compare, probe, plan, controls, calibrate):
+for _command in (init, doctor, verify, rewrite, compare, probe, plan, controls, calibrate):
     app.command()(_command)
 
 

@@ -40,7 +40,7 @@ class Compilers:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._root, self._pattern = _place(environment)
+        self._environment = environment
         self._before = set(self._locks())
         self._since: dict[Lock, float] = {}
         self._looked = -_BETWEEN_LOOKS
@@ -86,15 +86,21 @@ class Compilers:
         )
 
     def _locks(self) -> list[Lock]:
-        locks = []
-        for path in sorted(self._root.glob(self._pattern)):
-            with suppress(OSError):  # it has just ended, or we may not read it
-                status = path.stat()
-                locks.append(Lock(path, status.st_ino, status.st_mtime_ns))
-        return locks
+        return locks(self._environment)
 
 
-def _place(environment: Mapping[str, str]) -> tuple[Path, str]:
+def locks(environment: Mapping[str, str]) -> list[Lock]:
+    """Return the locks that lie beside extensions now."""
+    root, pattern = extensions_folder(environment)
+    found = []
+    for path in sorted(root.glob(pattern)):
+        with suppress(OSError):  # it has just ended, or we may not read it
+            status = path.stat()
+            found.append(Lock(path, status.st_ino, status.st_mtime_ns))
+    return found
+
+
+def extensions_folder(environment: Mapping[str, str]) -> tuple[Path, str]:
     """Return the folder that this Python's extensions are compiled in, and the pattern of their locks in it.
 
     The rule is torch's (`_get_build_directory` in torch/utils/cpp_extension.py, `user_cache_dir` in torch/_appdirs.py,
