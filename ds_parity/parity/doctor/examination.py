@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_parity._version import __version__
 from ds_parity.config.settings import PASSES, SECTION
 from ds_parity.parity.doctor import asking, machine
 from ds_parity.parity.doctor.deepspeed_faults import FAULTS, SEVERAL_PASSES, DeepSpeedFault, numbers
@@ -68,7 +69,8 @@ def examine(
         progress: called with what is looked at.
     """
     environment = dict(os.environ if environment is None else environment)
-    found = [Finding("python", State.FINE, f"Python {platform.python_version()} ({sys.executable})")]
+    found = [Finding("ds-parity", State.FINE, f"ds-parity {__version__}")]
+    found += [Finding("python", State.FINE, f"Python {platform.python_version()} ({sys.executable})")]
     versions: dict[str, str | None] = {}
     for name in ("torch", "deepspeed"):
         finding, versions[name] = asking.package(name)
