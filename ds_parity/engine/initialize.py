@@ -19,6 +19,7 @@ from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
+from ds_parity.engine.waiting import saying_what_is_waited_for
 from ds_parity.errors import ConfigError
 
 _LOG = logging.getLogger("ds_parity")
@@ -139,11 +140,12 @@ def honoured(
         if optimizer is not None:
             _refuse_pipeline(keywords.get("model"))
             sequence = sequence_parallel_size(mpu, mesh_param, extended)
-    deepspeed.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=keywords.get("distributed_port", deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT),
-        dist_init_required=keywords.get("dist_init_required"),
-    )
+    with saying_what_is_waited_for():
+        deepspeed.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=keywords.get("distributed_port", deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT),
+            dist_init_required=keywords.get("dist_init_required"),
+        )
     everybody = started_together(mpu)
     with all_or_none(everybody):
         if optimizer is None:
@@ -161,7 +163,8 @@ def honoured(
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
-    engine, wrapper, loader, _ = bare(**{**keywords, **plain})
+    with saying_what_is_waited_for():
+        engine, wrapper, loader, _ = bare(**{**keywords, **plain})
     wrapped = kind(engine, rewritten.settings, sequence, number)
     show(wrapped._self_driver)
     with all_or_none(everybody):
