@@ -101,6 +101,26 @@ class TestLocks:
     def test_none(self, tmp_path):
         assert list(machine.held({"TORCH_EXTENSIONS_DIR": str(tmp_path)})) == []
 
+    def test_nothing_is_built_behind_one_that_nobody_removes(self, tmp_path):
+        """Torch would wait for it for ever."""
+        self.lock(tmp_path)
+        environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+        (found,) = examination._built(list(machine.held(environment)), ["CPUAdamBuilder"], environment)
+        assert found.state is State.BITES
+        assert found.said.startswith("CPUAdamBuilder not built: a lock lies beside the operators")
+
+
+class TestBuilding:
+    def test_an_operator_that_can_not_be_compiled_says_why(self, tmp_path):
+        """No compiler, and a folder in which nothing is compiled yet."""
+        for name in ("sh", "ninja", "which"):
+            (tmp_path / name).symlink_to(shutil.which(name))
+        environment = {**os.environ, "PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "operators")}
+        (found,) = asking.built(["ShareMemCommBuilder"], environment, 120.0)
+        assert found.state is State.BITES
+        assert found.said.startswith("ShareMemCommBuilder was not built: ")
+        assert "not found" in found.said
+
 
 class TestSharedMemory:
     usage = namedtuple("usage", "total used free")

@@ -90,10 +90,18 @@ def examine(
             found.append(asking.ranks_talk(environment, facts["backend"]))
     if build and facts:
         progress(2, "compiling DeepSpeed's operators")
-        found += asking.built(operators(config or {}, facts["accelerator"]), environment)
+        found += _built(found, operators(config or {}, facts["accelerator"]), environment)
     progress(3, "DeepSpeed's faults")
     faults = () if config is None else tuple(met(config, facts.get("deepspeed") or versions["deepspeed"]))
     return Examination(tuple(found), faults)
+
+
+def _built(found: list[Finding], names: list[str], environment: Mapping[str, str]) -> list[Finding]:
+    # Torch would wait for a lock that nobody removes for as long as it lies there.
+    if any(finding.name.startswith("lock of ") and finding.state is State.BITES for finding in found):
+        said = f"{', '.join(names)} not built: a lock lies beside the operators, and torch would wait for it"
+        return [Finding("build", State.BITES, said, "see the line of the lock, and start again")]
+    return list(asking.built(names, environment))
 
 
 def operators(config: Mapping[str, Any], accelerator: str) -> list[str]:

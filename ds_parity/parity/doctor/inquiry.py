@@ -48,6 +48,12 @@ def talk(rank: int, ranks: int, port: int, backend: str, seconds: float) -> None
     dist.destroy_process_group()
 
 
+def reason(message: str) -> str:
+    """Return the line of a compiler's output that says what is wrong; the first where none does."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    return next((line for line in lines if "not found" in line or "error:" in line), lines[0])[:300]
+
+
 def build(names: list[str]) -> None:
     """Compile operators, by the names of their builders."""
     from deepspeed.accelerator import get_accelerator
@@ -60,7 +66,7 @@ def build(names: list[str]) -> None:
         try:
             builder.load(verbose=False)
         except Exception as error:
-            say(operator=name, built=False, why=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
+            say(operator=name, built=False, why=f"{type(error).__name__}: {reason(str(error))}")
         else:
             say(operator=name, built=True)
 
