@@ -15,7 +15,6 @@ CONTROLS := zero0_fp32 zero1_fp32 zero2_fp32 zero3_fp32 zero2_bf16
 
 .PHONY: verify online matrix figures controls pages docs pictures test test-slow test-hf test-hard lint package bench \
 	test-versions upstream clean
-	upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json

@@ -369,3 +369,48 @@ class TestStart:
             check=False,
         )
         assert ran.stdout.split() == completed
+
+
+class TestTheMachine:
+    """What the machine refuses is no verdict: exit code 1 says that something differs."""
+
+    @pytest.mark.parametrize("option", ["--out"])
+    def test_a_folder_that_can_not_be_written(self, option):
+        message = refused("verify", CONFIG, option, "/proc/nowhere")
+        assert "/proc/nowhere" in message
+
+    def test_a_fault_of_our_own_is_no_difference(self):
+        code = "from ds_parity.cli import entry\ndef broken(*a, **k): raise KeyError('x')\n"
+        code += "entry.app = broken\nentry.main()"
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode == 2
+        assert "KeyError" in ran.stderr
+
+    def test_no_space_names_the_way_out(self):
+        code = "import errno\nfrom ds_parity.cli import entry\n"
+        code += "def full(*a, **k): raise OSError(errno.ENOSPC, 'No space left on device', '/x/trace.jsonl')\n"
+        code += "entry.app = full\nentry.main()"
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode == 2
+        assert ran.stderr.strip() == (
+            "ds-parity: /x/trace.jsonl: No space left on device; free some space, or choose another folder with --out"
+        )
+
+
+class TestProgress:
+    SAYS = (
+        "import warnings\nfrom ds_parity.cli.console import progress\n"
+        "with progress(4) as bar:\n"
+        "    for _ in range(3): bar(1, 'uniform; ranks that need cpu_adam wait for {}: delete /a/long/path/lock')\n"
+        "    warnings.warn('torch.x is deprecated', FutureWarning)\n"
+    )
+
+    def test_a_lock_that_is_waited_for_is_said_once_and_in_full(self):
+        long = "a compilation that began before them, on a machine whose terminal has eighty columns"
+        ran = subprocess.run(
+            [sys.executable, "-c", self.SAYS.format(long)], capture_output=True, text=True, timeout=60,
+            env={**os.environ, "COLUMNS": "80"}, check=True,
+        )  # fmt: skip
+        line = f"uniform: ranks that need cpu_adam wait for {long}: delete /a/long/path/lock"
+        assert ran.stderr.splitlines().count(line) == 1
+        assert "FutureWarning" not in ran.stderr

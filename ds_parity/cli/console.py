@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 if TYPE_CHECKING:
     from ds_parity.parity.comparison.compare import Comparison
@@ -25,17 +34,41 @@ out, err = Console(width=_WIDTH), Console(stderr=True)
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on standard error; yields what tells it (ranks' calls done, what runs)."""
+    """A bar on standard error; yields what tells it (ranks' calls done, what runs).
+
+    What stands behind a semicolon in what runs (a compile, a lock that is waited for) is printed once in full above the
+    bar, whose line ends at the terminal's edge.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as bar:
+    said: set[str] = set()
+    # A call takes seconds to minutes, so that the speed of the last 30 seconds says nothing of the next.
+    with Progress(*columns, console=err, transient=True, speed_estimate_period=3600) as bar, _quiet():
         task = bar.add_task("starting ranks", total=total)
-        yield lambda done, title: bar.update(task, completed=done, description=title)
+
+        def tell(done: int, title: str) -> None:
+            doing, _, aside = title.partition("; ")
+            if aside and aside not in said:
+                said.add(aside)
+                err.print(f"{doing}: {aside}", markup=False, highlight=False, soft_wrap=True)
+            bar.update(task, completed=done, description=doing)
+
+        yield tell
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # torch and what it imports tell their own users of changes to come, in the middle of the bar.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def show(comparison: Comparison, title: str, diagnosis: Diagnosis | None = None) -> None:

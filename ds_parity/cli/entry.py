@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -12,6 +14,7 @@ from ds_parity.cli.calibrate_command import calibrate
 from ds_parity.cli.compare_command import compare
 from ds_parity.cli.console import err, out
 from ds_parity.cli.controls_command import controls
+from ds_parity.cli.doctor_command import doctor
 from ds_parity.cli.init_command import init
 from ds_parity.cli.plan_command import plan
 from ds_parity.cli.probe_command import probe
@@ -22,18 +25,38 @@ from ds_parity.errors import DsParityError
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 # In the order of the help.
-for _command in (init, verify, rewrite, compare, probe, plan, controls, calibrate):
+for _command in (init, doctor, verify, rewrite, compare, probe, plan, controls, calibrate):
     app.command()(_command)
 
 
 def main() -> None:
-    """Run the command line; whatever is wrong with the input ends in one message and exit code 2."""
+    """Run the command line; whatever is wrong with the input ends in one message and exit code 2.
+
+    So does what the machine refuses. Exit code 1 says that something differs, and nothing else.
+    """
     try:
         # The name under which completion finds its variable, however the command was started.
         app(prog_name="ds-parity")
     except DsParityError as error:
         err.print(f"ds-parity: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
+    except OSError as error:
+        err.print(f"ds-parity: {_of_the_machine(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except Exception:
+        # Python's own exit code is 1, which would say that the runs differ.
+        traceback.print_exc()
+        sys.exit(2)
+
+
+def _of_the_machine(error: OSError) -> str:
+    """Return the message for what the file system or the network refused, with the way out where it is known."""
+    what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else f"{error}"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{what}; choose a folder that you may write, with --out or --report"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}; free some space, or choose another folder with --out"
+    return what
 
 
 def _version(wanted: bool) -> None:

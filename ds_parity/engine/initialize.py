@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,17 +12,19 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_parity.config import Settings, load_config, parse, rewrite
+from ds_parity.config import Settings, load_config, misspelt, parse, rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
+from ds_parity.engine.waiting import saying_what_is_waited_for
 from ds_parity.errors import ConfigError
 
 _LOG = logging.getLogger("ds_parity")
 _BY_ARGUMENTS = ("deepspeed_config", "deepscale_config")
+_SAID: set[str] = set()
 
 Initialize: TypeAlias = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -91,10 +94,13 @@ def extended_config(keywords: Mapping[str, Any]) -> dict[str, Any] | None:
     source = source_of(keywords)
     with telling(keywords.get("mpu")):
         extended = None if source is None else load_config(source)
-        if extended is None or parse(extended) is None:
+        if extended is None:
             return None
-        _refuse_two_sources(keywords)
-        return extended
+        settings = parse(extended)
+        if settings is not None:
+            _refuse_two_sources(keywords)
+    _warn_of_misspelt(extended)
+    return None if settings is None else extended
 
 
 def _refuse_two_sources(keywords: Mapping[str, Any]) -> None:
@@ -106,6 +112,17 @@ def _refuse_two_sources(keywords: Mapping[str, Any]) -> None:
             f"initialize() got a configuration twice, as {by_keyword}= and as args.{by_arguments} (--{by_arguments} on "
             "the command line): they may say different things; give it in one place"
         )
+
+
+def _warn_of_misspelt(config: Mapping[str, Any]) -> None:
+    """Say which keys DeepSpeed is about to ignore: once for each on the first rank, as several engines may share it."""
+    # The process group is not there yet: the launcher's own word for the rank.
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for text in map(str, misspelt(config)):
+        if text not in _SAID:
+            _SAID.add(text)
+            _LOG.warning("the DeepSpeed configuration: %s", text)
 
 
 def source_of(keywords: Mapping[str, Any]) -> Any:
@@ -136,11 +153,12 @@ def honoured(
         if optimizer is not None:
             _refuse_pipeline(keywords.get("model"))
             sequence = sequence_parallel_size(mpu, mesh_param, extended)
-    deepspeed.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=keywords.get("distributed_port", deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT),
-        dist_init_required=keywords.get("dist_init_required"),
-    )
+    with saying_what_is_waited_for():
+        deepspeed.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=keywords.get("distributed_port", deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT),
+            dist_init_required=keywords.get("dist_init_required"),
+        )
     everybody = started_together(mpu)
     with all_or_none(everybody):
         if optimizer is None:
@@ -158,7 +176,8 @@ def honoured(
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
-    engine, wrapper, loader, _ = bare(**{**keywords, **plain})
+    with saying_what_is_waited_for():
+        engine, wrapper, loader, _ = bare(**{**keywords, **plain})
     wrapped = kind(engine, rewritten.settings, sequence, number)
     show(wrapped._self_driver)
     start = start_of_trace(everybody, rewritten.settings.trace, engine.module)

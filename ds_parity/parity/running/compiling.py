@@ -46,7 +46,7 @@ class Compilers:
 
     def __init__(self, environment: Mapping[str, str], waited_for: Callable[[], Collection[str]] = lambda: ()) -> None:
         self.session: int | None = None
-        self._root, self._pattern = _place(environment)
+        self._environment = environment
         self._before = set(self._locks())
         self._waited_for = waited_for
         self._since: dict[Lock, float] = {}
@@ -108,12 +108,7 @@ class Compilers:
         )
 
     def _locks(self) -> list[Lock]:
-        locks = []
-        for path in sorted(self._root.glob(self._pattern)):
-            with suppress(OSError):  # it has just ended, or we may not read it
-                status = path.stat()
-                locks.append(Lock(path, status.st_ino, status.st_mtime_ns))
-        return locks
+        return locks(self._environment)
 
 
 def _sessions_that_hold(lock: Lock) -> set[int]:
@@ -127,8 +122,19 @@ def _sessions_that_hold(lock: Lock) -> set[int]:
     return sessions
 
 
-def _place(environment: Mapping[str, str]) -> tuple[Path, str]:
-    """Return the folder that this environment's extensions are compiled in, and the pattern of their locks in it.
+def locks(environment: Mapping[str, str]) -> list[Lock]:
+    """Return the locks that lie beside extensions now."""
+    root, pattern = extensions_folder(environment)
+    found = []
+    for path in sorted(root.glob(pattern)):
+        with suppress(OSError):  # it has just ended, or we may not read it
+            status = path.stat()
+            found.append(Lock(path, status.st_ino, status.st_mtime_ns))
+    return found
+
+
+def extensions_folder(environment: Mapping[str, str]) -> tuple[Path, str]:
+    """Return the folder that this Python's extensions are compiled in, and the pattern of their locks in it.
 
     The rule is torch's (`_get_build_directory` in torch/utils/cpp_extension.py, `user_cache_dir` in torch/_appdirs.py,
     2.13.0). Torch asks whether a variable is there, not whether it says anything: an empty one makes the path relative

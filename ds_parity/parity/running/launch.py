@@ -18,6 +18,7 @@ from typing import Any
 
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running.compiling import Compilers
+from ds_parity.parity.running.last_words import last_words
 
 # Torch takes an empty one for the current folder (cpp_extension.py and _appdirs.py, 2.13.0), and would leave what it
 # builds among the user's files. Without the variable it builds in the user's cache, as the XDG base directory
@@ -206,8 +207,7 @@ def _why(job: Job, code: int) -> str:
         silent = [str(other) for other in range(job.ranks) if _fell_silent(job.folder, other)]
         others = f"; rank {', '.join(silent)} ended without saying why: killed, or by the launcher" if silent else ""
         return f"rank {rank} failed in {title!r}: {line['error']}: {line['message']}{others} (log: {log})"
-    tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
     return (
         f"a rank ended with code {code} {_where(job)} without saying why: it was killed, or could not start; the log "
-        f"{log} ends with: {' | '.join(tail)}"
+        f"{log} says: {last_words(log)}"
     )

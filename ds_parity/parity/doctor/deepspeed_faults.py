@@ -1,0 +1,274 @@
+"""Faults of DeepSpeed itself: which configurations meet them, on which versions they were seen, and the way out.
+
+A script in tools/deepspeed_faults shows each, and tests/parity/test_doctor_faults.py checks that there is one for each
+script. Those by number have DeepSpeed's issue in place of a script. A version is only ever said to have a fault where
+it was seen, or where DeepSpeed's issue says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ds_parity.parity.doctor.reading import Reading
+
+# What tools/deepspeed_faults/README.md says of all its scripts but the one that names its own.
+_RUN = ("0.19.0", "0.19.3", "0.19.8")
+
+
+@dataclass(frozen=True)
+class DeepSpeedFault:
+    """A fault of DeepSpeed.
+
+    Attributes:
+        name: of its script, or "DeepSpeed #" and the number of its issue.
+        effect: what it does to training, one sentence.
+        way_out: what to change for a bare DeepSpeed.
+        met: whether a configuration meets it.
+        only_if: what else it needs, of the loop or of the model; "" where the configuration is enough.
+        seen: versions on which it was seen.
+        between: first and last version on which it was seen or that DeepSpeed's issue names, both included.
+        kept_from: whether `ds_parity.initialize` corrects it, avoids it, or refuses what leads to it.
+    """
+
+    name: str
+    effect: str
+    way_out: str
+    met: Callable[[Reading], bool]
+    only_if: str = ""
+    seen: tuple[str, ...] = _RUN
+    between: tuple[str, str] | None = None
+    kept_from: bool = True
+
+    def on(self, version: str) -> bool | None:
+        """Return whether a version has the fault; None where nobody has tried."""
+        if self.between is not None:
+            first, last = map(numbers, self.between)
+            return first <= numbers(version) <= last
+        return True if version in self.seen else None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version; a build's suffix counts as the release that it belongs to."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0]))
+
+
+SEVERAL_PASSES = "a step has several passes"
+_LEFT_OUT = "a step leaves out a parameter that an earlier step used"
+FAULTS: tuple[DeepSpeedFault, ...] = (
+    DeepSpeedFault(
+        "fp16_zero0_unscaled_loss",
+        "the loss is not scaled, but the step unscales: every update is too small by the loss scale",
+        "use ZeRO 1, 2 or 3, or bf16",
+        lambda c: c.fp16 and c.stage == 0,
+    ),
+    DeepSpeedFault(
+        "fp16_growing_scale",
+        "the step at which the loss scale grows is applied at half its size",
+        "use bf16, or a fixed fp16.loss_scale",
+        lambda c: c.fp16 and c.dynamic,
+    ),
+    DeepSpeedFault(
+        "autocast_fp16_clipping",
+        "clipping acts on the scaled gradient, so that every step is cut to the limit / 65536",
+        "use bf16 in torch_autocast, or gradient_clipping 0",
+        lambda c: c.autocast_fp16 and c.stage > 0 and c.clips,
+    ),
+    DeepSpeedFault(
+        "autocast_fp16_overflow",
+        "after an overflow the loss scale never comes down, and no step is ever taken again",
+        "use bf16 in torch_autocast, or ZeRO 0",
+        lambda c: c.autocast_fp16 and c.stage > 0,
+    ),
+    DeepSpeedFault(
+        "autocast_fp16_groups",
+        "where the loss scale grows, later parameter groups are applied at half their size",
+        "use bf16 in torch_autocast, or one parameter group",
+        lambda c: c.autocast_fp16 and c.stage > 0,
+        "the optimizer has several parameter groups, or ZeRO 3 several sub-groups",
+    ),
+    DeepSpeedFault(
+        "autocast_fp16_zero0_skip",
+        "a skipped step is counted as taken, and the learning rate moves",
+        "use bf16 in torch_autocast",
+        lambda c: c.autocast_fp16 and c.stage == 0,
+    ),
+    DeepSpeedFault(
+        "autocast_outlives_its_engine",
+        "later engines of the process get the loss scale of this one, whatever their configuration says",
+        "give every engine a process of its own, or use bf16 in torch_autocast",
+        lambda c: c.autocast_fp16 and c.stage > 0,
+        "the process builds another engine after this one",
+    ),
+    DeepSpeedFault(
+        "stale_gradient",
+        "a parameter that a step does not use is moved by its last gradient again",
+        "have every step use every trainable parameter",
+        lambda c: c.stage == 3 or (c.offloads and c.stage > 0),
+        _LEFT_OUT,
+    ),
+    DeepSpeedFault(
+        "used_in_some_passes",
+        "a parameter that only early passes of a step use loses its gradient, or ranks step by their own",
+        "have every pass use every trainable parameter, or leave out CPU offload and overlap_comm",
+        lambda c: (c.stage in (2, 3) and c.offloads) or (c.stage == 1 and c.overlaps),
+        "the last pass of a step leaves out a parameter that an earlier pass used",
+    ),
+    DeepSpeedFault(
+        "predivide_zero3",
+        "the gradient is divided by gradient_predivide_factor twice",
+        "leave gradient_predivide_factor out",
+        lambda c: (
+            c.stage == 3
+            and c.raw("gradient_predivide_factor") not in (None, 1, 1.0)
+            and c.raw("zero_optimization.reduce_scatter") is False
+        ),
+        "gradient_predivide_factor is the number of ranks, and reduce_scatter is off",
+    ),
+    DeepSpeedFault(
+        "boundary_never_marked",
+        "a step keeps the last backward alone (with CPU offload: all but the first)",
+        "call set_gradient_accumulation_boundary() before every backward",
+        lambda c: c.stage in (1, 2) and not c.accumulates,
+        "the loop calls backward() several times before one step()",
+    ),
+    DeepSpeedFault(
+        "allreduce_zero1_overlap",
+        "engine.allreduce_gradients() reduces nothing",
+        "leave out overlap_comm",
+        lambda c: c.stage == 1 and c.overlaps,
+        "the loop calls engine.allreduce_gradients() itself",
+    ),
+    DeepSpeedFault(
+        "clip_norm_lost",
+        "get_global_grad_norm() is None, so that logs have no gradient norm",
+        "use ZeRO 1, which steps alike",
+        lambda c: c.fp32 and not c.autocast_fp16 and c.stage == 0 and c.clips,
+    ),
+    DeepSpeedFault(
+        "forward_past_the_engine",
+        "the last pass replaces the others, or earlier passes count twice",
+        "call engine(...) once before every backward",
+        lambda c: c.stage == 3 or (c.stage == 1 and c.sums_in_fp32),
+        "the loop calls engine.module(...), or two forwards before two backwards",
+    ),
+    DeepSpeedFault(
+        "zero_grad_mid_window",
+        "zero_grad() drops the passes before it",
+        "call zero_grad() after step() only",
+        lambda c: c.stage != 2,
+        "the loop calls zero_grad() before each pass",
+    ),
+    DeepSpeedFault(
+        "nan_gradient_zero0",
+        "all weights become NaN, where ZeRO 1 to 3 skip the step",
+        "use ZeRO 1, which steps alike",
+        lambda c: c.fp32 and not c.autocast_fp16 and c.stage == 0,
+        "a gradient is not finite",
+    ),
+    DeepSpeedFault(
+        "ranks_use_other_parameters",
+        "gradients of different parameters are added up",
+        "have all ranks use the same parameters in a pass, or use ZeRO 0 or 3",
+        lambda c: c.stage in (1, 2),
+        "ranks use different parameters in one pass (adapters, experts, branches)",
+    ),
+    DeepSpeedFault(
+        "norm_of_own_parameters",
+        "each rank clips by the norm of the parameters that it has used itself",
+        "have all ranks use the same parameters",
+        lambda c: c.stage == 1 and c.sums_in_fp32,
+        "ranks use different parameters in one step",
+    ),
+    DeepSpeedFault(
+        "sparse_gradient_not_clipped",
+        "clipping leaves a sparse gradient as it is",
+        "use Embedding without sparse=True",
+        lambda c: c.fp32 and c.stage == 0 and c.clips,
+        "the model has an Embedding(sparse=True)",
+    ),
+    DeepSpeedFault(
+        "frozen_on_the_way",
+        "gradients are lost or applied again, or a parameter is never stepped",
+        "freeze and unfreeze before the engine is built",
+        lambda c: c.stage > 0,
+        "the loop freezes or unfreezes parameters after the start",
+    ),
+    DeepSpeedFault(
+        "module_only_zero3",
+        "nothing is loaded, and no error shows",
+        "load without load_module_only",
+        lambda c: c.stage == 3,
+        "the loop calls load_checkpoint(load_module_only=True)",
+    ),
+    DeepSpeedFault(
+        "checkpoint_mid_window",
+        "the gradients of the passes before the save are lost",
+        "save after step() at a boundary only",
+        lambda c: True,
+        "the loop saves between two boundaries",
+    ),
+    DeepSpeedFault(
+        "latest_before_all_files",
+        "`latest` names a checkpoint that is not complete, so that the run can't be resumed",
+        "keep the checkpoint before, and write its tag into `latest` by hand",
+        lambda c: c.stage > 0,
+        "the run is killed while it saves",
+    ),
+    DeepSpeedFault(
+        "set_train_batch_size",
+        "the next step is made of the wrong number of passes",
+        "build a new engine in place of it",
+        lambda c: True,
+        "the loop calls set_train_batch_size()",
+    ),
+    DeepSpeedFault(
+        "round_robin_fp32_param",
+        "it returns the values of another parameter; training is right",
+        "leave round_robin_gradients out",
+        lambda c: c.stage in (1, 2) and c.on("zero_optimization.round_robin_gradients"),
+        "the loop calls safe_get_full_fp32_param()",
+        kept_from=False,
+    ),
+    DeepSpeedFault(
+        "lion_moves_unused_weights",
+        "weights whose gradient has always been 0 (embedding rows of unseen tokens) move in every step",
+        "use AdamW, or Lion without CPU offload",
+        lambda c: c.optimizer == "lion" and c.offloads,
+        seen=("0.19.8",),
+        kept_from=False,
+    ),
+    DeepSpeedFault(
+        "DeepSpeed #7967",
+        "accumulated gradients are wrong with CPU offload",
+        "use DeepSpeed 0.19.8, or leave CPU offload out",
+        lambda c: c.offloads and c.stage in (1, 2),
+        SEVERAL_PASSES,
+        between=("0.16", "0.18.9"),
+    ),
+    DeepSpeedFault(
+        "DeepSpeed #7985",
+        "the last micro-batch of a step is not reduced between ranks",
+        "use DeepSpeed 0.19.8, or accumulate in bf16",
+        lambda c: c.stage == 1 and c.sums_in_fp32,
+        between=("0.18.6", "0.18.10"),
+    ),
+    DeepSpeedFault(
+        "DeepSpeed #7839",
+        "accumulated gradients are wrong in bf16 on ZeRO 0",
+        "use DeepSpeed 0.19.8, or ZeRO 1",
+        lambda c: c.bf16 and c.stage == 0,
+        SEVERAL_PASSES,
+        between=("0.18.4", "0.18.5"),
+    ),
+    DeepSpeedFault(
+        "DeepSpeed #7718",
+        "the gradient that ZeRO 2 accumulates is wrong",
+        "use DeepSpeed 0.18.4 or newer",
+        lambda c: c.stage == 2,
+        SEVERAL_PASSES,
+        between=("0.17.6", "0.17.6"),
+    ),
+)
+"""All that are known; their order is that of tools/deepspeed_faults/README.md."""

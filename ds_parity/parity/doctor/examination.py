@@ -1,0 +1,151 @@
+"""The examination: everything that the doctor looks at, in the order in which it is told."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_parity._version import __version__
+from ds_parity.config.settings import PASSES, SECTION
+from ds_parity.parity.doctor import asking, machine
+from ds_parity.parity.doctor.deepspeed_faults import FAULTS, SEVERAL_PASSES, DeepSpeedFault, numbers
+from ds_parity.parity.doctor.findings import Finding, State
+from ds_parity.parity.doctor.reading import Reading
+
+# What DeepSpeed's engines compile, by what asks for it; other accelerators than a CPU bring their collectives along.
+_OF_CPU = "ShareMemCommBuilder"
+_OF_OFFLOAD = {"adam": "CPUAdamBuilder", "adamw": "CPUAdamBuilder", "lion": "CPULionBuilder"}
+_OF_OFFLOAD |= {"adagrad": "CPUAdagradBuilder"}
+# The oldest DeepSpeed that ds_parity.initialize takes (engine/internals/versions.py, which needs DeepSpeed).
+_SUPPORTED = (0, 19, 8)
+Progress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All findings.
+
+    Attributes:
+        installation: Python, torch, DeepSpeed, accelerator, compilers, locks, shared memory, ranks.
+        faults: of DeepSpeed that the configuration meets; none where no configuration was given.
+    """
+
+    installation: tuple[Finding, ...]
+    faults: tuple[Finding, ...]
+
+    @property
+    def code(self) -> int:
+        """0: nothing bites, 1: something does, 2: there is no verdict.
+
+        A fault that is known to bite is a verdict, also where others were not tried on this version.
+        """
+        installed, faulty = ({finding.state for finding in part} for part in (self.installation, self.faults))
+        if State.UNKNOWN in installed:
+            return 2
+        if State.BITES in installed | faulty:
+            return 1
+        return 2 if State.UNKNOWN in faulty else 0
+
+
+def examine(
+    config: Mapping[str, Any] | None,
+    *,
+    ranks: int = 2,
+    build: bool = False,
+    environment: Mapping[str, str] | None = None,
+    progress: Progress = lambda done, title: None,
+) -> Examination:
+    """Look at the installation, the machine and the ranks, and at DeepSpeed's faults that a configuration meets.
+
+    Args:
+        config: as `load_config` reads it, extended or plain; None: the installation alone.
+        ranks: on this machine.
+        build: whether to compile the operators that the configuration needs.
+        environment: of the processes that it starts; this one's where it isn't given.
+        progress: called with what is looked at.
+    """
+    environment = dict(os.environ if environment is None else environment)
+    found = [Finding("ds-parity", State.FINE, f"ds-parity {__version__}")]
+    found += [Finding("python", State.FINE, f"Python {platform.python_version()} ({sys.executable})")]
+    versions: dict[str, str | None] = {}
+    for name in ("torch", "deepspeed"):
+        finding, versions[name] = asking.package(name)
+        found.append(finding)
+    found += [*machine.compilers(environment), *machine.cache(environment), *machine.held(environment)]
+    facts: dict[str, Any] = {}
+    if all(versions.values()):
+        progress(0, "importing DeepSpeed")
+        finding, facts = asking.accelerator(environment)
+        found.append(finding)
+    if facts.get("accelerator", "cpu") == "cpu":
+        found += machine.shared_memory(ranks)
+    if versions["torch"]:
+        progress(1, "two ranks that talk")
+        found.append(asking.ranks_talk(environment))
+        if facts.get("backend") not in (None, "gloo", "ccl") and facts["devices"] > 1:
+            found.append(asking.ranks_talk(environment, facts["backend"]))
+    if build and facts:
+        progress(2, "compiling DeepSpeed's operators")
+        found += _built(found, operators(config or {}, facts["accelerator"]), environment)
+    progress(3, "DeepSpeed's faults")
+    faults = () if config is None else tuple(met(config, facts.get("deepspeed") or versions["deepspeed"]))
+    return Examination(tuple(found), faults)
+
+
+def _built(found: list[Finding], names: list[str], environment: Mapping[str, str]) -> list[Finding]:
+    # Torch would wait for a lock that nobody removes for as long as it lies there.
+    if any(finding.name.startswith("lock of ") and finding.state is State.BITES for finding in found):
+        said = f"{', '.join(names)} not built: a lock lies beside the operators, and torch would wait for it"
+        return [Finding("build", State.BITES, said, "see the line of the lock, and start again")]
+    return list(asking.built(names, environment))
+
+
+def operators(config: Mapping[str, Any], accelerator: str) -> list[str]:
+    """Return the builders of the operators that DeepSpeed compiles for a configuration."""
+    reading = Reading(config, filled_in=True)
+    names = [_OF_CPU] if accelerator == "cpu" else []
+    plain = reading.raw("optimizer.params.torch_adam") is True
+    if reading.offloads:
+        names.append(_OF_OFFLOAD.get(reading.optimizer, "CPUAdamBuilder"))
+    elif reading.optimizer in ("adam", "adamw") and not plain:
+        names.append("FusedAdamBuilder")
+    return names
+
+
+def met(config: Mapping[str, Any], version: str | None) -> Iterator[Finding]:
+    """Yield the known faults of DeepSpeed that a configuration meets.
+
+    Args:
+        config: extended or plain.
+        version: of DeepSpeed; None where there is none.
+    """
+    readings = (Reading(config), Reading(config, filled_in=True))
+    for fault in FAULTS:
+        certain, possible = all(map(fault.met, readings)), any(map(fault.met, readings))
+        there = None if version is None else fault.on(version)
+        if possible and there is not False:
+            yield _finding(fault, certain, there, version, readings[0])
+
+
+def _finding(fault: DeepSpeedFault, certain: bool, there: bool | None, version: str | None, read: Reading) -> Finding:
+    needs = [] if certain else ['what fills in "auto" switches it on']
+    if fault.only_if and not (fault.only_if == SEVERAL_PASSES and read.accumulates):
+        needs.append(fault.only_if)
+    condition = f"if {' and '.join(needs)}: " if needs else ""
+    said = f"{condition}{fault.effect}"
+    if _has_ds_parity(read) and fault.kept_from and there and numbers(version or "0") >= _SUPPORTED:
+        return Finding(fault.name, State.FINE, f"{said}; ds_parity.initialize corrects, avoids or refuses it")
+    state = State.PERHAPS if needs else State.BITES
+    if there is None:
+        said += f" (not tried on DeepSpeed {version or '(none)'}; seen on {', '.join(fault.seen)})"
+        # Nobody knows whether it bites: a script says so in a minute.
+        state = State.PERHAPS if needs else State.UNKNOWN
+    return Finding(fault.name, state, said, fault.way_out)
+
+
+def _has_ds_parity(read: Reading) -> bool:
+    return read.raw(PASSES) is not None or read.raw(f"{SECTION}.boundary") == "caller"

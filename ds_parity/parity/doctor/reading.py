@@ -1,0 +1,99 @@
+"""A configuration as DeepSpeed's faults ask for it; each "auto" is read as one of the things that it may become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_parity.config.settings import AUTO
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A configuration, read by what decides about faults; it never raises, whatever the configuration holds.
+
+    Attributes:
+        config: extended or plain.
+        filled_in: what every "auto" of a switch is read as.
+    """
+
+    config: Mapping[str, Any]
+    filled_in: bool = False
+
+    def raw(self, path: str) -> Any:
+        """Return the value at a dotted path, None where it is absent."""
+        node: Any = self.config
+        for key in path.split("."):
+            node = node.get(key) if isinstance(node, Mapping) else None
+        return node
+
+    def on(self, path: str) -> bool:
+        """Whether a switch is on."""
+        value = self.raw(path)
+        return self.filled_in if value == AUTO else value is True
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage; where it is "auto", that of Hugging Face's own examples, 2."""
+        value = self.raw("zero_optimization.stage")
+        return value if isinstance(value, int) else 2 if value == AUTO else 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer states lie on the CPU or on a disk."""
+        device = self.raw("zero_optimization.offload_optimizer.device")
+        old = self.raw("zero_optimization.cpu_offload") is True
+        return old or (self.filled_in if device == AUTO else device in ("cpu", "nvme"))
+
+    @property
+    def autocast_fp16(self) -> bool:
+        """Whether torch_autocast runs in fp16."""
+        dtype = str(self.raw("torch_autocast.dtype"))
+        return self.on("torch_autocast.enabled") and "16" in dtype and "bf" not in dtype
+
+    @property
+    def fp16(self) -> bool:
+        """Whether DeepSpeed's own fp16 is on."""
+        return self.on("fp16.enabled")
+
+    @property
+    def bf16(self) -> bool:
+        """Whether bf16 is on, in either spelling of its section."""
+        return self.on("bf16.enabled") or self.on("bfloat16.enabled")
+
+    @property
+    def fp32(self) -> bool:
+        """Whether weights are in fp32, with torch_autocast or without."""
+        return not self.fp16 and not self.bf16
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether fp16's loss scale is dynamic."""
+        return self.raw("fp16.loss_scale") in (None, 0, AUTO)
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether bf16 gradients are accumulated in fp32."""
+        return self.bf16 and self.raw("data_types.grad_accum_dtype") == "fp32"
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped, which a missing key means since 0.19.1."""
+        return self.raw("gradient_clipping") not in (0, 0.0)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `overlap_comm` is on."""
+        return self.on("zero_optimization.overlap_comm")
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether DeepSpeed itself is told of several passes a step."""
+        steps = self.raw("gradient_accumulation_steps")
+        return steps == AUTO or (isinstance(steps, int) and steps > 1)
+
+    @property
+    def optimizer(self) -> str:
+        """The type of the optimizer in lower case, "" where the configuration has none."""
+        return str(self.raw("optimizer.type") or "").lower()

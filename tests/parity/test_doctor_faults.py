@@ -1,0 +1,146 @@
+"""Which of DeepSpeed's known faults a configuration meets, and on which versions that is known."""
+
+from pathlib import Path
+
+import pytest
+
+from ds_parity.parity.doctor.deepspeed_faults import FAULTS
+from ds_parity.parity.doctor.examination import met as findings
+from ds_parity.parity.doctor.examination import operators
+from ds_parity.parity.doctor.findings import State
+
+ROOT = Path(__file__).parents[2]
+ZERO2 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+
+
+def states(config, version="0.19.8"):
+    return {finding.name: finding.state for finding in findings(config, version)}
+
+
+def bites(config, version="0.19.8"):
+    return [name for name, state in states(config, version).items() if state is State.BITES]
+
+
+def test_every_script_has_its_fault_and_every_fault_without_an_issue_its_script():
+    scripts = {path.stem for path in (ROOT / "tools" / "deepspeed_faults").glob("*.py")}
+    named = [fault.name for fault in FAULTS]
+    assert {name for name in named if "#" not in name} == scripts
+    assert len(named) == len(set(named))
+
+
+def test_what_ds_parity_does_about_each_is_what_the_table_of_the_scripts_says():
+    """`kept_from` is False exactly where the table says that ds_parity changes nothing."""
+    rows = (ROOT / "tools" / "deepspeed_faults" / "README.md").read_text().splitlines()
+    untouched = {row.split("`")[1] for row in rows if row.startswith("| `") and "changes nothing" in row}
+    assert {fault.name for fault in FAULTS if not fault.kept_from} == untouched
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (ZERO2, []),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, []),
+        ({"fp16": {"enabled": True}}, ["fp16_zero0_unscaled_loss", "fp16_growing_scale"]),
+        ({"fp16": {"enabled": True, "loss_scale": 128}, "zero_optimization": {"stage": 2}}, []),
+        ({"zero_optimization": {"stage": 0}}, ["clip_norm_lost"]),
+        ({"gradient_clipping": 0.0}, []),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}, "zero_optimization": {"stage": 2}},
+            ["autocast_fp16_clipping", "autocast_fp16_overflow"],
+        ),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 2}}, []),
+        (
+            {
+                **ZERO2,
+                "optimizer": {"type": "Lion"},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            },
+            ["lion_moves_unused_weights"],
+        ),
+    ],
+)
+def test_what_bites_whatever_the_loop_does(config, names):
+    assert bites(config) == names
+
+
+def test_what_needs_more_than_the_configuration_says_what():
+    found = {finding.name: finding for finding in findings(ZERO2, "0.19.8")}
+    assert found["boundary_never_marked"].state is State.PERHAPS
+    assert found["boundary_never_marked"].said.startswith(
+        "if the loop calls backward() several times before one step()"
+    )
+    assert found["boundary_never_marked"].way_out
+
+
+def test_auto_is_neither_on_nor_off():
+    found = {finding.name: finding for finding in findings({"fp16": {"enabled": "auto"}}, "0.19.8")}
+    assert found["fp16_zero0_unscaled_loss"].state is State.PERHAPS
+    assert 'what fills in "auto" switches it on' in found["fp16_zero0_unscaled_loss"].said
+
+
+def test_with_the_keys_of_ds_parity_its_corrections_are_named():
+    keys = {"fp16": {"enabled": True}, "gradient_accumulation_passes": 4}
+    assert bites(keys) == []
+    assert states(keys)["fp16_growing_scale"] is State.FINE
+    assert bites(keys, "0.19.0") != []  # which ds_parity does not take
+
+
+class TestVersions:
+    @pytest.mark.parametrize("version", ["0.19.0", "0.19.3", "0.19.8", "0.19.8+abc"])
+    def test_that_were_tried(self, version):
+        assert states({"fp16": {"enabled": True}}, version.split("+")[0])["fp16_zero0_unscaled_loss"] is State.BITES
+
+    @pytest.mark.parametrize("version", ["0.16.9", "0.18.4", "0.19.5", "0.20.0"])
+    def test_that_were_not_are_no_verdict_and_say_so(self, version):
+        found = {finding.name: finding for finding in findings({"fp16": {"enabled": True}}, version)}
+        assert found["fp16_zero0_unscaled_loss"].state is State.UNKNOWN
+        assert f"not tried on DeepSpeed {version}; seen on 0.19.0, 0.19.3, 0.19.8" in (
+            found["fp16_zero0_unscaled_loss"].said
+        )
+
+    @pytest.mark.parametrize(
+        ("config", "version", "issue"),
+        [
+            ({**ZERO2, "gradient_accumulation_steps": 4}, "0.17.6", "DeepSpeed #7718"),
+            ({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}, "0.18.4", "DeepSpeed #7839"),
+            (
+                {
+                    "gradient_accumulation_steps": 4,
+                    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                },
+                "0.18.9",
+                "DeepSpeed #7967",
+            ),
+            (
+                {
+                    "bf16": {"enabled": True},
+                    "data_types": {"grad_accum_dtype": "fp32"},
+                    "zero_optimization": {"stage": 1},
+                },
+                "0.18.9",
+                "DeepSpeed #7985",
+            ),
+        ],
+    )
+    def test_that_deepspeeds_issues_name(self, config, version, issue):
+        assert issue in bites(config, version)
+        assert issue not in states(config, "0.19.8")
+
+    def test_plain_zero_2_in_bf16_is_clean_on_what_trainers_pin(self):
+        for version in ("0.18.4", "0.19.5", "0.19.8"):
+            assert {State.BITES, State.UNKNOWN}.isdisjoint(states(ZERO2, version).values())
+
+
+@pytest.mark.parametrize("config", [{"zero_optimization": 3}, {"fp16": []}, {"zero_optimization": {"stage": "x"}}, {}])
+def test_a_strange_configuration_does_not_raise(config):
+    assert list(findings(config, "0.19.8"))
+
+
+def test_the_operators_that_a_configuration_compiles():
+    offloaded = {
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    assert operators(offloaded, "cpu") == ["ShareMemCommBuilder", "CPUAdamBuilder"]
+    assert operators({"optimizer": {"type": "AdamW"}}, "cuda") == ["FusedAdamBuilder"]
+    assert operators({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "cuda") == []
