@@ -281,7 +281,7 @@ def a_dropped_window_was_promised_more(case):
 
 @play.right([Cell(0), Cell(1), Cell(3)])
 def gradients_are_reduced_by_the_loop(case):
-    """engine.allreduce_gradients() is of no effect, also behind a boundary; on ZeRO 2 DeepSpeed raises IndexError."""
+    """Behind a step(), engine.allreduce_gradients() is of no effect; on ZeRO 2 DeepSpeed raises its own IndexError."""
     watched = Watched(case.cell)
     for index in range(4):
         watched.passes([index])
