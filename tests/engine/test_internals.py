@@ -100,7 +100,7 @@ OTHERS = {
     *("register_step_post_hook", "remove", "resolves_data_dependency", "rollouts", "state", "synchronize"),
     *("target", "values", "view", "whole", "zero_", "zeros", "zeros_like"),
     *("WeakSet", "_stepped", "add", "begin", "discard", "end", "explain", "refuse"),
-    *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training"),
+    *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),
 }
 
 

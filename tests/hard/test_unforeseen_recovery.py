@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.hard.unforeseen.cells import STAGES, Cell, Found, Watched, config, engine_of
-from tests.hard.unforeseen.oracle import RATE
+from tests.hard.unforeseen.oracle import RATE, sample
 from tests.hard.unforeseen.scenarios import Scenarios
 
 play = Scenarios()
@@ -281,12 +281,31 @@ def a_dropped_window_was_promised_more(case):
 
 @play.right([Cell(0), Cell(1), Cell(3)])
 def gradients_are_reduced_by_the_loop(case):
-    """engine.allreduce_gradients() inside a window is of no effect; on ZeRO 2 DeepSpeed raises its own IndexError."""
+    """Behind a step(), engine.allreduce_gradients() is of no effect; on ZeRO 2 DeepSpeed raises its own IndexError."""
     watched = Watched(case.cell)
     for index in range(4):
         watched.passes([index])
         watched.engine.allreduce_gradients()
     return watched.found()
+
+
+@play.right([Cell(0), Cell(1), Cell(3)], ["rollouts", "caller"])
+def windows_without_weight_are_reduced_by_the_loop(case):
+    """Every other window has no token: no step is taken for it, and nothing of it enters the next."""
+    watched = (Called if case.variant == "caller" else Watched)(case.cell, section={"loss_weight": "token"})
+    watched.oracle._closes_at = 10**9
+    for index in range(8):
+        tokens = 3 if index // 2 % 2 else 0
+        watched.engine.backward(watched.loss(index), rollouts=2, tokens=tokens)
+        for rank in range(watched.ranks) if tokens else ():
+            x, y = (one.double() for one in sample(rank, index, 2))
+            watched.oracle.add(tokens, lambda model, x=x, y=y: model(x, y))
+        if case.variant == "rollouts" or index % 2:
+            watched.engine.step()
+            watched.engine.allreduce_gradients()
+        if index % 2:
+            watched.oracle.step()
+    return Found(watched.apart(), [watched.engine.global_steps], [2])
 
 
 @pytest.mark.parametrize("case", play.cases("right"), ids=str)

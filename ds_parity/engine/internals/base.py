@@ -79,6 +79,9 @@ class Adapter(ABC):
     def end_backward(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Make the next backward add to what this one has accumulated, whatever runs in between."""
 
+    def copy_first_gradient(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Make a window's first gradient replace those of the last window, whatever was called in between."""
+
     def gradients_seen(self) -> object:
         """Return what changes when a gradient is accumulated, replaced or dropped; equal while none is.
 

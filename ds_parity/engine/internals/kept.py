@@ -118,6 +118,7 @@ class KeptGradients:
         finally:
             KeptGradients._ending -= 1
             self._adapter.begin_window()
+            self._adapter.copy_first_gradient()
             self._noted = self._adapter.gradients_seen()
 
     def refuse_newcomers(self) -> None:
@@ -204,6 +205,8 @@ class KeptGradients:
             raise self._of_strays(window)
 
     def _has_strays(self) -> bool:
+        if not self._kept:
+            self._adapter.copy_first_gradient()
         if self._adapter.gradients_seen() == self._noted:
             return False
         # Between windows there is nothing to lose: gradients that somebody cleared there are no stray.

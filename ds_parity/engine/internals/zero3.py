@@ -33,6 +33,10 @@ class Zero3(Zero):
         """Return all ranks, sequence-parallel ones included."""
         return super().averaged_over(ranks * peers, peers)
 
+    def copy_first_gradient(self) -> None:
+        """Copy the next gradient: DeepSpeed takes the end of a loop's own `allreduce_gradients()` for a backward's."""
+        self._optimizer.micro_step_id = 0
+
     def gradients_seen(self) -> object:
         """Return how many came in, and whether the next gradient is copied over the last one: `zero_grad` sets it."""
         return super().gradients_seen(), self._optimizer.micro_step_id == 0
