@@ -147,7 +147,7 @@ def flags(script):
     found, tree = set(), ast.parse(script.read_text())
     for node in ast.walk(tree):
         name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-        if name == "add_argument":
+        if name in ("add_argument", "add"):  # a script may give the method a shorter name
             found |= {one.value for one in node.args if isinstance(one, ast.Constant) and one.value.startswith("--")}
         elif name == "add_config_arguments":  # DeepSpeed's own
             found |= {"--deepspeed", "--deepspeed_config"}

@@ -43,14 +43,16 @@ def report() -> Contents:
     """Return what the report is of. Its date is fixed, so that the page is the same every time."""
     reference, candidate = (read_trace(TRACES / f"{side}.jsonl") for side in ("reference", "candidate"))
     comparison = compare(reference, candidate, Tier.REASSOCIATED)
-    causes = diagnose(reference, candidate, comparison)
+    diagnosis = diagnose(reference, candidate, comparison)
     sides = (Side(trace, f"runs/{side}.jsonl") for trace, side in ((reference, "reference"), (candidate, "candidate")))
-    return of_traces(comparison, *sides, causes, made=datetime(2026, 1, 1, tzinfo=UTC))
+    return of_traces(comparison, *sides, diagnosis, made=datetime(2026, 1, 1, tzinfo=UTC))
 
 
 def said(contents: Contents) -> str:
     """Return the verdict of a report and its first cause: what its picture shows, for those who cannot see it."""
-    return f"{contents.verdict}. Likely cause: {contents.compared[0].causes[0].name}"
+    found = contents.compared[0].diagnosis
+    named = f"Likely cause: {found.causes[0].name}" if found.causes else f"Cause unknown: {', '.join(found.classes)}"
+    return f"{contents.verdict}. {named}"
 
 
 def browser() -> str | None:

@@ -36,6 +36,7 @@ def test_steps_that_differ_by_little_are_not_said_to_agree(tier, factors):
     comparison = compare(*pair, tier)
     differing = {row.step for row in comparison.rows if row.differences}
     assert len(differing) >= 4 - factors.count(1.0)
-    for cause in diagnose(*pair, comparison):
-        for listed in re.findall(r"steps \[([\d, ]*)\] agree", cause.evidence):
-            assert not differing & set(map(int, listed.split(","))), cause
+    found = diagnose(*pair, comparison)
+    for said in (*(cause.evidence for cause in found.causes), *found.certain):
+        for listed in re.findall(r"steps \[([\d, ]*)\] agree", said):
+            assert not differing & set(map(int, listed.split(","))), said

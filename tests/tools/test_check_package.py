@@ -82,7 +82,7 @@ def test_the_issue_template_is_a_form_and_its_commands_are_there():
     command = get_command(app)
     named = re.findall(r"ds-parity ([\w-]+)", said)
     options = {option for one in command.params for option in one.opts}
-    assert {"init", "verify", "compare", "--version"} <= set(named)
+    assert {"doctor", "init", "verify", "compare"} <= set(named)
     assert [name for name in named if name not in {*command.commands, *options}] == []
     taken = {option for one in command.commands.values() for parameter in one.params for option in parameter.opts}
     assert set(re.findall(r"option `(--[\w-]+)", said)) == {"--report"} <= taken

@@ -72,15 +72,16 @@ def inspect_model(scenario: dict[str, Any]) -> None:
 
 def _first_wrong(everyone: Sequence[_Seen], alike: float) -> str:
     first = everyone[0]
+    # Weights that no seed decides differ by rank, too: what is wrong with them alone says more.
+    for seen in everyone:
+        if seen.wrong:
+            return seen.wrong
     for rank, seen in enumerate(everyone):
         if seen.weights != first.weights:
             return (
                 f"its weights on rank {rank} are others than on rank 0: DeepSpeed would train rank 0's; draw them from "
                 "the seed that the function is given, the same on every rank"
             )
-    for seen in everyone:
-        if seen.wrong:
-            return seen.wrong
     for rank, seen in enumerate(everyone):
         if first.logps is not None and seen.logps is not None and abs(seen.logps - first.logps) > alike * first.logps:
             return (
