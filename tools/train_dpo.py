@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
     policy = resolve(args.model)(args.seed)
     reference = DirectPreference(copy.deepcopy(policy)).requires_grad_(False).eval()
     model = DirectPreference(policy, loss_weight=settings.loss_weight)
-    engine, *_ = ds_parity.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=config)
     reference.to(engine.device)
     run, target = Run(engine, args), engine.window.target
     planned = ds_parity.plan(

@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
     config, settings = configuration(args)
     prompts = [list(group) for _, group in groupby(load_rollouts(args.rollouts), key=lambda one: one.prompt_id)]
     model = PolicyGradient(resolve(args.model)(args.seed), settings.loss_weight, settings.loss_reduction)
-    engine, *_ = ds_parity.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=config)
     run, target = Run(engine, args), engine.window.target
     while engine.window.index < args.steps and not engine.stopping:
         # A round: rollouts are sampled from the policy as it stands, then trained on. A sampler goes in place of

@@ -74,7 +74,7 @@ def main(args: argparse.Namespace, kind: Callable[..., Online] | None = None) ->
     actors = Actors(args, run, shares(target // args.group, args)) if dist.get_rank() == 0 else None
     try:
         model = GroupRelativePolicy(started(args), **loss)
-        engine, *_ = ds_parity.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=config)
         trained = (kind or Online)(engine, args, queue, actors)
         if args.kl:
             trained.reference = GroupRelativePolicy(started(args), **loss).requires_grad_(False).to(engine.device)
