@@ -215,3 +215,33 @@ def test_the_other_ranks_hear_at_once_of_a_count_that_one_of_them_forgot(two_ran
 
 def test_idle_passes_and_passes_of_a_stream_need_no_counts(two_ranks):
     assert two_ranks.of(forgotten_counts)["allowed"] == [[5, 8], [4, 6]]
+
+
+@on_two_ranks
+def reduced_again(folder):
+    """What a second reduction of a window's gradients is answered with, and how far the step is off behind it."""
+    results = {}
+    for boundary in ("rollouts", "caller"):
+        section = {"boundary": "caller"} if boundary == "caller" else {"passes": 4}
+        engines = [build(config(1, **section)) for _ in range(2)]
+        for engine in engines:
+            one_pass(engine, 1, rollouts=1) if boundary == "rollouts" else engine.backward(
+                forward(engine, 1), rollouts=1
+            )
+            if boundary == "caller":
+                engine.set_gradient_accumulation_boundary(True)
+            engine.backward(forward(engine, 2), rollouts=1)
+            if engine is engines[0]:
+                results[boundary] = from_all(refusal(engine.allreduce_gradients))
+            engine.step()
+        weights = [torch.cat([p.detach().flatten() for p in engine.module.parameters()]) for engine in engines]
+        results[f"{boundary} apart"] = float((weights[0] - weights[1]).abs().max())
+    return results
+
+
+@pytest.mark.parametrize("boundary", ["rollouts", "caller"])
+def test_a_second_reduction_is_refused_and_the_window_goes_on(two_ranks, boundary):
+    results = two_ranks.of(reduced_again)
+    for said in results[boundary]:
+        assert said.startswith("WindowError: engine.allreduce_gradients() behind the last backward() of a window")
+    assert results[f"{boundary} apart"] == 0.0

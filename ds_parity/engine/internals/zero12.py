@@ -26,6 +26,8 @@ class Zero12(Zero):
     where every pass uses every parameter.
     """
 
+    _reduced = False  # ZeRO 1 has reduced the open window
+
     @property
     def _optimizer(self) -> Zero12Optimizer:
         optimizer: Zero12Optimizer = self.engine.optimizer
@@ -47,8 +49,15 @@ class Zero12(Zero):
 
     def _fill_before(self, reduce: Callable[..., None]) -> None:
         def reduce_gradients(*args: Any, **kwargs: Any) -> None:
+            if self._reduced:
+                raise WindowError(
+                    "engine.allreduce_gradients() behind the last backward() of a window, which has reduced its "
+                    "gradients: a second reduction would put zeros in their place; leave the call out, step() follows "
+                    "the last backward()"
+                )
             self._fill_zeros()
             reduce(*args, **kwargs)
+            self._reduced = True
 
         self._optimizer.reduce_gradients = reduce_gradients  # type: ignore[method-assign]
 
@@ -74,6 +83,7 @@ class Zero12(Zero):
     def begin_window(self) -> None:
         """Forget what the last window used."""
         self._used, self._sequence, self._filled = 0, 0, self._fills_zeros
+        self._reduced = False
 
     def end_backward(self) -> None:
         """End it, and add what it used to what the window did."""
