@@ -66,8 +66,8 @@ def more(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, kind: Callable[..., Online] | None = None) -> Online:
     """Train one rank; on the first one, the actors' processes are children."""
-    config, loss, target = losses(args)
     deepspeed.init_distributed()
+    config, loss, target = losses(args)
     run = named(args)
     queue = open_queue(args.queue, args.output / "queue", run)
     # They take seconds to start, and wait for weights then.
@@ -93,6 +93,21 @@ def losses(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], in
         raise ds_parity.ConfigError(
             f"--group {args.group}: the target of {settings.target} rollouts must be a multiple of it, and "
             f"--micro_batch {args.micro_batch} no less: groups are not split"
+        )
+    if settings.lookahead != 0:
+        raise ds_parity.ConfigError(
+            f"ds_parity.lookahead is {settings.lookahead}: leave it at 0, because a group that is read ahead would be "
+            "written down as trained on before it is"
+        )
+    if args.quota and settings.target % (args.group * dist.get_world_size()):
+        raise ds_parity.ConfigError(
+            f"--quota deals the target of {settings.target} rollouts in groups of {args.group} to "
+            f"{dist.get_world_size()} ranks: it must be a multiple of their product"
+        )
+    if args.sync and args.actors > settings.target // args.group:
+        raise ds_parity.ConfigError(
+            f"--sync with {args.actors} actors, and {settings.target // args.group} groups in a window: each actor "
+            "must sample one at least; start fewer actors"
         )
     unit = "token" if args.norm == "token" else "rollout"
     weight = "pass" if args.fault == "mean-of-micro-batches" else unit
@@ -164,6 +179,7 @@ class Online:
         self._patience = Patience(args.patience)
         self.arrivals = Arrivals(queue, self.ledger, args, self.rank, engine, self._watch, quota)
         self.idle_seconds, self.begun, self.before = 0.0, time.monotonic(), engine.global_samples
+        self._seen = self.before  # rollouts of all ranks
 
     def loop(self) -> None:
         """Train until the last step, or until a signal asks to stop."""
@@ -177,6 +193,9 @@ class Online:
                 self.idle_seconds += time.monotonic() - begun
             else:
                 self.ledger.passed(self.arrivals.groups)
+            # What came to another rank has arrived, too.
+            if self.engine.global_samples + self.engine.window.rollouts > self._seen:
+                self._seen = self.engine.global_samples + self.engine.window.rollouts
                 self._patience.came()
             if self.engine.window.passes == 0:
                 self.closed()

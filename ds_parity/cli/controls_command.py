@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +22,9 @@ def controls(
 ) -> None:
     """Put known faults into the engine, one at a time: each must be found and named."""
     from ds_parity.config import load_config
-    from ds_parity.parity.verification import control_runs as harness
+
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output as it is imported, and that is for results
+        from ds_parity.parity.verification import control_runs as harness
     from ds_parity.parity.verification import control_tables
 
     extended = load_config(config)

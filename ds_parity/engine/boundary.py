@@ -55,6 +55,8 @@ class Boundary:
             return None
         if not isinstance(scheduler, RolloutSchedule):
             self._engine.lr_scheduler = scheduler = RolloutSchedule(scheduler)
+            if self.finished is not None:
+                scheduler.goes_on_from_its_own_step()
         return scheduler
 
     def mark(self, boundary: bool) -> None:
@@ -125,7 +127,7 @@ class Boundary:
         sums, weighting = self._meter.settle(), self._ledger.weighting
         if weighting.terms is not None and weighting.needs_totals:
             # Losses were divided by what the window was to contain.
-            sums = sums.with_loss(weighting.terms.shares(window.weights))
+            sums = sums.with_loss(weighting.terms.shares(window.weights), self._meter.peers)
         self._settle(self._lr(), sums, applied=False)
 
     def _settle(self, lr: tuple[float, ...], sums: Sums, *, applied: bool) -> None:

@@ -188,6 +188,7 @@ class CallersDriver(Driver):
             # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
             self._open()
             self._reduce()
+        self.boundary.schedule  # noqa: B018  # a scheduler that cannot be moved is refused while step() may come again
         if self._passes_over_ranks(ENDS) == 0:
             self._keep_open()
             raise WindowError(
@@ -203,6 +204,8 @@ class CallersDriver(Driver):
             WindowError: a window is open and `last_window` is `error`.
             RankDesyncError: not every rank has finished.
         """
+        if self.ledger.window.passes:
+            self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
             self._refuse_block()

@@ -108,7 +108,8 @@ def explained(driver: Driver, load_dir: str, tag: Any = None) -> Iterator[None]:
         ) from error
     except (AttributeError, FileNotFoundError) as error:
         stage = int(driver.engine.zero_optimization_stage())
-        if _partitioned(load_dir, tag) in (None, bool(stage)):
+        # A universal checkpoint is of no stage: what does not fit there is the model.
+        if driver.engine.load_universal_checkpoint() or _partitioned(load_dir, tag) in (None, bool(stage)):
             raise
         raise CheckpointError(
             f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved "

@@ -191,6 +191,8 @@ class Driver(AmongRanks):
         self._stepped = False
         # A window without weight takes no optimizer step, so DeepSpeed sees no boundary either.
         steps = window.closed and self.ledger.total() > 0
+        # A backward that raises has been counted, and its gradient may be there in part.
+        self._lost = True
         if steps and self.adapter.inside_no_sync:
             raise WindowError(
                 f"backward() inside no_sync() in the pass that closes window {window.index}: its gradients would not "
@@ -199,8 +201,6 @@ class Driver(AmongRanks):
             )
         # ZeRO 0 and 1 reduce in the boundary's backward, so DeepSpeed must know of it before.
         self.boundary.mark(steps)
-        # A backward that raises has been counted, and its gradient may be there in part.
-        self._lost = True
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
         self._lost = False
@@ -220,7 +220,7 @@ class Driver(AmongRanks):
                 )
 
     def _refuse_idle_statistics(self, counts: Counts) -> None:
-        if self.adapter.shares_statistics and self.ledger.weighting.silences(counts):
+        if self.ranks > 1 and self.adapter.shares_statistics and self.ledger.weighting.silences(counts):
             with self._telling():
                 raise WindowError(
                     "an idle pass with torch's SyncBatchNorm in training: what an idle pass runs would enter the "
@@ -276,6 +276,7 @@ class Driver(AmongRanks):
             )
         if self.ledger.window.closed:
             self._refuse_strays(newcomers=True)
+            self.boundary.schedule  # noqa: B018  # a scheduler that cannot be moved is refused while step() may come again
         self._stepped = True
         if not self.ledger.window.closed:
             self.engine.step(**kwargs)
@@ -345,7 +346,9 @@ class Driver(AmongRanks):
         after it until every parameter has a gradient, because stage 1 reduces only these there.
         """
         inside = self._ran_in == self.ledger.window.index and not self.ledger.closes_with(totals)
-        return inside and self.adapter.silent_inside_windows and self.adapter.has_every_gradient()
+        # With SyncBatchNorm the others' forward waits for this rank, which hears there that the pass is refused.
+        silent = self.adapter.silent_inside_windows and not self.adapter.shares_statistics
+        return inside and silent and self.adapter.has_every_gradient()
 
     # The end of the data.
 
@@ -356,6 +359,8 @@ class Driver(AmongRanks):
             WindowError: a window is open and `last_window` is `error`, or it has a backward that raised.
             RankDesyncError: not every rank has finished.
         """
+        if self.ledger.window.passes:
+            self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
         if not self._stepped:

@@ -224,7 +224,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 again.
             finish: settle the last window when all streams have ended.
             skip_idle: False: hand every pass out to every rank, as a forward that talks to other data-parallel ranks
-                (synchronised batch norm) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3,
+                (statistics of your own) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3,
                 with a mixture of experts, or on ZeRO 1 with overlap_comm while a
                 parameter has no gradient yet.
 

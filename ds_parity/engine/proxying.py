@@ -34,10 +34,13 @@ def _of_wrapper(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         engine = self.__wrapped__
         if not hasattr(engine.optimizer, name):
+            stage = int(engine.zero_optimization_stage())
+            # On stage 1, fp32 accumulation in bf16 takes another optimizer (BF16_Optimizer).
+            other = "ZeRO stage 2 or 3, or another data_types.grad_accum_dtype" if stage else "ZeRO stage 1, 2 or 3"
             raise ConfigError(
-                f"{name}() with zero_optimization.stage = {int(engine.zero_optimization_stage())} and the optimizer "
-                f"{type(engine.optimizer).__name__}, which has no states that DeepSpeed could move; choose ZeRO stage "
-                "1, 2 or 3, or leave the call out"
+                f"{name}() with zero_optimization.stage = {stage} and the optimizer "
+                f"{type(engine.optimizer).__name__}, which has no states that DeepSpeed could move; choose {other}, or "
+                "leave the call out"
             )
         return getattr(engine, name)(*args, **kwargs)
 

@@ -60,8 +60,10 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
     autocast = config.get("torch_autocast")
     if _enabled(autocast):
         return _BY_NAME.get(str(autocast.get("dtype", "bfloat16")).removeprefix("torch."))  # type: ignore[union-attr]
-    sections = [name for name in ("bf16", "fp16") if _enabled(config.get(name))]
-    return sections[0] if sections else "fp32"
+    sections = {name: config.get(name) for name in ("bf16", "bfloat16", "fp16")}
+    if any(isinstance(it, Mapping) and not isinstance(it.get("enabled", False), bool) for it in sections.values()):
+        return None  # "auto": a framework decides
+    return next((_BY_NAME.get(name, name) for name, it in sections.items() if _enabled(it)), "fp32")
 
 
 def _enabled(section: object) -> bool:

@@ -65,13 +65,30 @@ def steps_without_backward(folder):
     engine.record("reward", 3.0, weight=1)
     engine.backward(forward(engine, 1), rollouts=1, tokens=3)
     engine.step()
-    return {"said": said, "metrics": engine.last_step.metrics, "loss": engine.last_step.loss}
+    refused = {"said": said, "metrics": engine.last_step.metrics}
+    steps = []
+    for promises in (False, True):
+        engine = build(config(1, boundary="caller"))
+        for window in range(2):
+            if promises and window == 0:
+                engine.expect(rollouts=2)
+            for number in (1, 2):
+                engine.record("number", float(number + 10 * window), weight=1)
+                engine.backward(forward(engine, number), rollouts=1, tokens=3)
+                if promises and number == 1 and window == 0:
+                    refused["broken"] = refusal(engine.step)
+            engine.step()
+            steps.append((engine.last_step.loss, engine.last_step.metrics))
+    return {**refused, "without": steps[:2], "mended": steps[2:]}
 
 
 def test_what_was_recorded_before_a_refused_step_stays_in_its_window(two_ranks):
     seen = two_ranks.of(steps_without_backward)
     assert "without a backward() before it on any rank" in str(seen["said"])
     assert seen["metrics"] == {"reward": 2.0}
+    assert seen["broken"].startswith("WindowError")
+    assert seen["mended"] == seen["without"]
+    assert [metrics for _, metrics in seen["mended"]] == [{"number": 1.5}, {"number": 11.5}]
 
 
 def _windows(drive, ahead):

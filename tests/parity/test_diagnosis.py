@@ -497,3 +497,13 @@ def test_causes_with_one_evidence_are_a_group_and_the_likeliest_group_comes_firs
     other = Cause("constant-factor", Fit.CONSTANT, "in all steps")
     assert grouped((alone, first, other, second)) == ((alone,), (first, second), (other,))
     assert grouped(()) == ()
+
+
+def test_no_factor_explains_a_rate_where_none_was_due():
+    """A warm-up from 0 that begins elsewhere is not twice the learning rate in every step."""
+    due = (0.0, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3)
+    found = diagnosed(
+        lambda n: {"lr": (2 * due[n - 1] or 5e-4,), "weights": weights(n, apart=n)},
+        reference=lambda n: {"lr": (due[n - 1],)},
+    )
+    assert "base-lr" not in {cause.name for cause in found.causes}

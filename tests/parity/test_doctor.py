@@ -93,10 +93,13 @@ class TestLocks:
         path = self.lock(tmp_path)
         with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as holder:
             holder.stdout.readline()
-            (found,) = machine.held({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+            link = tmp_path.with_name("link")
+            link.symlink_to(tmp_path)
+            findings = [*machine.held({"TORCH_EXTENSIONS_DIR": str(tmp_path)})]
+            findings += machine.held({"TORCH_EXTENSIONS_DIR": str(link)})
             holder.kill()
-        assert found.state is State.PERHAPS
-        assert f"is held by process {holder.pid}" in found.said
+        assert [found.state for found in findings] == [State.PERHAPS] * 2
+        assert all(f"is held by process {holder.pid}" in found.said for found in findings)
 
     def test_none(self, tmp_path):
         assert list(machine.held({"TORCH_EXTENSIONS_DIR": str(tmp_path)})) == []

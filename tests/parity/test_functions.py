@@ -111,3 +111,11 @@ class TestNoRankIsStarted:
         (tmp_path / "loops_given.py").touch()
         with pytest.raises(AssertionError, match="ranks were started"):
             verify.verify(load_config(READY), tmp_path, import_from=(str(tmp_path),), train="loops_given:train")
+
+
+def test_what_a_module_prints_as_it_is_imported_is_no_result(tmp_path, monkeypatch, capsys):
+    (tmp_path / "speaks_when_imported.py").write_text("print('hello')\ndef build(seed): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    resolve("speaks_when_imported:build")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "hello\n")

@@ -136,7 +136,9 @@ class TestWhatIsSaid:
         scenario = Scenario("said", cells.config(2, loss_weight="token"), train=train)
         outcomes = tuple(
             SimpleNamespace(
-                scenario=scenario, reference=name.replace("_", "-"), comparison=SimpleNamespace(equal=alike)
+                scenario=scenario,
+                reference=name.replace("_", "-"),
+                comparison=SimpleNamespace(equal=alike, proves_little=()),
             )
             for name, alike in equal.items()
         )
@@ -164,3 +166,16 @@ class TestWhatIsSaid:
     def test_of_the_bundled_loop_nothing_more_is_said(self):
         assert self.sentence(None, deepspeed=True, torch=True) == "every step is equal"
         assert self.sentence(None, deepspeed=True, torch=False) == "the runs differ"
+
+
+@pytest.mark.parametrize("train", [None, "nll"])
+def test_the_reference_tells_where_the_weights_started(train, tmp_path):
+    from ds_parity.parity.running.recording import Recorder
+    from ds_parity.trace import read_trace
+
+    train = train and f"tests.parity.training:{train}"
+    values = {"windows": 2, "seed": 3, "shape": "overshoot", "short": 5, **cells.TINY}
+    wanted = Scenario("starts", cells.config(2, loss_weight="token"), train=train, objective="nll", **values)
+    with Recorder(tmp_path, wanted, "torch") as recorder:
+        train_alone(wanted, recorder)
+    assert read_trace(tmp_path / "starts" / "torch.jsonl").header.start is not None

@@ -38,6 +38,8 @@ def test_two_runs_that_write_their_traces_elsewhere_have_one_hash():
         ({}, "fp32"),
         ({"bf16": {"enabled": True}}, "bf16"),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "fp16"),
+        ({"bfloat16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"enabled": "auto"}}, None),
         ({"torch_autocast": {"enabled": True}}, "bf16"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "fp16"),
         ({"torch_autocast": {"enabled": True, "dtype": "nonsense"}}, None),

@@ -26,7 +26,7 @@ class Actors:
 
     def __init__(self, args: argparse.Namespace, run: str, each: list[int]) -> None:
         self._args, self._run, self._each = args, run, each
-        self._lives = [len(list((args.output / "actors").glob(f"a{place}.*.log"))) for place in range(args.actors)]
+        self._lives = [self._last_life(place) for place in range(args.actors)]
         self._first = list(self._lives)
         self._processes = [self._start(place) for place in range(args.actors)]
 
@@ -54,6 +54,11 @@ class Actors:
             process.terminate()
         for process in self._processes:
             process.wait()
+
+    def _last_life(self, place: int) -> int:
+        # Not how many logs there are: an actor that was killed before it opened its log has left none.
+        logs = (self._args.output / "actors").glob(f"a{place}.*.log")
+        return max((int(path.name.split(".")[1]) for path in logs), default=0)
 
     def _start(self, place: int) -> subprocess.Popen[bytes]:
         self._lives[place] += 1

@@ -50,6 +50,11 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         if self._self_progress is not None:
             self._place(self._self_progress)
 
+    def goes_on_from_its_own_step(self) -> None:
+        """Take the steps that it stands at as taken: it was put in another's place in the middle of a run."""
+        own = getattr(self.__wrapped__, "last_epoch", 0)
+        self._self_taken = max(0, int(own)) if isinstance(own, int | float) else 0
+
     def resume_at(self, progress: Progress) -> None:
         """Take `progress` as reached already: the scheduler's own state came from a checkpoint."""
         self._self_taken = progress.whole

@@ -47,15 +47,16 @@ class Sums:
     names: tuple[str, ...]
     vector: torch.Tensor
 
-    def with_loss(self, shares: Mapping[str, float]) -> Sums:
+    def with_loss(self, shares: Mapping[str, float], peers: int) -> Sums:
         """Return the same with the loss that these shares of the terms' weighted sums make, without reading them.
 
         Args:
             shares: of the terms, by the names under which they are recorded.
+            peers: ranks that share a micro-batch: each has added its terms whole.
         """
         parts = [shares[name] * self.vector[2 * at + 1] for at, name in enumerate(self.names) if name in shares]
         loss = sum(parts, torch.zeros_like(self.vector[0]))
-        return replace(self, vector=torch.cat([loss.reshape(1), self.vector[1:]]))
+        return replace(self, vector=torch.cat([loss.reshape(1) / peers, self.vector[1:]]))
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Return the sum of weight * loss, and the weighted mean of every metric whose weights don't add up to 0.
@@ -157,9 +158,17 @@ class Meter:
             before = self._samples.get(name, (0.0, 0.0))
             self._samples[name] = before[0] + loss.detach().to(torch.float64) * times, before[1] + units
 
+    @property
+    def peers(self) -> int:
+        """How many ranks share a micro-batch (>= 1)."""
+        return self._peers
+
     def reset(self) -> None:
         """Forget the window's losses and metrics, but not the names that were agreed on."""
         self.take_back()
+        # Every rank comes here to load a checkpoint, also one whose last sum failed before others began theirs.
+        self._settled = 0
+        self._used.clear()
         with self._lock:
             self._taken()
 
@@ -170,7 +179,8 @@ class Meter:
         """
         if self._over_host is None:
             return None
-        self._ending = self._ending or self._ended()
+        self.take_back()  # what a step() has taken that was refused behind its sum
+        self._ending = self._ended()
         return self._ending.rider
 
     def take_back(self) -> None:

@@ -8,6 +8,8 @@ from ds_parity.parity.comparison.bounds import EPS, Tier
 from ds_parity.trace import Header
 
 _SETTINGS = ("ranks", "stage", "dtype", "device", "config_hash")
+# The contract between these is bit equality: `verify` compares them in the EXACT tier.
+_OF_DEEPSPEED = {"ds_parity", "deepspeed", "deepspeed-loop"}
 _KERNELS = ("torch", "deepspeed")
 _NAMES = {"config_hash": "the configuration", "stage": "the ZeRO stage", "dtype": "the type", "ranks": "the ranks"}
 
@@ -42,7 +44,7 @@ def _apart(a: Header, b: Header) -> str:
     """Say what is not the same; empty where all is."""
     if a.foreign or b.foreign:
         return "a side is another trainer's"
-    if a.engine != b.engine:
+    if a.engine != b.engine and not ({a.engine, b.engine} <= _OF_DEEPSPEED and a.config_hash == b.config_hash):
         return f"the engines differ ({a.engine}, {b.engine})"
     for name in _SETTINGS:
         x, y = getattr(a, name), getattr(b, name)

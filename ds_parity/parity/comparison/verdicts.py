@@ -22,7 +22,9 @@ def within_rounding(comparison: Comparison, again: Callable[[], Comparison]) -> 
     if comparison.tier is not Tier.EXACT:
         return None
     wider = again()
-    return wider if wider.equal else None
+    # What the wider tier leaves out, such as the loss scale, has no bound that could explain a difference.
+    unbounded = {difference.name for difference in comparison.found} & {*wider.not_compared}
+    return wider if wider.equal and not unbounded else None
 
 
 def verdict_of(comparison: Comparison, rounding: Comparison | None) -> str:

@@ -34,7 +34,8 @@ def _of_some_groups(
     view: View, groups: Sequence[object], other: list[tuple[list[float], list[float]]]
 ) -> Iterator[Cause]:
     factors = [y / x for a, b in other for x, y in zip(a, b, strict=True) if x]
-    if not alike(factors, _SAME):
+    # No factor makes another rate of 0.
+    if not alike(factors, _SAME) or any(y for a, b in other for x, y in zip(a, b, strict=True) if not x):
         return
     if len(other) < len(groups):
         said = f"the LR of {len(other)} of {len(groups)} parameter groups is {factors[0]:.6g} times the reference's "

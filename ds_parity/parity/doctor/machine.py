@@ -107,7 +107,8 @@ def _holder(path: Path) -> str | None:
     """Return the process that has the lock open, as torch does while it compiles (torch/utils/file_baton.py)."""
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
-            if entry.readlink() == path:
+            # The paths of open files are resolved ones, and a cache may lie behind a symbolic link.
+            if entry.stat().st_ino == path.stat().st_ino and entry.samefile(path):
                 pid = entry.parts[2]
                 command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 return f"{pid} ({command.strip()[:80]})"

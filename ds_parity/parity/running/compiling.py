@@ -153,8 +153,10 @@ def extensions_folder(environment: Mapping[str, str]) -> tuple[Path, str]:
 
 def _accelerator() -> str:
     """Return what torch was built for, as it stands in the folder's name."""
-    import torch  # most starts name the folder themselves, and do without
-
+    try:
+        import torch  # most starts name the folder themselves, and do without
+    except Exception:  # `doctor` looks at machines on which torch is missing or broken
+        return "cpu"
     for name, release in (("rocm", torch.version.hip), ("cu", torch.version.cuda)):
         if release is not None:
             return f"{name}{release.replace('.', '')}"

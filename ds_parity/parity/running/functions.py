@@ -7,6 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,10 @@ def resolve(name: str) -> Callable[..., Any]:
     """
     module, _, path = name.partition(":")
     try:
-        function = operator.attrgetter(path)(importlib.import_module(module))
+        # What is printed as a module is imported (DeepSpeed logs to standard output) is no result.
+        with redirect_stdout(sys.stderr):
+            found = importlib.import_module(module)
+        function = operator.attrgetter(path)(found)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise _unknown(name, error) from error
     if not callable(function):

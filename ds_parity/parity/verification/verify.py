@@ -78,6 +78,11 @@ class Verification:
     @property
     def sentence(self) -> str:
         """What was found, and where a training function ran on both sides, what was judged by that."""
+        little = dict.fromkeys(why for outcome in self.outcomes for why in outcome.comparison.proves_little)
+        return self._found + (f", but this proves little: {'; '.join(little)}" if self.equal and little else "")
+
+    @property
+    def _found(self) -> str:
         trains = [outcome for outcome in self.outcomes if outcome.scenario.train]
         if not trains:
             return "every step is equal" if self.equal else "the runs differ"

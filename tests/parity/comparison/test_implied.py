@@ -25,7 +25,7 @@ def test_one_engine_with_one_setting_is_compared_bit_for_bit():
     ("changes", "said"),
     [
         ({"engine": "torch"}, "the engines differ (ds_parity, torch)"),
-        ({"engine": "deepspeed-loop"}, "the engines differ"),
+        ({"engine": "deepspeed-loop", "config_hash": "cd"}, "the engines differ"),
         ({"ranks": 4}, "the ranks differ (2, 4)"),
         ({"stage": 3}, "the ZeRO stage differs (2, 3)"),
         ({"dtype": "fp32"}, "the type differs (bf16, fp32)"),
@@ -39,6 +39,16 @@ def test_whatever_may_add_sums_up_in_another_order_is_compared_within_bounds(cha
     found = implied(KNOWN, other(**changes))
     assert found.tier is REASSOCIATED
     assert said in found.because + ","
+
+
+def test_engines_that_are_to_agree_bit_for_bit_are_compared_so():
+    assert implied(other(engine="deepspeed-loop"), KNOWN).tier is EXACT
+    assert implied(other(engine="deepspeed"), other(engine="deepspeed-loop")).tier is EXACT
+
+
+def test_what_has_no_bound_is_no_rounding():
+    a, b = (trace(*(record(step, loss_scale=scale) for step in (1, 2))) for scale in (1024.0, 512.0))
+    assert words(a, b, EXACT) == "the traces differ"
 
 
 def test_an_older_header_that_says_neither_stage_nor_type_is_no_other_setting():

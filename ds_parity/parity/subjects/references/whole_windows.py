@@ -15,7 +15,7 @@ from torch import nn
 from ds_parity.collation import collate
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.functions import resolve
-from ds_parity.parity.running.own_batches import Record
+from ds_parity.parity.running.own_batches import Record, begin
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, weighs, weights_of_terms, windows_of
 from ds_parity.parity.subjects.references.torch_counterparts import ByHand, optimizer_and_scheduler
@@ -63,6 +63,7 @@ class WholeWindows:
         self._windows = windows_of(self._batches, self._settings)
         self._number = 0
         self._loss: torch.Tensor | None = None
+        begin(record, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
