@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -66,8 +67,8 @@ def more(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, kind: Callable[..., Online] | None = None) -> Online:
     """Train one rank; on the first one, the actors' processes are children."""
-    deepspeed.init_distributed()
     config, loss, target = losses(args)
+    deepspeed.init_distributed()
     run = named(args)
     queue = open_queue(args.queue, args.output / "queue", run)
     # They take seconds to start, and wait for weights then.
@@ -99,10 +100,11 @@ def losses(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], in
             f"ds_parity.lookahead is {settings.lookahead}: leave it at 0, because a group that is read ahead would be "
             "written down as trained on before it is"
         )
-    if args.quota and settings.target % (args.group * dist.get_world_size()):
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # as the launcher says before the process group is there
+    if args.quota and settings.target % (args.group * ranks):
         raise ds_parity.ConfigError(
-            f"--quota deals the target of {settings.target} rollouts in groups of {args.group} to "
-            f"{dist.get_world_size()} ranks: it must be a multiple of their product"
+            f"--quota deals the target of {settings.target} rollouts in groups of {args.group} to {ranks} ranks: it "
+            "must be a multiple of their product"
         )
     if args.sync and args.actors > settings.target // args.group:
         raise ds_parity.ConfigError(
