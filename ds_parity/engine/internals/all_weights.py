@@ -25,11 +25,14 @@ class Kept:
         values: flat, on the host, in fp32 (fp64 of a model in fp64); (n,).
         dtype: the type that the numbers were stored in: `fp64`, `fp32`, `bf16` or `fp16`.
         master: they are those of master weights, all of them.
+        astray: what DeepSpeed gives as their master weights is not what the model runs, so that some of them are told
+            as they are stored (with round_robin_gradients: tools/deepspeed_faults/round_robin_fp32_param.py).
     """
 
     values: torch.Tensor
     dtype: str
     master: bool = False
+    astray: bool = False
 
 
 def every_weight(module: nn.Module) -> Iterator[Kept]:
@@ -51,7 +54,8 @@ def every_weight(module: nn.Module) -> Iterator[Kept]:
             yield Kept(stored.float(), _SHORT[stored.dtype])
             continue
         follows = master.to(stored.dtype) == stored
-        yield Kept(torch.where(follows, master, stored.float()), _SHORT[stored.dtype], bool(follows.all()))
+        all_follow = bool(follows.all())
+        yield Kept(torch.where(follows, master, stored.float()), _SHORT[stored.dtype], all_follow, not all_follow)
 
 
 def _master(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -41,20 +41,21 @@ def start_of(module: nn.Module) -> Start:
     Args:
         module: the model as an engine holds it, before its first step.
     """
-    squares, types, masters = 0.0, {"fp64"}, False
+    squares, types, masters, astray = 0.0, {"fp64"}, False, False
 
     def parts() -> Iterable[torch.Tensor]:
-        nonlocal squares, masters
+        nonlocal squares, masters, astray
         for one in every_weight(module):
             types.add(one.dtype)
-            masters = masters or one.master
+            masters, astray = masters or one.master, astray or one.astray
             wide = one.values.double()
             squares += float(wide @ wide)
             yield one.values
 
     sketch = sketch_of(parts())
     # Where there are master weights, what has none is not trained: it stays as it is, which is exact in any type.
-    dtype = "fp32" if masters else min(types, key=_SHORTEST_FIRST.index)
+    # Those of one parameter may be taken for another's that starts alike (norms, all ones).
+    dtype = "fp32" if masters and not astray else min(types, key=_SHORTEST_FIRST.index)
     return Start(norm=math.sqrt(squares), sketch=sketch, dtype=dtype)
 
 
