@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import json
 import re
 import runpy
 import shutil
@@ -83,15 +82,15 @@ def test_losses_agree_and_gradient_norms_do_not(two_ranks):
     assert all(one != other for one, other in zip(*norms, strict=True))
 
 
-def test_compare_names_the_cause_that_the_page_shows(two_ranks):
+def test_compare_says_of_the_cause_what_the_page_shows(two_ranks):
     folder = two_ranks.folder_of(tutorial)
-    given = ["compare", str(folder / "reference.jsonl"), str(folder / "plain.jsonl"), "--json"]
-    result = CliRunner().invoke(app, given)
+    result = CliRunner().invoke(app, ["compare", str(folder / "reference.jsonl"), str(folder / "plain.jsonl")])
     assert result.exit_code == 1
-    causes = {cause["name"]: cause for cause in json.loads(result.stdout)["causes"][:2]}  # as the page says
     (shown,) = blocks("tutorial", "text", under="4. Find the cause")
-    cause = causes[shown.split(":")[0]]
-    assert shown == f"{cause['name']}: {cause['evidence']}\n    remedy: {cause['remedy']}\n"
+    # Lines are broken where the page ends.
+    printed = " ".join(result.stdout.split())
+    assert " ".join(shown.split()) in printed, printed
+    assert "mean-of-micro-batches" in shown
 
 
 @pytest.mark.slow
