@@ -142,8 +142,7 @@ class Meter:
         summed, units = weighed(name, value, weight, self._device, self._on_device)
         if not idle:
             with self._lock:
-                before = self._samples.get(name, (0.0, 0.0))
-                self._samples[name] = before[0] + summed, before[1] + units
+                self._add(name, summed, units)
 
     def add_term(self, name: str, loss: torch.Tensor, times: float, units: float) -> None:
         """Add to the mean of a term of the loss, which is recorded as a metric under its name.
@@ -155,8 +154,7 @@ class Meter:
             units: what it weighs.
         """
         with self._lock:
-            before = self._samples.get(name, (0.0, 0.0))
-            self._samples[name] = before[0] + loss.detach().to(torch.float64) * times, before[1] + units
+            self._add(name, loss.detach().to(torch.float64) * times, units)
 
     @property
     def peers(self) -> int:
@@ -192,8 +190,7 @@ class Meter:
         with self._lock:
             self._loss = self._loss + ending.loss
             for name, (summed, units) in ending.samples.items():
-                before = self._samples.get(name, (0.0, 0.0))
-                self._samples[name] = before[0] + summed, before[1] + units
+                self._add(name, summed, units)
 
     def settle(self) -> Sums:
         """Return the window's sums over all micro-batches, still on the device, and start the next window at 0."""
@@ -208,6 +205,10 @@ class Meter:
             summed = self._over_host.start(window.rider.numbers).wait()
         settled = self._settled_on_device if self._on_device else self._settled_on_host
         return settled(self._over_host, window, summed)
+
+    def _add(self, name: str, summed: Number, units: Number) -> None:
+        before = self._samples.get(name, (0.0, 0.0))
+        self._samples[name] = before[0] + summed, before[1] + units
 
     def _taken(self) -> tuple[torch.Tensor, _Samples]:
         taken = self._loss, self._samples
