@@ -90,12 +90,12 @@ def serve():
     import pytest  # noqa: F401
     import torch
 
-    from ds_parity.parity.running.launch import _free_port, _free_shared_memory
+    from ds_parity.parity.running.launch import _free_shared_memory, free_port
 
     torch.set_num_threads(1)
     for line in sys.stdin:
         request = json.loads(line)
-        folder, port = Path(tempfile.mkdtemp()), _free_port()  # no context: ranks would leave it, too
+        folder, port = Path(tempfile.mkdtemp()), free_port()  # no context: ranks would leave it, too
         children = [_fork(rank, request, port, folder) for rank in range(request["ranks"])]
         outcomes = _wait(children, request["timeout"], folder)
         _free_shared_memory(port)

@@ -36,8 +36,8 @@ def left_behind(folder):
 def test_results_come_back_in_order_and_progress_is_told(tmp_path, monkeypatch):
     seen = []
     calls = tuple(Call(f"call {n}", "launched:echo", {"value": n, "seconds": 0.3}) for n in range(3))
-    port = launch._free_port()
-    monkeypatch.setattr(launch, "_free_port", lambda: port)
+    port = launch.free_port()
+    monkeypatch.setattr(launch, "free_port", lambda: port)
     # Time enough for DeepSpeed to compile its ops, once a machine; the tests below find them compiled.
     results = run_job(Job(calls, tmp_path / "ranks", 2, 300, (HERE,)), lambda done, title: seen.append((done, title)))
     assert results == [0, 1, 2]

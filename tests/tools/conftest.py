@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_parity.parity.running.launch import _free_port
+from ds_parity.parity.running.launch import free_port
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
@@ -19,7 +19,7 @@ def served(folder, port=None, *, keeps=False):
     """A redis-server on a free port: its process and its address; `keeps`: it writes down every command."""
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server (Debian: apt install redis-server)")
-    port = port or _free_port()
+    port = port or free_port()
     options = ["--port", str(port), "--dir", str(folder), "--save", "", "--appendonly", "yes" if keeps else "no"]
     options += ["--appendfsync", "always"] if keeps else []
     with (folder / "redis.log").open("a") as log:

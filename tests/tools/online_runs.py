@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ds_parity.parity.running.launch import _free_port, _free_shared_memory
+from ds_parity.parity.running.launch import _free_shared_memory, free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "train_online.py"
@@ -45,7 +45,7 @@ class OnlineRun:
         self.trace = folder / "trace.jsonl"
         config["ds_parity"]["trace"] = str(self.trace)
         (folder / "small.json").write_text(json.dumps(config))
-        self.folder, self.output, self.port = folder, folder / output, _free_port()
+        self.folder, self.output, self.port = folder, folder / output, free_port()
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": "2"}
         environment |= {"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         forking = multiprocessing.get_context("forkserver")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from ds_parity.parity.running.launch import _free_port, _free_shared_memory
+from ds_parity.parity.running.launch import _free_shared_memory, free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,7 +38,7 @@ class Started:
     def __init__(self, folder, attempt, *options, script="train_grpo.py", config=READY / "zero2_bf16.json", hosts=None):
         folder.mkdir(exist_ok=True)
         write_rollouts(folder / "rollouts.jsonl")
-        self.folder, self.port = folder, _free_port()
+        self.folder, self.port = folder, free_port()
         paths = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
         environment = {"NOTED_SCRIPT": str(ROOT / "tools" / script), "NOTED_TO": str(folder), "PYTHONPATH": paths}
         environment |= {"NOTED_ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"}
@@ -125,7 +125,7 @@ class Forked(Started):
     def __init__(self, folder, attempt, *options, script="train_grpo.py", config=READY / "zero2_bf16.json"):
         folder.mkdir(exist_ok=True)
         write_rollouts(folder / "rollouts.jsonl")
-        self.folder, self.port, self.log = folder, _free_port(), folder / "log.txt"
+        self.folder, self.port, self.log = folder, free_port(), folder / "log.txt"
         environment = {
             "NOTED_SCRIPT": str(ROOT / "tools" / script),
             "NOTED_TO": str(folder),

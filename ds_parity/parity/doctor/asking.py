@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 from ds_parity.parity.doctor.findings import Finding, State
 from ds_parity.parity.running.compiling import Compilers
+from ds_parity.parity.running.launch import free_port
 
 _INQUIRY = str(Path(__file__).with_name("inquiry.py"))
 _WAYS_OUT = {
@@ -127,7 +127,7 @@ def ranks_talk(
     """
     name = f"ranks over {backend}"
     try:
-        port = _free_port() if port is None else port
+        port = free_port() if port is None else port
     except OSError as error:
         said = f"no port can be opened on 127.0.0.1 ({error.strerror or error}), and ranks meet at one"
         return Finding(name, State.UNKNOWN, said, "allow this process to listen on the loopback interface")
@@ -147,12 +147,6 @@ def _of_talk(why: str, environment: Mapping[str, str]) -> str:
     if named:
         return f"{named[0]} is {environment[named[0]]}: name an interface of `ip link`, or unset it"
     return "check that 127.0.0.1 and this machine's own name can be reached (/etc/hosts, firewalls)"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def built(names: Sequence[str], environment: Mapping[str, str], limit: float = 1800.0) -> Iterator[Finding]:

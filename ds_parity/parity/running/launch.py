@@ -72,7 +72,7 @@ def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title:
         HarnessError: there is no launcher, a rank failed or died, or time ran out. No process is left behind.
     """
     # Known here, because the shared memory that DeepSpeed leaves behind carries it in its name.
-    port = _free_port()
+    port = free_port()
     command, environment = _command(job, port), _environment(job)
     compilers = Compilers(environment, lambda: _waited_for(job))
     with (job.folder / "log.txt").open("w") as log:
@@ -132,7 +132,8 @@ def _environment(job: Job) -> dict[str, str]:
     return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this host on which nothing listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
