@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 
-from draw_pictures import FOLDER, THEMES, Sheet
+from draw_pictures import FOLDER, Sheet, write_all
 from online.curves import Line, columns, of_one, panel
 
 from ds_parity.trace import read_trace
@@ -107,11 +107,6 @@ def one_run(sheet: Sheet) -> str:
 PICTURES: dict[str, Callable[[Sheet], str]] = {"online": rises, "online-run": one_run}
 
 
-def drawn(name: str, theme: str) -> str:
-    """Return a picture of the documentation as SVG."""
-    return PICTURES[name](Sheet(theme))
-
-
 def of_run(trace: Path, output: Path) -> Path:
     """Draw the trace of one run into a folder; returns the file."""
     steps = len(read_trace(trace).steps)
@@ -133,9 +128,7 @@ def main() -> None:
         return
     if args.gather is not None:
         KEPT.write_text(json.dumps(gathered(args.gather)) + "\n")
-    for name in PICTURES:
-        for theme in THEMES:
-            (FOLDER / f"{name}-{theme}.svg").write_text(drawn(name, theme), encoding="utf-8")
+    write_all(PICTURES)
 
 
 if __name__ == "__main__":

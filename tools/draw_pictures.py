@@ -8,7 +8,7 @@ no font in them. Text is text, in whatever plain font the reader's machine has, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from html import escape
 from pathlib import Path
@@ -124,14 +124,11 @@ class Sheet:
         return "\n".join(lines) + "\n"
 
 
-def drawn(name: str, theme: str) -> str:
-    """Return a picture as SVG.
-
-    Args:
-        name: one of `PICTURES`.
-        theme: one of `THEMES`.
-    """
-    return PICTURES[name](Sheet(theme))
+def write_all(pictures: Mapping[str, Callable[[Sheet], str]]) -> None:
+    """Write every picture in every theme into the documentation's folder, as NAME-THEME.svg."""
+    for name, draw in pictures.items():
+        for theme in THEMES:
+            (FOLDER / f"{name}-{theme}.svg").write_text(draw(Sheet(theme)), encoding="utf-8")
 
 
 _BLOCK = 150
@@ -315,9 +312,7 @@ PICTURES: dict[str, Callable[[Sheet], str]] = {"window": _window, "architecture"
 def main() -> None:
     """Write every picture in every theme."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in PICTURES:
-        for theme in THEMES:
-            (FOLDER / f"{name}-{theme}.svg").write_text(drawn(name, theme), encoding="utf-8")
+    write_all(PICTURES)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 from itertools import combinations, product
 
 import pytest
-from draw_online import FOLDER, KEPT, PICTURES, SUBJECTS, drawn, ends_of
-from draw_pictures import THEMES
+from draw_online import FOLDER, KEPT, PICTURES, SUBJECTS, ends_of
+from draw_pictures import THEMES, Sheet
 
 from tests.pages import text
 from tests.tools.test_draw_pictures import extent, texts
@@ -15,12 +15,12 @@ from tests.tools.test_draw_pictures import extent, texts
 
 @pytest.mark.parametrize(("name", "theme"), list(product(PICTURES, THEMES)))
 def test_the_picture_that_is_kept_is_the_one_that_the_script_draws(name, theme):
-    assert (FOLDER / f"{name}-{theme}.svg").read_text() == drawn(name, theme), "run `make pictures`"
+    assert (FOLDER / f"{name}-{theme}.svg").read_text() == PICTURES[name](Sheet(theme)), "run `make pictures`"
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_it_can_be_read_on_a_phone_and_no_text_touches_another(name):
-    light, dark = (drawn(name, theme) for theme in THEMES)
+    light, dark = (PICTURES[name](Sheet(theme)) for theme in THEMES)
     assert texts(light) == texts(dark)
     assert min(float(size) for size in re.findall(r'font-size="([\d.]+)"', light)) * 360 / 480 >= 10
     root = ET.fromstring(light)

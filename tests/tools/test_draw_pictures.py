@@ -13,7 +13,7 @@ from matplotlib.textpath import TextPath
 
 from ds_parity.window import Counts, Ledger, PassTotals, Rules
 from tools import draw_pictures
-from tools.draw_pictures import HOPS, PASSES, PICTURES, TARGET, THEMES, drawn
+from tools.draw_pictures import HOPS, PASSES, PICTURES, TARGET, THEMES, Sheet
 
 KEPT = list(product(PICTURES, THEMES))
 
@@ -38,19 +38,19 @@ def contrast(one, other):
 @pytest.mark.parametrize(("name", "theme"), KEPT)
 def test_the_picture_that_is_kept_is_the_one_that_the_script_draws(name, theme):
     kept = draw_pictures.FOLDER / f"{name}-{theme}.svg"
-    assert kept.read_text(encoding="utf-8") == drawn(name, theme), "the script changed: run `make pictures`"
+    assert kept.read_text(encoding="utf-8") == PICTURES[name](Sheet(theme)), "the script changed: run `make pictures`"
 
 
 @pytest.mark.parametrize(("name", "theme"), KEPT)
 def test_it_is_drawn_alike_every_time_and_loads_nothing(name, theme):
-    svg = drawn(name, theme)
-    assert drawn(name, theme) == svg
+    svg = PICTURES[name](Sheet(theme))
+    assert PICTURES[name](Sheet(theme)) == svg
     assert not re.search(r"https?:(?!//www\.w3\.org/2000/svg)|href|url\((?!#)|@import|<image|<script|font-face", svg)
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_both_themes_say_the_same(name):
-    light, dark = (drawn(name, theme) for theme in THEMES)
+    light, dark = (PICTURES[name](Sheet(theme)) for theme in THEMES)
     assert texts(light) == texts(dark)
     assert light != dark
 
@@ -66,7 +66,7 @@ def test_every_text_can_be_told_from_what_lies_below_it(theme):
 @pytest.mark.parametrize(("name", "theme"), KEPT)
 def test_its_smallest_text_is_read_on_a_phone(name, theme):
     """A picture is as wide as a phone's page, 360 pixels, and its letters are 10 pixels high at least."""
-    svg = drawn(name, theme)
+    svg = PICTURES[name](Sheet(theme))
     width = float(re.search(r'viewBox="0 0 (\d+)', svg)[1])
     sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', svg)]
     assert min(sizes) * 360 / width >= 10
@@ -84,7 +84,7 @@ def extent(element):
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_no_text_leaves_the_picture_or_touches_another(name):
-    root = ET.fromstring(drawn(name, "light"))
+    root = ET.fromstring(PICTURES[name](Sheet("light")))
     lines = [(element.text, extent(element)) for element in root.iter() if element.tag.endswith("}text")]
     for words, (left, right, _, foot) in lines:
         assert 8 <= left < right <= float(root.get("width")) - 8, words
@@ -95,7 +95,7 @@ def test_no_text_leaves_the_picture_or_touches_another(name):
 
 def test_a_description_for_those_who_cannot_see_it_is_in_each():
     for name in PICTURES:
-        root = ET.fromstring(drawn(name, "light"))
+        root = ET.fromstring(PICTURES[name](Sheet("light")))
         assert root.get("role") == "img"
         assert [child.tag.rpartition("}")[2] for child in root][:2] == ["title", "desc"]
         assert all(len(child.text) > 20 for child in list(root)[:2])
@@ -105,7 +105,7 @@ class TestWindow:
     def test_the_numbers_are_those_of_the_formula(self):
         weighed = sum(weight * Fraction(mean) for ranks in PASSES for weight, mean in ranks)
         total = sum(weight for ranks in PASSES for weight, _ in ranks)
-        said = " ".join(texts(drawn("window", "light")))
+        said = " ".join(texts(PICTURES["window"](Sheet("light"))))
         assert f"{float(weighed / TARGET):g} × {TARGET} / {total} = {float(weighed / total):g}" in said
         assert total != TARGET, "without a correction there is nothing to show"
 
@@ -121,7 +121,7 @@ class TestWindow:
         weights = [weight for ranks in PASSES for weight, _ in ranks]
         assert 0 in weights
         assert len({weight for weight in weights if weight}) > 1
-        assert "idle pass" in " ".join(texts(drawn("window", "light")))
+        assert "idle pass" in " ".join(texts(PICTURES["window"](Sheet("light"))))
 
 
 class TestArchitecture:
@@ -131,12 +131,12 @@ class TestArchitecture:
             found = import_module(module)
             for part in name.split("."):
                 found = getattr(found, part)
-            assert f"{name}" in " ".join(texts(drawn("architecture", "light")))
+            assert f"{name}" in " ".join(texts(PICTURES["architecture"](Sheet("light"))))
 
     def test_the_floors_are_those_that_imports_are_checked_by(self):
         linter = tomllib.loads((draw_pictures.ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
         layers = next(one["layers"] for one in linter["contracts"] if one["name"] == "imports run downwards only")
-        said = texts(drawn("architecture", "light"))
+        said = texts(PICTURES["architecture"](Sheet("light")))
         for floor in layers:
             for room in floor.replace("ds_parity.", "").split(" | "):
                 assert room in said or f"{room}.py" in said, room
