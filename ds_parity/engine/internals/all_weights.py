@@ -35,6 +35,18 @@ class Kept:
     astray: bool = False
 
 
+def every_stored(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield every parameter, and a copy of what the model runs: flat, on the host; every rank calls.
+
+    They come in the order of `named_parameters`.
+    """
+    for parameter in module.parameters():
+        # One at a time, so that never more than one parameter is whole on the device.
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            stored = parameter.detach().flatten().cpu().clone()
+        yield parameter, stored
+
+
 def every_weight(module: nn.Module) -> Iterator[Kept]:
     """Yield every parameter; every rank calls.
 
@@ -42,10 +54,7 @@ def every_weight(module: nn.Module) -> Iterator[Kept]:
     weights where the stored one is its rounding, and the stored one elsewhere, so that a fault which changes one of the
     two alone shows either way.
     """
-    for parameter in module.parameters():
-        # One at a time, so that never more than one parameter is whole on the device.
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            stored = parameter.detach().flatten().cpu().clone()
+    for parameter, stored in every_stored(module):
         if stored.dtype not in _SHORT:
             yield Kept(stored, "fp64" if stored.dtype == torch.float64 else "fp32")
             continue

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import hashlib
 
-import deepspeed
 import torch
 from torch import nn
 
-from ds_parity.engine.internals.all_weights import every_weight
+from ds_parity.engine.internals.all_weights import every_stored, every_weight
 from ds_parity.engine.record.sketches import sketch_of
 from ds_parity.trace import Weights
 
 
 def vector(module: nn.Module) -> torch.Tensor:
     """Return every parameter in fp32 on the host, in the order of `named_parameters`; collective under ZeRO 3."""
-    parts = []
-    for parameter in module.parameters():
-        # One at a time, so that never more than one parameter is whole on the device.
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            parts.append(parameter.detach().float().cpu().flatten().clone())
-    return torch.cat(parts)
+    return torch.cat([stored.float() for _, stored in every_stored(module)])
 
 
 def trained(module: nn.Module) -> torch.Tensor:
