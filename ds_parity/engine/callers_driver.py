@@ -51,8 +51,7 @@ class CallersDriver(Driver):
         """
         self.refuse_owed_step()
         self._refuse_strays(newcomers=self.ledger.window.passes == 1)
-        self._refuse_idle_experts(counts)
-        self._refuse_idle_statistics(counts)
+        self._refuse_idle(counts)
         self._finished = False
         self._refuse_no_sync()
         with self._telling():

@@ -32,6 +32,17 @@ from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, PassTotals, Promise, Window
 
+_SHARED_EXPERTS = (
+    "experts on different ranks (DeepSpeed's MoE with ep_size above 1): other ranks' tokens run through this rank's "
+    "experts, and its own through theirs",
+    "use ep_size 1",
+)
+_SHARED_STATISTICS = (
+    "torch's SyncBatchNorm in training: what an idle pass runs would enter the statistics that other ranks' losses "
+    "depend on",
+    "call eval() on these modules",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CallersBoundary:
@@ -180,8 +191,7 @@ class Driver(AmongRanks):
         # All modules are looked through, which is not done in every pass. The first one has left gradients here, and
         # where ranks differ, ZeRO 0 would add up others in the boundary's backward (gloo ends a process there).
         self._refuse_strays(newcomers=self.ledger.window.passes == 1)
-        self._refuse_idle_experts(counts)
-        self._refuse_idle_statistics(counts)
+        self._refuse_idle(counts)
         self._finished = caller is not None  # a framework ends its last window, and never says that it was the last
         totals, ahead, whole = self._exchanged(counts, caller)
         window = self._counted(totals, ahead, caller, whole=whole)
@@ -209,24 +219,19 @@ class Driver(AmongRanks):
             self.adapter.forget_last_window(steps)
         return accumulated
 
-    def _refuse_idle_experts(self, counts: Counts) -> None:
-        if self.adapter.experts_apart and self.ledger.weighting.silences(counts):
+    def _refuse_idle(self, counts: Counts) -> None:
+        """Raise WindowError in an idle pass where what other ranks compute depends on this rank's."""
+        if self.adapter.experts_apart:
+            shared = _SHARED_EXPERTS
+        elif self.ranks > 1 and self.adapter.shares_statistics:
+            shared = _SHARED_STATISTICS
+        else:
+            return
+        if self.ledger.weighting.silences(counts):
             with self._telling():
                 raise WindowError(
-                    "an idle pass with experts on different ranks (DeepSpeed's MoE with ep_size above 1): other ranks' "
-                    "tokens run through this rank's experts, and its own through theirs, so that silencing this rank "
-                    "alone gives a wrong gradient; give every rank as many micro-batches that weigh something, or use "
-                    "ep_size 1"
-                )
-
-    def _refuse_idle_statistics(self, counts: Counts) -> None:
-        if self.ranks > 1 and self.adapter.shares_statistics and self.ledger.weighting.silences(counts):
-            with self._telling():
-                raise WindowError(
-                    "an idle pass with torch's SyncBatchNorm in training: what an idle pass runs would enter the "
-                    "statistics that other ranks' losses depend on, so that silencing this rank alone gives a wrong "
-                    "gradient; give every rank as many micro-batches that weigh something, or call eval() on these "
-                    "modules"
+                    f"an idle pass with {shared[0]}, so that silencing this rank alone gives a wrong gradient; give "
+                    f"every rank as many micro-batches that weigh something, or {shared[1]}"
                 )
 
     def _refuse_strays(self, *, newcomers: bool) -> None:
