@@ -42,13 +42,15 @@ class Boundary:
         self._adapter = adapter
         self._corrects_every_step = adapter.corrects_every_step
         self._by_rollout = by_rollout
-        self.schedule  # noqa: B018  # from the start on, the engine has the scheduler that moves by rollouts
+        self.schedule()  # from the start on, the engine has the scheduler that moves by rollouts
 
-    @property
     def schedule(self) -> RolloutSchedule | None:
-        """The scheduler that moves by rollouts, None where it moves by steps or there is none.
+        """Return the scheduler that moves by rollouts, None where it moves by steps or there is none.
 
-        A loop may put another scheduler in the place of the engine's at any time.
+        A loop may put another scheduler in the place of the engine's at any time: that one then moves by rollouts.
+
+        Raises:
+            ConfigError: that one can't be moved by rollouts.
         """
         scheduler = self._engine.lr_scheduler
         if not self._by_rollout or scheduler is None:
@@ -75,7 +77,7 @@ class Boundary:
         sums = self._meter.settle()
         # The LR that the step uses is the one before the scheduler moves.
         lr = self._lr()
-        if (schedule := self.schedule) is not None:
+        if (schedule := self.schedule()) is not None:
             schedule.advance_to(self._ledger.progress.advanced(self._ledger.units()))
         # DeepSpeed adds its fixed batch size inside step() and its monitors write then, so the counters are set
         # before.

@@ -187,7 +187,7 @@ class CallersDriver(Driver):
             # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
             self._open()
             self._reduce()
-        self.boundary.schedule  # noqa: B018  # a scheduler that cannot be moved is refused while step() may come again
+        self.boundary.schedule()  # one that cannot be moved is refused while step() may come again
         if self._passes_over_ranks(ENDS) == 0:
             self._keep_open()
             raise WindowError(

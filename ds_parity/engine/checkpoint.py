@@ -155,8 +155,9 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     driver.boundary.counters.settle(driver.ledger)
     if optimizer and driver.engine.load_universal_checkpoint():
         driver.adapter.repair_universal_checkpoint(state.get("groups", []))
-    if driver.boundary.schedule is not None and scheduler:
-        driver.boundary.schedule.resume_at(driver.ledger.progress)
+    schedule = driver.boundary.schedule()
+    if schedule is not None and scheduler:
+        schedule.resume_at(driver.ledger.progress)
     for listener in driver.on_resume:
         listener(driver.ledger.window.index)
 

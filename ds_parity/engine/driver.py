@@ -281,7 +281,7 @@ class Driver(AmongRanks):
             )
         if self.ledger.window.closed:
             self._refuse_strays(newcomers=True)
-            self.boundary.schedule  # noqa: B018  # a scheduler that cannot be moved is refused while step() may come again
+            self.boundary.schedule()  # one that cannot be moved is refused while step() may come again
         self._stepped = True
         if not self.ledger.window.closed:
             self.engine.step(**kwargs)

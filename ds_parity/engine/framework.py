@@ -200,7 +200,7 @@ class FrameworkEngine(ParityEngine):
             )
 
     def _refuse_scheduler_out_of_reach(self) -> None:
-        if self._self_settings.lr_progress == "rollout" and self._self_driver.boundary.schedule is None:
+        if self._self_settings.lr_progress == "rollout" and self._self_driver.boundary.schedule() is None:
             raise ConfigError(
                 "ds_parity.lr_progress is 'rollout', but DeepSpeed was given no scheduler: the framework steps its "
                 "own, once a step, and it can't be placed from here; write a `scheduler` section (a Trainer hands its "
