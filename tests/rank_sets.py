@@ -16,6 +16,9 @@ Ranks import the test module to find the function. What a test module does on im
 not touch the accelerator or the process group.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from ds_parity.parity.probe.decomposition import ProbeResult
@@ -101,9 +104,34 @@ class RankSet:
             folder: for all that the ranks leave.
             earlier: the Launched from which tasks go on.
         """
-        calls = tuple(make(folder, earlier) for _, make in self._registered.values())
-        job = Job(calls, folder / "ranks", self.ranks, import_from=(ROOT,), **self._options)
+        job = self._job(folder, earlier)
         return Launched(folder, dict(zip(self._registered, run_job(job), strict=True)))
+
+    @contextmanager
+    def begun(self, folder):
+        """Start the ranks beside what the block does; yield a function that waits for them, and returns a Launched.
+
+        Ranks that nobody waited for are ended with the block.
+        """
+        job, is_up, given_up = self._job(folder, None), threading.Event(), threading.Event()
+
+        def progress(*_):
+            is_up.set()
+            if given_up.is_set():
+                raise InterruptedError("nobody waits for these ranks any more")
+
+        with ThreadPoolExecutor(1) as thread:
+            results = thread.submit(run_job, job, progress)
+            results.add_done_callback(lambda _: is_up.set())
+            is_up.wait()  # they have taken environment and folder, which a test may change
+            try:
+                yield lambda: Launched(folder, dict(zip(self._registered, results.result(), strict=True)))
+            finally:
+                given_up.set()
+
+    def _job(self, folder, earlier):
+        calls = tuple(make(folder, earlier) for _, make in self._registered.values())
+        return Job(calls, folder / "ranks", self.ranks, import_from=(ROOT,), **self._options)
 
     def _register(self, name, what, make):
         # Two scenarios of one name would leave their traces in one file.

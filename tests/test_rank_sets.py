@@ -1,7 +1,10 @@
 """A set of ranks runs each registered call once, and says which calls nobody registered."""
 
+import threading
+
 import pytest
 
+from ds_parity.errors import HarnessError
 from ds_parity.parity.running.scenario import Scenario
 from tests import rank_sets
 from tests.rank_sets import RankSet
@@ -54,6 +57,52 @@ def test_what_several_modules_ask_for_runs_once_in_the_order_of_registration(lau
         "task",
         "task",
     ]
+
+
+class TestRanksThatRunBesideABlock:
+    @pytest.fixture
+    def watched(self, monkeypatch):
+        """What a run of ranks does that says every moment how far it is; the titles of runs that were ended."""
+        ended, may_finish = [], threading.Event()
+
+        def run(job, progress):
+            try:
+                while not may_finish.wait(0.01):
+                    progress(0, "")
+            except BaseException:
+                ended.append(job.ranks)
+                raise
+            return list(job.calls)
+
+        monkeypatch.setattr(rank_sets, "run_job", run)
+        return ended, may_finish
+
+    def test_are_waited_for_where_their_results_are_read(self, watched, tmp_path):
+        ended, may_finish = watched
+        pair = RankSet(2)
+        pair(task)
+        with pair.begun(tmp_path) as results:
+            assert not may_finish.is_set()
+            may_finish.set()
+            assert results().of(task).function == "tests.test_rank_sets:task"
+            assert results().of(task) is results().of(task)
+        assert ended == []
+
+    def test_are_ended_where_nobody_waits(self, watched, tmp_path):
+        ended, _ = watched
+        pair = RankSet(2)
+        pair(task)
+        with pair.begun(tmp_path):
+            assert ended == []
+        assert ended == [2]
+
+    def test_say_why_they_failed(self, monkeypatch, tmp_path):
+        def fails(job, progress):
+            raise HarnessError("a rank died")
+
+        monkeypatch.setattr(rank_sets, "run_job", fails)
+        with RankSet(2).begun(tmp_path) as results, pytest.raises(HarnessError, match="a rank died"):
+            results()
 
 
 def test_a_task_that_forks_runs_before_the_others(launched):
