@@ -1,13 +1,14 @@
 """The launched sets of ranks as fixtures, each started at most once in a session.
 
 The test modules register what a set runs while pytest collects them (tests/rank_sets.py). If one file alone is
-selected, the ranks run the calls of that file and no others.
+selected, the ranks run the calls of that file and no others. Two ranks are started before the first test of a session
+(tests/conftest.py).
 """
 
 import pytest
 
 from tests.distributed.cells import STAGES
-from tests.distributed.sets import on_four_ranks, on_one_rank, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_four_ranks, on_one_rank, on_two_ranks
 
 
 @pytest.fixture(params=[str(stage) for stage in STAGES])
@@ -17,9 +18,15 @@ def stage(request):
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory):
+def two_ranks(two_ranks_begun, tmp_path_factory):
     """What two ranks have left."""
-    return on_two_ranks.launch(tmp_path_factory.mktemp("two"))
+    return two_ranks_begun() if two_ranks_begun else on_two_ranks.launch(tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="session")
+def two_ranks_at_length(tmp_path_factory):
+    """What two ranks have left of tasks for tests that are slow."""
+    return at_length_on_two_ranks.launch(tmp_path_factory.mktemp("two_at_length"))
 
 
 def after_two_ranks(rank_set, request, folder):

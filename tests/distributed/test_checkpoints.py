@@ -28,9 +28,14 @@ from tests.distributed.continuing import (
     stands,
 )
 from tests.distributed.engines import from_all
-from tests.distributed.sets import on_four_ranks, on_one_rank, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_four_ranks, on_one_rank, on_two_ranks
 
 pytestmark = pytest.mark.ranks
+
+
+# What goes on elsewhere, too. A cell takes about 4 s: the other ones are for `make test-slow`.
+ALWAYS = [(0, "fp32", {}), *CONVERTED]
+AT_LENGTH = [cell for cell in CELLS if cell not in ALWAYS]
 
 
 @on_two_ranks
@@ -39,8 +44,18 @@ def continued(folder):
 
     What the run is from the checkpoint on is traced, and the checkpoint converted, for other numbers of ranks.
     """
+    return _continued(folder, ALWAYS)
+
+
+@at_length_on_two_ranks
+def continued_at_length(folder):
+    """The same of the other cells."""
+    return _continued(folder, AT_LENGTH)
+
+
+def _continued(folder, cells):
     results = {}
-    for cell in CELLS:
+    for cell in cells:
         name, scenario = name_of(*cell), scenario_of(cell)
         path = f"{folder}/{name}"
         run = Run(scenario)
@@ -81,40 +96,52 @@ def collected(path, masters):
     return sorted(state) == sorted(masters) and all(torch.equal(state[name], masters[name]) for name in masters)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: name_of(*cell))
+def _marked(cells):
+    return [pytest.param(cell, marks=pytest.mark.slow) if cell in AT_LENGTH else cell for cell in cells]
+
+
+@pytest.fixture
+def of_cell(request, cell):
+    """What a cell's run has left, and the folder of its traces."""
+    fixture, task = ("two_ranks_at_length", continued_at_length) if cell in AT_LENGTH else ("two_ranks", continued)
+    launched = request.getfixturevalue(fixture)
+    return launched.of(task)[name_of(*cell)], launched.folder_of(task) / "traces" / name_of(*cell)
+
+
+@pytest.mark.parametrize("cell", _marked(CELLS), ids=lambda cell: name_of(*cell))
 class TestARunThatIsContinued:
-    def test_is_saved_with_a_surplus_pending_and_fractional_progress(self, two_ranks, cell):
-        saved = two_ranks.of(continued)[name_of(*cell)]["saved"]
+    def test_is_saved_with_a_surplus_pending_and_fractional_progress(self, of_cell):
+        saved = of_cell[0]["saved"]
         assert saved["window"] == [2, 9]
         assert saved["progress"] == 27 / 12
         assert saved["clocks"][:2] == [2, 27]
         assert [decay for _, decay in saved["groups"]] == [0.1, 0.0]
 
-    def test_stands_where_it_was_saved_in_a_fresh_engine_and_in_one_inside_a_window(self, two_ranks, cell):
-        result = two_ranks.of(continued)[name_of(*cell)]
+    def test_stands_where_it_was_saved_in_a_fresh_engine_and_in_one_inside_a_window(self, of_cell):
+        result, _ = of_cell
         assert result["loaded"] == [result["saved"]] * 2
         assert result["open"] == 1, "no window was open where it was loaded"
 
-    def test_goes_on_bit_for_bit(self, two_ranks, cell):
+    def test_goes_on_bit_for_bit(self, of_cell, cell):
         """Boundaries, loss, LR, gradient norm, weights, the schedule's state and every counter.
 
         DeepSpeedCPUAdam computes beta ** steps by one power after loading, and by a running product before: both runs
         that were continued are alike bit for bit, and off the one that was not by rounding.
         """
-        as_the_run, as_each_other = two_ranks.of(continued)[name_of(*cell)]["alike"]
+        result, folder = of_cell
+        as_the_run, as_each_other = result["alike"]
         assert as_each_other
         assert as_the_run or cpu_adam(cell)
         if not as_the_run:
-            folder = two_ranks.folder_of(continued) / "traces" / name_of(*cell)
             traces = [read_trace(folder / f"{state}.jsonl") for state in ("ds_parity", "fresh")]
             comparison = compare(*traces, Tier.REASSOCIATED, scenario_of(cell).dtype)
             assert comparison.equal, verdict(comparison)
             assert [step.lr for step in traces[0].steps] == [step.lr for step in traces[1].steps]
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[0]], ids=lambda cell: name_of(*cell))
-def test_deepspeed_collects_the_fp32_weights_that_the_engine_had(two_ranks, cell):
-    result = two_ranks.of(continued)[name_of(*cell)]["from zero"]
+@pytest.mark.parametrize("cell", _marked([cell for cell in CELLS if cell[0]]), ids=lambda cell: name_of(*cell))
+def test_deepspeed_collects_the_fp32_weights_that_the_engine_had(of_cell, cell):
+    result = of_cell[0]["from zero"]
     if cell[:2] == (1, "bf16-fp32"):
         assert "is not a zero checkpoint" in result, "DeepSpeed knows BF16_Optimizer now: expect True here"
     else:

@@ -17,7 +17,7 @@ from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowe
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, one_pass, refusal
 from tests.distributed.scaled import OFFLOAD, WINDOWS, scaled_config
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +26,7 @@ SCRIPTS = Path(__file__).parents[2] / "tools" / "deepspeed_faults"
 SCRIPT_NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def deepspeed_faults(folder):
     """Every script of tools/deepspeed_faults/, in turn: whether its fault is there."""
     sys.path.insert(0, str(SCRIPTS))
@@ -38,10 +38,11 @@ def deepspeed_faults(folder):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPT_NAMES)
-def test_the_fault_is_still_there(two_ranks, name):
+def test_the_fault_is_still_there(two_ranks_at_length, name):
     """When this fails DeepSpeed has mended it: read again what tools/deepspeed_faults/README.md says we do about it."""
-    assert two_ranks.of(deepspeed_faults)[name] is True
+    assert two_ranks_at_length.of(deepspeed_faults)[name] is True
 
 
 def test_every_script_is_in_the_table_of_its_folder():
