@@ -106,6 +106,18 @@ time.sleep(60)
 """
 
 
-def test_a_line_that_is_being_written_is_passed_over(tmp_path):
-    (tmp_path / "rank0.jsonl").write_text(json.dumps({"started": 0}) + '\n{"fin')
-    assert list(launch.said(tmp_path, 0)) == [{"started": 0}]
+class TestALineThatIsBeingWritten:
+    def test_is_passed_over(self, tmp_path):
+        (tmp_path / "rank0.jsonl").write_text(json.dumps({"started": 0}) + '\n{"fin')
+        assert list(launch.said(tmp_path, 0)) == [{"started": 0}]
+
+    def test_is_heard_once_it_is_whole_and_every_line_once(self, tmp_path):
+        heard = launch._Heard(tmp_path)
+        assert (heard.listen(), heard.title) == (False, "starting ranks")
+        with (tmp_path / "rank0.jsonl").open("w", buffering=1) as says:
+            says.write(json.dumps({"started": 0, "title": "größer"}) + '\n{"finished": 0')
+            assert [heard.listen() for _ in range(2)] == [True, False]
+            assert (heard.lines, heard.finished, heard.title) == (1, 0, "größer")
+            says.write(', "result": 1}\n' + json.dumps({"started": 1, "title": "next"}) + "\n")
+            assert [heard.listen() for _ in range(2)] == [True, False]
+        assert (heard.lines, heard.finished, heard.title) == (3, 1, "next")

@@ -98,9 +98,13 @@ def said(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
     """
     path = folder / f"rank{rank}.jsonl"
     if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # the line that is being written
-                yield json.loads(line)
+        yield from _parsed(path.read_bytes())
+
+
+def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # it is being written, or a full disk has cut it
+            yield json.loads(line)
 
 
 def _command(job: Job, port: int) -> list[str]:
@@ -143,30 +147,59 @@ def _watch(
     process: subprocess.Popen[bytes], job: Job, compilers: Compilers, progress: Callable[[int, str], None]
 ) -> int:
     begun = last_heard = time.monotonic()
-    lines_seen = 0
+    heard = _Heard(job.folder)
     while process.poll() is None:
-        lines = list(said(job.folder, 0))
+        news = heard.listen()
         now = time.monotonic()
         compilers.look(now)
         # A compiler at work is progress too, though no rank says so.
-        if len(lines) != lines_seen or compilers.running:
-            last_heard, lines_seen = now, len(lines)
+        if news or compilers.running:
+            last_heard = now
         if now - begun > job.timeout:
             raise HarnessError(
                 f"the ranks did not finish within {job.timeout:g} s ({_where(job)}): they were ended; look at "
                 f"{job.folder / 'log.txt'}, or allow more time{compilers.blame}"
             )
         # Before the first call the ranks import DeepSpeed, which takes long and says nothing.
-        if job.patience is not None and lines_seen and now - last_heard > job.patience:
+        if job.patience is not None and heard.lines and now - last_heard > job.patience:
             raise HarnessError(
                 f"the ranks said nothing for {job.patience:g} s ({_where(job)}): they hang, and were ended; look at "
                 f"{job.folder / 'log.txt'}{compilers.blame}"
             )
-        titles = [line["title"] for line in lines if "started" in line]
-        doing = titles[-1] if titles else "starting ranks"
-        progress(sum("finished" in line for line in lines), doing + compilers.aside)
+        progress(heard.finished, heard.title + compilers.aside)
         time.sleep(0.1)
     return process.returncode
+
+
+class _Heard:
+    """What the first rank has said so far. Each line is read once: results make the file long, and looks are many.
+
+    Attributes:
+        lines: how many there are.
+        finished: calls that have finished.
+        title: of the call that was begun last.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._read = folder / "rank0.jsonl", 0
+        self.lines = self.finished = 0
+        self.title = "starting ranks"
+
+    def listen(self) -> bool:
+        """Read on; return whether anything was new."""
+        if not self._path.exists():
+            return False
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")[0]  # the last line may be half written
+        if not whole:
+            return False
+        self._read += len(whole) + 1
+        for line in _parsed(whole):
+            self.lines += 1
+            self.finished += "finished" in line
+            self.title = line["title"] if "started" in line else self.title
+        return True
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
