@@ -129,6 +129,7 @@ def test_the_script_is_one_that_a_linter_and_a_formatter_leave_as_it_is(tmp_path
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_it_writes_trains_on_two_ranks_and_is_verified(tmp_path):
     """As a user goes on from there."""

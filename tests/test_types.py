@@ -56,6 +56,7 @@ def lines(found):
     return [int(line.split(":")[1]) for line in found if ": error: " in line]
 
 
+@pytest.mark.slow
 def test_an_engine_has_types_and_what_is_deepspeeds_own_has_none(found):
     wrong = [number for number, line in enumerate(LOOP.splitlines(), 1) if line.endswith("# wrong")]
     assert lines(found) == wrong, "\n".join(found)

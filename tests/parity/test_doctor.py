@@ -168,6 +168,7 @@ class TestRanks:
     def test_two_that_talk(self):
         assert asking.ranks_talk(os.environ).state is State.FINE
 
+    @pytest.mark.slow
     def test_a_port_that_is_taken(self):
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))

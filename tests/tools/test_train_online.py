@@ -22,7 +22,7 @@ def accounted(run, queue="folder"):
     return account(run.output, open_queue(queue, run.output / "queue", (run.output / "run").read_text()))
 
 
-@pytest.fixture(params=["folder", "redis"])
+@pytest.fixture(params=["folder", pytest.param("redis", marks=pytest.mark.slow)])
 def queue(request):
     return "folder" if request.param == "folder" else request.getfixturevalue("redis_server")
 
@@ -45,6 +45,7 @@ def test_a_run_ends_with_every_rollout_accounted_for_and_a_picture(tmp_path, que
     assert (run.output / "curve.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.slow
 def test_in_step_with_its_actors_it_has_no_lag_and_is_replayed_by_plain_torch(tmp_path):
     options = ["--steps", STEPS, "--sync", "--record", "--actors", 2, "--norm", "rollout", "--level", 0.2]
     with OnlineRun(tmp_path, *options) as run:
