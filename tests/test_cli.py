@@ -1,13 +1,17 @@
 """The command line: exit codes, one message for bad input, never a traceback."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from ds_parity.cli import main
 from ds_parity.trace import Header, StepRecord, TraceWriter
 
 ROOT = Path(__file__).parent.parent
@@ -22,11 +26,20 @@ def ds_parity(*arguments, **environment):
 
 
 def refused(*arguments, **environment):
-    """The message of a call that must end in exit code 2 and no traceback."""
-    ran = ds_parity(*arguments, **environment)
-    assert ran.returncode == 2, ran
-    assert "Traceback" not in ran.stdout + ran.stderr
-    return ran.stderr
+    """The message of a call that must end in exit code 2 and no traceback; in this process, which has torch loaded."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["ds-parity", *map(str, arguments)]),
+        mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    said = out.getvalue() + err.getvalue()
+    assert ended.value.code == 2, said
+    assert "Traceback" not in said
+    return err.getvalue()
 
 
 def trace(path, loss=1.0, engine="ds_parity", steps=2):
