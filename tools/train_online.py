@@ -179,7 +179,8 @@ class Online:
         self.reference: GroupRelativePolicy | None = None
         quota = engine.window.target // engine.dp_world_size if args.quota else None
         self._patience = Patience(args.patience)
-        self.arrivals = Arrivals(queue, self.ledger, args, self.rank, engine, self._watch, quota)
+        known = self.settled.contained
+        self.arrivals = Arrivals(queue, self.ledger, args, self.rank, engine, self._watch, quota, known)
         self.idle_seconds, self.begun, self.before = 0.0, time.monotonic(), engine.global_samples
         self._seen = self.before  # rollouts of all ranks
 
