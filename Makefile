@@ -13,7 +13,7 @@ FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-p
 # What the table of controls in docs/harness.md is of.
 CONTROLS := zero0_fp32 zero1_fp32 zero2_fp32 zero3_fp32 zero2_bf16
 
-.PHONY: verify online matrix figures controls pages docs pictures test test-slow test-hf test-hard lint package bench \
+.PHONY: verify online matrix figures controls migrations pages docs pictures test test-slow test-hf test-hard lint package bench \
 	test-versions upstream clean
 
 verify: $(READY)
@@ -38,6 +38,11 @@ controls: $(READY)
 		$(BIN)/ds-parity controls ds_configs/$$name.json --json > ds_parity_out/controls_found/$$name.json || exit; \
 	done
 	$(BIN)/python -m tools.update_docs controls ds_parity_out/controls_found
+
+# Other trainers' loops before and after; what they come to is kept, and their pages are made of it.
+migrations: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators 2 tools/migrations/measure.py
+	$(BIN)/python -m tools.update_docs pages
 
 # The tables that need no run: keys, symptoms, DeepSpeed's faults, quotas, ratios.
 pages: $(READY)

@@ -38,10 +38,10 @@ class Alternating(train_online.Online):
         self._since = time.monotonic(), self.engine.global_samples, waited
 
 
-def measure(folder, blocks, block):
-    """Train for so many blocks of so many windows; returns the blocks of all ranks."""
+def measure(folder, blocks, block, rest=0.0):
+    """Train for so many blocks of so many windows; returns the blocks of all ranks. `rest`: of a slow actor."""
     own = ["--local_rank", os.environ["LOCAL_RANK"], "--output", str(Path(folder) / "out")]
-    sys.argv = ["train_online.py", *own, "--steps", str(blocks * block)]
+    sys.argv = ["train_online.py", *own, "--steps", str(blocks * block), "--rest", str(rest)]
     args = arguments("", train_online.more)
     trained = train_online.main(args, partial(Alternating, block=block))
     gathered = [None] * dist.get_world_size()

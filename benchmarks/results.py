@@ -20,7 +20,7 @@ benchmarks/test_step.py --benchmark-only -s` those of one file.
 """
 # As they are read; the order in which they are measured is the files'.
 ORDER = (
-    *("by-hand", "callers", "whole-windows", "accelerate", "recipe", "online"),
+    *("by-hand", "callers", "whole-windows", "accelerate", "recipe", "online", "online-slow"),
     *("passes", "ranks", "sizes", "memory", "import", "configuration"),
     *("planning", "quota", "exchange", "traces"),
 )

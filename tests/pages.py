@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = {path.stem: path for path in [README, *sorted((ROOT / "docs").glob("*.md"))]}
+DOCS = ROOT / "docs"
+PAGES = {path.stem: path for path in [README, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("migrations/*.md"))]}
 _BLOCK = re.compile(r"^( *)```(\w+)?(?: title=\"(.*?)\")?\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"^(?:    .*\n)+", re.MULTILINE)
 

@@ -114,7 +114,7 @@ def read_by(source):
 
 def test_no_fence_is_of_an_unknown_kind():
     kinds = {kind for page in PAGES for kind in re.findall(r"^ *```(\w+)", text(page), re.MULTILINE)}
-    assert kinds <= {"python", "json", "text", "bash"}
+    assert kinds <= {"python", "json", "text", "bash", "diff"}
 
 
 @pytest.mark.parametrize(("page", "line"), OWN)
@@ -151,11 +151,11 @@ def flags(script):
             found |= {one.value for one in node.args if isinstance(one, ast.Constant) and one.value.startswith("--")}
         elif name == "add_config_arguments":  # DeepSpeed's own
             found |= {"--deepspeed", "--deepspeed_config"}
-        elif name == "arguments":  # of tools/from_pipelinerl/task.py, which makes options of its keywords
+        elif name == "arguments":  # of tools/from_pipelinerl and tools/migrations, which make options of its keywords
             found |= {f"--{one.arg.replace('_', '-')}" for one in node.keywords}
         for neighbour in [node.module] if isinstance(node, ast.ImportFrom) else []:
-            beside = script.parent / f"{neighbour}.py"
-            found |= flags(beside) if beside.exists() else set()
+            for beside in (script.parent / f"{neighbour}.py", ROOT / f"{str(neighbour).replace('.', '/')}.py"):
+                found |= flags(beside) if beside.exists() and ROOT / "tools" in beside.parents else set()
     return found
 
 

@@ -50,6 +50,9 @@ def more(parser: argparse.ArgumentParser) -> None:
     add("--max_lag", type=int, default=8, help="windows that a rollout may be old (%(default)s)")
     add("--old", choices=["drop", "clip"], default="drop", help="older ones: leave out, or bound their ratios")
     add("--room", type=int, default=16, help="groups that may wait in the queue (%(default)s)")
+    add(
+        "--rest", type=float, default=0.0, help="seconds that an actor rests behind a batch: a slower one (%(default)s)"
+    )
     add("--wait", type=float, default=0.05, help="seconds until a rank without data runs an idle pass (%(default)s)")
     add("--patience", type=float, default=60, help="seconds until a run without rollouts ends (%(default)s)")
     add("--clip_low", type=float, default=0.2, help="of the ratio (%(default)s)")
@@ -179,7 +182,8 @@ class Online:
         self.reference: GroupRelativePolicy | None = None
         quota = engine.window.target // engine.dp_world_size if args.quota else None
         self._patience = Patience(args.patience)
-        self.arrivals = Arrivals(queue, self.ledger, args, self.rank, engine, self._watch, quota)
+        known = self.settled.contained
+        self.arrivals = Arrivals(queue, self.ledger, args, self.rank, engine, self._watch, quota, known)
         self.idle_seconds, self.begun, self.before = 0.0, time.monotonic(), engine.global_samples
         self._seen = self.before  # rollouts of all ranks
 

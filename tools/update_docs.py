@@ -18,6 +18,7 @@ if not __package__:
 
 from ds_parity.errors import DsParityError  # noqa: E402  the path must be set before
 from tools import page_tables, results_tables  # noqa: E402  the same
+from tools.migrations import tables as migrations  # noqa: E402  the same
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -32,6 +33,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "quota": (DOCS / "performance.md", results_tables.quota),
     "recipe": (DOCS / "performance.md", results_tables.recipe),
     "exchange": (DOCS / "performance.md", results_tables.exchange),
+    **{name: (DOCS / "migrations" / f"{page}.md", make) for name, (page, make) in migrations.TABLES.items()},
 }
 # Faults of the README's table; docs/how_it_works.md has them all.
 IN_README = ("mean-of-micro-batches", "dp-mean-left-in", "scheduler-per-pass")

@@ -41,6 +41,7 @@ def checked(run, counts, queue="folder", *, keeps=True):
         opened = None
     found = account(run.output, opened)
     assert not found.twice, f"{found.twice}: trained on twice, {run.said()}"
+    assert not found.again or not keeps, f"{found.again}: in the weights, and waiting, {run.said()}"
     if opened is not None and keeps:
         assert not found.lost, f"{found.lost}: lost without a word, {run.said()}"
     counts["accounts checked"] += 1

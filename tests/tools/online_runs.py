@@ -35,23 +35,24 @@ def rank(environment, arguments, folder):
 
 
 class OnlineRun:
-    """One start on two ranks; use it as a context manager. When one dies, the other is ended, as the launcher does."""
+    """One start on some ranks, a context manager. When a rank dies, the others are ended, as the launcher does."""
 
-    def __init__(self, folder, *options, output="out"):
+    def __init__(self, folder, *options, output="out", ranks=2, stage=2):
         folder.mkdir(exist_ok=True)
         config = json.loads((ROOT / "tools" / "online" / "ds_config.json").read_text())
         config["gradient_accumulation_passes"] = 16
+        config["zero_optimization"]["stage"] = stage
         # In the folder, which has space when a disk for the output is full.
         self.trace = folder / "trace.jsonl"
         config["ds_parity"]["trace"] = str(self.trace)
         (folder / "small.json").write_text(json.dumps(config))
         self.folder, self.output, self.port = folder, folder / output, free_port()
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": "2"}
-        environment |= {"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": str(ranks)}
+        environment |= {"LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         forking = multiprocessing.get_context("forkserver")
         forking.set_forkserver_preload(["tests.tools.online_runs", "deepspeed", "ds_parity.engine.initialize"])
         self.processes = []
-        for number in range(2):
+        for number in range(ranks):
             own = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
             given = [f"--local_rank={number}", "--output", output, *SMALL, *map(str, options)]
             self.processes.append(forking.Process(target=rank, args=(own, given, str(folder))))

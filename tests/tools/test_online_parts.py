@@ -11,7 +11,7 @@ from online import task
 from online.account import Ledger, account, gaps, pushed_by
 from online.arrivals import Arrivals, micro_batch
 from online.queues import QueueError, open_queue
-from online.replay import window_loss
+from online.replay import window_loss, windows
 from online.settled import expanded, ranges
 
 from ds_parity.losses import GroupRelativePolicy
@@ -178,6 +178,41 @@ class TestAccount:
     def test_an_actor_knows_what_its_lives_have_pushed(self, made):
         assert pushed_by(made[0] / "actors", "a0") == {0: 4, 1: 4, 2: 2}
 
+    @pytest.mark.parametrize("cut", ["1", "11", "11 ", "11 3"])
+    def test_a_line_that_is_cut_in_an_actors_log_is_said_and_its_group_counts_as_pushed(self, made, capsys, cut):
+        folder, queue, _ = made
+        queue.push(group(10))
+        with (folder / "actors" / "a0.1.log").open("a") as file:
+            file.write("10 2\n" + cut)
+        assert pushed_by(folder / "actors", "a0") == {0: 4, 1: 4, 2: 3}
+        assert f"a0.1.log: the last line is cut ('{cut}')" in capsys.readouterr().err
+        assert account(folder, queue).lost == {"a0.1-11"}, "the queue of this test does not have it"
+
+    def test_what_waits_though_it_is_in_the_weights_is_said(self, made):
+        folder, queue, ledgers = made
+        self.steps(queue, ledgers, 1)
+        queue.give_back(0, ["a0.1-0"])
+        found = account(folder, queue)
+        assert found.again == {"a0.1-0"}
+        assert found.says().endswith("0 stepped twice, 1 stepped and waiting again")
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3])
+    def test_ranks_that_a_resumed_run_has_no_more_keep_no_lost_steps(self, made, ranks):
+        folder, queue, _ = made
+        ledgers = [Ledger(folder, rank, keep=True) for rank in range(2)]
+        for step in (1, 2):
+            self.steps(queue, ledgers, step)
+        for rank in range(min(ranks, 2)):
+            ledgers[rank].resumed(1)
+        Ledger(folder, 0).resumed_with(ranks, 1)
+        for rank in range(2):
+            queue.give_back(rank, [f"a0.1-{2 + rank}"])
+        found = account(folder, queue)
+        assert found.steps == {1: ["a0.1-0", "a0.1-1"]}
+        assert (len(found.waiting), found.again, found.lost) == (8, set(), set())
+        assert {step: len(held) for step, held in windows(folder).items()} == {1: 4}
+        assert not (folder / "ledger" / "rank2.jsonl").exists()
+
 
 def test_ranges_of_ids_and_back():
     ids = {"a0.1-0", "a0.1-1", "a0.1-2", "a0.1-7", "a1.2-5"}
@@ -252,8 +287,8 @@ class TestArrivals:
 
         usual = {"steps": 9, "micro_batch": 4, "group": 2, "wait": 0.01, "max_lag": 2, "old": "drop"}
         queue, ledger, engine = open_queue("folder", tmp_path / "queue", "a run"), Ledger(tmp_path, 0), Engine()
-        quota = changed.pop("quota", None)
-        return engine, queue, Arrivals(queue, ledger, Namespace(**{**usual, **changed}), 0, engine, quota=quota)
+        more = {name: changed.pop(name) for name in ("quota", "contained") if name in changed}
+        return engine, queue, Arrivals(queue, ledger, Namespace(**{**usual, **changed}), 0, engine, **more)
 
     def test_a_micro_batch_is_what_has_arrived_and_a_rank_without_is_idle(self, tmp_path):
         _, queue, arrivals = self.arrivals(tmp_path)
@@ -279,6 +314,13 @@ class TestArrivals:
         queue.push(group(0, version=0))
         assert next(iter(arrivals)).held[0].lag == 5
         assert arrivals.over == 1
+
+    def test_what_is_in_the_weights_is_not_trained_on_again_wherever_it_comes_from(self, tmp_path):
+        _, queue, arrivals = self.arrivals(tmp_path, contained={"a0.1-0"})
+        for number in range(2):
+            queue.push(group(number))
+        assert {one.prompt_id for one in next(iter(arrivals)).held} == {"a0.1-1"}
+        assert queue.claimed().keys() == {"a0.1-1"}
 
     def test_a_quota_ends_with_its_window(self, tmp_path):
         engine, queue, arrivals = self.arrivals(tmp_path, quota=6)

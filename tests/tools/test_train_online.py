@@ -8,6 +8,7 @@ import sys
 import pytest
 from online.account import account
 from online.queues import open_queue
+from online.replay import windows
 
 from ds_parity.trace import read_trace
 from tests.tools.online_runs import SCRIPT, OnlineRun
@@ -43,6 +44,27 @@ def test_a_run_ends_with_every_rollout_accounted_for_and_a_picture(tmp_path, que
     assert max(one.metrics["lag"] for one in steps) > 0, "actors never fell behind: nothing of the lag was seen"
     assert found.says() in run.said()
     assert (run.output / "curve.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_ranks_and_with_more(tmp_path):
+    """Steps behind the checkpoint are lost on both ranks, also on the one that the resumed run has no more."""
+    options = ["--save_every", 3, "--record", "--resume"]
+    for ranks, until in ((2, 5), (1, 8)):
+        with OnlineRun(tmp_path, "--steps", 1000, *options, ranks=ranks, stage=0) as run:
+            assert run.until(until), run.said()
+            run.processes[-1].kill()
+            run.wait(60)
+        found = accounted(run)
+        assert (found.lost, found.twice, found.again) == (set(), set(), set())
+    with OnlineRun(tmp_path, "--steps", STEPS, *options, ranks=2, stage=0) as run:
+        assert run.wait(200) == 0, run.said()
+    found, steps = accounted(run), read_trace(run.trace).steps
+    assert (found.lost, found.twice, found.again, found.claimed) == (set(), set(), set(), set())
+    assert sorted(found.steps) == [one.step for one in steps] == list(range(1, STEPS + 1))
+    assert [4 * len(found.steps[one.step]) for one in steps] == [one.rollouts for one in steps]
+    assert {step: len(held) for step, held in windows(run.output).items()} == {one.step: one.rollouts for one in steps}
+    assert "resumed behind step" in run.said()
 
 
 @pytest.mark.slow

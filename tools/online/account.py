@@ -32,6 +32,7 @@ class Ledger:
     """
 
     def __init__(self, output: Path, rank: int, *, keep: bool = False) -> None:
+        self._output = output
         self._file = self._opened(output / "ledger", rank)
         self._kept = self._opened(output / "consumed", rank) if keep else None
         self._open: list[Group] = []
@@ -59,6 +60,14 @@ class Ledger:
         """Write down that the run goes on behind this step: steps after it are not in the weights."""
         for file in filter(None, (self._file, self._kept)):
             self._write(file, {"resumed": step})
+
+    def resumed_with(self, ranks: int, step: int) -> None:
+        """Write down the same for the ranks of earlier that a run with so many has not."""
+        for path in (*self._output.glob("ledger/rank*.jsonl"), *self._output.glob("consumed/rank*.jsonl")):
+            rank = int(path.stem.removeprefix("rank"))
+            if rank >= ranks:
+                with self._opened(path.parent, rank) as file:
+                    self._write(file, {"resumed": step})
 
     @staticmethod
     def _opened(folder: Path, rank: int) -> TextIO:
@@ -89,6 +98,7 @@ class Account:
         claimed: a rank has taken them, and they are in no step; --resume gives them back.
         lost: an actor has pushed them, and they are nowhere.
         twice: in more than one step.
+        again: in a step, and waiting in the queue, from where they would be trained on once more.
     """
 
     steps: dict[int, list[str]] = field(default_factory=dict)
@@ -97,6 +107,7 @@ class Account:
     claimed: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     twice: set[str] = field(default_factory=set)
+    again: set[str] = field(default_factory=set)
 
     @property
     def stepped(self) -> set[str]:
@@ -114,6 +125,7 @@ class Account:
             f"account: {self.produced} groups produced: {len(self.stepped)} stepped in {len(self.steps)} windows, "
             f"{len(self.dropped)} dropped by their lag, {len(self.waiting)} waiting, {len(self.claimed)} claimed and "
             f"not stepped, {len(self.lost)} lost, {len(self.twice)} stepped twice"
+            + (f", {len(self.again)} stepped and waiting again" if self.again else "")
         )
 
 
@@ -135,7 +147,9 @@ def account(output: Path, queue: Queue | None) -> Account:
     found.twice = {one for one, count in times.items() if count > 1}
     stepped = found.stepped
     if queue is not None:
-        found.waiting, found.claimed = set(queue.waiting()) - stepped, set(queue.claimed()) - stepped
+        waiting = set(queue.waiting())
+        found.waiting, found.again = waiting - stepped, waiting & stepped
+        found.claimed = set(queue.claimed()) - stepped  # what was stepped stays claimed until a checkpoint contains it
     # Only where it did not come back: a resumed run has older weights, for which it may be young enough.
     found.dropped -= stepped | found.waiting | found.claimed
     known = stepped | found.dropped | found.waiting | found.claimed
@@ -160,15 +174,31 @@ def ledger_of(path: Path, key: str = "stepped") -> tuple[dict[int, list[Any]], s
 def pushed(folder: Path) -> Iterator[str]:
     """Yield the id of each group that actors say they have pushed."""
     for path in sorted(folder.glob("*.log")):
-        for line in path.read_text().splitlines():
-            if len(line.split()) == 2:  # a disk that was full has cut the last one
-                yield f"{path.stem}-{line.split()[0]}"
+        versions, cut = _pushes(path)
+        # An actor numbers its groups from 0 on, and writes behind its push.
+        yield from (f"{path.stem}-{number}" for number in range(len(versions) + bool(cut)))
 
 
 def pushed_by(folder: Path, place: str) -> dict[int, int]:
-    """Return how many groups of each version an actor has pushed, in all of its lives."""
-    words = [line.split() for path in folder.glob(f"{place}.*.log") for line in path.read_text().splitlines()]
-    return dict(Counter(int(version) for _, version in words))
+    """Return how many groups of each version an actor has pushed, in all of its lives; say where a line is cut."""
+    found: Counter[int] = Counter()
+    for path in sorted(folder.glob(f"{place}.*.log")):
+        versions, cut = _pushes(path)
+        found.update(versions)
+        if cut:
+            print(
+                f"{path}: the last line is cut ({cut!r}): its group was pushed, and of which weights is not known; one "
+                "more of that version may be sampled",
+                file=sys.stderr,
+                flush=True,
+            )
+    return dict(found)
+
+
+def _pushes(path: Path) -> tuple[list[int], str]:
+    """Return the versions that an actor's log says, group by group, and what there is of a line that was cut."""
+    *whole, cut = path.read_text().split("\n")
+    return [int(line.split()[1]) for line in whole], cut
 
 
 def gaps(known: Iterable[str]) -> set[str]:
@@ -189,7 +219,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Print the account; 1 where something was lost or stepped twice."""
+    """Print the account; 1 where something was lost, or is or would be stepped twice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("online_out"), help="folder of the run (%(default)s)")
     parser.add_argument("--queue", default="folder", help="as in the run (%(default)s)")
@@ -201,10 +231,10 @@ def main() -> int:
         queue = None
     found = account(args.output, queue)
     print(found.says())
-    for what in ("lost", "twice"):
+    for what in ("lost", "twice", "again"):
         if getattr(found, what):
             print(f"{what}: {', '.join(sorted(getattr(found, what)))}")
-    return int(bool(found.lost or found.twice))
+    return int(bool(found.lost or found.twice or found.again))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--largest", type=int, default=9, help="greatest number in a problem (%(default)s)")
     parser.add_argument("--room", type=int, default=64, help="groups that may wait in the queue (%(default)s)")
     parser.add_argument("--each", type=int, default=0, help="groups of each version, 0: as many as there is room for")
+    parser.add_argument(
+        "--rest", type=float, default=0.0, help="seconds between batches, as a slower policy would take"
+    )
     # Given, and not asked for here: whoever starts this may be gone before it runs.
     parser.add_argument("--parent", type=int, help="process to end with (default: with none)")
     return parser.parse_args()
@@ -70,6 +73,7 @@ class Actor:
                 continue
             for group in self._groups(prompts):
                 self._push(group)
+            time.sleep(self.args.rest)
 
     def _take_weights(self) -> None:
         newest = self.queue.newest(self.version)

@@ -73,6 +73,7 @@ class Actors:
             "batch": args.batch,
             "largest": args.largest,
             "room": args.room,
+            "rest": args.rest,
             "each": self._each[place],
             "parent": os.getpid(),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Arrivals:
         engine: whose window says how old a rollout is.
         watch: called while this rank waits.
         quota: rollouts that this rank may take in one window, None: as many as there are. May be changed on the way.
+        contained: ids that are in the weights: a Redis that was killed may have forgotten that they were claimed.
 
     Attributes:
         waited: seconds in which this rank had nothing to run.
@@ -58,9 +59,10 @@ class Arrivals:
         engine: Any,
         watch: Callable[[], None] = lambda: None,
         quota: int | None = None,
+        contained: Container[str] = (),
     ) -> None:
         self._queue, self._ledger, self._args, self._rank, self._engine = queue, ledger, args, rank, engine
-        self._watch, self.quota = watch, quota
+        self._watch, self.quota, self._contained = watch, quota, contained
         self._taken, self._of_window = 0, -1
         self.groups: list[Group] = []
         self.waited = 0.0
@@ -84,6 +86,8 @@ class Arrivals:
                     break
                 self._watch()
                 time.sleep(0.002)
+            elif group["id"] in self._contained:
+                self._queue.settle(self._rank, [group["id"]])
             elif self._young(group):
                 groups.append(group)
         if not groups:

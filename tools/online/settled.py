@@ -23,11 +23,14 @@ class Settled:
         queue: of the run.
         ledger: of this rank.
         rank: this one.
+
+    Attributes:
+        contained: ids in the last checkpoint.
     """
 
     def __init__(self, queue: Queue, ledger: Ledger, rank: int) -> None:
         self._queue, self._ledger, self._rank = queue, ledger, rank
-        self._stepped: set[str] = set()
+        self.contained: set[str] = set()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; all ranks call it."""
@@ -39,8 +42,8 @@ class Settled:
                 f"rank {self._rank} waited for another rank to save a checkpoint: that one ended, its own log says "
                 f"why; go on with --resume ({error})"
             ) from error
-        self._stepped.update(one for ids in gathered for one in ids)
-        return {"stepped": ranges(self._stepped)}
+        self.contained.update(one for ids in gathered for one in ids)
+        return {"stepped": ranges(self.contained)}
 
     def saved(self) -> None:
         """Forget what the checkpoint contains."""
@@ -55,19 +58,21 @@ class Settled:
             step: the window to go on with.
             resumed: whether this run goes on with another.
         """
-        self._stepped = expanded(kept.get("stepped", {}))
+        self.contained = expanded(kept.get("stepped", {}))
         if resumed:
             self._ledger.resumed(step)
+            if dist.get_rank() == 0:
+                self._ledger.resumed_with(dist.get_world_size(), step)
         dist.barrier()
         if resumed and dist.get_rank() == 0:
             claimed = self._queue.claimed()
             for rank in sorted(set(claimed.values())):
                 own = [one for one, by in claimed.items() if by == rank]
-                self._queue.settle(rank, [one for one in own if one in self._stepped])
-                self._queue.give_back(rank, [one for one in own if one not in self._stepped])
-            back = len(claimed.keys() - self._stepped)
+                self._queue.settle(rank, [one for one in own if one in self.contained])
+                self._queue.give_back(rank, [one for one in own if one not in self.contained])
+            back = len(claimed.keys() - self.contained)
             print(
-                f"resumed behind step {step}: {len(self._stepped)} groups are in its weights, {back} were claimed and "
+                f"resumed behind step {step}: {len(self.contained)} groups are in its weights, {back} were claimed and "
                 "are not: they wait again",
                 file=sys.stderr,
                 flush=True,

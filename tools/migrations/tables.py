@@ -1,0 +1,149 @@
+"""Tables of the pages in docs/migrations/, made of what `measure.py` has kept, and the changes as diffs."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def found(name: str) -> Any:
+    """Return what a migration came to."""
+    return json.loads((HERE / name / "found.json").read_text())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |").replace("|  ", "| ") for cells in lines)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number as a table shows it; - for none."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def times(share: float) -> str:
+    """Return a sum of coefficients, with the digits that a reader compares."""
+    return f"{share:.3f}"
+
+
+def entered(step: dict[str, Any]) -> float:
+    """Return the sum of the coefficients with which micro-batches entered a step; 1 is right."""
+    return sum(value for row in step["coefficients"] for value in row)
+
+
+def coefficients(step: dict[str, Any]) -> str:
+    """Return the coefficients of a step by pass and rank, each beside what it should be."""
+    ranks = range(len(step["expected"][0]))
+    header = ["pass", *(f"rank {one}: entered with" for one in ranks), *(f"rank {one}: right" for one in ranks)]
+    rows = [
+        # What is 1e-7 was measured, and is a 0.
+        [str(at), *(f"{round(one, 5) + 0.0:.5f}" for one in measured), *(f"{one:.5f}" for one in right)]
+        for at, (measured, right) in enumerate(zip(step["coefficients"], step["expected"], strict=True))
+    ]
+    return table(header, rows)
+
+
+def diff(name: str, function: str = "train", loops: tuple[str, str] = ("before", "after")) -> str:
+    """Return the change of a migration's loop as a fenced diff."""
+    old, new = (_source(HERE / name / f"{one}.py", function) for one in loops)
+    files = [f"{one}.py" for one in loops]
+    lines = difflib.unified_diff(old, new, *files, n=2, lineterm="")
+    return "\n".join(["```diff", *lines, "```"]) + "\n"
+
+
+def configuration(name: str, key: str = "ds_parity") -> str:
+    """Return one key of a migration's configuration as it stands there."""
+    config = json.loads((HERE / name / "ds_config.json").read_text())
+    return f"```text\n{json.dumps({key: config[key]}, indent=2)}\n```\n"
+
+
+def _source(path: Path, function: str) -> list[str]:
+    text = path.read_text()
+    (node,) = (one for one in ast.parse(text).body if isinstance(one, ast.FunctionDef) and one.name == function)
+    return (ast.get_source_segment(text, node) or "").splitlines()
+
+
+# --- OpenRLHF ---------------------------------------------------------------------------------------------------------
+
+
+def openrlhf_dynamic() -> str:
+    """What entered the first step with dynamic batches."""
+    probed = found("openrlhf")["probed"]
+    rows = []
+    for stage in (1, 2, 3):
+        for model in ("actor", "critic"):
+            old, new = (probed[f"dynamic, ZeRO {stage}, {when}"][model][0] for when in ("before", "after"))
+            norms = [number(one["grad_norm"]) for one in (old, new)]
+            rows.append([str(stage), model, str(old["passes"]), times(entered(old)), times(entered(new)), *norms])
+    header = ["ZeRO", "model", "passes", "entered, before", "entered, after", "gradient norm, before", "after"]
+    return table(header, rows)
+
+
+def openrlhf_probe() -> str:
+    """The coefficients of the first step on ZeRO 2."""
+    return coefficients(found("openrlhf")["probed"]["dynamic, ZeRO 2, before"]["actor"][0])
+
+
+def openrlhf_losses() -> str:
+    """What a user sees: the losses of the first steps, on ZeRO 2."""
+    trained = found("openrlhf")["trained"]
+    rows = []
+    for model in ("actor", "critic"):
+        for when in ("before", "after"):
+            steps = trained[f"dynamic, ZeRO 2, {when}"][model]
+            rows.append([model, when, ", ".join(number(one["loss"]) for one in steps)])
+            rows[-1].append(", ".join(number(one["grad_norm"]) for one in steps))
+    return table(["model", "loop", "loss", "gradient norm"], rows)
+
+
+def openrlhf_fixed() -> str:
+    """What entered each step with fixed batches, where an epoch ends with half a window."""
+    probed = found("openrlhf")["probed"]
+    old, new = (probed[f"fixed, ZeRO 2, {when}"] for when in ("before", "after"))
+    rows = []
+    for at in range(max(len(old["actor"]), len(new["actor"]))):
+        cells = [str(at + 1)]
+        for run in (old, new):
+            steps = run["actor"]
+            if at >= len(steps):
+                cells += ["no step", "-"]
+                continue
+            cells += [str(steps[at]["rollouts"]), times(entered(steps[at]))]
+        rows.append(cells)
+    header = ["step", "rollouts, before", "entered, before", "rollouts, after", "entered, after"]
+    return table(header, rows)
+
+
+def openrlhf_passes() -> str:
+    """Passes of all bundled rollouts, as OpenRLHF deals them and by a plan."""
+    import ds_parity
+    from tools.migrations.common import rollouts
+    from tools.migrations.openrlhf import windows
+
+    every = rollouts(longest=2048)
+    batch, most = 64, 2048
+    every = every[: len(every) // batch * batch]
+    ranks = (2, 4, 8, 16)
+    theirs = [sum(len(window) for window in windows.dynamic(every, one, batch, most)) for one in ranks]
+    ours = [ds_parity.plan(every, dp_world_size=one, target=batch, max_tokens=most).passes for one in ranks]
+    header = ["", *(f"{one} ranks" for one in ranks)]
+    return table(header, [["dynamic batches", *map(str, theirs)], ["planned", *map(str, ours)]])
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "openrlhf-probe": ("openrlhf", openrlhf_probe),
+    "openrlhf-dynamic": ("openrlhf", openrlhf_dynamic),
+    "openrlhf-losses": ("openrlhf", openrlhf_losses),
+    "openrlhf-fixed": ("openrlhf", openrlhf_fixed),
+    "openrlhf-passes": ("openrlhf", openrlhf_passes),
+    "openrlhf-diff": ("openrlhf", partial(diff, "openrlhf")),
+}
+"""Tables by the name in their marks: the page, and what makes it."""
