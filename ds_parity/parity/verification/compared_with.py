@@ -30,6 +30,10 @@ _NOT_WHOLE = {
 }
 
 
+# What runs a scenario where bare DeepSpeed itself is judged: the loop by hand, and its own fixed accumulation.
+BARE = {"ragged": "bare", "uniform": "deepspeed"}
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """A comparison that can't be made, and why."""
@@ -68,6 +72,27 @@ def scenarios(
         if not wanted:
             raise ConfigError(f"nothing is left to compare: {'; '.join(map(str, left_out))}")
     return wanted, left_out
+
+
+def of_bare(
+    config: dict[str, Any], ranks: int, **options: Any
+) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[LeftOut]]:
+    """Return the same where bare DeepSpeed is judged: every scenario against plain torch alone.
+
+    Args:
+        config: extended configuration.
+        ranks: processes to start.
+        options: of `Scenario`.
+
+    Raises:
+        ConfigError: the configuration can't be run, or plain torch can't run its training function.
+    """
+    wanted, left_out = _possible(without_outputs(config), ranks, True, **options)
+    judged: list[tuple[Scenario, tuple[str, ...]]] = []
+    judged += [(scenario, ("torch",)) for scenario, named in wanted if "torch" in named or scenario.name == "uniform"]
+    if not judged:
+        raise ConfigError(f"nothing is left to compare bare DeepSpeed with: {'; '.join(map(str, left_out))}")
+    return judged, [one for one in left_out if one.reference == "torch"]
 
 
 def _possible(
