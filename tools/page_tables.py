@@ -132,9 +132,13 @@ def fault_versions() -> str:
         usual = _at_fault(measured()[newest].get(name, {}))
         cells = [_cell(measured()[version].get(name, {}), usual, notes) for version in versions]
         rows.append(f"| [{name}](#{name}) | " + " | ".join(cells) + " |")
-    told = [f"{number}. {note.rstrip('.')}." for note, number in notes.items()]
+    told = [_wrapped(f"{number}. ", note.rstrip(".") + ".") for note, number in notes.items()]
     torches = ", ".join(sorted(set(json.loads(PATH.read_text())["torch"].values())))
     return "\n\n".join(["\n".join(rows), f"Measured with torch {torches}. Notes:", "\n".join(told)]) + "\n"
+
+
+def _wrapped(mark: str, text: str) -> str:
+    return fill(mark + text, 120, subsequent_indent=" " * len(mark), break_long_words=False, break_on_hyphens=False)
 
 
 def _at_fault(places: dict[str, str]) -> list[str]:
