@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ds_parity.parity.doctor.reading import Reading
 
@@ -33,11 +34,21 @@ def plain_version(version: str) -> str:
     return ".".join(map(str, numbers(version)))
 
 
-@cache
+def torch_of(version: str) -> str:
+    """Return the release of torch that a version was measured with."""
+    return plain_version(_kept()["torch"][version])
+
+
 def measured() -> dict[str, dict[str, dict[str, str]]]:
     """Return by version, script and place: `right`, `fault`, or why it is neither."""
-    versions: dict[str, dict[str, dict[str, str]]] = json.loads(PATH.read_text())["versions"]
+    versions: dict[str, dict[str, dict[str, str]]] = _kept()["versions"]
     return versions
+
+
+@cache
+def _kept() -> dict[str, Any]:
+    everything: dict[str, Any] = json.loads(PATH.read_text())
+    return everything
 
 
 def of_places(places: Mapping[str, str], reading: Reading) -> list[str]:
