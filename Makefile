@@ -13,8 +13,11 @@ FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-p
 # What the table of controls in docs/harness.md is of.
 CONTROLS := zero0_fp32 zero1_fp32 zero2_fp32 zero3_fp32 zero2_bf16
 
+# The table of DeepSpeed's faults by version in docs/deepspeed_faults.md.
+FAULT_VERSIONS := 0.16.9 0.17.6 0.18.4 0.18.9 0.19.0 0.19.3 0.19.5 0.19.8
+
 .PHONY: verify online matrix figures controls migrations pages docs pictures test test-slow test-hf test-hard lint package bench \
-	test-versions upstream clean
+	test-versions test-older faults upstream clean
 
 verify: $(READY)
 	$(BIN)/ds-parity verify ds_configs/zero2_bf16.json
@@ -95,6 +98,19 @@ test-version-%:
 	$(VENV)-$*/bin/python -m pip install --quiet --constraint $(VENV)-$*/constraints.txt --editable '.[test]'
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)-$*/torch_extensions \
 		$(VENV)-$*/bin/python -m pytest tests/engine tests/distributed
+
+# Each in a folder of its own beside the torch that is installed, with operators of its own: about 3 minutes each, and
+# as long again at the first time.
+faults: $(READY) $(addprefix versions/,$(FAULT_VERSIONS))
+	$(BIN)/python -m tools.fault_table --operators versions/operators $(addprefix versions/,$(FAULT_VERSIONS))
+	$(BIN)/python -m tools.update_docs pages
+
+# The harness beside the same versions, all of them; `make test` runs one where it is there.
+test-older: $(READY) $(addprefix versions/,$(FAULT_VERSIONS))
+	$(BIN)/python -m pytest -m "slow or not slow" tests/distributed/test_older_versions.py
+
+versions/%:
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ deepspeed==$*
 
 upstream: $(READY)
 	$(BIN)/python tools/run_upstream_tests.py $(DEEPSPEED)

@@ -14,6 +14,7 @@ from ds_parity.config.settings import key_path
 from ds_parity.errors import DsParityError
 from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.parity.diagnosis.causes import REMEDIES
+from ds_parity.parity.doctor.measured import FAULT, PATH, RIGHT, measured
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.planning import Rollout, plan
 from ds_parity.trace import StepRecord, read_trace
@@ -109,7 +110,7 @@ def faults() -> str:
     """
     remedies = _what_ds_parity_does()
     overview, sections = ["| script | fault |", "|---|---|"], []
-    for path in sorted(FAULTS.glob("*.py")):
+    for path in sorted(FAULTS.glob("[!_]*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         summary, command, *details = docstring.split("\n\n")
         if path.stem not in remedies:
@@ -119,6 +120,47 @@ def faults() -> str:
         parts = [f"## {path.stem}", f"**{summary}**", *details, remedy, command]
         sections.append("\n\n".join(parts))
     return "\n\n".join(["\n".join(overview), *sections]) + "\n"
+
+
+def fault_versions() -> str:
+    """Return the table fault x version, as it was measured, and notes on cells that a word does not tell all of."""
+    versions, newest = list(measured()), list(measured())[-1]
+    names = sorted({name for scripts in measured().values() for name in scripts})
+    rows = ["| script | " + " | ".join(versions) + " |", "|---" * (1 + len(versions)) + "|"]
+    notes: dict[str, int] = {}
+    for name in names:
+        usual = _at_fault(measured()[newest].get(name, {}))
+        cells = [_cell(measured()[version].get(name, {}), usual, notes) for version in versions]
+        rows.append(f"| [{name}](#{name}) | " + " | ".join(cells) + " |")
+    told = [_wrapped(f"{number}. ", note.rstrip(".") + ".") for note, number in notes.items()]
+    torches = ", ".join(sorted(set(json.loads(PATH.read_text())["torch"].values())))
+    return "\n\n".join(["\n".join(rows), f"Measured with torch {torches}. Notes:", "\n".join(told)]) + "\n"
+
+
+def _wrapped(mark: str, text: str) -> str:
+    return fill(mark + text, 120, subsequent_indent=" " * len(mark), break_long_words=False, break_on_hyphens=False)
+
+
+def _at_fault(places: dict[str, str]) -> list[str]:
+    return [place for place, outcome in places.items() if outcome == FAULT]
+
+
+def _cell(places: dict[str, str], usual: list[str], notes: dict[str, int]) -> str:
+    """Return what a version does: a word, and numbers of notes where places differ from those of the newest version."""
+    if not places:
+        return "not run"
+    if all(outcome.startswith("not there") for outcome in places.values()):
+        return "not there"
+    others: dict[str, list[str]] = {}
+    for place, outcome in places.items():
+        if outcome not in (FAULT, RIGHT):
+            others.setdefault(outcome, []).append(place)
+    faults = _at_fault(places)
+    told = [f"{'; '.join(named)}: {outcome.partition(': ')[2]}" for outcome, named in others.items()]
+    if faults and faults != usual:
+        told.insert(0, f"The fault is there on {'; '.join(faults)}")
+    word = "**fault**" if faults else "other" if others else "right"
+    return f"{word} [{notes.setdefault('. '.join(told), len(notes) + 1)}]" if told else word
 
 
 def _what_ds_parity_does() -> dict[str, str]:

@@ -27,6 +27,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "keys": (DOCS / "configuration.md", page_tables.keys),
     "symptoms": (DOCS / "troubleshooting.md", page_tables.symptoms),
     "faults": (DOCS / "deepspeed_faults.md", page_tables.faults),
+    "fault-versions": (DOCS / "deepspeed_faults.md", page_tables.fault_versions),
     "quotas": (DOCS / "from_pipelinerl.md", page_tables.quotas),
     "time": (DOCS / "performance.md", results_tables.time_of_a_window),
     "costs": (DOCS / "performance.md", results_tables.costs),

@@ -51,8 +51,8 @@ def _print(examination: Examination) -> None:
     if examination.faults:
         out.print("\nDeepSpeed's known faults that this configuration meets:", style="bold")
     for finding in examination.faults:
-        script = finding.name if "#" in finding.name else f"tools/deepspeed_faults/{finding.name}.py"
-        _line(finding, f"{script}: {finding.said}")
+        issue = f" ({finding.name})" if "#" in finding.name else ""
+        _line(finding, f"{finding.script}{issue}: {finding.said}")
     verdict(examination.code == 0, _VERDICTS[examination.code])
 
 

@@ -55,6 +55,10 @@ def verify(
             autocompletion=lambda: ["deepspeed", "deepspeed-loop", "torch"],
         ),
     ] = None,
+    bare: Annotated[
+        bool,
+        typer.Option("--bare", help="judge bare DeepSpeed against plain torch: any version from 0.16 on"),
+    ] = False,
     timeout: Timeout = 600,
     folder: Folder = Path("ds_parity_out"),
     report: Report = None,
@@ -71,6 +75,8 @@ def verify(
         raise ConfigError(
             "--against and --tokenizer are of one configuration: --matrix has references and data of its own"
         )
+    if bare and (matrix or against):
+        raise ConfigError("--bare judges one configuration against torch: leave --matrix and --against out")
     if matrix:
         raise typer.Exit(_verify_matrix(config, folder, as_json))
     if config is None:
@@ -81,11 +87,11 @@ def verify(
 
     options: dict[str, Any] = {"windows": windows, "seed": seed, "model": model}
     options |= {"rollouts": rollouts, "tokenizer": tokenizer, "max_tokens": max_tokens, "train": train}
-    options["against"] = tuple(against or ())
-    runs, _ = harness.scenarios(extended, ranks, **options)
+    options |= {} if bare else {"against": tuple(against or ())}
+    runs, _ = (harness.of_bare if bare else harness.scenarios)(extended, ranks, **options)
     total = sum(len(references) + 1 for _, references in runs)
     with progress(total) as bar:
-        verified = harness.verify(extended, folder, ranks=ranks, timeout=timeout, progress=bar, **options)
+        verified = harness.verify(extended, folder, ranks=ranks, timeout=timeout, progress=bar, bare=bare, **options)
     _print(verified, folder, as_json)
     if report or junit:
         leave(reports.of_verification(verified, extended, ranks, folder), report, junit)

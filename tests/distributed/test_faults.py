@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
+from ds_parity.parity.doctor.measured import measured, plain_version
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, one_pass, refusal
@@ -23,26 +24,43 @@ pytestmark = pytest.mark.ranks
 
 SCRIPTS = Path(__file__).parents[2] / "tools" / "deepspeed_faults"
 
-SCRIPT_NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
+SCRIPT_NAMES = sorted(path.stem for path in SCRIPTS.glob("[!_]*.py"))
 
 
 @at_length_on_two_ranks
 def deepspeed_faults(folder):
-    """Every script of tools/deepspeed_faults/, in turn: whether its fault is there."""
+    """Every script of tools/deepspeed_faults/, in turn: what came out of each place."""
     sys.path.insert(0, str(SCRIPTS))
     results = {}
     with fp16_allowed():
-        for path in sorted(SCRIPTS.glob("*.py")):
-            results[path.stem] = importlib.import_module(path.stem).main()
+        for name in SCRIPT_NAMES:
+            results[name] = importlib.import_module(name).main()
     forget_autocast()
     return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPT_NAMES)
-def test_the_fault_is_still_there(two_ranks_at_length, name):
-    """When this fails DeepSpeed has mended it: read again what tools/deepspeed_faults/README.md says we do about it."""
-    assert two_ranks_at_length.of(deepspeed_faults)[name] is True
+def test_what_a_script_finds_is_what_was_kept_of_this_version(two_ranks_at_length, name):
+    """When this fails DeepSpeed has changed: read again what tools/deepspeed_faults/README.md says we do about it."""
+    version = plain_version(deepspeed.__version__)
+    if version not in measured():
+        pytest.skip(f"DeepSpeed {version} was not measured: python -m tools.fault_table does that")
+    found = two_ranks_at_length.of(deepspeed_faults)[name]
+    # What it raises has addresses and numbers in it.
+    assert {place: word(outcome) for place, outcome in found.items()} == {
+        place: word(outcome) for place, outcome in measured()[version][name].items()
+    }
+
+
+def word(outcome):
+    return outcome.partition(":")[0]
+
+
+def test_each_fault_is_in_the_newest_version_or_has_been_mended_on_the_way():
+    """Of several_passes.py every place is right by now; all others have a place with the fault."""
+    newest = list(measured().values())[-1]
+    assert [name for name in SCRIPT_NAMES if "fault" not in newest[name].values()] == ["several_passes"]
 
 
 def test_every_script_is_in_the_table_of_its_folder():

@@ -8,11 +8,12 @@ steps, so the scale grows as many times too soon. ZeRO 0 updates once.
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
+from _places import exit_code, forget_autocast, scaler_of, tell
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import torch_autocast
 
 
 def updates(stage: int) -> list[float]:
@@ -25,36 +26,35 @@ def updates(stage: int) -> list[float]:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
     }
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # see autocast_outlives_its_engine.py
+    forget_autocast()  # see autocast_outlives_its_engine.py
     model = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))
     model.forward = lambda x: model[0](x) + model[1](x)
     for part in model:
         torch.nn.init.zeros_(part.weight)
     groups = [{"params": [part.weight]} for part in model]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
-    scaler = engine.torch_autocast_z0_gradscaler or engine.optimizer.torch_autocast_gradscaler
-    scaler.set_growth_interval(1)  # 2000 by default
+    scaler_of(engine).set_growth_interval(1)  # 2000 by default
     one = torch.ones(1, 1, device=get_accelerator().current_device_name())
     engine.backward(0.25 * engine(one).float().sum())
     engine.step()
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         moved = [-parameter.item() for parameter in engine.module.parameters()]
     engine.destroy()
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    forget_autocast()
     return moved
 
 
-def main() -> bool:
-    """Take one step on each stage; return whether two equal gradients move their groups differently on 1, 2 and 3."""
-    measured = [updates(stage) for stage in range(4)]
-    for stage, moved in enumerate(measured):
-        print(
-            f"ZeRO {stage}: two groups with gradient 0.25 move by {moved[0]:g} and {moved[1]:g}; right is 0.25 for both"
-        )
-    fault = all(moved == [0.25, 0.125] for moved in measured[1:])
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+def main() -> dict[str, str]:
+    """Take one step on each stage."""
+    return tell(
+        {f"ZeRO {stage}": partial(updates, stage) for stage in range(4)},
+        said=lambda moved: (
+            f"two groups with gradient 0.25 move by {moved[0]:g} and {moved[1]:g}; right is 0.25 for both"
+        ),
+        right=lambda moved: moved == [0.25, 0.25],
+        fault=lambda moved: moved == [0.25, 0.125],
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

@@ -7,11 +7,12 @@ stage3.py), so the scale stays at 65536 and every later step overflows in the sa
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
+from _places import exit_code, forget_autocast, scaler_of, tell
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import torch_autocast
 
 STEPS = 6
 
@@ -26,7 +27,7 @@ def steps_taken(stage: int) -> tuple[int, float]:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
     }
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # see autocast_outlives_its_engine.py
+    forget_autocast()  # see autocast_outlives_its_engine.py
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -38,22 +39,23 @@ def steps_taken(stage: int) -> tuple[int, float]:
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             now = engine.module.weight.item()
         at, moved = now, moved + (now != at)
-    scaler = engine.torch_autocast_z0_gradscaler or engine.optimizer.torch_autocast_gradscaler
-    scale = scaler.get_scale()
+    scale = scaler_of(engine).get_scale()
     engine.destroy()
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    forget_autocast()
     return moved, scale
 
 
-def main() -> bool:
-    """Take six steps on each stage; return whether ZeRO 1, 2 and 3 never get over the overflow."""
-    measured = [steps_taken(stage) for stage in range(4)]
-    for stage, (moved, scale) in enumerate(measured):
-        print(f"ZeRO {stage}: {moved} of {STEPS} steps taken, loss scale {scale:g}; right is {STEPS - 2} and 16384")
-    fault = all(moved == 0 for moved, _ in measured[1:])
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+def main() -> dict[str, str]:
+    """Take six steps on each stage; the fault never gets over the overflow."""
+    return tell(
+        {f"ZeRO {stage}": partial(steps_taken, stage) for stage in range(4)},
+        said=lambda found: (
+            f"{found[0]} of {STEPS} steps taken, loss scale {found[1]:g}; right is {STEPS - 2} and 16384"
+        ),
+        right=lambda found: found == (STEPS - 2, 16384),
+        fault=lambda found: found[0] == 0,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

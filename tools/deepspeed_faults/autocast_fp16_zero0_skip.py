@@ -10,8 +10,8 @@ import sys
 
 import deepspeed
 import torch
+from _places import exit_code, forget_autocast, scaler_of, tell
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import torch_autocast
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -26,12 +26,13 @@ CONFIG = {
 }
 
 
-def main() -> bool:
-    """Take one step that overflows; return whether it was counted as taken."""
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # see autocast_outlives_its_engine.py
+def skipped_step() -> tuple[float, bool, int, int]:
+    """Return the weight after a step that overflows, whether it was applied, and the skipped and scheduler's steps."""
+    forget_autocast()  # see autocast_outlives_its_engine.py
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    scaler_of(engine)
     before = engine.lr_scheduler.last_batch_iteration
     one = torch.ones(1, 1, device=get_accelerator().current_device_name())
     engine.backward(2.0 * engine(one).float().sum())  # 2 * 65536 is more than fp16 holds
@@ -39,13 +40,22 @@ def main() -> bool:
     moved = engine.lr_scheduler.last_batch_iteration - before
     weight, applied, skipped = engine.module.weight.item(), engine.was_step_applied(), engine.skipped_steps
     engine.destroy()
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    print(f"the weight is {weight:g}, as it was: nothing was applied; right is False, 1 skipped, 0 scheduler steps")
-    print(f"was_step_applied() {applied}, skipped_steps {skipped}, scheduler steps {moved}")
-    fault = weight == 0 and bool(applied) and moved == 1
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+    forget_autocast()
+    return weight, bool(applied), skipped, moved
+
+
+def main() -> dict[str, str]:
+    """Take one step that overflows."""
+    return tell(
+        {"ZeRO 0": skipped_step},
+        said=lambda found: (
+            "weight {:g}, was_step_applied() {}, skipped_steps {}, scheduler steps {}; right is 0 as before, "
+            "False, 1 and 0".format(*found)
+        ),
+        right=lambda found: found == (0, False, 1, 0),
+        fault=lambda found: found[0] == 0 and found[1] and found[3] == 1,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

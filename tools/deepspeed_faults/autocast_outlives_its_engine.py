@@ -11,8 +11,8 @@ import sys
 
 import deepspeed
 import torch
+from _places import exit_code, forget_autocast, tell
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import torch_autocast
 
 PLAIN = {
     "train_micro_batch_size_per_gpu": 1,
@@ -36,21 +36,28 @@ def update(config: dict) -> float:
     return moved
 
 
-def main() -> bool:
-    """Build a plain fp32 engine, one with autocast, and the plain one again; return whether it steps otherwise now."""
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+def before_and_after() -> tuple[float, float]:
+    """Return the step of a plain engine before one with autocast was built, and after it."""
+    forget_autocast()
     before = update(PLAIN)
     update({**PLAIN, "torch_autocast": {"enabled": True, "dtype": "float16"}})
     after = update(PLAIN)
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    print(
-        f"a plain fp32 engine steps by {before:g} before an autocast engine was built, by {after:g} after it; "
-        "right is 1"
+    forget_autocast()
+    return before, after
+
+
+def main() -> dict[str, str]:
+    """Build a plain fp32 engine, one with autocast, and the plain one again."""
+    return tell(
+        {"ZeRO 2": before_and_after},
+        said=lambda steps: (
+            f"a plain fp32 engine steps by {steps[0]:g} before an autocast engine was built, by {steps[1]:g} after it; "
+            "right is 1"
+        ),
+        right=lambda steps: min(steps) > 0.9,
+        fault=lambda steps: steps[0] > 0.9 and steps[1] < 0.1,
     )
-    fault = before > 0.9 and after < 0.1
-    print("FAULT" if fault else "fixed in this version")
-    return fault
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

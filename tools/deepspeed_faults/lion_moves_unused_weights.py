@@ -11,6 +11,7 @@ import sys
 
 import deepspeed
 import torch
+from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
 
 RATE = 0.001
@@ -33,15 +34,16 @@ def moved() -> list[float]:
     return moves
 
 
-def main() -> bool:
-    """Take one step; return whether the unused weight has moved."""
+def main() -> dict[str, str]:
+    """Take one step."""
     deepspeed.init_distributed()
-    measured = moved()
-    print(f"gradients 1, -1 and 0 move their weights by {measured}; right is [{-RATE}, {RATE}, 0.0]")
-    fault = measured[:2] == [-RATE, RATE] and measured[2] != 0
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+    return tell(
+        {"ZeRO 2 with CPU offload": moved},
+        said=lambda moves: f"gradients 1, -1 and 0 move their weights by {moves}; right is [{-RATE}, {RATE}, 0.0]",
+        right=lambda moves: moves == [-RATE, RATE, 0],
+        fault=lambda moves: moves[:2] == [-RATE, RATE] and moves[2] != 0,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

@@ -8,9 +8,11 @@ ZeRO 0 uses in fp32, does not, and the clipping multiplies all gradients by NaN.
 
 import math
 import sys
+from functools import partial
 
 import deepspeed
 import torch
+from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
 
 
@@ -34,15 +36,19 @@ def weight_after_nan(stage: int, clip: float) -> float:
     return weight
 
 
-def main() -> bool:
-    """Measure on each stage, with clipping and without; return whether ZeRO 0 takes the step and the others don't."""
-    measured = {(stage, clip): weight_after_nan(stage, clip) for stage in range(4) for clip in (0.0, 1.0)}
-    for (stage, clip), weight in measured.items():
-        print(f"ZeRO {stage}, clipping at {clip:g}: the weight is {weight:g} after a step of NaN")
-    fault = all(math.isnan(weight) == (stage == 0) for (stage, _), weight in measured.items())
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+def main() -> dict[str, str]:
+    """Measure on each stage, with clipping and without."""
+    return tell(
+        {
+            f"ZeRO {stage}{' with clipping' if clip else ''}": partial(weight_after_nan, stage, clip)
+            for stage in range(4)
+            for clip in (0.0, 1.0)
+        },
+        said=lambda weight: f"the weight is {weight:g} after a step of NaN; right is a number",
+        right=math.isfinite,
+        fault=math.isnan,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

@@ -8,10 +8,12 @@ too small, the update too large, and other on each rank. One rank alone shows no
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
 
 
@@ -50,14 +52,15 @@ def clipped(stage: int) -> float:
     return float(weights.norm())
 
 
-def main() -> bool:
-    """Measure; return whether the update is longer than it is clipped to."""
-    norm = clipped(1)
-    print(f"ZeRO 1, fp32 accumulation: an update that is clipped to 1 has the norm {norm:.3g}")
-    fault = norm > 1.02  # bf16 has 8 bits
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+def main() -> dict[str, str]:
+    """Measure."""
+    return tell(
+        {"ZeRO 1 in bf16 with fp32 accumulation": partial(clipped, 1)},
+        said=lambda norm: f"an update that is clipped to 1 has the norm {norm:.3g}",
+        right=lambda norm: abs(norm - 1) < 0.02,  # bf16 has 8 bits
+        fault=lambda norm: norm > 1.02,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

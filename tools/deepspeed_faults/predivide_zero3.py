@@ -8,13 +8,15 @@ ranks. (With reduce_scatter on, ZeRO 3 refuses the key.)
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
+from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
 
 
-def update(stage: int, factor: float, ranks: int) -> float:
+def update(stage: int, factor: float) -> float:
     """Return the update of one step on a gradient that is 1 on every rank."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -35,21 +37,21 @@ def update(stage: int, factor: float, ranks: int) -> float:
     return moved
 
 
-def main() -> bool:
-    """Take a step on each stage; return whether ZeRO 3 divides twice. Needs two ranks or more."""
+def main() -> dict[str, str]:
+    """Take a step on each stage. Needs two ranks or more."""
     deepspeed.init_distributed()
     ranks = deepspeed.comm.get_world_size()
-    updates = {
-        (stage, factor): update(stage, factor, ranks) for stage in range(4) for factor in (1.0, ranks, 2.0 * ranks)
-    }
-    for (stage, factor), moved in updates.items():
-        print(
-            f"ZeRO {stage}, gradient_predivide_factor {factor:g} on {ranks} ranks: the update is {moved:g}, right is 1"
-        )
-    fault = updates[3, ranks] == 1 / ranks != 1
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+    return tell(
+        {
+            f"ZeRO {stage}, factor {name}": partial(update, stage, factor)
+            for stage in range(4)
+            for name, factor in (("1", 1.0), ("ranks", float(ranks)), ("2 ranks", 2.0 * ranks))
+        },
+        said=lambda moved: f"the update is {moved:g} on {ranks} ranks, right is 1",
+        right=lambda moved: moved == 1,
+        fault=lambda moved: moved == 1 / ranks,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

@@ -7,9 +7,11 @@ order (stage_1_and_2.py, _link_all_hp_params). Training itself is right.
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
+from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -31,16 +33,20 @@ def distance(stage: int, round_robin: bool) -> float:
     return max((full.to(weight.device) - weight).abs().max().item() for full, weight in pairs)
 
 
-def main() -> bool:
-    """Compare on both stages, without and with round robin; return whether the second differs. Needs two ranks."""
+def main() -> dict[str, str]:
+    """Compare on both stages, without and with round robin. Needs two ranks."""
     deepspeed.init_distributed()
-    distances = {(stage, switch): distance(stage, switch) for stage in (1, 2) for switch in (False, True)}
-    for (stage, switch), off in distances.items():
-        print(f"ZeRO {stage}, round_robin_gradients {switch}: off by {off:g}, right is 0")
-    fault = all((off > 0) == switch for (_, switch), off in distances.items())
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+    return tell(
+        {
+            f"ZeRO {stage}{' with round_robin_gradients' if switch else ''}": partial(distance, stage, switch)
+            for stage in (1, 2)
+            for switch in (False, True)
+        },
+        said=lambda off: f"off by {off:g}, right is 0",
+        right=lambda off: off == 0,
+        fault=lambda off: off > 0,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

@@ -8,9 +8,11 @@ same.
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
+from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
 
 
@@ -43,15 +45,15 @@ def steps(stage: int) -> list[float]:
     return moved
 
 
-def main() -> bool:
-    """Change the batch size after a step on each stage; return whether the steps after it are wrong."""
-    measured = [steps(stage) for stage in range(4)]
-    for stage, moved in enumerate(measured):
-        print(f"ZeRO {stage}: updates {moved}, each a mean of gradients that are 1; right is 1.0 for all")
-    fault = all(any(size != 1 for size in moved) for moved in measured)
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+def main() -> dict[str, str]:
+    """Change the batch size after a step on each stage."""
+    return tell(
+        {f"ZeRO {stage}": partial(steps, stage) for stage in range(4)},
+        said=lambda moved: f"updates {moved}, each a mean of gradients that are 1; right is 1.0 for all",
+        right=lambda moved: set(moved) == {1.0},
+        fault=lambda moved: True,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

@@ -7,9 +7,11 @@ is thrown away. The norm is right, so dense gradients beside it are clipped by i
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
+from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
 
 LIMIT = 0.5
@@ -34,14 +36,15 @@ def moved(sparse: bool) -> float:
     return before - after
 
 
-def main() -> bool:
-    """Step by a dense and by a sparse gradient; return whether the sparse one alone is not clipped."""
-    dense, sparse = moved(sparse=False), moved(sparse=True)
-    print(f"a gradient of 2, clipped to {LIMIT}: dense moves the weight by {dense:.6f}, sparse by {sparse:.6f}")
-    fault = abs(dense - LIMIT) < 1e-5 and abs(sparse - 2) < 1e-5
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+def main() -> dict[str, str]:
+    """Step by a dense and by a sparse gradient."""
+    return tell(
+        {"ZeRO 0, a dense gradient": partial(moved, False), "ZeRO 0, a sparse gradient": partial(moved, True)},
+        said=lambda moves: f"a gradient of 2, clipped to {LIMIT}, moves the weight by {moves:.6f}",
+        right=lambda moves: abs(moves - LIMIT) < 1e-5,
+        fault=lambda moves: abs(moves - 2) < 1e-5,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

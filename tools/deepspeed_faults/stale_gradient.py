@@ -8,9 +8,11 @@ clears the buffers of parameters that were left out: a model with branches train
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
+from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
 
 
@@ -49,21 +51,21 @@ def moves(stage: int, offload: bool) -> list[float]:
     return [places[1] - places[0], places[2] - places[1]]
 
 
-def main() -> bool:
-    """Take two steps on each stage; return whether ZeRO 3 moves what the second does not use."""
-    measured = {
-        (stage, offload): moves(stage, offload) for stage in range(4) for offload in (False, True)[: 1 + (stage > 0)]
-    }
-    for (stage, offload), (used, unused) in measured.items():
-        where = f"ZeRO {stage}{' with CPU offload' if offload else ''}"
-        print(
-            f"{where}: moves by {used:g} in the step that uses it, {unused:g} in the one that does not; "
-            "right is 1 and 0"
-        )
-    fault = measured[3, False] == [1, 1]
-    print("FAULT" if fault else "fixed in this version")
-    return fault
+def main() -> dict[str, str]:
+    """Take two steps on each stage."""
+    return tell(
+        {
+            f"ZeRO {stage}{' with CPU offload' if offload else ''}": partial(moves, stage, offload)
+            for stage in range(4)
+            for offload in (False, True)[: 1 + (stage > 0)]
+        },
+        said=lambda found: (
+            f"moves by {found[0]:g} in the step that uses it, {found[1]:g} in the one that does not; right is 1 and 0"
+        ),
+        right=lambda found: found == [1, 0],
+        fault=lambda found: found == [1, 1],
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(exit_code(main()))

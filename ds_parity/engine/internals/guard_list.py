@@ -305,7 +305,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "deepspeed.utils.tensor_fragment:",
         "",
-        "internals/all_weights.py",
+        "../all_weights.py",
         "master weights are assembled on ZeRO 1 to 3 and in bf16, on every rank, and are None elsewhere",
         (
             "def safe_get_full_fp32_param(param):",

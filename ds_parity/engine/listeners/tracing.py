@@ -16,8 +16,8 @@ from torch import nn
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.ranks.agreement import Asked
 from ds_parity.engine.record.finished import Finished
-from ds_parity.engine.record.sketches import start_of
 from ds_parity.errors import TraceError
+from ds_parity.sketches import start_of
 from ds_parity.trace import Header, Start, TraceWriter, end_of_step, read_header
 from ds_parity.trace.heading import header
 

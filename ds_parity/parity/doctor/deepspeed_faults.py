@@ -1,20 +1,17 @@
 """Faults of DeepSpeed itself: which configurations meet them, on which versions they were seen, and the way out.
 
-A script in tools/deepspeed_faults shows each, and tests/parity/test_doctor_faults.py checks that there is one for each
-script. Those by number have DeepSpeed's issue in place of a script. A version is only ever said to have a fault where
-it was seen, or where DeepSpeed's issue says so.
+A script in tools/deepspeed_faults shows each, and tests/parity/test_doctor_faults.py checks that there is one. On which
+versions they are there was measured (`measured.py`). A version is only ever said to have a fault where it was measured,
+or where DeepSpeed's issue says so.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ds_parity.parity.doctor.measured import FAULT, RIGHT, measured, numbers, of_places
 from ds_parity.parity.doctor.reading import Reading
-
-# What tools/deepspeed_faults/README.md says of all its scripts but the one that names its own.
-_RUN = ("0.19.0", "0.19.3", "0.19.8")
 
 
 @dataclass(frozen=True)
@@ -27,9 +24,10 @@ class DeepSpeedFault:
         way_out: what to change for a bare DeepSpeed.
         met: whether a configuration meets it.
         only_if: what else it needs, of the loop or of the model; "" where the configuration is enough.
-        seen: versions on which it was seen.
-        between: first and last version on which it was seen or that DeepSpeed's issue names, both included.
+        script: the script that shows it, where its name is another one.
+        between: first and last version that DeepSpeed's issue names, both included.
         kept_from: whether `ds_parity.initialize` corrects it, avoids it, or refuses what leads to it.
+        raises: it is an error that DeepSpeed raises, in place of a wrong number.
     """
 
     name: str
@@ -37,21 +35,42 @@ class DeepSpeedFault:
     way_out: str
     met: Callable[[Reading], bool]
     only_if: str = ""
-    seen: tuple[str, ...] = _RUN
+    script: str = ""
     between: tuple[str, str] | None = None
     kept_from: bool = True
+    raises: bool = False
 
-    def on(self, version: str) -> bool | None:
-        """Return whether a version has the fault; None where nobody has tried."""
+    @property
+    def path(self) -> str:
+        """Where its script is in the repository of ds_parity."""
+        return f"tools/deepspeed_faults/{self.script or self.name}.py"
+
+    def on(self, version: str, reading: Reading) -> bool | None:
+        """Return whether a version has the fault where a configuration meets it; None where that is not known."""
+        outcomes = self.outcomes(version, reading)
         if self.between is not None:
             first, last = map(numbers, self.between)
-            return first <= numbers(version) <= last
-        return True if version in self.seen else None
+            # What is wrong in the same place on other versions is another fault.
+            if outcomes is None or not first <= numbers(version) <= last:
+                return first <= numbers(version) <= last
+        if outcomes is None:
+            return None
+        errors = any(outcome.startswith("error:") for outcome in outcomes)
+        if self.raises:
+            return errors
+        if FAULT in outcomes:
+            return True
+        absent = all(outcome == RIGHT or outcome.startswith("not there:") for outcome in outcomes)
+        return False if absent or self.script else None
 
+    def outcomes(self, version: str, reading: Reading) -> list[str] | None:
+        """Return what was measured on a version where a configuration meets the fault; None where nothing was."""
+        places = measured().get(version, {}).get(self.script or self.name)
+        return None if places is None else of_places(places, reading)
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version; a build's suffix counts as the release that it belongs to."""
-    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0]))
+    def seen(self, reading: Reading) -> list[str]:
+        """Return the versions that were measured and have it where a configuration meets it."""
+        return [version for version in measured() if self.on(version, reading)]
 
 
 SEVERAL_PASSES = "a step has several passes"
@@ -196,6 +215,14 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the loop freezes or unfreezes parameters after the start",
     ),
     DeepSpeedFault(
+        "frozen_still_moves",
+        "a parameter that was frozen after it was trained goes on moving, by momentum, Adam's moments or weight decay",
+        "freeze before the engine is built, or give it a parameter group of its own, and set the group's lr to 0",
+        lambda c: c.stage > 0 or c.bf16 or c.fp16,
+        "the loop freezes parameters after the start",
+        kept_from=False,
+    ),
+    DeepSpeedFault(
         "module_only_zero3",
         "nothing is loaded, and no error shows",
         "load without load_module_only",
@@ -236,8 +263,15 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "weights whose gradient has always been 0 (embedding rows of unseen tokens) move in every step",
         "use AdamW, or Lion without CPU offload",
         lambda c: c.optimizer == "lion" and c.offloads,
-        seen=("0.19.8",),
         kept_from=False,
+    ),
+    DeepSpeedFault(
+        "several_passes",
+        "a plain training loop raises an error",
+        "use DeepSpeed 0.19.8, or an older torch",
+        lambda c: True,
+        kept_from=False,
+        raises=True,
     ),
     DeepSpeedFault(
         "DeepSpeed #7967",
@@ -245,6 +279,7 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "use DeepSpeed 0.19.8, or leave CPU offload out",
         lambda c: c.offloads and c.stage in (1, 2),
         SEVERAL_PASSES,
+        script="several_passes",
         between=("0.16", "0.18.9"),
     ),
     DeepSpeedFault(
@@ -252,22 +287,24 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the last micro-batch of a step is not reduced between ranks",
         "use DeepSpeed 0.19.8, or accumulate in bf16",
         lambda c: c.stage == 1 and c.sums_in_fp32,
+        script="several_passes",
         between=("0.18.6", "0.18.10"),
     ),
     DeepSpeedFault(
         "DeepSpeed #7839",
-        "accumulated gradients are wrong in bf16 on ZeRO 0",
-        "use DeepSpeed 0.19.8, or ZeRO 1",
-        lambda c: c.bf16 and c.stage == 0,
-        SEVERAL_PASSES,
+        "bf16 is stepped with fp16's loss scale, by which no loss was multiplied: updates are 65536 times too small",
+        "use DeepSpeed 0.18.6 or newer, or ZeRO 1 without fp32 accumulation",
+        lambda c: (c.bf16 and c.stage == 0) or (c.stage == 1 and c.sums_in_fp32),
+        script="several_passes",
         between=("0.18.4", "0.18.5"),
     ),
     DeepSpeedFault(
         "DeepSpeed #7718",
         "the gradient that ZeRO 2 accumulates is wrong",
-        "use DeepSpeed 0.18.4 or newer",
+        "use DeepSpeed 0.18.4 or newer, or ZeRO 1 or 3",
         lambda c: c.stage == 2,
         SEVERAL_PASSES,
+        script="several_passes",
         between=("0.17.6", "0.17.6"),
     ),
 )

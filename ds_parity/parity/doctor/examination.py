@@ -12,8 +12,9 @@ from typing import Any
 from ds_parity._version import __version__
 from ds_parity.config.settings import PASSES, SECTION
 from ds_parity.parity.doctor import asking, machine
-from ds_parity.parity.doctor.deepspeed_faults import FAULTS, SEVERAL_PASSES, DeepSpeedFault, numbers
+from ds_parity.parity.doctor.deepspeed_faults import FAULTS, SEVERAL_PASSES, DeepSpeedFault
 from ds_parity.parity.doctor.findings import Finding, State
+from ds_parity.parity.doctor.measured import numbers, plain_version, torch_of
 from ds_parity.parity.doctor.reading import Reading
 
 # What DeepSpeed's engines compile, by what asks for it; other accelerators than a CPU bring their collectives along.
@@ -92,7 +93,8 @@ def examine(
         progress(2, "compiling DeepSpeed's operators")
         found += _built(found, operators(config or {}, facts["accelerator"]), environment)
     progress(3, "DeepSpeed's faults")
-    faults = () if config is None else tuple(met(config, facts.get("deepspeed") or versions["deepspeed"]))
+    there = facts.get("deepspeed") or versions["deepspeed"]
+    faults = () if config is None else tuple(met(config, there, versions["torch"]))
     return Examination(tuple(found), faults)
 
 
@@ -116,35 +118,62 @@ def operators(config: Mapping[str, Any], accelerator: str) -> list[str]:
     return names
 
 
-def met(config: Mapping[str, Any], version: str | None) -> Iterator[Finding]:
+def met(config: Mapping[str, Any], version: str | None, torch: str | None = None) -> Iterator[Finding]:
     """Yield the known faults of DeepSpeed that a configuration meets.
 
     Args:
         config: extended or plain.
         version: of DeepSpeed; None where there is none.
+        torch: its version; None where there is none. Errors that DeepSpeed raises depend on it.
     """
     readings = (Reading(config), Reading(config, filled_in=True))
     for fault in FAULTS:
         certain, possible = all(map(fault.met, readings)), any(map(fault.met, readings))
-        there = None if version is None else fault.on(version)
-        if possible and there is not False:
-            yield _finding(fault, certain, there, version, readings[0])
+        if not possible:
+            continue
+        # What "auto" becomes decides where it is met, too.
+        read = next(reading for reading in readings if fault.met(reading))
+        there = None if version is None else fault.on(plain_version(version), read)
+        if there is not False and not (fault.raises and there is None):
+            yield _finding(fault, certain, there, version, read, torch)
 
 
-def _finding(fault: DeepSpeedFault, certain: bool, there: bool | None, version: str | None, read: Reading) -> Finding:
+def _finding(
+    fault: DeepSpeedFault, certain: bool, there: bool | None, version: str | None, read: Reading, torch: str | None
+) -> Finding:
     needs = [] if certain else ['what fills in "auto" switches it on']
     if fault.only_if and not (fault.only_if == SEVERAL_PASSES and read.accumulates):
         needs.append(fault.only_if)
+    if fault.raises and plain_version(torch or "") != torch_of(plain_version(version or "")):
+        needs.append(f"it does so with this torch as with torch {torch_of(plain_version(version or ''))}")
     condition = f"if {' and '.join(needs)}: " if needs else ""
     said = f"{condition}{fault.effect}"
     if _has_ds_parity(read) and fault.kept_from and there and numbers(version or "0") >= _SUPPORTED:
-        return Finding(fault.name, State.FINE, f"{said}; ds_parity.initialize corrects, avoids or refuses it")
+        said += "; ds_parity.initialize corrects, avoids or refuses it"
+        return Finding(fault.name, State.FINE, said, script=fault.path)
     state = State.PERHAPS if needs else State.BITES
+    if fault.raises:
+        said += f" ({_raised(fault, version or '', read)})"
     if there is None:
-        said += f" (not tried on DeepSpeed {version or '(none)'}; seen on {', '.join(fault.seen)})"
+        said += f" ({_untold(fault, version, read)})"
         # Nobody knows whether it bites: a script says so in a minute.
         state = State.PERHAPS if needs else State.UNKNOWN
-    return Finding(fault.name, state, said, fault.way_out)
+    return Finding(fault.name, state, said, fault.way_out, fault.path)
+
+
+def _raised(fault: DeepSpeedFault, version: str, read: Reading) -> str:
+    outcomes = fault.outcomes(plain_version(version), read) or []
+    return next(one.removeprefix("error: ") for one in outcomes if one.startswith("error:"))
+
+
+def _untold(fault: DeepSpeedFault, version: str | None, read: Reading) -> str:
+    """Say why it is not known whether a version has a fault, and where it was seen."""
+    outcomes = None if version is None else fault.outcomes(plain_version(version), read)
+    seen = f"; seen on {', '.join(fault.seen(read)) or 'no version there'}"
+    if outcomes is None:
+        return f"not tried on DeepSpeed {version or '(none)'}{seen}"
+    other = next(one for one in outcomes if one != "right")
+    return f"on DeepSpeed {version} its script ends with {other}{seen}"
 
 
 def _has_ds_parity(read: Reading) -> bool:

@@ -31,9 +31,11 @@ class Finding:
         state: how it stands.
         said: what was found, one sentence.
         way_out: what to do; "" where there is nothing to do.
+        script: the script that shows it, for a fault of DeepSpeed; "" for anything else.
     """
 
     name: str
     state: State
     said: str
     way_out: str = ""
+    script: str = ""

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import torch_autocast
+
+try:
+    from deepspeed.runtime import torch_autocast
+except ImportError:  # up to 0.16 DeepSpeed has none, and there is nothing to forget
+    torch_autocast = None
 
 _EMULATED = ", fp16 computed by torch although DeepSpeed says that this processor can't"
 
@@ -53,5 +57,6 @@ def forget_autocast() -> None:
     The first such engine sets two module globals, and nothing clears them: every later ZeRO engine would take them for
     its own setting, and scale its losses after an fp16 one. Call this before each engine where many share a process.
     """
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    torch_autocast.TORCH_AUTOCAST_DTYPE = None
+    if torch_autocast is not None:
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+        torch_autocast.TORCH_AUTOCAST_DTYPE = None

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_parity.engine.record.sketches import start_of
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.scenario import Scenario
+from ds_parity.sketches import start_of
 from ds_parity.trace import Start, StepRecord, TraceWriter
 from ds_parity.trace.heading import header
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ds_parity.config import Settings, parse
+from ds_parity.config import Settings, parse, refuse_misspelt
 from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.rollouts import informative, line_turns, load_rollouts, shorten
@@ -112,6 +112,8 @@ class Scenario:
     train: str | None = None
 
     def __post_init__(self) -> None:
+        # Every command that starts ranks makes a scenario first, and none may judge a key that DeepSpeed ignores.
+        refuse_misspelt(self.config)
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"scenario {self.name!r}: {name} is {getattr(self, name)!r}, it must be in {known}")

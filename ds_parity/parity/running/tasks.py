@@ -27,6 +27,7 @@ _ENGINES = {
     "ds_parity": f"{_SUBJECTS}.candidate:run",
     "deepspeed": f"{_SUBJECTS}.references.fixed:run_with_fixed_steps",
     "deepspeed-loop": f"{_SUBJECTS}.references.hand_driven:drive_by_hand",
+    "bare": f"{_SUBJECTS}.references.hand_driven:drive_bare",
     "torch": f"{_SUBJECTS}.references.alone:train_alone",
     "clean": f"{_SUBJECTS}.controls.loop:Loop.run",
 }

@@ -7,8 +7,8 @@ import hashlib
 import torch
 from torch import nn
 
-from ds_parity.engine.internals.all_weights import every_stored, every_weight
-from ds_parity.engine.record.sketches import sketch_of
+from ds_parity.all_weights import every_stored, every_weight
+from ds_parity.sketches import sketch_of
 from ds_parity.trace import Weights
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (the name by which torch's own documentation calls it)
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -36,6 +35,9 @@ def placed(scenario: Scenario) -> tuple[nn.Module, Any]:
 
 @cache
 def _mpu(size: int) -> Any:
+    # Where it is used: DeepSpeed up to 0.16 has no such groups, and all other scenarios run there.
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
     parallel_state_sp.initialize_sequence_parallel(size)
     return parallel_state_sp
 

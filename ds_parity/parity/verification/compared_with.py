@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_parity.config import refuse_misspelt
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.running.layouts import cut_by
@@ -29,6 +28,10 @@ _NOT_WHOLE = {
     "weight": "there each micro-batch brings a weight of its own, and a whole window has none",
     "divided": "there the function itself divides by a total, which a whole window has another one of",
 }
+
+
+# What runs a scenario where bare DeepSpeed itself is judged: the loop by hand, and its own fixed accumulation.
+BARE = {"ragged": "bare", "uniform": "deepspeed"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,6 @@ def scenarios(
         ConfigError: the configuration can't be run at all, misspells a key of DeepSpeed's, or can't be run
             against any of the references that are asked for.
     """
-    refuse_misspelt(config)
     for name in against:
         if name not in TIERS:
             raise ConfigError(f"--against is {name!r}: it must be one of {', '.join(TIERS)}")
@@ -70,6 +72,27 @@ def scenarios(
         if not wanted:
             raise ConfigError(f"nothing is left to compare: {'; '.join(map(str, left_out))}")
     return wanted, left_out
+
+
+def of_bare(
+    config: dict[str, Any], ranks: int, **options: Any
+) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[LeftOut]]:
+    """Return the same where bare DeepSpeed is judged: every scenario against plain torch alone.
+
+    Args:
+        config: extended configuration.
+        ranks: processes to start.
+        options: of `Scenario`.
+
+    Raises:
+        ConfigError: the configuration can't be run, or plain torch can't run its training function.
+    """
+    wanted, left_out = _possible(without_outputs(config), ranks, True, **options)
+    judged: list[tuple[Scenario, tuple[str, ...]]] = []
+    judged += [(scenario, ("torch",)) for scenario, named in wanted if "torch" in named or scenario.name == "uniform"]
+    if not judged:
+        raise ConfigError(f"nothing is left to compare bare DeepSpeed with: {'; '.join(map(str, left_out))}")
+    return judged, [one for one in left_out if one.reference == "torch"]
 
 
 def _possible(

@@ -14,7 +14,7 @@ from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.policies import refuse_unknown_model
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.parity.verification.compared_with import TIERS, LeftOut, scenarios
+from ds_parity.parity.verification.compared_with import BARE, TIERS, LeftOut, of_bare, scenarios
 from ds_parity.trace import Trace, read_trace
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "call",
     "calls",
     "judge",
+    "of_bare",
     "outcome",
     "scenarios",
     "title",
@@ -64,11 +65,13 @@ class Verification:
         outcomes: the comparisons.
         left_out: comparisons that could not be made.
         accelerator: what the engines ran on.
+        bare: bare DeepSpeed was judged, and not ds_parity.
     """
 
     outcomes: tuple[Outcome, ...]
     left_out: tuple[LeftOut, ...]
     accelerator: str
+    bare: bool = False
 
     @property
     def equal(self) -> bool:
@@ -88,6 +91,8 @@ class Verification:
             return "every step is equal" if self.equal else "the runs differ"
         function = trains[0].scenario.train
         by_reference = {outcome.reference: outcome.comparison.equal for outcome in trains}
+        if self.bare and not self.equal:
+            return f"the runs differ: this DeepSpeed, or the loss of {function}, is wrong"
         if self.equal and "torch" in by_reference:
             return f"every step is equal; {function} ran on whole windows in plain torch too, so its loss was judged"
         if self.equal:
@@ -122,11 +127,18 @@ def call(scenario: Scenario, engine: str, folder: Path) -> Call:
     return Call(title(scenario, engine), _RUN_SCENARIO, arguments)
 
 
-def calls(runs: list[tuple[Scenario, tuple[str, ...]]], folder: Path) -> tuple[Call, ...]:
+def calls(runs: list[tuple[Scenario, tuple[str, ...]]], folder: Path, *, bare: bool = False) -> tuple[Call, ...]:
     """Return the calls that leave the traces of `runs` in `folder`."""
     return tuple(
-        call(scenario, engine, folder) for scenario, references in runs for engine in (*references, "ds_parity")
+        call(scenario, engine, folder)
+        for scenario, references in runs
+        for engine in (*references, candidate_of(scenario, bare))
     )
+
+
+def candidate_of(scenario: Scenario, bare: bool) -> str:
+    """Return the name of the engine under test of a scenario."""
+    return BARE[scenario.name] if bare else "ds_parity"
 
 
 def verify(
@@ -137,6 +149,7 @@ def verify(
     timeout: float = 600.0,
     progress: Progress = lambda done, title: None,
     import_from: tuple[str, ...] = (),
+    bare: bool = False,
     **options: Any,
 ) -> Verification:
     """Run the references and the engine under test, and compare their traces, which stay in `folder`.
@@ -148,6 +161,8 @@ def verify(
         timeout: seconds for all of it.
         progress: called with the number of runs that have finished, and the title of the one under way.
         import_from: folders in which ranks look up functions beside the installed packages.
+        bare: judge bare DeepSpeed, driven by hand and by its own fixed accumulation, against plain torch. It needs
+            nothing of ds_parity's engine, and so any DeepSpeed from 0.16 on.
         options: `against` (see `scenarios`), and those of `Scenario` (windows, seed, model, rollouts, tokenizer,
             max_tokens, train).
 
@@ -155,29 +170,38 @@ def verify(
         ConfigError: the configuration can't be run.
         HarnessError: a rank failed, such as over a model that can't be compared, or time ran out.
     """
-    runs, left_out = scenarios(config, ranks, **options)
+    runs, left_out = (of_bare if bare else scenarios)(config, ranks, **options)
     scenario = runs[-1][0]
     refuse_unknown_model(scenario.model, import_from)
     if scenario.train:
         refuse_unknown(scenario.train, import_from)
     folder = folder.resolve()
-    first, *others = calls(runs, folder)
+    first, *others = calls(runs, folder, bare=bare)
     # The model is looked at before anything trains.
     steps = (replace(first, function=_INSPECT_AND_RUN), *others)
     ran = run_job(Job(steps, folder / "ranks", ranks, timeout, import_from=import_from), progress)
-    return judge(runs, left_out, folder, ran[0]["accelerator"])
+    return judge(runs, left_out, folder, ran[0]["accelerator"], bare=bare)
 
 
 def judge(
-    runs: Iterable[tuple[Scenario, tuple[str, ...]]], left_out: Iterable[LeftOut], folder: Path, accelerator: str
+    runs: Iterable[tuple[Scenario, tuple[str, ...]]],
+    left_out: Iterable[LeftOut],
+    folder: Path,
+    accelerator: str,
+    *,
+    bare: bool = False,
 ) -> Verification:
     """Compare the traces that lie in `folder` once the ranks have run.
 
     Raises:
         TraceError: one of them is missing or can't be read.
     """
-    outcomes = (outcome(scenario, reference, folder) for scenario, references in runs for reference in references)
-    return Verification(tuple(outcomes), tuple(left_out), accelerator)
+    outcomes = (
+        outcome(scenario, reference, folder, candidate_of(scenario, bare))
+        for scenario, references in runs
+        for reference in references
+    )
+    return Verification(tuple(outcomes), tuple(left_out), accelerator, bare)
 
 
 def outcome(scenario: Scenario, reference: str, folder: Path, candidate: str = "ds_parity") -> Outcome:

@@ -7,6 +7,7 @@ the division, the boundary, the correction and the scheduler's position are writ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import wrapt
@@ -37,7 +38,19 @@ from ds_parity.planning.rollout import MicroBatch
 
 def drive_by_hand(scenario: Scenario, record: Record) -> Any:
     """Run the scenario with `set_gradient_accumulation_boundary` before every backward."""
-    loop = HandDriven(scenario, record)
+    return _driven(HandDriven(scenario, record))
+
+
+def drive_bare(scenario: Scenario, record: Record) -> Any:
+    """Run the same loop without any correction: every loss is divided by the actual total, and DeepSpeed does the rest.
+
+    This is no reference. It is what judges a DeepSpeed itself, of any version from 0.16 on.
+    """
+    return _driven(HandDriven(scenario, record, corrects=False))
+
+
+def _driven(loop: HandDriven) -> Any:
+    scenario = loop.scenario
     if scenario.train is not None:
         engine = TrainableEngine(loop)
         resolve(scenario.train)(engine, engine.passes())
@@ -51,13 +64,20 @@ def drive_by_hand(scenario: Scenario, record: Record) -> Any:
 class HandDriven:
     """The passes of one rank, one after the other.
 
+    Args:
+        scenario: what it runs.
+        record: called with every step.
+        corrects: what DeepSpeed gets wrong is put right, and windows whose total was estimated are corrected.
+
     Attributes:
+        scenario: what it runs.
         engine: the bare engine.
         passes: how many there are.
     """
 
-    def __init__(self, scenario: Scenario, record: Record) -> None:
-        self._scenario, self._settings, self._record = scenario, scenario.settings, record
+    def __init__(self, scenario: Scenario, record: Record, *, corrects: bool = True) -> None:
+        self.scenario, self._settings, self._record = scenario, scenario.settings, record
+        self._corrects = corrects
         self.engine = initialize(scenario)
         begin(record, self.engine.module)
         batches = scenario.batches()
@@ -65,8 +85,10 @@ class HandDriven:
         self.passes = len(batches)
         self._idle, self._notes = stand_in(scenario), StepNotes(self.engine, scenario, batches)
         self._by_hand = _take_scheduler(self.engine) if self._settings.lr_progress == "rollout" else None
-        ahead = _looks_ahead(scenario)
+        ahead = corrects and _looks_ahead(scenario)
         windows = windows_of(batches, self._settings, lookahead=ahead)
+        if not corrects:
+            windows = [replace(window, expected=window.total) for window in windows]
         # With a shorter look-ahead ds_parity divides by an estimate, which is not written out here.
         lookahead = self._settings.lookahead
         if ahead and not self._settings.by_caller and lookahead != "window" and _longest(windows) > lookahead:
@@ -84,7 +106,29 @@ class HandDriven:
         _, window = self._windows[index]
         # Before the backward: ZeRO 0 and 1 reduce in it, and only at a boundary. A window without weight has none.
         self.engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
-        _backward(self.engine, loss, self._own[index], window, self._scenario, self._notes)
+        self._backward(loss, self._own[index], window)
+
+    def _backward(self, loss: Any, batch: MicroBatch, window: PlannedWindow) -> None:
+        engine, settings, notes = self.engine, self._settings, self._notes
+        units = weighs(batch, settings)
+        if units == 0:
+            silent = loss if settings.terms is None else sum(loss.values())
+            engine.backward(silent * 0.0, scale_wrt_gas=False)
+            return
+        if settings.terms is not None:
+            divided = _of_terms(loss, batch, window, settings, notes) * _averaged_over(engine, self.scenario)
+        else:
+            if window.divided_by is not None:
+                # The caller divides, and what goes in is what the step's loss is made of.
+                loss = loss * given_share(batch, window)
+            notes.add(loss, units)
+            averaged = _averaged_over(engine, self.scenario)
+            share = averaged if settings.loss_reduction == "sum" else averaged * units
+            divided = loss / (window.expected / share)
+        scale = missing_loss_scale(engine) if self._corrects else None
+        if scale is not None:
+            divided = divided.float() * scale
+        engine.backward(divided, scale_wrt_gas=False)
 
     def step(self, index: int) -> None:
         """End a pass; at the boundary update, move the scheduler and write down."""
@@ -94,12 +138,12 @@ class HandDriven:
             return
         # The LR of a step is the one before its scheduler moves.
         lr = self.engine.get_lr()
-        norm, applied = _step(self.engine, window)
+        norm, applied = _step(self.engine, window, self._corrects)
         # After the step, as DeepSpeed moves its scheduler, and not where the step was skipped.
         if self._by_hand is not None:
             self._by_hand.advance(window.progress, applied)
         line = self._notes.record(number, window, lr, norm, applied)
-        if self._scenario.train is not None:
+        if self.scenario.train is not None:
             # A training function records metrics of its own, which this reference does not know.
             line = line.model_copy(update={"metrics": {}})
         self._record(line, self.engine.module)
@@ -156,31 +200,6 @@ def _looks_ahead(scenario: Scenario) -> bool:
     return scenario.settings.lookahead != 0 and scenario.drive == "passes"
 
 
-def _backward(
-    engine: Any, loss: Any, batch: MicroBatch, window: PlannedWindow, scenario: Scenario, notes: StepNotes
-) -> None:
-    settings = scenario.settings
-    units = weighs(batch, settings)
-    if units == 0:
-        silent = loss if settings.terms is None else sum(loss.values())
-        engine.backward(silent * 0.0, scale_wrt_gas=False)
-        return
-    if settings.terms is not None:
-        divided = _of_terms(loss, batch, window, settings, notes) * _averaged_over(engine, scenario)
-    else:
-        if window.divided_by is not None:
-            # The caller divides, and what goes in is what the step's loss is made of.
-            loss = loss * given_share(batch, window)
-        notes.add(loss, units)
-        averaged = _averaged_over(engine, scenario)
-        share = averaged if settings.loss_reduction == "sum" else averaged * units
-        divided = loss / (window.expected / share)
-    scale = missing_loss_scale(engine)
-    if scale is not None:
-        divided = divided.float() * scale
-    engine.backward(divided, scale_wrt_gas=False)
-
-
 def _averaged_over(engine: Any, scenario: Scenario) -> float:
     averaged: float = scenario.ranks if averages_over_ranks(engine) else 1
     if engine.zero_optimization_stage() < 3:
@@ -214,13 +233,13 @@ def _take_scheduler(engine: Any) -> ByHand | None:
     return None if scheduler is None else ByHand(scheduler)
 
 
-def _step(engine: Any, window: PlannedWindow) -> tuple[Any, bool]:
+def _step(engine: Any, window: PlannedWindow, corrects: bool) -> tuple[Any, bool]:
     if window.total == 0:
         engine.step()
         return None, False
     # fp16: a scale that grows in this step must not reach the gradients, which were scaled by the old one, and clipping
     # must not act on scaled ones.
-    if window.expected == window.total and not scales_losses(engine):
+    if not corrects or (window.expected == window.total and not scales_losses(engine)):
         engine.step()
         return engine.get_global_grad_norm(), engine.was_step_applied()
     return corrected_step(engine, window.expected, window.total), engine.was_step_applied()

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ds_parity.engine.record.sketches import WIDTH, sketch_of, start_of
 from ds_parity.parity.running.weights import summary
+from ds_parity.sketches import WIDTH, sketch_of, start_of
 
 
 def distance(a, b):

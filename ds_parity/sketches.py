@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from ds_parity.engine.internals.all_weights import every_weight
+from ds_parity.all_weights import every_weight
 from ds_parity.trace import Start
 
 WIDTH = 32

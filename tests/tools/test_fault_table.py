@@ -1,0 +1,105 @@
+"""How the faults of DeepSpeed are told, place by place, and kept, version by version."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tools import fault_table, page_tables
+
+
+@pytest.fixture
+def places():
+    spec = importlib.util.spec_from_file_location("_places", fault_table.SCRIPTS / "_places.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(places, *values):
+    """What comes out of places with these values; right is 1, and the fault is 2."""
+
+    def measure(value):
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    measures = {f"ZeRO {stage}": (lambda value=value: measure(value)) for stage, value in enumerate(values)}
+    return places.tell(measures, said=lambda value: f"it is {value}", right=lambda v: v == 1, fault=lambda v: v == 2)
+
+
+class TestPlaces:
+    def test_what_one_place_raises_does_not_end_the_others(self, places, capsys):
+        found = told(places, 1, RuntimeError("no\nstack"), 2, places.NotThere("too old"), 3)
+        assert list(found.values()) == [
+            "right", "error: RuntimeError: no", "fault", "not there: too old", "otherwise: it is 3",
+        ]  # fmt: skip
+        assert capsys.readouterr().out.splitlines()[-1] == "FAULT"
+        assert places.exit_code(found) == 0
+
+    def test_nan_is_neither_right_nor_the_fault(self, places):
+        assert told(places, float("nan"))["ZeRO 0"] == "otherwise: it is nan"
+
+    def test_a_version_without_the_fault_says_so(self, places, capsys):
+        assert places.exit_code(told(places, 1, 1)) == 1
+        assert capsys.readouterr().out.splitlines()[-1] == "right in this version"
+
+    def test_an_error_alone_is_not_right(self, places, capsys):
+        told(places, 1, ValueError("x"))
+        assert capsys.readouterr().out.splitlines()[-1] == "no FAULT, but error"
+
+
+class TestRanksThatEnd:
+    @pytest.fixture
+    def written(self, tmp_path):
+        def write(name, lines):
+            (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return tmp_path / name
+
+        return write
+
+    def test_the_place_that_ended_them_is_noted_and_the_rest_is_run_again(self, written):
+        path = written("told.jsonl", [["a", "ZeRO 0", "right"], ["b", "ZeRO 0", "right"], ["b", "ZeRO 1", None]])
+        assert fault_table._behind(path, ["a", "b", "c"], "they hang (log: /tmp/x/log.txt)") == ["b", "c"]
+        assert fault_table._read(path)["b"] == {"ZeRO 0": "right", "ZeRO 1": "error: the ranks ended: they hang"}
+
+    def test_what_another_rank_raised_is_the_reason(self, written):
+        path = written("told.jsonl", [["a", "ZeRO 0", None]])
+        written("told.jsonl.1", [["a", "ZeRO 0", "error: IndexError: list index out of range"]])
+        fault_table._behind(path, ["a"], "they hang")
+        assert fault_table._read(path)["a"]["ZeRO 0"].startswith("error: IndexError: list index out of range (on one")
+
+    def test_a_script_that_measured_nothing_is_not_run_for_ever(self, written):
+        path = written("told.jsonl", [])
+        assert fault_table._behind(path, ["a", "b"], "no module") == ["b"]
+
+
+class TestKeeping:
+    def test_versions_stand_in_their_order_and_scripts_too(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(fault_table, "PATH", tmp_path / "measured.json")
+        for version, name in (("0.19.10", "b"), ("0.19.8", "b"), ("0.19.8", "a")):
+            fault_table.keep(version, "2.13.0", {name: {"ZeRO 0": "right"}})
+        kept = json.loads((tmp_path / "measured.json").read_text())
+        assert list(kept["versions"]) == list(kept["torch"]) == ["0.19.8", "0.19.10"]
+        assert list(kept["versions"]["0.19.8"]) == ["a", "b"]
+
+    def test_a_script_is_run_again_over_what_was_kept(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(fault_table, "PATH", tmp_path / "measured.json")
+        for outcome in ("fault", "right"):
+            fault_table.keep("0.19.8", "2.13.0", {"a": {"ZeRO 0": outcome}})
+        assert fault_table.kept()["versions"]["0.19.8"]["a"] == {"ZeRO 0": "right"}
+
+
+@pytest.mark.parametrize(
+    ("places", "cell"),
+    [
+        ({}, "not run"),
+        ({"ZeRO 0": "right", "ZeRO 1": "right"}, "right"),
+        ({"ZeRO 0": "not there: x"}, "not there"),
+        ({"ZeRO 0": "right", "ZeRO 1": "fault"}, "**fault**"),
+        ({"ZeRO 0": "fault", "ZeRO 1": "fault"}, "**fault** [1]"),
+        ({"ZeRO 0": "right", "ZeRO 1": "error: RuntimeError: y"}, "other [1]"),
+    ],
+)
+def test_a_cell_is_a_word_and_a_note_where_places_differ_from_the_newest_version(places, cell):
+    assert page_tables._cell(places, ["ZeRO 1"], {}) == cell
