@@ -17,7 +17,7 @@ from ds_parity.errors import (
     TraceError,
     WindowError,
 )
-from ds_parity.planning import MicroBatch, Plan, PreferencePair, Rollout, by_turn, group_advantages, plan
+from ds_parity.planning import Cost, MicroBatch, Plan, PreferencePair, Rollout, by_turn, group_advantages, plan
 
 if TYPE_CHECKING:
     from ds_parity import losses
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "Cost",
     "DsParityError",
     "HarnessError",
     "MicroBatch",

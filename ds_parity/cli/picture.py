@@ -21,7 +21,8 @@ def figures(planned: Plan) -> dict[str, Any]:
 
     `computed`: tokens that micro-batches compute on, of which `padding` stand for nothing; `waited`: what ranks could
     have computed while they waited for the longest micro-batch of a pass; `busiest`: the most that a rank computes
-    beside the mean of all.
+    beside the mean of all. `waiting`: the share of the time in which ranks wait for each other, and `waiting_at_steps`
+    where they do so in the step alone, both by the plan's cost; None where it was made by tokens.
     """
     computed = sum(int(window.sizes.sum()) for window in planned.windows)
     filled = sum(int(planned.lengths[window.rollouts].sum()) for window in planned.windows)
@@ -39,6 +40,8 @@ def figures(planned: Plan) -> dict[str, Any]:
         "padding": computed - filled,
         "waited": sum(window.waited_tokens for window in planned.windows),
         "busiest": float(done.max() / done.mean()) if planned.windows else None,
+        "waiting": planned.waiting() if planned.cost else None,
+        "waiting_at_steps": planned.waiting(at_step=True) if planned.cost else None,
     }
 
 

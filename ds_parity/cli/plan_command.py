@@ -25,6 +25,13 @@ def plan(
     oversize: Annotated[
         str, typer.Option(help="what to do with longer rollouts: refuse them, or give each its own micro-batch (own)")
     ] = "refuse",
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            help="level the cost of ranks: PER_TOKEN,PER_SQUARE[,PER_PASS], or a model's config.json",
+            show_default=False,
+        ),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="folder for a picture of every window, up to 20", show_default=False)
     ] = None,
@@ -32,10 +39,12 @@ def plan(
 ) -> None:
     """Plan rollouts, and show their windows, passes and idle passes."""
     from ds_parity.cli import picture
+    from ds_parity.cli.cost_option import cost_of
     from ds_parity.parity.data.rollouts import load_rollouts
     from ds_parity.planning import plan as planned_for
 
     options: dict[str, Any] = {"count": count, "layout": layout, "oversize": oversize}
+    options["cost"] = None if cost is None else cost_of(cost)
     planned = planned_for(load_rollouts(rollouts), dp_world_size=ranks, target=target, max_tokens=max_tokens, **options)
     if not planned.windows:
         raise ConfigError(

@@ -15,6 +15,7 @@ from ds_parity.planning.rollout import PreferencePair, Rollout, Unit
 
 _MOST, _MOST_RANKS = 2**30, 2**20  # a greater number is a slip of the keyboard
 
+_PLAIN = (tuple, list, range)
 _CHOICES = {"count": ("rollout", "prompt"), "layout": ("packed", "padded"), "oversize": ("refuse", "own")}
 
 
@@ -52,6 +53,8 @@ def listed(rollouts: Iterable[Any]) -> list[Unit]:
         )
     units = list(rollouts)
     for index, unit in enumerate(units):
+        if type(unit) is Rollout and type(unit.tokens) in _PLAIN:  # of a million rollouts nearly all
+            continue
         if isinstance(unit, PreferencePair):
             for name in ("chosen", "rejected"):
                 check_rollout(f"{name} of a pair of prompt {_prompt_of(unit)!r}", getattr(unit, name))
@@ -102,8 +105,8 @@ def whole(value: Any) -> int | None:
         return None
 
 
-def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
-    """Return (n,) the tokens that each rollout or pair takes in a micro-batch.
+def sizes_of(rollouts: Sequence[Unit], layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (n,) the tokens that each rollout or pair takes in a micro-batch, and (n,) the sum of its rows' squares.
 
     In a padded micro-batch it takes these where no other row is longer: its rows times the longest of them.
 
@@ -116,7 +119,8 @@ def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
             f"{pairs} preference pairs among {len(rollouts)} rollouts: a micro-batch holds one kind; plan them apart"
         )
     rows = 2 if pairs else 1
-    tokens = [len(sequence.tokens) for unit in rollouts for sequence in unit.sequences]
+    sequences: Sequence[Any] = [one for unit in rollouts for one in unit.sequences] if pairs else rollouts
+    tokens = [len(sequence.tokens) for sequence in sequences]
     _check_repeated(rollouts)
     lengths = np.array(tokens, dtype=np.int64).reshape(len(rollouts), rows)
     for index in np.flatnonzero((lengths == 0).any(axis=1))[:1].tolist():
@@ -124,11 +128,10 @@ def sizes_of(rollouts: Sequence[Unit], layout: str) -> np.ndarray:
             f"rollout {index} of prompt {rollouts[index].prompt_id!r} has no tokens: one that ended before its first "
             "token still holds its prompt; leave it out, or give the prompt"
         )
-    for unit in rollouts:
-        for sequence in unit.sequences:
-            check_prompt(sequence)
-    sizes: np.ndarray = lengths.sum(axis=1) if layout == "packed" else lengths.max(axis=1, initial=0) * rows
-    return sizes
+    _check_prompts(sequences, lengths.ravel())
+    if layout == "padded":
+        lengths[:] = lengths.max(axis=1, initial=0, keepdims=True)
+    return lengths.sum(axis=1), (lengths**2).sum(axis=1)
 
 
 def check_prompt(sequence: Rollout) -> None:
@@ -142,6 +145,17 @@ def check_prompt(sequence: Rollout) -> None:
             f"{said} from 1 to its {length} tokens; add a BOS where there is no prompt, and shorten prompt_length with "
             "a prompt that was cut"
         )
+
+
+def _check_prompts(sequences: Sequence[Any], lengths: np.ndarray) -> None:
+    given = [sequence.prompt_length for sequence in sequences]
+    if set(map(type, given)) <= {int}:
+        prompts = np.array(given, dtype=np.float64)  # any whole number has a place in it
+        wrong = np.flatnonzero((prompts < 1) | (prompts > lengths)).tolist()
+    else:
+        wrong = list(range(len(sequences)))
+    for index in wrong:
+        check_prompt(sequences[index])
 
 
 def one_number(of: str, value: Any, way_out: str) -> float:

@@ -111,7 +111,7 @@ def sorted_runs(lengths: np.ndarray, capacity: int) -> Bins:
         capacity: the greatest count times longest (>= 1).
     """
     order = np.argsort(-lengths, kind="stable")
-    return _numbered(order, _starts(lengths[order], capacity))
+    return _numbered(order, _starts(capacity // lengths[order]))
 
 
 def level_runs(lengths: np.ndarray, capacity: int, bins: int) -> Bins:
@@ -125,16 +125,41 @@ def level_runs(lengths: np.ndarray, capacity: int, bins: int) -> Bins:
     order = np.argsort(-lengths, kind="stable")
     down = lengths[order]
     # A smaller capacity never needs fewer runs, so the smallest one can be bisected.
-    least = bisect_left(range(capacity), True, lo=int(down[0]), key=lambda c: len(_starts(down, c)) <= bins)
-    return _numbered(order, _starts(down, least))
+    least = bisect_left(range(capacity), True, lo=int(down[0]), key=lambda c: len(_starts(c // down)) <= bins)
+    return _numbered(order, _starts(least // down))
 
 
-def _starts(down: np.ndarray, capacity: int) -> list[int]:
-    """Return where runs begin in lengths that go down."""
-    starts, at = [], 0
-    while at < len(down):
+def costly_runs(lengths: np.ndarray, costs: np.ndarray, capacity: int, bins: int) -> Bins | None:
+    """Cut the items into runs of the smallest cost (count times the costliest) that needs no more than `bins` of them.
+
+    Args:
+        lengths: (n,) whole numbers.
+        costs: (n,) whole numbers; a longer item does not cost less.
+        capacity: the greatest count times longest.
+        bins: how many bins there may be.
+
+    Returns:
+        None where they need more bins at any cost.
+    """
+    order = np.lexsort((-lengths, -costs))
+    down, most = costs[order], capacity // lengths[order]
+    if len(_starts(most)) > bins:
+        return None
+    dearest = int(down[0]) * len(down)
+    least = bisect_left(range(dearest), True, key=lambda c: len(_starts(np.minimum(most, c // down))) <= bins)
+    return _numbered(order, _starts(np.minimum(most, least // down)))
+
+
+def _starts(counts: np.ndarray) -> list[int]:
+    """Return where runs begin.
+
+    Args:
+        counts: (n,) how many items a run has that begins with this one; one at least.
+    """
+    following, starts, at = counts.tolist(), [], 0
+    while at < len(following):
         starts.append(at)
-        at += max(1, capacity // int(down[at]))
+        at += max(1, following[at])
     return starts
 
 

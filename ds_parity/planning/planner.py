@@ -2,18 +2,25 @@
 
 Windows are cut first, by the order of arrival alone. So they, their boundaries and the LR are the same for any number
 of ranks and any `max_tokens`. The contents of a window are packed then (`packing.py`): into as few passes as can be
-reached, with little waiting in each pass, and with about the same work for every rank over all of them.
+reached, with little waiting in each pass, and with about the same work for every rank over all of them. Work is tokens,
+or what a `Cost` makes of them (`balancing.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
+from ds_parity.errors import ConfigError
+from ds_parity.planning.balancing import cheapest, in_units
 from ds_parity.planning.checks import check_choices, check_lengths, listed, numbers, sizes_of
+from ds_parity.planning.costs import Cost
+from ds_parity.planning.levelling import Items
 from ds_parity.planning.packing import best_fit, exchange, fill, level, level_runs, sorted_runs
 from ds_parity.planning.plans import Layout, Plan, WindowPlan, fewest_passes, rollout_key
 from ds_parity.planning.rollout import Unit
@@ -25,6 +32,14 @@ Oversize = Literal["refuse", "own"]
 _SEARCHED = 4096
 
 
+@dataclass(frozen=True)
+class _Bounds:
+    ranks: int
+    max_tokens: int
+    layout: Layout
+    cost: Cost | None
+
+
 def plan(
     rollouts: Iterable[Unit],
     *,
@@ -34,6 +49,7 @@ def plan(
     count: Count = "rollout",
     layout: Layout = "packed",
     oversize: Oversize = "refuse",
+    cost: Cost | None = None,
 ) -> Plan:
     """Plan the optimizer steps of rollouts. The same arguments always give the same plan.
 
@@ -45,22 +61,25 @@ def plan(
         count: `rollout`, or `prompt`: a window holds whole prompts, in the order in which they are complete.
         layout: how micro-batches are collated: `packed` end to end, or `padded` to the longest.
         oversize: a rollout of more than `max_tokens` is refused, or gets a micro-batch of its `own`.
+        cost: what a micro-batch costs. Ranks of a pass are then given equal cost in place of equal tokens, in more
+            passes than needed only where these cost less than the waiting that they save. None: plan by tokens.
 
     Raises:
         ConfigError: a number or a choice is none of these, something is no rollout, or one is empty or longer than
-            `max_tokens`.
+            `max_tokens`, or `cost` is no `Cost`.
     """
     rollouts = listed(rollouts)
     dp_world_size, target, max_tokens = numbers(dp_world_size=dp_world_size, target=target, max_tokens=max_tokens)
     check_choices(count=count, layout=layout, oversize=oversize)
-    lengths = sizes_of(rollouts, layout)
+    if not isinstance(cost, Cost | None):
+        raise ConfigError(f"cost is {cost!r}: it must be a ds_parity.Cost(per_token=, per_square=), or None for tokens")
+    lengths, squares = sizes_of(rollouts, layout)
     check_lengths(rollouts, lengths, max_tokens, oversize)
     order, ends = _windows(rollouts, target, count)
-    windows = tuple(
-        _packed(order[start:end], lengths, dp_world_size, max_tokens, layout) for start, end in pairwise([0, *ends])
-    )
+    bounds = _Bounds(dp_world_size, max_tokens, layout, cost)
+    windows = tuple(_packed(order[start:end], lengths, squares, bounds) for start, end in pairwise([0, *ends]))
     left = order[ends[-1] if ends else 0 :]
-    return Plan(windows, left, rollouts, lengths, dp_world_size, max_tokens, layout)
+    return Plan(windows, left, rollouts, lengths, squares, dp_world_size, max_tokens, layout, cost)
 
 
 def _windows(rollouts: Sequence[Unit], target: int, count: Count) -> tuple[np.ndarray, list[int]]:
@@ -76,20 +95,33 @@ def _windows(rollouts: Sequence[Unit], target: int, count: Count) -> tuple[np.nd
     return np.argsort(places, kind="stable"), after[target - 1 :: target].tolist()
 
 
-def _packed(window: np.ndarray, lengths: np.ndarray, ranks: int, max_tokens: int, layout: Layout) -> WindowPlan:
+def _packed(window: np.ndarray, lengths: np.ndarray, squares: np.ndarray, bounds: _Bounds) -> WindowPlan:
     """Return the plan of one window, given as indices of rollouts."""
-    own = lengths[window]
-    capped = np.minimum(own, max_tokens)  # a longer one fills a micro-batch by itself
-    uniform = capped.min() == capped.max()
-    bins = _slices(capped, ranks, max_tokens) if uniform else _bins(capped, ranks, max_tokens, layout)
-    sizes = _sizes(own, bins, layout)
-    places = _places(sizes, ranks)
+    own, ranks = lengths[window], bounds.ranks
+    items, per_pass = _items(own, squares[window], bounds)
+    if items.lengths.min() == items.lengths.max() and items.costs.min() == items.costs.max():
+        bins = _slices(items.lengths, ranks, bounds.max_tokens)
+    else:
+        packed = partial(_bins, items.lengths, ranks, bounds.max_tokens, bounds.layout)
+        bins = packed() if bounds.cost is None else cheapest(items, per_pass, ranks, bounds.max_tokens, packed)
+    sizes = _sizes(own, bins, bounds.layout)
+    places = _places(sizes if bounds.cost is None else items.loads(bins), ranks)
     passes = -(-len(sizes) // ranks)
     grid = np.zeros(passes * ranks, dtype=np.int64)
     grid[places] = sizes
     order = np.argsort(places[bins], kind="stable")
     ends = np.cumsum(np.bincount(places[bins], minlength=passes * ranks))
     return WindowPlan(window[order], ends.reshape(passes, ranks), grid.reshape(passes, ranks))
+
+
+def _items(lengths: np.ndarray, squares: np.ndarray, bounds: _Bounds) -> tuple[Items, int]:
+    """Return the rollouts of a window, and what a pass costs in their units."""
+    capped = np.minimum(lengths, bounds.max_tokens)  # a longer one fills a micro-batch by itself
+    if bounds.cost is None:
+        return Items(capped, lengths), 0
+    total = bounds.cost.of(int(lengths.sum()), int(squares.sum()))
+    costs, unit = in_units(bounds.cost.of(lengths, squares), total)
+    return Items(capped, costs, bounds.layout == "padded"), round(bounds.cost.per_pass * unit)
 
 
 def _slices(lengths: np.ndarray, ranks: int, max_tokens: int) -> np.ndarray:

@@ -9,6 +9,8 @@ from typing import Literal
 
 import numpy as np
 
+from ds_parity.errors import ConfigError
+from ds_parity.planning.costs import Cost
 from ds_parity.planning.rollout import Unit
 
 Layout = Literal["packed", "padded"]
@@ -70,18 +72,22 @@ class Plan:
         left: indices of the rollouts at the end that fill no window.
         rollouts: (n,) what was planned, in the order of arrival; pairs and turns are one of these each.
         lengths: (n,) tokens of every rollout; padded, its rows times their longest.
+        squares: (n,) the sum of the squared lengths of the rows of each.
         dp_world_size: data-parallel ranks.
         max_tokens: the most tokens in a micro-batch; an oversize rollout of its own has more.
         layout: how micro-batches are to be collated.
+        cost: what it was planned by; None for tokens.
     """
 
     windows: tuple[WindowPlan, ...]
     left: np.ndarray
     rollouts: Sequence[Unit]
     lengths: np.ndarray
+    squares: np.ndarray
     dp_world_size: int
     max_tokens: int
     layout: Layout
+    cost: Cost | None = None
 
     @property
     def passes(self) -> int:
@@ -96,6 +102,54 @@ class Plan:
     def fewest_passes(self) -> int:
         """Return a lower bound: no packing of the same windows has fewer passes."""
         return sum(fewest_passes(self.lengths[w.rollouts], self.dp_world_size, self.max_tokens) for w in self.windows)
+
+    def costs(self, cost: Cost | None = None) -> tuple[np.ndarray, ...]:
+        """Return (passes, ranks) for each window: what its micro-batches cost, 0 in idle passes, without `per_pass`.
+
+        Args:
+            cost: of a token, and of a square; None for what the plan was made by.
+
+        Raises:
+            ConfigError: no cost is given, and the plan was made by tokens.
+        """
+        cost = self._cost(cost)
+        return tuple(cost.of(window.sizes, self._squares_in(window)) for window in self.windows)
+
+    def waiting(self, cost: Cost | None = None, *, at_step: bool = False) -> float:
+        """Return the share of the time in which ranks wait for each other (0 to 1), were costs all that takes time.
+
+        It is 1 - sum of costs / (ranks x time). The time of a window is the sum over its passes of the costliest
+        micro-batch, where ranks wait in each pass: on ZeRO 2 and 3, and wherever counts are exchanged pass by pass. It
+        is the cost of the busiest rank, where they wait in the step alone: on ZeRO 0 and 1 with look-ahead.
+
+        Args:
+            cost: as in `costs`.
+            at_step: whether ranks wait in the step alone.
+
+        Raises:
+            ConfigError: as in `costs`.
+        """
+        costs = self.costs(cost)
+        time = sum(float(one.sum(axis=0).max() if at_step else one.max(axis=1).sum()) for one in costs)
+        return 1 - sum(float(one.sum()) for one in costs) / (self.dp_world_size * time) if costs else 0.0
+
+    def _cost(self, given: Cost | None) -> Cost:
+        cost = self.cost if given is None else given
+        if cost is None:
+            raise ConfigError(
+                "this plan was made by tokens, without a cost: give one here, as "
+                "ds_parity.Cost.of_model(layers=..., ...), or plan(..., cost=...)"
+            )
+        return cost
+
+    def _squares_in(self, window: WindowPlan) -> np.ndarray:
+        values = self.squares[window.rollouts]
+        if self.layout == "packed":
+            return _summed(values[:, None], window.ends)[..., 0]
+        counts = np.diff(window.ends.ravel(), prepend=0)
+        squares = np.zeros(len(counts), dtype=np.int64)
+        np.maximum.at(squares, np.repeat(np.arange(len(counts)), counts), values)
+        return (squares * counts).reshape(window.ends.shape)
 
     @cached_property
     def counts(self) -> tuple[np.ndarray, ...]:

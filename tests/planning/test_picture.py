@@ -84,9 +84,25 @@ def test_the_command_prints_json(rollouts):
     assert (printed["windows"], printed["rollouts"], printed["passes"]) == (1, 4, 1)
 
 
+def test_the_command_plans_by_cost(rollouts, tmp_path):
+    config = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 99}
+    config.write_text(json.dumps({**sizes, "num_attention_heads": 4, "num_key_value_heads": None}))
+    for cost in ("24576,1", "24576,1,0.5", config):
+        printed = json.loads(command(rollouts, "--target", 4, "--cost", cost, "--json").stdout)
+        assert 0.4 < printed["waiting"] < 0.5  # one rollout is much longer than the others
+        assert printed["waiting_at_steps"] == printed["waiting"]
+    assert json.loads(command(rollouts, "--target", 4, "--json").stdout)["waiting"] is None
+    config.write_text(json.dumps(sizes))
+    assert "num_attention_heads is missing" in command(rollouts, "--cost", config).stderr
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (("--cost", "1"), "--cost is '1': it must be PER_TOKEN,PER_SQUARE or"),
+        (("--cost", "-1,1"), "per_token is -1.0"),
+        (("--cost", "cheap"), "'cheap': it is neither PER_TOKEN,PER_SQUARE nor a file"),
         (("--max-tokens", 100), "rollout 3 of prompt '1 + 1 =' has 309 tokens, more than max_tokens = 100"),
         (("--count", "token"), "count is 'token'"),
         (("--max-tokens", 10**20), "must be a whole number from 1 to 1,073,741,824"),

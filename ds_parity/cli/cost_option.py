@@ -1,0 +1,60 @@
+"""What `--cost` of `ds-parity plan` may say: two or three numbers, or the path of a model's config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_parity.errors import ConfigError
+from ds_parity.planning import Cost
+
+# Names of transformers, and the ones of `Cost.of_model` that they mean.
+_NAMES = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocabulary",
+    "num_attention_heads": "heads",
+}
+_OPTIONAL = {"num_key_value_heads": "key_value_heads", "head_dim": "head_size"}
+
+
+def cost_of(given: str) -> Cost:
+    """Return the cost that an option says.
+
+    Args:
+        given: `PER_TOKEN,PER_SQUARE`, with `,PER_PASS` behind it or without, or the path of a config.json.
+
+    Raises:
+        ConfigError: it is neither, or the file has no sizes of a transformer.
+    """
+    try:
+        numbers = [float(part) for part in given.split(",")]
+    except ValueError:
+        return _of_file(Path(given))
+    if len(numbers) not in (2, 3):
+        raise ConfigError(f"--cost is {given!r}: it must be PER_TOKEN,PER_SQUARE or PER_TOKEN,PER_SQUARE,PER_PASS")
+    return Cost(*numbers)
+
+
+def _of_file(path: Path) -> Cost:
+    try:
+        config: Any = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"--cost is {str(path)!r}: it is neither PER_TOKEN,PER_SQUARE nor a file that can be read "
+            f"({error.strerror or error}); give numbers, as 24576,1, or the path of a model's config.json"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--cost {path}: it is no JSON ({error}); give the config.json of a model") from error
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    missing = [name for name in _NAMES if name not in config]
+    if missing:
+        raise ConfigError(
+            f"--cost {path}: {', '.join(missing)} is missing, which a transformer's config.json has; give numbers "
+            "instead, as 24576,1"
+        )
+    sizes = {ours: config[name] for name, ours in _NAMES.items()}
+    sizes |= {ours: config[name] for name, ours in _OPTIONAL.items() if config.get(name) is not None}
+    return Cost.of_model(**sizes)
