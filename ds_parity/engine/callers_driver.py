@@ -183,6 +183,7 @@ class CallersDriver(Driver):
         with self._telling():
             self._refuse_lost()
             self._refuse_block()
+            self._refuse_ending_in_no_sync()
         self._refuse_strays(newcomers=True)
         if self.announced and not self._reduced and (self.ledger.window.passes or self.adapter.silent_inside_windows):
             # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
@@ -209,6 +210,7 @@ class CallersDriver(Driver):
         with self._telling():
             self._refuse_lost()
             self._refuse_block()
+            self._refuse_ending_in_no_sync()
         drop = self.settings.last_window == "drop"
         self._open()
         ledger = self.ledger

@@ -269,6 +269,7 @@ class Driver(AmongRanks):
         self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
+            self._refuse_ending_in_no_sync()
         if self._stepped:
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one "
@@ -363,6 +364,7 @@ class Driver(AmongRanks):
             self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
+            self._refuse_ending_in_no_sync()
         if not self._stepped:
             raise WindowError("finish() between a backward() and its step(): call step() first")
         # All ranks must end here: one that still runs passes would wait in its own exchange.
