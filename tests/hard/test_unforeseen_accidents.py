@@ -228,6 +228,24 @@ def parameters_rest_in_windows_of_the_caller(case):
     return watched.found()
 
 
+@play.right(STAGES[:3], ["eager", "aot_eager"])
+@play.refused(STAGES[3:], {"eager": "WindowError: a forward of a model that torch.compile() has given"})
+def the_module_was_compiled_before(case):
+    """torch.compile() gave the model; its backends run what they have traced; shapes change."""
+    torch._dynamo.reset()
+    model = torch.compile(Net(), backend=case.variant)
+    watched = Watched(case.cell, model=model, right=Net())
+    for index in range(8):
+        watched.engine.backward(watched.loss(index, 1 + index % 3), rollouts=2)
+        watched.engine.step()
+        for rank in range(watched.ranks):
+            x, y = (one.double() for one in sample(rank, index, 1 + index % 3))
+            watched.oracle.add(2, lambda one, x=x, y=y: one(x, y))
+        watched.oracle.end_pass(4)
+    own = {name.removeprefix("_orig_mod."): value for name, value in weights_of(watched.engine).items()}
+    return Found(distance(own, watched.oracle_weights()))
+
+
 @play.right([Cell(0)], MODES)
 def a_group_is_added_between_windows(case):
     """A layer that the optimizer was not given at first."""
