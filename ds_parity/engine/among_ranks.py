@@ -136,6 +136,14 @@ class AmongRanks:
             self.exchange.refuse(self._place(RUNS), error)
             raise
 
+    def _refuse_ending_in_no_sync(self) -> None:
+        """Raise WindowError for `step()` and `finish()` inside no_sync(), for which DeepSpeed has an assertion."""
+        if self.adapter.inside_no_sync:
+            raise WindowError(
+                f"step() or finish() inside no_sync(), in window {self.ledger.window.index}: DeepSpeed does not step "
+                "there; call it behind the block, or leave no_sync() out: DeepSpeed communicates only where it must"
+            )
+
     def explain_forward(self, error: AttributeError) -> None:
         """Raise WindowError, on every rank, where a forward has raised because of a parameter that came later.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_parity.engine.division import Loss
-from ds_parity.engine.driver import CallersBoundary, Driver
+from ds_parity.engine.driver import PARTLY_THERE, CallersBoundary, Driver
 from ds_parity.engine.ranks.wire import Place
 from ds_parity.errors import CheckpointError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
@@ -61,15 +61,14 @@ class CallersDriver(Driver):
                 self._open()
         if self.queue is not None:
             self.queue.take(0)  # what it contains is summed with its window
-        # A backward that raises has been counted, and its gradient may be there in part.
-        self._lost = True
+        self._lost = PARTLY_THERE
         window = self.ledger.count_own(counts)
         self._open()
         # ZeRO 0 and 1 reduce in a boundary's backward; where none was announced, step() reduces.
         self.boundary.mark(self.announced and not self._coalesces)
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
-        self._lost = False
+        self._lost = ""
         self._reduced = self.announced and not self._coalesces
         if window.passes == 1:
             self.adapter.forget_last_window(self.announced or self._coalesces)
@@ -108,7 +107,7 @@ class CallersDriver(Driver):
             with kept.released():
                 self.adapter.drop_whole_gradients()
                 self.adapter.discard()
-            self._lost = True
+            self._lost = PARTLY_THERE
             self._leave(block)
             raise
         with self.waiting("the end of coalesce_grad_reduction()"):
@@ -182,6 +181,7 @@ class CallersDriver(Driver):
         with self._telling():
             self._refuse_lost()
             self._refuse_block()
+            self._refuse_ending_in_no_sync()
         self._refuse_strays(newcomers=True)
         if self.announced and not self._reduced and (self.ledger.window.passes or self.adapter.silent_inside_windows):
             # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
@@ -208,6 +208,7 @@ class CallersDriver(Driver):
         with self._telling():
             self._refuse_lost()
             self._refuse_block()
+            self._refuse_ending_in_no_sync()
         drop = self.settings.last_window == "drop"
         self._open()
         ledger = self.ledger
@@ -229,6 +230,10 @@ class CallersDriver(Driver):
         self._close(drop=drop)
 
     def _close(self, *, drop: bool = False, **kwargs: Any) -> None:
+        with self._ending():
+            self._settle(drop=drop, **kwargs)
+
+    def _settle(self, *, drop: bool, **kwargs: Any) -> None:
         reduced, self._reduced, self.announced = self._reduced, False, False
         if drop or self.ledger.total() == 0:
             # DeepSpeed would take a step at the end of a backward that was announced as the last.

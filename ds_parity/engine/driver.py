@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex, overload
+from typing import Any, Final, SupportsIndex, overload
 
 import torch
 
@@ -42,6 +42,10 @@ _SHARED_STATISTICS = (
     "depend on",
     "call eval() on these modules",
 )
+PARTLY_THERE: Final = (
+    "a backward() that was counted and then raised, so that its gradient may be there in part or not at all"
+)
+PARTLY_DONE: Final = "a step() or finish() that raised, so that its update may be done in part or not at all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Driver(AmongRanks):
         self.boundary = Boundary(self.adapter, self.ledger, self.meter, by_rollout=by_rollout)
         self._division = Division(self.adapter, self.meter, self.ranks, peers.size)
         self._stepped = True
-        self._lost = False  # a backward was counted and raised
+        self._lost = ""  # why the open window can't go on: something in it has raised
         self._finished = False
         self._ran_in: int | None = None
         self.adapter.prepare()
@@ -201,8 +205,7 @@ class Driver(AmongRanks):
         self._stepped = False
         # A window without weight takes no optimizer step, so DeepSpeed sees no boundary either.
         steps = window.closed and self.ledger.total() > 0
-        # A backward that raises has been counted, and its gradient may be there in part.
-        self._lost = True
+        self._lost = PARTLY_THERE
         if steps and self.adapter.inside_no_sync:
             raise WindowError(
                 f"backward() inside no_sync() in the pass that closes window {window.index}: its gradients would not "
@@ -213,7 +216,7 @@ class Driver(AmongRanks):
         self.boundary.mark(steps)
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
-        self._lost = False
+        self._lost = ""
         self._ran_in = window.index
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
@@ -274,6 +277,7 @@ class Driver(AmongRanks):
         self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
+            self._refuse_ending_in_no_sync()
         if self._stepped:
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one "
@@ -283,13 +287,23 @@ class Driver(AmongRanks):
             self._refuse_strays(newcomers=True)
             self.boundary.schedule()  # one that cannot be moved is refused while step() may come again
         self._stepped = True
-        if not self.ledger.window.closed:
-            self.engine.step(**kwargs)
-        elif self.ledger.total() > 0:
-            self.boundary.update(**kwargs)
-        else:
-            self.engine.step(**kwargs)
-            self.boundary.skip()
+        with self._ending():
+            if not self.ledger.window.closed:
+                self.engine.step(**kwargs)
+            elif self.ledger.total() > 0:
+                self.boundary.update(**kwargs)
+            else:
+                self.engine.step(**kwargs)
+                self.boundary.skip()
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # What of the step was done is not known, unless its window is settled: a second one would follow it.
+            self._lost = PARTLY_DONE if self.ledger.window.closed else self._lost
+            raise
 
     def end_pass(self) -> None:
         """End a pass inside a window without DeepSpeed's `step()`, which there only moves a counter put right later."""
@@ -307,8 +321,7 @@ class Driver(AmongRanks):
     def _refuse_lost(self) -> None:
         if self._lost:
             raise WindowError(
-                f"window {self.ledger.window.index} has a backward() that was counted and then raised, so that its "
-                "gradient may be there in part or not at all: load a checkpoint, which throws the window away"
+                f"window {self.ledger.window.index} has {self._lost}: load a checkpoint, which throws the window away"
             )
 
     # What a window will contain.
@@ -368,6 +381,7 @@ class Driver(AmongRanks):
             self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
+            self._refuse_ending_in_no_sync()
         if not self._stepped:
             raise WindowError("finish() between a backward() and its step(): call step() first")
         # All ranks must end here: one that still runs passes would wait in its own exchange.
@@ -386,16 +400,17 @@ class Driver(AmongRanks):
         if self.settings.last_window == "drop":
             self.ledger.drop()
         self.ledger.end()
-        if self.ledger.total() == 0:
-            self.boundary.skip()
-        elif self.settings.last_window == "drop":
-            self.boundary.drop()
-        else:
-            # There is no backward left that could reduce on ZeRO 0 and 1.
-            self.boundary.mark(True)
-            self.adapter.reduce()
-            self.adapter.kept.after_backward()
-            self.boundary.update()
+        with self._ending():
+            if self.ledger.total() == 0:
+                self.boundary.skip()
+            elif self.settings.last_window == "drop":
+                self.boundary.drop()
+            else:
+                # There is no backward left that could reduce on ZeRO 0 and 1.
+                self.boundary.mark(True)
+                self.adapter.reduce()
+                self.adapter.kept.after_backward()
+                self.boundary.update()
 
     def passes_pending(self) -> int:
         """Return how many passes of the open window have run."""
@@ -415,7 +430,7 @@ class Driver(AmongRanks):
             self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
-        self._stepped, self._lost = True, False
+        self._stepped, self._lost = True, ""
         self._ran_in = None
         self.boundary.mark(False)
 

@@ -57,7 +57,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Run the forward.
 
         Raises:
-            WindowError: on ZeRO 3, a parameter came into the model after the engine was built.
+            WindowError: on ZeRO 3, a parameter came after the engine was built, or torch.compile() gave the model.
             RankDesyncError: another rank ended, or did not come in time.
         """
         with self._self_driver.waiting("a forward"):

@@ -1,8 +1,9 @@
-"""Methods of the proxy that would hand out, or copy, the engine behind it, or that its optimizer may lack."""
+"""Methods of the proxy that would hand out, or copy, the engine behind it, or that DeepSpeed can't always run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 from ds_parity.errors import ConfigError, WindowError
@@ -48,6 +49,42 @@ def _of_wrapper(name: str) -> Callable[..., Any]:
     return method
 
 
+@contextmanager
+def _no_sync(self: Any) -> Iterator[None]:
+    # Where it can't be, DeepSpeed has assertions (runtime/engine.py, no_sync and coalesce_grad_reduction).
+    adapter, stage = self._self_driver.adapter, int(self.__wrapped__.zero_optimization_stage())
+    if stage > 1:
+        raise WindowError(
+            f"no_sync() on ZeRO stage {stage}, which reduces gradients in every backward(); leave it out, or, to "
+            'reduce once a window, set ds_parity.boundary to "caller" and use coalesce_grad_reduction()'
+        )
+    if adapter.inside_no_sync:
+        raise WindowError(
+            "no_sync() inside no_sync() or coalesce_grad_reduction(): nothing is reduced in there anyway; leave the "
+            "inner one out"
+        )
+    with self.__wrapped__.no_sync():
+        yield
+
+
+def allreduce_gradients(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Reduce what the loop wants to have reduced, where that does nothing wrong.
+
+    Raises:
+        WindowError: hooks of the backward have reduced it.
+    """
+    engine, adapter = self.__wrapped__, self._self_driver.adapter
+    stage = int(engine.zero_optimization_stage())
+    # There DeepSpeed ends in an IndexError: the buckets of the last backward are gone.
+    if adapter.reduces_in_hooks and (stage > 1 or engine.is_gradient_accumulation_boundary()):
+        raise WindowError(
+            f"engine.allreduce_gradients() on ZeRO stage {stage}{'' if stage > 1 else ' with overlap_comm'}: gradients "
+            "are reduced inside backward(), and nothing is left to reduce; leave the call out, step() follows the last "
+            "backward()"
+        )
+    adapter.reduce_for_loop(*args, **kwargs)
+
+
 _RETURN_SELF: Final = (
     *("to", "cuda", "cpu", "half", "float", "double", "bfloat16"),
     *("type", "apply", "requires_grad_", "to_empty"),
@@ -56,6 +93,8 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     **{name: _no_copy(how) for name, how in (("__copy__", "copied"), ("__deepcopy__", "copied"))},
     "__reduce_ex__": _no_copy("pickled"),
     **{name: _returning_proxy(name) for name in _RETURN_SELF},
+    "no_sync": _no_sync,
+    allreduce_gradients.__name__: allreduce_gradients,
     **{name: _of_wrapper(name) for name in ("offload_states", "reload_states")},
 }
 """By their names."""

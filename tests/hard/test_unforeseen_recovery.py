@@ -105,7 +105,7 @@ def a_block_stands_in_another(case):
 
 @play.refused([Cell(1)], "WindowError: coalesce_grad_reduction() inside no_sync()")
 def a_block_stands_in_no_sync(case):
-    """DeepSpeed's own has no no_sync() on ZeRO 2 and 3."""
+    """ZeRO 2 and 3 have no no_sync()."""
     watched = Called(case.cell)
     with watched.engine.no_sync(), watched.engine.coalesce_grad_reduction():
         watched.one(0)
@@ -281,7 +281,7 @@ def a_dropped_window_was_promised_more(case):
 
 @play.right([Cell(0), Cell(1), Cell(3)])
 def gradients_are_reduced_by_the_loop(case):
-    """Behind a step(), engine.allreduce_gradients() is of no effect; on ZeRO 2 DeepSpeed raises its own IndexError."""
+    """Behind a step(), engine.allreduce_gradients() is of no effect; on ZeRO 2 it is refused."""
     watched = Watched(case.cell)
     for index in range(4):
         watched.passes([index])

@@ -6,6 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -136,6 +137,11 @@ class Adapter(ABC):
         return any(one.training for one in self._synchronised)
 
     @property
+    def reduces_in_hooks(self) -> bool:
+        """Whether hooks of a backward reduce, so that DeepSpeed's own call for it finds nothing to reduce."""
+        return False
+
+    @property
     def inside_no_sync(self) -> bool:
         """Whether the loop is inside `engine.no_sync()`, where a boundary's gradients are not reduced."""
         return self.engine.inside_no_sync_ctxt
@@ -170,6 +176,10 @@ class Adapter(ABC):
         This is what DeepSpeed's step() does under `managed_gradient_accumulation: false` (engine.py, step).
         """
         self.engine.allreduce_gradients()
+
+    def reduce_for_loop(self, *args: Any, **kwargs: Any) -> None:
+        """Reduce because the loop calls for it, as DeepSpeed's method does."""
+        self.engine.allreduce_gradients(*args, **kwargs)
 
     def drop_whole_gradients(self) -> None:
         """Drop what this rank has not reduced yet, as DeepSpeed's `zero_grad` on ZeRO 3 does on a GPU alone."""

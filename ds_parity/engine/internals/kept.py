@@ -126,12 +126,19 @@ class KeptGradients:
         self._newcomers.refuse()
 
     def explain_forward(self, error: AttributeError) -> None:
-        """Raise WindowError where a forward has raised because of a parameter that came later.
+        """Raise WindowError where a forward has raised because of a parameter that came later, or a compiled model.
 
         Args:
             error: that the forward has raised.
         """
         self._newcomers.explain(error)
+        # DeepSpeed has put dictionaries of its own in the place of those of every module, and a wrapper has none.
+        if "_in_forward" in str(error) and any(hasattr(m, "_orig_mod") for m in self._adapter.engine.module.modules()):
+            raise WindowError(
+                f"a forward of a model that torch.compile() has given, on ZeRO stage 3, has raised ({error}): "
+                "DeepSpeed finds no parameters behind torch's wrapper there; give initialize() the model itself, and "
+                "call engine.compile() after it"
+            ) from error
 
     def explain_backward(self, error: IndexError) -> None:
         """Raise WindowError where a backward has raised because no parameter got a gradient in it: ZeRO 2 does.

@@ -131,7 +131,7 @@ class Engine(Protocol):
     def was_step_applied(self) -> bool:
         """Whether the last step moved the weights."""
 
-    def allreduce_gradients(self) -> None:
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Reduce what is accumulated."""
 
     def zero_grad(self) -> None:

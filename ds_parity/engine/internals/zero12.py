@@ -42,10 +42,15 @@ class Zero12(Zero):
             self._fill_before(self._optimizer.reduce_gradients)
 
     @property
+    def reduces_in_hooks(self) -> bool:
+        """Whether hooks of a backward reduce: on ZeRO 2, and on ZeRO 1 with overlap_comm."""
+        return self.engine.zero_optimization_partition_gradients() or self._optimizer.overlap_comm
+
+    @property
     def _fills_zeros(self) -> bool:
         # ZeRO 1 reduces what has a gradient at the boundary, one parameter after the other, so that where ranks have
-        # used others, buckets of different parameters are added up. ZeRO 2, and 1 with overlap_comm, reduce in hooks.
-        return not (self.engine.zero_optimization_partition_gradients() or self._optimizer.overlap_comm)
+        # used others, buckets of different parameters are added up.
+        return not self.reduces_in_hooks
 
     def _fill_before(self, reduce: Callable[..., None]) -> None:
         def reduce_gradients(*args: Any, **kwargs: Any) -> None:
