@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from ds_parity.config import versions
+from ds_parity.config.features import COALESCED
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import PARTLY_THERE, CallersBoundary, Driver
+from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.ranks.wire import Place
-from ds_parity.errors import CheckpointError, WindowError
+from ds_parity.errors import CheckpointError, ConfigError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
 
 OPENS, ENDS, FINISHES, SAVES = "opens its first window", "ends a window", "finishes", "saves a checkpoint"
@@ -89,9 +92,11 @@ class CallersDriver(Driver):
         Raises:
             WindowError: the window's last backward has run and waits for its `step()`, or gradients were changed
                 outside of `backward`.
+            ConfigError: the installed DeepSpeed has no such block.
             RankDesyncError: another rank ended, is out of sync, or did not come in time.
         """
         with self._telling():
+            _refuse_missing_block()
             self.refuse_owed_step()
             self._refuse_nesting()
         self._refuse_strays(newcomers=False)
@@ -335,3 +340,9 @@ class CallersDriver(Driver):
             # Ranks may run different numbers of backwards where DeepSpeed does not talk to others in them.
             return Place(kind, place.window, 0, place.configuration, place.engine)
         return place
+
+
+def _refuse_missing_block() -> None:
+    why = versions.refused_by_call(COALESCED.name, installed())
+    if why is not None:
+        raise ConfigError(f"coalesce_grad_reduction(): {why}")

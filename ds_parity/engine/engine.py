@@ -485,6 +485,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: the boundary follows from the counts, or the window has been reduced and waits for its
                 `step()`.
+            ConfigError: the installed DeepSpeed has no such block.
         """
         if isinstance(self._self_driver, CallersDriver):
             return self._self_driver.coalescing()

@@ -12,10 +12,14 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_parity.config import Settings, load_config, misspelt, parse, rewrite
+from ds_parity.config import Settings, load_config, misspelt, parse, rewrite, versions
+from ds_parity.config.faults import refuse
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
+from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.groups import sequence_parallel_size
+from ds_parity.engine.internals.installed import installed
+from ds_parity.engine.internals.older import building
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
@@ -166,6 +170,7 @@ def honoured(
         else:
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+            _refuse_by_release({**extended, **rewritten.config})
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
     if optimizer is None:
@@ -176,7 +181,7 @@ def honoured(
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
-    with saying_what_is_waited_for():
+    with saying_what_is_waited_for(), building():
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
     wrapped = kind(engine, rewritten.settings, sequence, number)
     show(wrapped._self_driver)
@@ -204,6 +209,12 @@ def _optimizer_of(keywords: Mapping[str, Any], extended: Mapping[str, Any]) -> s
     if keywords.get("optimizer"):
         return "optimizer="
     return "the section `optimizer`" if isinstance(section, Mapping) and section.get("type") else None
+
+
+def _refuse_by_release(config: Mapping[str, Any]) -> None:
+    here = installed()
+    by_table = [] if here is None else versions.refused(config, here)
+    refuse([*by_table, *unread.refused(config)])
 
 
 def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.bf16 import Bf16
 from ds_parity.engine.internals.fp16 import LowPrecision, Unfused
+from ds_parity.engine.internals.older import supply
 from ds_parity.engine.internals.plain import Plain
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.internals.zero3 import Zero3
@@ -44,6 +45,7 @@ def choose(engine: Engine) -> Adapter:
         # SuperOffload derives from ZeRO 3 and steps before a correction, so a wrapper must be exactly one of these;
         # torch's optimizers may derive as they like.
         if type(optimizer) is wrapper or (wrapper is torch.optim.Optimizer and isinstance(optimizer, wrapper)):
+            supply(engine)
             return adapter(engine)
     known = ", ".join(wrapper.__name__ for wrapper, _ in _ADAPTERS)
     raise ConfigError(

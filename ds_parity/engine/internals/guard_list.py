@@ -5,6 +5,8 @@ A guard names the file that relies on it and says what it relies on; guards.py s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ds_parity.engine.internals.guards import (
     BF16,
     ENGINE,
@@ -20,6 +22,22 @@ from ds_parity.engine.internals.guards import (
 
 _OF_ZERO = (ZERO12, ZERO3)
 _OF_FP16 = (FP16, UNFUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What DeepSpeed has changed.
+
+    Attributes:
+        says: a sentence.
+        owner: `module:Class` of DeepSpeed.
+        used_in: files that rely on it, below ds_parity/engine.
+    """
+
+    says: str
+    owner: str
+    used_in: str
+
 
 GUARDS: tuple[Guard, ...] = (
     # The correction rides on the unscale: internals/zero.py.
@@ -54,6 +72,7 @@ GUARDS: tuple[Guard, ...] = (
                 "internals/zero12.py and zero3.py",
                 "a window can be ended without a backward, which finish() does",
                 ("self.set_gradient_accumulation_boundary(True)",),
+                since="0.19.5",
             ),
             Guard(
                 wrapper,
@@ -79,6 +98,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/zero.py",
         "a forward clears what the backward before it has left, so that this may be cleared before it",
         ("self.optimizer.clear_backward_seen_flag()", "self.module("),
+        since="0.18.9",
     ),
     Guard(
         ZERO3,
@@ -86,6 +106,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/zero.py",
         "after it, gradients are added to those of the passes before, and it counts a backward once",
         ("if self._epilogue_ran_this_backward:", "self.micro_step_id += 1", "super().clear_backward_seen_flag()"),
+        since="0.18.9",
     ),
     Guard(
         ENGINE,
@@ -140,6 +161,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/zero3.py",
         "gradient partitions are moved to the accelerator before their norms are taken",
         ("if not get_accelerator().on_accelerator(grad_buffer):", "self._offload_grad_partition_at_boundary("),
+        since="0.19.5",
     ),
     *(
         Guard(
@@ -169,6 +191,7 @@ GUARDS: tuple[Guard, ...] = (
                 "internals/fp16.py",
                 "a dynamic scale moves by this method alone, which is called after the step in which it stood still",
                 ("if self.loss_scale_config.dynamic_loss_scale:", "self.loss_scale_config.cur_iter += 1"),
+                since="0.18.9",
             ),
             Guard(
                 wrapper,
@@ -176,6 +199,7 @@ GUARDS: tuple[Guard, ...] = (
                 "internals/fp16.py",
                 "the step unscales by loss_scale_config.cur_scale, on which a correction rides",
                 ("combined_scale = self.loss_scale_config.cur_scale",),
+                since="0.18.9",
             ),
         )
     ),
@@ -185,6 +209,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/fp16.py",
         "the fused wrapper reports the unscaled norm, so only the unfused one's is put right",
         ("self._global_grad_norm = scaled_global_grad_norm / self.loss_scale_config.cur_scale",),
+        since="0.18.9",
     ),
     Guard(
         UNFUSED,
@@ -208,6 +233,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/base.py",
         "the fp16 loss scale is where DeepSpeed logs it from",
         ("self.optimizer.loss_scale_config.cur_scale", 'getattr(self.optimizer, "cur_scale", None)'),
+        since="0.18.9",
     ),
     Guard(
         BF16,
@@ -260,6 +286,7 @@ GUARDS: tuple[Guard, ...] = (
             "optimizer.reduce_ready_partitions_and_remove_grads(param, i)",
             "optimizer.overlapping_partition_gradients_reduce_epilogue()",
         ),
+        since="0.19.3",
     ),
     Guard(
         ZERO12,
@@ -294,6 +321,7 @@ GUARDS: tuple[Guard, ...] = (
             "grad_buffer = self.__param_id_to_grad_partition[param.ds_id]",
             "if self.offload_optimizer:",
         ),
+        since="0.19.5",
     ),
     Guard(
         RUNTIME + "zero.partition_parameters:",
@@ -322,6 +350,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/zero3.py",
         "what a window used is forgotten at its step",
         ("self.micro_step_id = 0", "self._offload_boundary_param_ids = set()"),
+        since="0.19.5",
     ),
     Guard(
         ZERO3,
@@ -329,6 +358,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/zero3.py",
         "it takes one gradient partition to the host",
         signature=("self", "param", "grad_buffer", "offload_fp32_gradients", "offload_fp32_offsets"),
+        since="0.19.5",
     ),
     Guard(
         ZERO12,
@@ -343,6 +373,7 @@ GUARDS: tuple[Guard, ...] = (
             "self.update_offload_overflow_tracker_for_param_grad(param)",
             "self.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)",
         ),
+        since="0.19.8",
     ),
     Guard(
         ZERO12,
@@ -405,6 +436,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/monitor.py",
         "the monitor gets the LR and the loss scale; a name that is new here could appear twice in a monitor",
         all_of=(r"Train/\w+/\w+", ("Train/Samples/lr", "Train/Samples/loss_scale")),
+        since="0.19.3",
     ),
     Guard(
         RUNTIME + "engine:",
@@ -441,6 +473,7 @@ GUARDS: tuple[Guard, ...] = (
         "internals/groups.py",
         "ZeRO 3 parameters name the group that their gradients are summed over",
         ("ds_process_group",),
+        since="0.19.3",
     ),
     Guard(
         BF16,
@@ -453,6 +486,8 @@ GUARDS: tuple[Guard, ...] = (
 )
 
 
-def changed() -> list[str]:
-    """Return a sentence for every guard that fails, and every name that is gone."""
-    return [*missing(), *(said for guard in GUARDS if (said := guard.changed()) is not None)]
+def changed() -> list[Changed]:
+    """Return every guard that fails, and every name that is gone."""
+    gone = (Changed(str(one), one.owner, one.used_in) for one in missing())
+    failing = (Changed(said, g.owner, g.used_in) for g in GUARDS if (said := g.changed()) is not None)
+    return [*gone, *failing]

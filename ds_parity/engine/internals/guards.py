@@ -20,9 +20,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ds_parity.engine.internals import surface
+from ds_parity.config.releases import release
+from ds_parity.engine.internals import older_surface, surface
+from ds_parity.engine.internals.installed import before
 
 _HERE = Path(__file__).parent
+_SURFACES = (surface.__name__, older_surface.__name__)
 RUNTIME = "deepspeed.runtime."
 ENGINE = RUNTIME + "engine:DeepSpeedEngine"
 ZERO12 = RUNTIME + "zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -46,7 +49,38 @@ CLASSES = {
     "Monitor": ("deepspeed.monitor.monitor:MonitorMaster",),
     "CheckpointEngine": (RUNTIME + "checkpoint_engine.checkpoint_engine:CheckpointEngine",),
     "GradScaler": ("torch.amp.grad_scaler:GradScaler",),
+    "OlderZero12": (ZERO12,),
+    "OlderZero3": (ZERO3,),
+    "OlderBf16": (BF16,),
+    "OlderHalf": (FP16, UNFUSED),
+    "Swapper": (RUNTIME + "swap_tensor.optimizer_utils:OptimizerSwapper",),
 }
+
+# Names that older releases lack, or protocols whose whole class they lack, with the first release that was read to have
+# them. `older.py` and its neighbours supply them, or nothing asks for them there.
+SINCE = {
+    "clear_backward_seen_flag": "0.18.9",
+    "LossScaleConfig": "0.18.9",
+    "loss_scale_config": "0.18.9",
+    "coalesce_grad_reduction": "0.19.3",
+    "_get_param_partition_rank": "0.19.3",
+    "finalize_gradient_accumulation_boundary": "0.19.5",
+    "_offload_accumulated_param_ids": "0.19.5",
+    "_restore_cpu_offload_grad_to_gpu": "0.19.5",
+    "_offload_boundary_param_ids": "0.19.5",
+    "_offload_grad_partition_at_boundary": "0.19.5",
+    "_swap_out_offload_fp32_gradients": "0.19.5",
+    "_use_compact_grad_partition_buffer": "0.19.8",
+}
+# Protocols of older_surface.py, with the release from which nothing asks for their names any more.
+UNTIL = {
+    "OlderZero12": "0.19.5",
+    "OlderZero3": "0.19.5",
+    "Swapper": "0.19.5",
+    "OlderBf16": "0.19.0",
+    "OlderHalf": "0.18.5",
+}
+SUPPLIED = ("use_grad_scaling",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +98,7 @@ class Guard:
         absent: texts that must not be there.
         once: texts that must be there exactly once.
         signature: the parameters that the method must have; not checked where it is None.
+        since: the first release that was read to have it; for older ones `older.py` does it, or does without.
     """
 
     owner: str
@@ -76,6 +111,7 @@ class Guard:
     absent: tuple[str, ...] = ()
     once: tuple[str, ...] = ()
     signature: tuple[str, ...] | None = None
+    since: str = ""
 
     @property
     def name(self) -> str:
@@ -83,7 +119,9 @@ class Guard:
         return ".".join(filter(None, (self.owner.rpartition(":")[2] or self.owner.rstrip(":"), self.method)))
 
     def changed(self) -> str | None:
-        """Return what DeepSpeed changed, as a sentence; None where the guard holds."""
+        """Return what DeepSpeed changed, as a sentence; None where the guard holds, or this DeepSpeed is older."""
+        if self.since and before(release(self.since)):
+            return None
         try:
             text = source(self.owner, self.method)
         except (ImportError, AttributeError) as error:
@@ -130,21 +168,46 @@ def source(owner: str, method: str = "") -> str:
     raise AttributeError(f"{owner} has no {method}")
 
 
-def missing() -> Iterator[str]:
-    """Yield a sentence for every name of `surface.py` that DeepSpeed no longer has."""
+def missing() -> Iterator[Missing]:
+    """Yield every name of `surface.py` that DeepSpeed no longer has."""
     for protocol, name in touched_names():
-        for owner in CLASSES[protocol]:
-            if not _has(owner, name):
-                yield (
-                    f"{owner.rpartition(':')[2]}.{name} is gone. {', '.join(users(name)) or 'surface.py'} in "
-                    "ds_parity/engine uses it. Read it again there"
-                )
+        if protocol in UNTIL and (name in SINCE or name in SUPPLIED or not before(release(UNTIL[protocol]))):
+            continue
+        since = SINCE.get(name) or SINCE.get(protocol)
+        if since is not None and before(release(since)):
+            continue
+        yield from (Missing(owner, name) for owner in CLASSES[protocol] if not _has(owner, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A name of `surface.py` that a class of DeepSpeed does not have.
+
+    Attributes:
+        owner: `module:Class` of DeepSpeed.
+        name: of the attribute.
+    """
+
+    owner: str
+    name: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.owner.rpartition(':')[2]}.{self.name} is gone. {self.used_in or 'surface.py'} in ds_parity/engine "
+            "uses it. Read it again there"
+        )
+
+    @property
+    def used_in(self) -> str:
+        """The files that use it, below ds_parity/engine."""
+        return ", ".join(users(self.name))
 
 
 def touched_names() -> Iterator[tuple[str, str]]:
     """Yield each protocol of `surface.py` with each name that it declares itself."""
-    for protocol, kind in vars(surface).items():
-        if not getattr(kind, "_is_protocol", False) or kind.__module__ != surface.__name__:
+    protocols = [*vars(surface).items(), *vars(older_surface).items()]
+    for protocol, kind in dict(protocols).items():
+        if not getattr(kind, "_is_protocol", False) or kind.__module__ not in _SURFACES:
             continue
         declared = vars(kind)
         names = {
@@ -162,7 +225,7 @@ def users(name: str) -> tuple[str, ...]:
     return tuple(
         str(path.relative_to(engine))
         for path in sorted(engine.rglob("*.py"))
-        if path.name not in ("surface.py", "guards.py", "guard_list.py")
+        if path.name not in ("surface.py", "older_surface.py", "guards.py", "guard_list.py")
         and any(name in (getattr(node, "attr", None), getattr(node, "value", None)) for node in ast.walk(_tree(path)))
     )
 
@@ -207,7 +270,10 @@ def _parameters(text: str) -> tuple[str, ...]:
 
 def _has(owner: str, name: str) -> bool:
     """Whether a class has an attribute, or one of its bases gives its objects one."""
-    kind = _owner(owner)
+    try:
+        kind = _owner(owner)
+    except (ImportError, AttributeError):  # the whole class is gone
+        return False
     if hasattr(kind, name):
         return True
     # Double underscores are mangled, so the source has the short name.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from ds_parity.config import versions
+from ds_parity.config.releases import Release
 from ds_parity.errors import DsParityError
 from ds_parity.parity.matrix.cell_runs import Answers, calls_of
 from ds_parity.parity.matrix.cells import CHECKS, Cell
@@ -67,17 +69,24 @@ class Result:
         return next((f"{f.check}: {f.detail}" for f in self.findings if f.status is self.status), "nothing was checked")
 
 
-def judge(cell: Cell, answers: Answers, folder: Path) -> Result:
-    """Return what the answers and traces of a cell come to."""
+def judge(cell: Cell, answers: Answers, folder: Path, here: Release | None = None) -> Result:
+    """Return what the answers and traces of a cell come to.
+
+    Args:
+        cell: of the matrix.
+        answers: of its calls.
+        folder: where traces lie.
+        here: the DeepSpeed that they were made with; None: one of which nothing is known.
+    """
     mine = {at: answers[at] for at in (one.title for one in calls_of(cell, folder)) if at in answers}
     seconds = sum(answer.get("seconds", 0.0) for answer in mine.values())
     refused = cell.refusal or _engine_refusal(cell, mine)
     if refused is not None:
-        return Result(cell, (_refusal(cell, refused),), seconds)
+        return Result(cell, (_refusal(cell, refused, here),), seconds)
     if cell.stage in cell.variant.refused:
         detail = "ds_parity takes a configuration that the matrix says it refuses"
         return Result(cell, (CellFinding("refusal", Status.DIFFERS, detail),), seconds)
-    return Result(cell, tuple(_finding(check, cell, mine, folder) for check in CHECKS), seconds)
+    return Result(cell, tuple(_finding(check, cell, mine, folder, here) for check in CHECKS), seconds)
 
 
 def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
@@ -86,34 +95,62 @@ def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
     return said.removeprefix("ConfigError: ") if said is not None and said.startswith("ConfigError: ") else None
 
 
-def _refusal(cell: Cell, reason: str) -> CellFinding:
-    expected = Status.REFUSED if cell.stage in cell.variant.refused else Status.DIFFERS
+def _refusal(cell: Cell, reason: str, here: Release | None) -> CellFinding:
+    by_release = here is not None and any(versions.refused(cell.ragged.config, here))
+    expected = Status.REFUSED if by_release or cell.stage in cell.variant.refused else Status.DIFFERS
     return CellFinding("refusal", expected, reason.removeprefix("1 fault: "))
 
 
-def _finding(check: str, cell: Cell, answers: Answers, folder: Path) -> CellFinding:
+def _finding(check: str, cell: Cell, answers: Answers, folder: Path, here: Release | None) -> CellFinding:
     if check in cell.left_out:
         return CellFinding(check, Status.LEFT_OUT, cell.left_out[check])
+    checks: dict[str, Callable[[], CellFinding]] = {
+        "probe": lambda: _probe(cell, answers),
+        "memory": lambda: _memory(cell, answers),
+    }
     try:
-        if check == "probe":
-            return _probe(cell, answers)
-        if check == "memory":
-            return _memory(cell, answers)
-        return _comparison(check, cell, answers, folder)
+        return checks.get(check, lambda: _comparison(check, cell, answers, folder, here))()
     except _UnansweredError as error:
-        return CellFinding(check, Status.FAILED, str(error))
+        return _unanswered(check, error, _known_of(cell, here) if error.engine in _BARE else None)
     except DsParityError as error:
         return CellFinding(check, Status.FAILED, f"{type(error).__name__}: {error}")
 
 
+def _unanswered(check: str, error: _UnansweredError, known: str | None) -> CellFinding:
+    if known is None:
+        return CellFinding(check, Status.FAILED, str(error))
+    if check == "memory":
+        return CellFinding(check, Status.LEFT_OUT, f"there is nothing to compare with: {error}")
+    return CellFinding(check, Status.CORRECTED, f"{known} (bare, {error})")
+
+
+_BARE = ("deepspeed", "deepspeed-loop")
+
+
+def _known_of(cell: Cell, here: Release | None) -> str | None:
+    """Return what this DeepSpeed is known to get wrong of what the cell asks for, and ds_parity corrects."""
+    if here is None:
+        return None
+    known = versions.asked_for(cell.ragged.config, here, versions.Verdict.CORRECTED)
+    return next((f"DeepSpeed {here}: {entry.what} ({entry.evidence}); corrected" for _, entry in known), None)
+
+
 class _UnansweredError(Exception):
-    """A call of the cell raised, or was never reached."""
+    """A call of the cell raised, or was never reached.
+
+    Attributes:
+        engine: that was to run.
+    """
+
+    def __init__(self, engine: str, raised: str) -> None:
+        super().__init__(f"{engine}: {raised}")
+        self.engine = engine
 
 
 def _answer(answers: Answers, at: str) -> dict[str, Any]:
     answer = answers.get(at, {"raised": "it was not run"})
     if "raised" in answer:
-        raise _UnansweredError(f"{at.rsplit(': ', maxsplit=1)[-1]}: {answer['raised']}")
+        raise _UnansweredError(at.rsplit(": ", maxsplit=1)[-1], answer["raised"])
     return answer
 
 
@@ -125,7 +162,7 @@ def _probe(cell: Cell, answers: Answers) -> CellFinding:
     return CellFinding("probe", Status.RIGHT if result.within(limit) else Status.DIFFERS, detail)
 
 
-def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> CellFinding:
+def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path, here: Release | None) -> CellFinding:
     scenario = cell.uniform if reference == "deepspeed" else cell.ragged
     for engine in (reference, "ds_parity"):
         _answer(answers, title(scenario, engine))
@@ -137,6 +174,9 @@ def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path) -> C
     assert comparison.first is not None
     if fault is not None:
         return CellFinding(reference, Status.CORRECTED, f"DeepSpeed: {fault.what} ({fault.script}); {fault.remedy}")
+    # Only what ds_parity is compared with may be wrong here: the oracle judges it, too.
+    if reference in _BARE and (wrong := _known_of(cell, here)) is not None:
+        return CellFinding(reference, Status.CORRECTED, wrong)
     return CellFinding(reference, Status.DIFFERS, sentence(comparison.first))
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ds_parity.config.releases import read
 from ds_parity.errors import ConfigError
 from ds_parity.parity.matrix import pages
 from ds_parity.parity.matrix.cell_runs import Progress, calls_of, run_cells
@@ -65,7 +66,8 @@ def verify(wanted: Sequence[Cell], folder: Path, progress: Progress = lambda don
     folder = folder.resolve()
     begun = time.perf_counter()
     answers = run_cells(wanted, folder, progress)
-    results = tuple(judge(cell, answers, folder) for cell in wanted)
+    here = read(version("deepspeed"))
+    results = tuple(judge(cell, answers, folder, here) for cell in wanted)
     facts = _facts(answers) | {"took": f"{time.perf_counter() - begun:.0f} s"}
     matrix = Matrix(results, facts)
     pages.write(results, facts, folder / "matrix.html")

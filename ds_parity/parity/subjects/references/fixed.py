@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
+
 from ds_parity.parity.running.layouts import cut_by
 from ds_parity.parity.running.own_batches import Record, begin, own_batches
 from ds_parity.parity.running.scenario import Scenario
@@ -16,7 +18,9 @@ def run_with_fixed_steps(scenario: Scenario, record: Record) -> Any:
 
     With `managed_gradient_accumulation: false` the loop calls step() at the boundary only, as it must there.
     """
-    managed = scenario.config.get("managed_gradient_accumulation", True)
+    # DeepSpeed before 0.19.4 does not know the key, and passes over it.
+    known = hasattr(deepspeed.DeepSpeedEngine, "managed_gradient_accumulation")
+    managed = not known or scenario.config.get("managed_gradient_accumulation", True)
     steps = None
     if scenario.settings.gradient_accumulation_passes is None:
         steps = cut_by(scenario.settings).passes // scenario.ranks  # DeepSpeed's own loop needs to be told how many

@@ -52,9 +52,7 @@ def loss_scale(engine: Any) -> float | None:
     """
     if not engine.fp16_enabled():
         return None
-    # The wrappers without ZeRO keep it in a section of its own, ZeRO's optimizers in themselves.
-    keeper = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer
-    scale = getattr(keeper, "cur_scale", None)
+    scale = getattr(_keeper_of_scale(engine.optimizer), "cur_scale", None)
     return None if scale is None else float(scale)
 
 
@@ -65,8 +63,13 @@ def missing_loss_scale(engine: Any) -> float | None:
     (tools/deepspeed_faults/fp16_zero0_unscaled_loss.py).
     """
     if engine.fp16_enabled() and not engine.zero_optimization():
-        return float(engine.optimizer.loss_scale_config.cur_scale)
+        return float(_keeper_of_scale(engine.optimizer).cur_scale)
     return None
+
+
+def _keeper_of_scale(optimizer: Any) -> Any:
+    # The wrappers without ZeRO keep it in a section of its own; DeepSpeed up to 0.18.5, and ZeRO's, in themselves.
+    return getattr(optimizer, "loss_scale_config", None) or optimizer
 
 
 def scales_losses(engine: Any) -> bool:
@@ -119,7 +122,7 @@ def _corrected_by_scale(engine: Any, expected: float, total: float) -> Any:
 
 
 def _corrected_without_zero(engine: Any, expected: float, total: float) -> Any:
-    optimizer, config = engine.optimizer, engine.optimizer.loss_scale_config
+    optimizer, config = engine.optimizer, _keeper_of_scale(engine.optimizer)
     scale, dynamic, iterations = config.cur_scale, config.dynamic_loss_scale, config.cur_iter
     # A dynamic scale must not move inside the step: it would move from the scale that carries the correction.
     config.cur_scale, config.dynamic_loss_scale = scale * total / expected, False

@@ -1,0 +1,160 @@
+"""What a DeepSpeed configuration asks for, as far as releases of DeepSpeed differ in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ds_parity.config.faults import ABSENT
+from ds_parity.config.settings import AUTO, SECTION
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A configuration, extended or plain, as its features are asked for. What is "auto" asks for nothing yet."""
+
+    config: Mapping[str, Any]
+
+    def value(self, path: str) -> Any:
+        """Return what stands at a dotted path; ABSENT where nothing does, or "auto"."""
+        node: Any = self.config
+        for name in path.split("."):
+            node = node.get(name, ABSENT) if isinstance(node, Mapping) else ABSENT
+        return ABSENT if node == AUTO else node
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage, None where it is filled in later."""
+        section = self.config.get("zero_optimization", {})
+        if isinstance(section, bool):  # DeepSpeed's old way to write stages 1 and 0
+            return int(section)
+        if section == AUTO or (isinstance(section, Mapping) and section.get("stage") == AUTO):
+            return None
+        stage = self.value("zero_optimization.stage")
+        return stage if isinstance(stage, int) else 0
+
+    @property
+    def precision(self) -> str:
+        """`fp32`, `bf16` or `fp16`, of DeepSpeed's own sections; `auto` where they are filled in later."""
+        bf16 = "bfloat16" if self.config.get("bf16") is None else "bf16"
+        for name, key in (("bf16", bf16), ("fp16", "fp16")):
+            if self.value(f"{key}.enabled") is True:
+                return name
+            if isinstance(section := self.config.get(key), Mapping) and section.get("enabled") == AUTO:
+                return AUTO
+        return "fp32"
+
+    @property
+    def autocast(self) -> str:
+        """What `torch_autocast` computes in: `bf16`, `fp16`, or "" where it is off."""
+        if self.value("torch_autocast.enabled") is not True:
+            return ""
+        return "fp16" if "bf" not in (dtype := str(self.value("torch_autocast.dtype"))) and "16" in dtype else "bf16"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer states lie on the CPU or on a disk."""
+        device = self.value("zero_optimization.offload_optimizer.device")
+        return device in ("cpu", "nvme") or self.value("zero_optimization.cpu_offload") is True
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether gradients of bf16 are accumulated in fp32."""
+        return self.precision == "bf16" and str(self.value("data_types.grad_accum_dtype")) == "fp32"
+
+    @property
+    def callers(self) -> bool:
+        """Whether the caller ends windows."""
+        return str(self.value(f"{SECTION}.boundary")) == "caller"
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but stage and precision is asked for of what is a feature here."""
+        return not (self.offloads or self.sums_in_fp32 or self.autocast)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One thing that may be right, corrected or refused on a release of DeepSpeed.
+
+    Attributes:
+        name: unique, for people.
+        met: whether a configuration asks for it; of those that a call or a model asks for, no configuration does.
+        key: the key by which a configuration asks for it, which a refusal shows with its value.
+    """
+
+    name: str
+    met: Callable[[Wanted], bool]
+    key: str = "zero_optimization.stage"
+
+    def asked_for(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a configuration asks for it."""
+        return self.met(Wanted(config))
+
+
+def _never(_: Wanted) -> bool:
+    return False
+
+
+def _plain(stage: int, precision: str) -> Feature:
+    def met(asked: Wanted) -> bool:
+        return asked.stage == stage and asked.precision == precision and asked.plain
+
+    return Feature(f"ZeRO {stage} in {precision}", met)
+
+
+def _summed(stage: int) -> Feature:
+    def met(asked: Wanted) -> bool:
+        return asked.stage == stage and asked.sums_in_fp32 and not asked.offloads
+
+    return Feature(f"ZeRO {stage} in bf16 with fp32 accumulation", met, "data_types.grad_accum_dtype")
+
+
+def _offloaded(stage: int) -> Feature:
+    def met(asked: Wanted) -> bool:
+        return asked.stage == stage and asked.offloads
+
+    return Feature(f"ZeRO {stage} with CPU offload", met, "zero_optimization.offload_optimizer.device")
+
+
+def _autocast(precision: str) -> Feature:
+    return Feature(f"torch_autocast in {precision}", lambda asked: asked.autocast == precision, "torch_autocast.dtype")
+
+
+OVERLAP: Final = Feature(
+    "communication that overlaps",
+    lambda asked: asked.value("zero_optimization.overlap_comm") is True,
+    "zero_optimization.overlap_comm",
+)
+CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")
+COALESCED: Final = Feature("coalesce_grad_reduction()", _never, "")
+LEFT_OUT: Final = Feature("parameters that some passes leave out", _never, "")
+USED_TWICE: Final = Feature("a module that one backward reaches twice", _never, "")
+
+FEATURES: Final = (
+    *(_plain(stage, precision) for stage in range(4) for precision in ("fp32", "bf16", "fp16")),
+    *(_summed(stage) for stage in (1, 2, 3)),
+    *(_offloaded(stage) for stage in (1, 2, 3)),
+    _autocast("bf16"),
+    _autocast("fp16"),
+    OVERLAP,
+    CALLERS,
+    COALESCED,
+    LEFT_OUT,
+    USED_TWICE,
+)
+"""Every feature that has a row in the table of docs/versions.md, in its order."""
+
+
+def named(name: str) -> Feature:
+    """Return the feature of a name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return next((one for one in FEATURES if one.name == name), None) or _unknown(name)
+
+
+def _unknown(name: str) -> Feature:
+    raise KeyError(name)

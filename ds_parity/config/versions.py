@@ -1,0 +1,173 @@
+"""Which DeepSpeed is right for what: the one table that refuses, that the documentation prints and the tests walk.
+
+It needs neither torch nor DeepSpeed. A release that no entry speaks of is right as far as anybody knows; what was
+really run on which release stands in tools/versions, and docs/versions.md shows both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from ds_parity.config.faults import Fault
+from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, Feature, Wanted, named
+from ds_parity.config.releases import Release, release
+
+OLDEST: Final = release("0.18.4")
+"""The oldest release that is supported: the first that is right on plain ZeRO 2 (DeepSpeed #7718)."""
+MEASURED: Final = tuple(map(release, ("0.18.4", "0.18.9", "0.19.0", "0.19.3", "0.19.5", "0.19.8")))
+"""The releases that were read and run, oldest first."""
+
+
+class Verdict(StrEnum):
+    """What a feature is on a release."""
+
+    RIGHT = "right"
+    CORRECTED = "corrected"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What some releases of DeepSpeed get wrong, and what ds_parity makes of it.
+
+    Attributes:
+        features: names of those that it touches.
+        verdict: `corrected` or `refused`.
+        what: what DeepSpeed does, a sentence without its end.
+        evidence: DeepSpeed's issue or the script that shows it, and what was measured.
+        first: the first release that does it; None: it is in the oldest that is supported.
+        right_from: the first release of DeepSpeed that is right; None: none is yet.
+        way_out: what to do where it is refused, beside a newer release; "" where there is nothing else.
+    """
+
+    features: tuple[str, ...]
+    verdict: Verdict
+    what: str
+    evidence: str
+    first: Release | None = None
+    right_from: Release | None = None
+    way_out: str = ""
+
+    def on(self, version: Release) -> bool:
+        """Return whether a release does it."""
+        after = self.first is None or not version < self.first
+        return after and (self.right_from is None or version < self.right_from)
+
+
+_SHARDED_12 = tuple(f.name for f in FEATURES if f.name.startswith(("ZeRO 1 ", "ZeRO 2 ")) and "fp32 acc" not in f.name)
+
+ENTRIES: Final = (
+    Entry(
+        ("ZeRO 0 in bf16",),
+        Verdict.CORRECTED,
+        "the step divides by fp16's loss scale, by which nothing has multiplied, and gradients are never cleared",
+        "DeepSpeed #7839",
+        right_from=release("0.18.6"),
+    ),
+    Entry(
+        ("ZeRO 0 in fp16",),
+        Verdict.CORRECTED,
+        "the loss is not multiplied by the scale that the step divides by",
+        "tools/deepspeed_faults/fp16_zero0_unscaled_loss.py",
+    ),
+    Entry(
+        ("ZeRO 1 in bf16 with fp32 accumulation",),
+        Verdict.CORRECTED,
+        "the last micro-batch of a window is not reduced between ranks",
+        "DeepSpeed #7985",
+        right_from=release("0.19.0"),
+    ),
+    Entry(
+        ("ZeRO 1 with CPU offload", "ZeRO 2 with CPU offload"),
+        Verdict.CORRECTED,
+        "gradients between the first and the last pass of a window are lost",
+        "DeepSpeed #7967",
+        right_from=release("0.19.0"),
+    ),
+    Entry(
+        _SHARDED_12,
+        Verdict.CORRECTED,
+        'the first step raises "Output 0 of SplitBackward0 is a view and is being modified inplace", with every torch '
+        "since 1.8, where weights are flattened on the accelerator (on a CPU always)",
+        "DeepSpeed #7948",
+        first=release("0.18.6"),
+        right_from=release("0.19.0"),
+    ),
+    Entry(
+        (LEFT_OUT.name,),
+        Verdict.CORRECTED,
+        "gradients of parameters that a pass leaves out are those of an old window, or never reach an offloaded "
+        "optimizer; before 0.19.5 nothing is noted of them, and ds_parity keeps the account itself",
+        "tools/deepspeed_faults/stale_gradient.py and used_in_some_passes.py",
+    ),
+    Entry(
+        (COALESCED.name,),
+        Verdict.REFUSED,
+        "there is no such method",
+        "read in DeepSpeed",
+        right_from=release("0.19.2"),
+        way_out="leave the block out: the step is the same, and passes of ZeRO 2 and 3 reduce in each backward",
+    ),
+)
+
+
+def measured(version: Release) -> bool:
+    """Return whether a release is one of those that were read and run."""
+    return version in MEASURED
+
+
+def entries_of(feature: Feature, version: Release) -> list[Entry]:
+    """Return what a release gets wrong of a feature."""
+    return [entry for entry in ENTRIES if feature.name in entry.features and entry.on(version)]
+
+
+def verdict(feature: Feature, version: Release) -> Verdict:
+    """Return what the table says of a feature on a release: the worst of its entries, `right` where there is none."""
+    found = {entry.verdict for entry in entries_of(feature, version)}
+    return next((one for one in (Verdict.REFUSED, Verdict.CORRECTED) if one in found), Verdict.RIGHT)
+
+
+def asked_for(config: Mapping[str, Any], version: Release, wanted: Verdict) -> list[tuple[Feature, Entry]]:
+    """Return the entries of a verdict that a configuration meets on a release, with the feature that it asks for."""
+    return [
+        (feature, entry)
+        for feature in FEATURES
+        if feature.asked_for(config)
+        for entry in entries_of(feature, version)
+        if entry.verdict is wanted
+    ]
+
+
+def refused(config: Mapping[str, Any], version: Release) -> Iterator[Fault]:
+    """Yield a fault for everything that a configuration asks for and a release can't do.
+
+    Args:
+        config: an extended or a plain DeepSpeed configuration.
+        version: the release of DeepSpeed that is to run it.
+    """
+    for feature, entry in asked_for(config, version, Verdict.REFUSED):
+        yield Fault(feature.key, Wanted(config).value(feature.key), *rule_and_way_out(feature, entry, version))
+
+
+def rule_and_way_out(feature: Feature, entry: Entry, version: Release) -> tuple[str, str]:
+    """Return why a feature is refused on a release, and what to do."""
+    rule = f"DeepSpeed {version} is wrong on {feature.name}: {entry.what} ({entry.evidence})"
+    newer = f"use DeepSpeed {entry.right_from} or newer" if entry.right_from else "no release is right yet"
+    return rule, f"{newer}; or {entry.way_out}" if entry.way_out else newer
+
+
+def refused_by_call(name: str, version: Release | None) -> str | None:
+    """Return why a release can't do what a call asks for, None where it can.
+
+    Args:
+        name: of the feature.
+        version: the release that is installed; None where its version names none.
+    """
+    feature = named(name)
+    if version is None or verdict(feature, version) is not Verdict.REFUSED:
+        return None
+    entry = next(one for one in entries_of(feature, version) if one.verdict is Verdict.REFUSED)
+    return "{}; {}".format(*rule_and_way_out(feature, entry, version))

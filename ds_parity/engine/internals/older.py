@@ -1,0 +1,126 @@
+"""What older releases of DeepSpeed lack or get wrong, supplied to the objects of one engine before anything uses them.
+
+So the adapters meet one DeepSpeed, the one that `surface.py` describes. Each supplement looks at what is there and not
+at a version, so that releases in between, which nobody has read, are met as they are. Read in 0.18.4, 0.18.9, 0.19.0,
+0.19.3 and 0.19.5; `config/versions.py` says which release needs which, and what was measured with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ds_parity.config.releases import release
+from ds_parity.engine.internals.guards import ENGINE, ZERO12, source
+from ds_parity.engine.internals.installed import before
+from ds_parity.engine.internals.older_surface import OlderBf16, OlderHalf
+from ds_parity.engine.internals.older_zero3 import supply_zero3
+from ds_parity.engine.internals.older_zero12 import supply_zero12
+from ds_parity.engine.internals.surface import Engine
+
+_ALIGNED: Final = "flatten_dense_tensors_aligned"
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Return a context in which DeepSpeed may build an engine: the buffer of weights of ZeRO 1 and 2 has no graph.
+
+    0.18.6 to 0.18.10 make it of the parameters themselves where the memory suffices, with a graph behind it, and the
+    first step raises "Output 0 of SplitBackward0 is a view and is being modified inplace", with every torch since 1.8
+    (DeepSpeed #7948, which detaches the buffer).
+    """
+    if not before(release("0.19.0")):
+        yield
+        return
+    flatten: Callable[..., Any] = getattr(DeepSpeedZeroOptimizer, _ALIGNED)
+    if "use_cpu_data=False).detach()" in (text := source(ZERO12, "__init__")) or "use_cpu_data=False)" not in text:
+        yield
+        return
+
+    def detached(*args: Any, **kwargs: Any) -> Any:
+        return flatten(*args, **kwargs).detach()
+
+    setattr(DeepSpeedZeroOptimizer, _ALIGNED, detached)
+    try:
+        yield
+    finally:
+        setattr(DeepSpeedZeroOptimizer, _ALIGNED, flatten)
+
+
+def supply(engine: Engine) -> None:
+    """Supply an engine's objects with what their DeepSpeed lacks; nothing is done where it lacks nothing.
+
+    Args:
+        engine: a bare DeepSpeed engine that has not run a pass.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)) and not hasattr(
+        optimizer, "clear_backward_seen_flag"
+    ):
+        # Up to 0.18.5 a backward's end counts it, and nothing is left for the forward to clear.
+        optimizer.clear_backward_seen_flag = _nothing
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        supply_zero12(optimizer)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        supply_zero3(optimizer)
+    elif isinstance(optimizer, BF16_Optimizer):
+        _supply_bf16(engine, optimizer)
+    elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        _supply_half(engine, optimizer)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _supply_bf16(engine: Engine, optimizer: OlderBf16) -> None:
+    if not hasattr(optimizer, "custom_loss_scaler"):
+        # The wrapper has no loss scale, and up to 0.18.5 none of the names that scale_if_loss() asks for.
+        optimizer.scale_if_loss = _itself
+    if not before(release("0.19.0")) or "bf16_optimizer" in source(ENGINE, "_backward_epilogue"):
+        return
+    # Up to 0.18.10 the boundary's gradients were reduced before the backward's end has added its own to them, so that
+    # each rank kept those of the last micro-batch to itself (DeepSpeed #7985).
+    reduce: Callable[..., None] = engine.allreduce_gradients
+
+    def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
+        optimizer.backward_epilogue()
+        # DeepSpeed adds them once more behind this, and finds zeros.
+        optimizer.clear_lp_grads()
+        reduce(*args, **kwargs)
+
+    engine.allreduce_gradients = allreduce_gradients  # type: ignore[method-assign]
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _supply_half(engine: Engine, optimizer: OlderHalf) -> None:
+    if hasattr(optimizer, "loss_scale_config"):
+        return
+    # Up to 0.18.5 the wrappers kept their loss scale themselves.
+    optimizer.loss_scale_config = weakref.proxy(optimizer)
+    if engine.fp16_enabled():
+        optimizer.use_grad_scaling = True
+        return
+    # In bf16 the unfused wrapper divided by fp16's loss scale, by which nothing had multiplied; and no step cleared the
+    # gradients, so that each added those of all before it (DeepSpeed #7839).
+    optimizer.use_grad_scaling = optimizer.dynamic_loss_scale = False
+    optimizer.cur_scale = 1.0
+    step: Callable[..., Any] = optimizer.step
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        optimizer.zero_grad()
+        return result
+
+    optimizer.step = stepped

@@ -1,0 +1,103 @@
+"""A DeepSpeed that nobody has read: what is said of it, what its guards find, and what is refused for that."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from ds_parity.config.faults import Fault
+from ds_parity.config.features import Wanted
+from ds_parity.config.versions import MEASURED
+from ds_parity.engine.internals.guard_list import Changed, changed
+from ds_parity.engine.internals.guards import BF16, FP16, UNFUSED, ZERO3, ZERO12
+from ds_parity.engine.internals.installed import installed, unread
+
+_LOG = logging.getLogger("ds_parity")
+_Touches = Callable[[Wanted], bool]
+
+
+def _on(*stages: int) -> _Touches:
+    return lambda asked: asked.stage in (*stages, None)
+
+
+def _half(asked: Wanted) -> bool:
+    return asked.stage in (0, None) and asked.precision != "fp32"
+
+
+def _plain(asked: Wanted) -> bool:
+    return asked.stage in (0, None) and asked.precision == "fp32"
+
+
+# What a change touches, by the class that has changed, and else by the files that rely on it.
+_BY_OWNER: Final[Mapping[str, _Touches]] = {
+    ZERO12: _on(1, 2),
+    ZERO3: _on(3),
+    BF16: lambda asked: asked.stage in (1, None) and asked.sums_in_fp32,
+    FP16: _half,
+    UNFUSED: _half,
+}
+_BY_FILE: Final[Mapping[str, _Touches]] = {
+    "zero.py": _on(1, 2, 3),
+    "zero12.py": _on(1, 2),
+    "zero3.py": _on(3),
+    "bf16.py": _BY_OWNER[BF16],
+    "fp16.py": _half,
+    "plain.py": _plain,
+    "callers_driver.py": lambda asked: asked.callers,
+    "groups.py": lambda asked: isinstance(asked.value("sequence_parallel_size"), int),
+}
+# A change there makes a number wrong that is logged, and no step.
+_LOGGED_ALONE: Final = ("counters.py", "monitor.py", "all_weights.py")
+
+
+@functools.cache
+def found() -> tuple[Changed, ...]:
+    """Return what guards find changed in the installed DeepSpeed, nothing where it is one that was read."""
+    return tuple(changed()) if unread() else ()
+
+
+def say() -> None:
+    """Warn of a DeepSpeed that nobody has read, once a process and on the first rank alone."""
+    if not unread() or os.environ.get("RANK", "0") != "0":
+        return
+    names = ", ".join(map(str, MEASURED))
+    said = "".join(f"\n  {one.says}" for one in found())
+    _LOG.warning(
+        "deepspeed %s is installed, which ds_parity was never run with (it was with %s): its steps are unverified. %s; "
+        "run `ds-parity verify` on your configuration before you rely on it, or install deepspeed==%s",
+        installed() or "of a version without numbers",
+        names,
+        f"Guards find that DeepSpeed has changed what ds_parity relies on, and what that touches is refused:{said}\n"
+        if said
+        else "Guards find nothing changed of what ds_parity relies on",
+        MEASURED[-1],
+    )
+
+
+def refused(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault for everything that a configuration asks for and a guard finds changed.
+
+    Args:
+        config: an extended or a plain DeepSpeed configuration.
+    """
+    asked = Wanted(config)
+    for one in found():
+        if touches(one, asked):
+            rule = f"ds_parity relies on what has changed there: {one.says}"
+            yield Fault("deepspeed", str(installed() or "?"), rule, f"install deepspeed=={MEASURED[-1]}")
+
+
+def touches(change: Changed, asked: Wanted) -> bool:
+    """Return whether steps of a configuration rely on what has changed."""
+    by_owner = _BY_OWNER.get(change.owner)
+    if by_owner is not None:
+        return by_owner(asked)
+    files = [name for name in change.used_in.replace(" and ", ", ").replace("internals/", "").split(", ") if name]
+    return any(_BY_FILE.get(name, _everything)(asked) for name in files if name not in _LOGGED_ALONE)
+
+
+def _everything(_: Wanted) -> bool:
+    return True
