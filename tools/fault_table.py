@@ -11,6 +11,7 @@ operators apart: one version's must never be loaded by another.
 """
 
 import argparse
+import fcntl
 import importlib
 import json
 import os
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version as torch_version
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,22 @@ def kept() -> dict[str, Any]:
 
 def keep(version: str, torch: str, found: dict[str, dict[str, str]]) -> None:
     """Put what was found of a version beside what was kept of it and of others, versions and scripts in order."""
+    with _alone():
+        _put(version, torch, found)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    # Two versions may be measured beside each other, and each reads what the other one writes.
+    folder = os.open(PATH.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _put(version: str, torch: str, found: dict[str, dict[str, str]]) -> None:
     everything = kept()
     scripts = {**everything["versions"].get(version, {}), **found}
     versions = {**everything["versions"], version: {name: scripts[name] for name in sorted(scripts)}}
