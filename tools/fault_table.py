@@ -6,11 +6,12 @@ python -m tools.fault_table versions/0.18.4 ...      each in a folder of its own
     pip install --no-deps --target versions/0.18.4 deepspeed==0.18.4
 
 Every script of tools/deepspeed_faults runs on two ranks, several in one start of them. A place whose ranks end or hang
-is told so, and the ranks are started again behind it. `--operators` names a folder in which each version compiles its
-operators apart: one version's must never be loaded by another.
+is told so, and the ranks are started again with the script behind it. `--operators` names a folder in which each
+version compiles its operators apart: one version's must never be loaded by another.
 """
 
 import argparse
+import fcntl
 import importlib
 import json
 import os
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version as torch_version
 from pathlib import Path
 from typing import Any
@@ -32,29 +33,26 @@ from ds_parity.parity.running.launch import Call, Job, run_job
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "tools" / "deepspeed_faults"
 # Seconds for all scripts of a start, and for one of them.
-LIMITS: dict[str, float] = {"timeout": 1500.0, "patience": 75.0}
+LIMITS: dict[str, float] = {"timeout": 1500.0, "patience": 60.0}
 NOT_TOLD = "error: the ranks ended: "
 
 
 def names() -> list[str]:
-    """Return the names of all scripts."""
-    return sorted(path.stem for path in SCRIPTS.glob("[!_]*.py"))
+    """Return the names of all scripts, first that of the plainest loop, on which most depends."""
+    return sorted((path.stem for path in SCRIPTS.glob("[!_]*.py")), key=lambda name: (name != "several_passes", name))
 
 
-def run_script(name: str, told: str, skip: list[str]) -> dict[str, str]:
+def run_script(name: str, told: str) -> dict[str, str]:
     """Run one script on this rank, and write every place down before it is measured and after it.
 
     Args:
         name: of the script.
         told: the file of the first rank; the others have one each beside it.
-        skip: places that have ended the ranks before.
     """
     sys.path.insert(0, str(SCRIPTS))
     import torch.distributed as dist
 
     places = importlib.import_module("_places")
-    places.skipped.clear()
-    places.skipped.update(skip)
     rank = dist.get_rank()
 
     def hear(place: str, outcome: str | None) -> None:
@@ -80,13 +78,7 @@ def measure(wanted: Sequence[str], folder: Path, environment: dict[str, str]) ->
     """
     told, left = folder / "told.jsonl", list(wanted)
     while left:
-        before = _read(told)
-        calls = [
-            Call(
-                name, "tools.fault_table:run_script", {"name": name, "told": str(told), "skip": [*before.get(name, ())]}
-            )
-            for name in left
-        ]
+        calls = [Call(name, "tools.fault_table:run_script", {"name": name, "told": str(told)}) for name in left]
         job = Job(tuple(calls), folder / "ranks", 2, import_from=(str(ROOT),), environment=environment, **LIMITS)
         behind: list[str] = []
         try:
@@ -104,7 +96,7 @@ def measure(wanted: Sequence[str], folder: Path, environment: dict[str, str]) ->
 
 
 def _behind(told: Path, left: list[str], why: str) -> list[str]:
-    """Note the place that ended the ranks; return the scripts that are left, with that one in front."""
+    """Note the place that ended the ranks; return the scripts behind that one."""
     now = _read(told)
     begun = [name for name in left if name in now] or left[:1]
     name = begun[-1]
@@ -114,8 +106,8 @@ def _behind(told: Path, left: list[str], why: str) -> list[str]:
     outcome = f"{said} (on one rank, for which the others wait)" if said else NOT_TOLD + _short(why)
     with told.open("a") as out:
         out.write(json.dumps([name, place or "all", outcome]) + "\n")
-    at = left.index(name)
-    return left[at:] if place else left[at + 1 :]
+    # Its other places are not tried: each would take as long to end.
+    return left[left.index(name) + 1 :]
 
 
 def _short(why: str) -> str:
@@ -167,6 +159,22 @@ def kept() -> dict[str, Any]:
 
 def keep(version: str, torch: str, found: dict[str, dict[str, str]]) -> None:
     """Put what was found of a version beside what was kept of it and of others, versions and scripts in order."""
+    with _alone():
+        _put(version, torch, found)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    # Two versions may be measured beside each other, and each reads what the other one writes.
+    folder = os.open(PATH.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _put(version: str, torch: str, found: dict[str, dict[str, str]]) -> None:
     everything = kept()
     scripts = {**everything["versions"].get(version, {}), **found}
     versions = {**everything["versions"], version: {name: scripts[name] for name in sorted(scripts)}}

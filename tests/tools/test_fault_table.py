@@ -58,9 +58,9 @@ class TestRanksThatEnd:
 
         return write
 
-    def test_the_place_that_ended_them_is_noted_and_the_rest_is_run_again(self, written):
+    def test_the_place_that_ended_them_is_noted_and_the_scripts_behind_it_are_left(self, written):
         path = written("told.jsonl", [["a", "ZeRO 0", "right"], ["b", "ZeRO 0", "right"], ["b", "ZeRO 1", None]])
-        assert fault_table._behind(path, ["a", "b", "c"], "they hang (log: /tmp/x/log.txt)") == ["b", "c"]
+        assert fault_table._behind(path, ["a", "b", "c"], "they hang (log: /tmp/x/log.txt)") == ["c"]
         assert fault_table._read(path)["b"] == {"ZeRO 0": "right", "ZeRO 1": "error: the ranks ended: they hang"}
 
     def test_what_another_rank_raised_is_the_reason(self, written):

@@ -27,18 +27,18 @@ def updates(stage: int) -> list[float]:
         "zero_optimization": {"stage": stage},
     }
     forget_autocast()  # see autocast_outlives_its_engine.py
-    model = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 1, bias=False) for _ in range(2))
     model.forward = lambda x: model[0](x) + model[1](x)
     for part in model:
         torch.nn.init.zeros_(part.weight)
     groups = [{"params": [part.weight]} for part in model]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     scaler_of(engine).set_growth_interval(1)  # 2000 by default
-    one = torch.ones(1, 1, device=get_accelerator().current_device_name())
+    one = torch.ones(1, 8, device=get_accelerator().current_device_name())
     engine.backward(0.25 * engine(one).float().sum())
     engine.step()
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        moved = [-parameter.item() for parameter in engine.module.parameters()]
+        moved = [-parameter.mean().item() for parameter in engine.module.parameters()]
     engine.destroy()
     forget_autocast()
     return moved

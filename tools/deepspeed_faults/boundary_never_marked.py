@@ -27,14 +27,14 @@ def update(stage: int, offload: bool = False) -> float:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})},
     }
-    model = torch.nn.Linear(1, 1, bias=False)
+    model = torch.nn.Linear(8, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     for size in (1.0, 2.0, 4.0):
-        engine.backward(size * engine(torch.ones(1, 1, device=get_accelerator().current_device_name())).sum())
+        engine.backward(size * engine(torch.ones(1, 8, device=get_accelerator().current_device_name())).sum())
     engine.step()
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        moved = -engine.module.weight.item()
+        moved = -engine.module.weight.mean().item()
     engine.destroy()
     return moved
 

@@ -23,7 +23,7 @@ def built(stage: int, value: float) -> deepspeed.DeepSpeedEngine:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
     }
-    model = torch.nn.Linear(1, 1, bias=False)
+    model = torch.nn.Linear(8, 1, bias=False)
     torch.nn.init.constant_(model.weight, value)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
@@ -32,7 +32,7 @@ def built(stage: int, value: float) -> deepspeed.DeepSpeedEngine:
 def weight(engine: deepspeed.DeepSpeedEngine) -> float:
     """Return the weight."""
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return engine.module.weight.item()
+        return engine.module.weight.mean().item()
 
 
 def loaded(stage: int) -> float:
