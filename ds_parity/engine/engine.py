@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
@@ -191,6 +191,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         idle: Any = None,
         finish: bool = True,
         skip_idle: bool = True,
+        prefetch: int = 0,
     ) -> Iterator[Batch]:
         """Yield this rank's micro-batches, and idle passes where it has run out of data and others have not.
 
@@ -230,20 +231,24 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 (statistics of your own) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3,
                 with a mixture of experts, or on ZeRO 1 with overlap_comm while a
                 parameter has no gradient yet.
+            prefetch: micro-batches that a thread makes ahead, while passes run: reading, collating and queueing the
+                copy to the accelerator (`to_device`) then cost the loop nothing. So many more are alive, and lost where
+                the loop is left early. What the stream raises is raised at its own pass, and the thread ends with the
+                loop. A stream that draws random numbers shares torch's with the model: give it a generator of its own.
 
         Raises:
             WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward; the stream can't
-                be iterated, what it yields has no counts (a tuple or a dict of a DataLoader), or `lookahead` is out of
-                range.
+                be iterated, what it yields has no counts (a tuple or a dict of a DataLoader), or `lookahead` or
+                `prefetch` is out of range.
             ConfigError: a micro-batch is part of a plan for another number of data-parallel ranks; nothing of what was
                 read with it has been counted.
             RankDesyncError: ranks were given different look-aheads, or another one has raised.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
         driver: Driver = self._self_driver
-        queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle)
+        queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle, prefetch=prefetch)
         queue.upcoming.settles = finish
-        with driver.taking_from(queue.upcoming):
+        with closing(queue), driver.taking_from(queue.upcoming):
             yield from queue
         if finish and not self.stopping:
             self.finish()
