@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.results import Section, shown
 from ds_parity.parity.data.rollouts import load_rollouts
-from ds_parity.planning import Rollout, plan
+from ds_parity.planning import Cost, Rollout, plan
 
 LIMIT = 8192
 
@@ -34,20 +34,23 @@ def test_plan_on_1024_ranks(benchmark, results):
 
     benchmark.pedantic(measure, rounds=1)
     said = f"""1,024 ranks, micro-batches of at most {LIMIT:,} tokens; beside `sorted` of the same rollouts by length,
-in turn. Passes beside the fewest that any packing can have."""
-    header = ("rollouts", "windows", "time, plan / sorting", "passes / lower bound")
+in turn. Passes beside the fewest that any packing can have. By cost: with verl's workload."""
+    header = ("rollouts", "windows", "time, plan / sorting", "by cost", "passes / lower bound", "by cost")
     results(Section("planning", "Planning", said, header, rows))
 
 
 def _planned(rollouts, windows):
     options = {"dp_world_size": 1024, "target": len(rollouts) // windows, "max_tokens": LIMIT}
-    ratios = []
-    for _ in range(5):
-        taken, planned = seconds(lambda: plan(rollouts, **options))
-        ratios.append(taken / seconds(lambda: sorted(rollouts, key=lambda rollout: len(rollout.tokens)))[0])
-    bound = planned.passes / planned.fewest_passes()
-    assert bound <= 1.02
-    return f"{len(rollouts):,}", str(windows), shown(ratios, 1), f"{bound:.3f}"
+    ratios, bounds = [], []
+    for cost in (None, Cost(24_576, 1)):
+        ratios.append([])
+        for _ in range(5):
+            taken, planned = seconds(lambda cost=cost: plan(rollouts, **options, cost=cost))
+            ratios[-1].append(taken / seconds(lambda: sorted(rollouts, key=lambda rollout: len(rollout.tokens)))[0])
+        bounds.append(planned.passes / planned.fewest_passes())
+        assert bounds[-1] <= 1.02
+    times = (shown(one, 1) for one in ratios)
+    return f"{len(rollouts):,}", str(windows), *times, *(f"{bound:.3f}" for bound in bounds)
 
 
 def quota(rollouts, ranks, target, max_tokens):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ds_parity.engine.engine import ParityEngine
     from ds_parity.engine.initialize import initialize
     from ds_parity.engine.install import install
+    from ds_parity.engine.measuring import measure_cost
 
 __all__ = [
     "CheckpointError",
@@ -48,6 +49,7 @@ __all__ = [
     "install",
     "labels",
     "losses",
+    "measure_cost",
     "micro_batches",
     "plan",
     "to_device",
@@ -59,6 +61,7 @@ _WITH_TORCH = {
     "initialize": "ds_parity.engine.initialize",
     "install": "ds_parity.engine.install",
     "labels": "ds_parity.collation",
+    "measure_cost": "ds_parity.engine.measuring",
     "micro_batches": "ds_parity.collation",
     "to_device": "ds_parity.collation",
 }

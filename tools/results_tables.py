@@ -64,6 +64,21 @@ def quota() -> str:
     return "\n".join(lines) + "\n"
 
 
+def waiting() -> str:
+    """Return the share of waiting of a plan by cost, of the bound, and of other rules, on 64 and 1,024 ranks."""
+    names = ("GSM8K", "log-normal, up to 32,768 tokens", "several turns, up to 32,768 tokens")
+    lines = [
+        "| share of the time in which ranks wait | by cost | inevitable | by tokens | verl | TRL | first-fit | quota |",
+        "|---" * 8 + "|",
+    ]
+    for number, name in enumerate(names):
+        for tokens, ranks, *cells in rows(f"waiting-{number}"):
+            if ranks in ("64", "1,024"):
+                shares = [cell.split()[0] for cell in cells[:7]]
+                lines.append(_row(f"{name}; {tokens} per micro-batch, {ranks} ranks", *shares))
+    return "\n".join(lines) + "\n"
+
+
 def recipe() -> str:
     """Return rollouts per second beside the recipe, from the least to the greatest of the stages."""
     large_padded, large_packed, small_padded, small_packed = medians("recipe")

@@ -32,6 +32,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "time": (DOCS / "performance.md", results_tables.time_of_a_window),
     "costs": (DOCS / "performance.md", results_tables.costs),
     "quota": (DOCS / "performance.md", results_tables.quota),
+    "waiting": (DOCS / "performance.md", results_tables.waiting),
     "recipe": (DOCS / "performance.md", results_tables.recipe),
     "exchange": (DOCS / "performance.md", results_tables.exchange),
     **{name: (DOCS / "migrations" / f"{page}.md", make) for name, (page, make) in migrations.TABLES.items()},

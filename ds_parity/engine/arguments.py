@@ -247,6 +247,17 @@ def chunk_of(lookahead: Any) -> int:
     return max(1, passes)
 
 
+def prefetched(prefetch: Any) -> int:
+    """Return how many micro-batches are made ahead in a thread (>= 0); raise WindowError where it is no such number."""
+    count = -1 if isinstance(prefetch, bool) or not hasattr(prefetch, "__index__") else operator.index(prefetch)
+    if not 0 <= count <= MAX_LOOKAHEAD:
+        raise WindowError(
+            f"passes(prefetch={prefetch!r}): must be a whole number from 0 to {MAX_LOOKAHEAD}, how many micro-batches "
+            "a thread may make ahead; 2 is enough where one is made faster than a pass runs"
+        )
+    return count
+
+
 def iterator_of(stream: Any) -> Iterator[Any]:
     """Return the iterator of a stream; raise WindowError where it has none."""
     try:

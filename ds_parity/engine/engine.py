@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
@@ -21,12 +21,14 @@ from ds_parity.engine.callers_driver import CallersDriver
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.measuring import measured
 from ds_parity.engine.passes import PassQueue
 from ds_parity.engine.proxying import METHODS
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.gathered_advantages import gathered_advantages
 from ds_parity.engine.ranks.upcoming import Upcoming
 from ds_parity.errors import WindowError
+from ds_parity.planning import Cost, MicroBatch
 from ds_parity.trace import StepRecord
 from ds_parity.window import Window
 
@@ -42,7 +44,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     - `step` updates at the boundary only, and must follow every `backward`, unless the caller ends windows by it;
     - `zero_grad`, also of the optimizers, does nothing inside a window: its gradients have been counted;
     - `step` of the optimizers raises `WindowError` where it is called by itself: `engine.step()` calls it;
-    - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `window` and `last_step` are new;
+    - `passes`, `idle`, `record`, `finish`, `stop`, `stopping`, `group_advantages`, `measure_cost`, `window` and
+      `last_step` are new;
     - what would move the boundary behind its back (`set_gradient_accumulation_boundary`, `set_train_batch_size`,
       `set_train_micro_batch_size`, `coalesce_grad_reduction`) raises `WindowError`, unless the caller ends windows.
     """
@@ -188,6 +191,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         idle: Any = None,
         finish: bool = True,
         skip_idle: bool = True,
+        prefetch: int = 0,
     ) -> Iterator[Batch]:
         """Yield this rank's micro-batches, and idle passes where it has run out of data and others have not.
 
@@ -227,20 +231,24 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 (statistics of your own) or a loop that does so in every pass needs it. Of no effect on ZeRO 2 and 3,
                 with a mixture of experts, or on ZeRO 1 with overlap_comm while a
                 parameter has no gradient yet.
+            prefetch: micro-batches that a thread makes ahead, while passes run: reading, collating and queueing the
+                copy to the accelerator (`to_device`) then cost the loop nothing. So many more are alive, and lost where
+                the loop is left early. What the stream raises is raised at its own pass, and the thread ends with the
+                loop. A stream that draws random numbers shares torch's with the model: give it a generator of its own.
 
         Raises:
             WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward; the stream can't
-                be iterated, what it yields has no counts (a tuple or a dict of a DataLoader), or `lookahead` is out of
-                range.
+                be iterated, what it yields has no counts (a tuple or a dict of a DataLoader), or `lookahead` or
+                `prefetch` is out of range.
             ConfigError: a micro-batch is part of a plan for another number of data-parallel ranks; nothing of what was
                 read with it has been counted.
             RankDesyncError: ranks were given different look-aheads, or another one has raised.
         """
         ahead = self._self_settings.lookahead if lookahead is None else lookahead
         driver: Driver = self._self_driver
-        queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle)
+        queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle, prefetch=prefetch)
         queue.upcoming.settles = finish
-        with driver.taking_from(queue.upcoming):
+        with closing(queue), driver.taking_from(queue.upcoming):
             yield from queue
         if finish and not self.stopping:
             self.finish()
@@ -328,6 +336,25 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         with driver.waiting("group_advantages()"):
             over = driver.over_ranks("gathers rewards")
             return gathered_advantages(prompt_ids, rewards, over, driver.speaks, by_std=by_std)
+
+    def measure_cost(
+        self, micro_batches: Sequence[MicroBatch], loss: Callable[[Any, MicroBatch], torch.Tensor], repeats: int = 5
+    ) -> Cost:
+        """Return what passes of these micro-batches cost on the slowest rank, as `ds_parity.measure_cost` does.
+
+        Raises:
+            WindowError: a window is open, or parameters are divided over ranks (ZeRO 3).
+            ConfigError, RankDesyncError: as `ds_parity.measure_cost` says.
+        """
+        driver: Driver = self._self_driver
+        if driver.ledger.window.passes:
+            raise WindowError(
+                f"measure_cost: a window is open after {driver.ledger.window.passes} passes; measure before training, "
+                "or between windows"
+            )
+        with driver.waiting("measure_cost()"):
+            over = driver.over_ranks("measures what micro-batches cost")
+            return measured(self.__wrapped__.module, micro_batches, loss, repeats, over)
 
     # What there is to know.
 

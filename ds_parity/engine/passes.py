@@ -11,10 +11,12 @@ from ds_parity.engine.arguments import (
     counts_in,
     holds_nothing,
     iterator_of,
+    prefetched,
     refuse_mean_of_parts,
     refuse_what_runs_nothing,
 )
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.prefetching import Prefetched
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement
 from ds_parity.engine.stand_ins import says_so, stand_in, whole
@@ -35,28 +37,38 @@ class PassQueue:
         lookahead: passes exchanged together; 0 as 1; `window` for as many as the window has.
         idle: what idle passes run until a micro-batch was seen.
         skip_idle: hand out no idle pass that needs none (`Driver.may_skip`).
+        prefetch: micro-batches that a thread reads ahead of that; 0 for none.
 
     Attributes:
         upcoming: the passes that were announced and not run.
 
     Raises:
-        WindowError: the stream can't be iterated, the look-ahead is out of range, or `idle` has no counts.
+        WindowError: the stream can't be iterated, a number is out of range, or `idle` has no counts.
         RankDesyncError: ranks were given different look-aheads.
     """
 
     def __init__(
-        self, driver: Driver, stream: Iterable[Any], lookahead: int | str, idle: Any = None, *, skip_idle: bool = False
+        self,
+        driver: Driver,
+        stream: Iterable[Any],
+        lookahead: int | str,
+        idle: Any = None,
+        *,
+        skip_idle: bool = False,
+        prefetch: int = 0,
     ) -> None:
         try:
             whole_windows = lookahead == "window"
             ahead = _usual_passes(driver) if whole_windows else lookahead
-            chunk, self._stream = chunk_of(ahead), iterator_of(stream)
+            chunk, self._stream, made_ahead = chunk_of(ahead), iterator_of(stream), prefetched(prefetch)
             if idle is not None:
                 refuse_what_runs_nothing(idle)
         except Exception as error:  # the other ranks wait for what this one announces
             driver.refuse(error)
             raise
         driver.look_ahead(chunk)
+        if made_ahead:
+            self._stream = Prefetched(self._stream, made_ahead)
         self._skip_idle = skip_idle
         self._driver = driver
         self._chunk = chunk
@@ -82,6 +94,11 @@ class PassQueue:
                     "passes() was asked for the next micro-batch before the last had its backward(): all ranks count "
                     "on every pass; what is to be left out must be left out of the stream"
                 )
+
+    def close(self) -> None:
+        """End the thread that reads ahead, if there is one."""
+        if isinstance(self._stream, Prefetched):
+            self._stream.close()
 
     def _handed_out(self, one: UpcomingPass) -> Any:
         batch = self.upcoming.hand_out()

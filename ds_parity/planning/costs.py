@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from ds_parity.errors import ConfigError
@@ -104,6 +106,65 @@ class Cost:
         pairs = 2 * 2 * layers * heads * head_size / (2 if causal else 1)
         forward = 2 * (weights + hidden_size * vocabulary)
         return cls(_FORWARD_AND_BACKWARD * forward, _FORWARD_AND_BACKWARD * pairs, per_pass)
+
+    @classmethod
+    def fitted(cls, measured: Iterable[tuple[float, float, float]]) -> Cost:
+        """Return the cost that fits measured times best, by least squares of the relative errors; no number is below 0.
+
+        Args:
+            measured: (tokens, sum of squared lengths, time) of at least three micro-batches of different make-up, such
+                as one long rollout, one short one, and many short ones.
+
+        Raises:
+            ConfigError: there are fewer than three, a time is not above 0, or all are of one make-up.
+        """
+        given = [(float(tokens), float(squares), float(time)) for tokens, squares, time in measured]
+        if len(given) < 3 or not all(0 < number < math.inf for one in given for number in one):
+            raise ConfigError(
+                f"Cost.fitted: {len(given)} measured micro-batches: it takes at least three, with tokens, squares and "
+                "times above 0"
+            )
+        # Each time is 1 in its own unit, so that a short pass says as much as a long one.
+        rows = [(tokens / time, squares / time, 1 / time) for tokens, squares, time in given]
+        fits = [fit for size in (3, 2, 1) for used in combinations(range(3), size) if (fit := _solved(rows, used))]
+        fits = [fit for fit in fits if fit[0] + fit[1] > 0]
+        if not fits:
+            raise ConfigError(
+                "Cost.fitted: no cost of a token and of a square explains the times: measure micro-batches of more "
+                "different make-up, each several times"
+            )
+        return cls(*min(fits, key=lambda fit: _error(rows, fit)))
+
+
+def _solved(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float] | None:
+    """Return the numbers >= 0 that bring the rows' products closest to 1, those that are not used 0; None without any.
+
+    It needs no library, whose last digits would differ between processors: every rank must find the same.
+    """
+    scale = [max(row[column] for row in rows) for column in used]
+    table = [[row[column] / most for column, most in zip(used, scale, strict=True)] for row in rows]
+    size = len(used)
+    normal = [
+        [*(math.fsum(row[i] * row[j] for row in table) for j in range(size)), math.fsum(row[i] for row in table)]
+        for i in range(size)
+    ]
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda k: abs(normal[k][i]))
+        normal[i], normal[pivot] = normal[pivot], normal[i]
+        if abs(normal[i][i]) < 1e-9:
+            return None
+        for k in range(size):
+            if k != i:
+                factor = normal[k][i] / normal[i][i]
+                normal[k] = [a - factor * b for a, b in zip(normal[k], normal[i], strict=True)]
+    found = [0.0, 0.0, 0.0]
+    for i, column in enumerate(used):
+        found[column] = normal[i][size] / normal[i][i] / scale[i]
+    return None if min(found) < 0 else found
+
+
+def _error(rows: Sequence[Sequence[float]], fit: Sequence[float]) -> float:
+    return math.fsum((math.fsum(a * b for a, b in zip(row, fit, strict=True)) - 1) ** 2 for row in rows)
 
 
 def _check_number(name: str, value: Any) -> None:

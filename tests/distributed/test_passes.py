@@ -1,6 +1,7 @@
 """Streams on two ranks: which idle passes are run, what is read when, and what is refused."""
 
 import re
+import threading
 import time
 from itertools import product
 
@@ -255,3 +256,54 @@ def test_misuse_of_passes_is_refused_with_the_rule(two_ranks, case):
 
 def test_a_step_that_is_owed_is_told_without_a_wait(two_ranks):
     assert two_ranks.of(misuse_of_passes)["seconds"] < 15
+
+
+@on_two_ranks
+def read_in_a_thread(folder):
+    """The same streams with and without a thread that reads ahead; one that is left early; one that raises."""
+    results = {}
+    for stage in STAGES:
+        for ahead in (0, 3):
+            reached = []
+            for prefetch in (0, 2):
+                engine = build(config(stage, passes=6))
+                count = 2 if dist.get_rank() else 7
+                handed, steps = run_stream(engine, (Batch(n) for n in range(count)), lookahead=ahead, prefetch=prefetch)
+                reached.append((weights.vector(engine.module).tolist(), from_all(handed), from_all(steps), _readers()))
+            results[f"{stage} {ahead}"] = reached
+    engine = build(config(2, passes=6))
+    for _ in engine.passes((Batch(n) for n in range(50)), prefetch=2):
+        break
+    results["left"] = _readers()
+
+    def raising():
+        yield Batch(0)
+        if dist.get_rank():
+            raise ValueError("no rollouts")
+        yield Batch(1)
+
+    engine, said = build(config(2, passes=6)), ""
+    try:
+        run_stream(engine, raising(), prefetch=2)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return results | {"raised": from_all(said), "raised, readers": _readers()}
+
+
+def _readers():
+    return sum(thread.name == "ds_parity prefetch" for thread in threading.enumerate())
+
+
+class TestPrefetch:
+    def test_a_thread_that_reads_ahead_changes_no_bit_and_is_gone_afterwards(self, two_ranks):
+        seen = two_ranks.of(read_in_a_thread)
+        for stage, ahead in product(STAGES, (0, 3)):
+            plain, read_ahead = seen[f"{stage} {ahead}"]
+            assert read_ahead == plain
+            assert read_ahead[-1] == 0
+
+    def test_nothing_is_left_of_it_when_the_loop_is_left_or_the_stream_raises(self, two_ranks):
+        seen = two_ranks.of(read_in_a_thread)
+        assert seen["left"] == seen["raised, readers"] == 0
+        assert "no rollouts" in seen["raised"][0]
+        assert seen["raised"][1] == "ValueError: no rollouts"

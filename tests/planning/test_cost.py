@@ -227,6 +227,29 @@ def test_a_plan_by_tokens_has_no_cost_to_wait_by():
         plan(rollouts_of([5]), dp_world_size=1, target=1, max_tokens=8).waiting()
 
 
+class TestFitted:
+    SIZES = ((100, 10_000), (4000, 16_000_000), (4000, 400_000), (2000, 1_000_000), (8000, 800_000))
+
+    def test_it_finds_the_cost_that_times_follow(self):
+        fit = Cost.fitted((n, s, 2e-6 * n + 1e-10 * s + 0.003) for n, s in self.SIZES)
+        assert (fit.per_token, fit.per_square, fit.per_pass) == pytest.approx((2e-6, 1e-10, 0.003), rel=1e-6)
+
+    def test_what_would_be_negative_is_0(self):
+        fit = Cost.fitted((n, s, 2e-6 * n + 1e-10 * s - 1e-5) for n, s in self.SIZES)
+        assert fit.per_pass == 0
+        assert fit.per_token == pytest.approx(2e-6, rel=0.1)
+
+    def test_of_noisy_times_it_is_within_the_noise(self):
+        rng = random.Random(0)
+        fit = Cost.fitted((n, s, (2e-6 * n + 1e-10 * s) * rng.uniform(0.95, 1.05)) for n, s in self.SIZES * 10)
+        assert (fit.per_token, fit.per_square) == pytest.approx((2e-6, 1e-10), rel=0.1)
+
+    @pytest.mark.parametrize("measured", [[(1, 1, 1)] * 2, [(1, 1, 0)] * 3, [(1, 1, math.nan)] * 3])
+    def test_too_little_is_refused(self, measured):
+        with pytest.raises(ConfigError, match="at least three"):
+            Cost.fitted(measured)
+
+
 LLAMA = {"layers": 32, "hidden_size": 4096, "intermediate_size": 11_008, "vocabulary": 32_000, "heads": 32}
 
 
