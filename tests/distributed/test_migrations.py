@@ -1,6 +1,5 @@
 """The trainers' loops before and after, as the pages of docs/migrations/ tell of them: run again, and compared."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,9 @@ import torch.distributed as dist
 
 from ds_parity.planning import Rollout
 from tests.distributed.sets import on_two_ranks
+from tests.kept_figures import kept, same
 from tools.migrations import tables
-from tools.migrations.measure import HERE, NAMES, measured
+from tools.migrations.measure import NAMES, measured
 from tools.migrations.open_instruct.packs import cut
 from tools.migrations.open_instruct.task import BATCH, BATCHES, LR, MINI_BATCHES
 
@@ -27,21 +27,6 @@ def migrations(folder):
 @pytest.fixture
 def ran(two_ranks):
     return two_ranks.of(migrations)
-
-
-def kept(name):
-    return json.loads((HERE / name / "found.json").read_text())
-
-
-def same(measured, told):
-    """Whether two values are the same but for what another machine rounds otherwise."""
-    if isinstance(told, dict):
-        return measured.keys() == told.keys() and all(same(measured[key], told[key]) for key in told)
-    if isinstance(told, list):
-        return len(measured) == len(told) and all(map(same, measured, told))
-    if isinstance(told, float):
-        return measured == pytest.approx(told, rel=1e-3, abs=1e-4)
-    return measured == told
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -183,6 +183,34 @@ def open_instruct_steps() -> str:
     return table(["loop", "steps", "rollouts of a step", "rollouts trained on", "learning rate", "passes"], rows)
 
 
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def trl_probe() -> str:
+    """The coefficients of the first two steps with bnpo."""
+    steps = found("trl_grpo")["probed"]["bnpo"][:2]
+    parts = [f"Step {at}:\n\n{coefficients(step)}" for at, step in enumerate(steps, start=1)]
+    return "\n".join(parts)
+
+
+def trl_steps() -> str:
+    """What entered each step, by loss: the sum of coefficients, and the worst of them beside what it should be."""
+    rows = []
+    for name, said in (("bnpo", "`bnpo`"), ("dapo", "`dapo`"), ("after", "`dapo`, by the step's tokens")):
+        steps = found("trl_grpo")["probed"][name]
+        rows.append([said, ", ".join(times(entered(one)) for one in steps), ", ".join(map(_worst, steps))])
+    return table(["loss", "entered, steps 1 to 4", "share of a micro-batch / right, the furthest from 1"], rows)
+
+
+def _worst(step: dict[str, Any]) -> str:
+    ratios = [
+        one / right
+        for row, wanted in zip(step["coefficients"], step["expected"], strict=True)
+        for one, right in zip(row, wanted, strict=True)
+    ]
+    return f"{max(ratios, key=lambda ratio: abs(ratio - 1)):.2f}"
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "openrlhf-probe": ("openrlhf", openrlhf_probe),
     "openrlhf-dynamic": ("openrlhf", openrlhf_dynamic),
@@ -194,5 +222,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "open-instruct-cut": ("open_instruct", open_instruct_cut),
     "open-instruct-steps": ("open_instruct", open_instruct_steps),
     "open-instruct-diff": ("open_instruct", partial(diff, "open_instruct")),
+    "trl-probe": ("trl_grpo", trl_probe),
+    "trl-steps": ("trl_grpo", trl_steps),
 }
 """Tables by the name in their marks: the page, and what makes it."""
