@@ -43,7 +43,7 @@ controls: $(READY)
 	$(BIN)/python -m tools.update_docs controls ds_parity_out/controls_found
 
 # Other trainers' loops before and after; what they come to is kept, and their pages are made of it.
-migrations: $(READY)
+migrations: $(VENV)/.ready-hf
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators 2 tools/migrations/measure.py
 	$(BIN)/python -m tools.update_docs pages
 

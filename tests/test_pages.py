@@ -34,6 +34,8 @@ RUN = {
     "planning": "tests/distributed/test_page_blocks.py",
     "own_model": "tests/distributed/test_page_blocks.py",
     "from_pipelinerl": "tests/test_pages.py",
+    "open_instruct": "tests/test_pages.py",
+    "trl_grpo": "tests/test_pages.py",
     "ci": "tests/test_pages.py",
 }
 COMMANDS = [(page, line.split("#")[0].strip()) for page in PAGES for line in commands(page)]
@@ -208,6 +210,14 @@ class TestFromPipelineRL:
         assert _column(same, 2) == [str(len(rows)) for rows in by_quota]
         assert _column(after, 2) == [str(window.passes) for window in planned.windows]
         assert float(_column(found, 6)[0]) * 64 == pytest.approx(float(_column(same, 6)[0]), rel=1e-5)
+
+
+def test_the_python_of_a_migration_is_that_of_its_tool():
+    migrations = ROOT / "tools" / "migrations"
+    (block,) = blocks("open_instruct", "python")
+    assert indent(block, "    ") in (migrations / "open_instruct" / "planned.py").read_text()
+    (block,) = blocks("trl_grpo", "python")
+    assert block in (migrations / "trl_grpo" / "after.py").read_text()
 
 
 def _column(table, number):

@@ -1,14 +1,17 @@
 """The trainers' loops before and after, as the pages of docs/migrations/ tell of them: run again, and compared."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from ds_parity.planning import Rollout
 from tests.distributed.sets import on_two_ranks
+from tests.kept_figures import kept, same
 from tools.migrations import tables
-from tools.migrations.measure import HERE, NAMES, measured
+from tools.migrations.measure import NAMES, measured
+from tools.migrations.open_instruct.packs import cut
+from tools.migrations.open_instruct.task import BATCH, BATCHES, LR, MINI_BATCHES
 
 pytestmark = pytest.mark.ranks
 
@@ -24,21 +27,6 @@ def migrations(folder):
 @pytest.fixture
 def ran(two_ranks):
     return two_ranks.of(migrations)
-
-
-def kept(name):
-    return json.loads((HERE / name / "found.json").read_text())
-
-
-def same(measured, told):
-    """Whether two values are the same but for what another machine rounds otherwise."""
-    if isinstance(told, dict):
-        return measured.keys() == told.keys() and all(same(measured[key], told[key]) for key in told)
-    if isinstance(told, list):
-        return len(measured) == len(told) and all(map(same, measured, told))
-    if isinstance(told, float):
-        return measured == pytest.approx(told, rel=1e-3, abs=1e-4)
-    return measured == told
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,3 +63,39 @@ class TestOpenRLHF:
         assert all(abs(one - 1) > 0.05 for one in sums[2:])
         old, new = (trained[f"fixed, ZeRO 2, {when}"]["actor"] for when in ("before", "after"))
         assert old[:2] == new[:2], "as long as the windows are the same, so are the steps"
+
+
+class TestOpenInstruct:
+    def test_slices_are_right_on_zero_2_and_too_small_by_their_number_on_zero_3(self, ran):
+        probed = ran["open_instruct"]["probed"]
+        sums = {name: tables.entered(steps[0]) for name, steps in probed.items()}
+        assert sums.pop("slices, ZeRO 3, before") == pytest.approx(0.5, abs=1e-4)
+        assert [*sums.values()] == pytest.approx([1, 1, 1], abs=1e-4)
+
+    def test_over_the_same_packs_every_step_is_equal_bit_for_bit(self, ran):
+        assert ran["open_instruct"]["compared"]["after"]["equal"]
+        assert ran["open_instruct"]["same_weights"]
+        assert ran["open_instruct"]["trained"]["before"] == ran["open_instruct"]["trained"]["after"]
+
+    def test_the_schedule_ends_where_the_data_ends_and_nothing_is_dropped(self, ran):
+        found = ran["open_instruct"]
+        old, new = found["trained"]["before"], found["trained"]["planned"]
+        everything = BATCH * BATCHES
+        assert sum(step["rollouts"] for step in old) == everything - sum(found["cut"]["dropped"]) < everything
+        assert len(old) == sum(found["cut"]["steps"]) < len(new) == BATCHES * MINI_BATCHES
+        assert {step["rollouts"] for step in new} == {BATCH // MINI_BATCHES}
+        assert new[-1]["lr"] == pytest.approx(LR / len(new))
+        assert old[-1]["lr"] > 1.9 * new[-1]["lr"]
+
+
+class TestPacks:
+    """The rule of open-instruct, by numbers of packs that a rank has."""
+
+    @pytest.mark.parametrize(
+        ("packs", "ranks", "steps", "dropped"),
+        [(8, 2, 4, 0), (9, 2, 4, 1), (11, 2, 5, 1), (14, 2, 3, 2), (12, 2, 6, 0), (1, 2, 0, 1)],
+    )
+    def test_steps_and_dropped_packs(self, packs, ranks, steps, dropped):
+        rollouts = [Rollout(str(number), (1,) * 10, 5) for number in range(packs)]
+        found = cut(rollouts, ranks, most=10, mini_batches=4)
+        assert (len(found.steps), found.dropped) == (steps, dropped)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import sys
 import tempfile
@@ -24,7 +24,9 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from tools.migrations.common import Found, launched  # noqa: E402  the path must be set before
 
-NAMES = ("openrlhf",)
+NAMES = ("openrlhf", "open_instruct")
+WITH_TRL = ("trl_grpo",)
+"""They take the extra hf."""
 _DIGITS = 6
 
 
@@ -51,10 +53,21 @@ def _rounded(value: Any) -> Any:
     return value
 
 
+def _lines(found: Found) -> str:
+    """Return JSON with a line for each run, so that a change of one is a change of its line."""
+    parts = []
+    for name, value in found.items():
+        runs = value if isinstance(value, dict) else {}
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in runs.items())
+        parts.append(f" {json.dumps(name)}: {{\n{lines}\n }}" if runs else f" {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def main() -> None:
     """Run those that are named, and write their files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=NAMES, help="of the migrations (all)")
+    every = NAMES + (WITH_TRL if importlib.util.find_spec("trl") else ())
+    parser.add_argument("names", nargs="*", default=every, help="of the migrations (all, where TRL is installed)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher's
     given = parser.parse_args()
     deepspeed.init_distributed()
@@ -63,7 +76,7 @@ def main() -> None:
         dist.broadcast_object_list(folder)
         found = measured(name, Path(folder[0]))
         if dist.get_rank() == 0:
-            (HERE / name / "found.json").write_text(json.dumps(found, indent=1) + "\n")
+            (HERE / name / "found.json").write_text(_lines(found))
             print(f"{name}: {HERE / name / 'found.json'}")
 
 

@@ -138,6 +138,79 @@ def openrlhf_passes() -> str:
     return table(header, [["dynamic batches", *map(str, theirs)], ["planned", *map(str, ours)]])
 
 
+# --- open-instruct ----------------------------------------------------------------------------------------------------
+
+
+def open_instruct_slices() -> str:
+    """What entered the first step where two ranks share each sequence."""
+    probed = found("open_instruct")["probed"]
+    rows = []
+    for stage in (2, 3):
+        old, new = (probed[f"slices, ZeRO {stage}, {when}"][0] for when in ("before", "after"))
+        norms = [number(one["grad_norm"]) for one in (old, new)]
+        rows.append([str(stage), times(entered(old)), times(entered(new)), *norms])
+    return table(["ZeRO", "entered, before", "entered, after", "gradient norm, before", "after"], rows)
+
+
+def open_instruct_cut() -> str:
+    """Steps and dropped rollouts of all bundled rollouts, by ranks."""
+    from tools.migrations.common import rollouts
+    from tools.migrations.open_instruct import packs
+
+    size, most, mini_batches = 128, 2048, 4
+    every = list(packs.batches(rollouts(longest=2048), size))
+    rows = []
+    for ranks in (2, 4, 8, 16):
+        cuts = [packs.cut(batch, ranks, most, mini_batches) for batch in every]
+        counts = sorted({len(cut.steps) for cut in cuts})
+        dropped = sum(cut.dropped for cut in cuts)
+        steps = [str(mini_batches * len(every)), str(sum(len(cut.steps) for cut in cuts)), ", ".join(map(str, counts))]
+        rows.append([str(ranks), *steps, f"{dropped} ({dropped / size / len(every):.0%})"])
+    return table(["ranks", "steps counted on", "steps taken", "steps of a batch", "rollouts dropped"], rows)
+
+
+def open_instruct_steps() -> str:
+    """Rollouts and learning rates of both loops, on 2 ranks."""
+    kept = found("open_instruct")
+    rows = []
+    for when in ("before", "planned"):
+        steps = kept["trained"][when]
+        lr = f"{number(steps[0]['lr'])} to {number(steps[-1]['lr'])}"
+        held = sum(one["rollouts"] for one in steps)
+        sizes = sorted({one["rollouts"] for one in steps})
+        passes = str(sum(one["passes"] for one in steps))
+        rows.append([when, str(len(steps)), f"{sizes[0]} to {sizes[-1]}", str(held), lr, passes])
+    return table(["loop", "steps", "rollouts of a step", "rollouts trained on", "learning rate", "passes"], rows)
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def trl_probe() -> str:
+    """The coefficients of the first two steps with bnpo."""
+    steps = found("trl_grpo")["probed"]["bnpo"][:2]
+    parts = [f"Step {at}:\n\n{coefficients(step)}" for at, step in enumerate(steps, start=1)]
+    return "\n".join(parts)
+
+
+def trl_steps() -> str:
+    """What entered each step, by loss: the sum of coefficients, and the worst of them beside what it should be."""
+    rows = []
+    for name, said in (("bnpo", "`bnpo`"), ("dapo", "`dapo`"), ("after", "`dapo`, by the step's tokens")):
+        steps = found("trl_grpo")["probed"][name]
+        rows.append([said, ", ".join(times(entered(one)) for one in steps), ", ".join(map(_worst, steps))])
+    return table(["loss", "entered, steps 1 to 4", "share of a micro-batch / right, the furthest from 1"], rows)
+
+
+def _worst(step: dict[str, Any]) -> str:
+    ratios = [
+        one / right
+        for row, wanted in zip(step["coefficients"], step["expected"], strict=True)
+        for one, right in zip(row, wanted, strict=True)
+    ]
+    return f"{max(ratios, key=lambda ratio: abs(ratio - 1)):.2f}"
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "openrlhf-probe": ("openrlhf", openrlhf_probe),
     "openrlhf-dynamic": ("openrlhf", openrlhf_dynamic),
@@ -145,5 +218,11 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "openrlhf-fixed": ("openrlhf", openrlhf_fixed),
     "openrlhf-passes": ("openrlhf", openrlhf_passes),
     "openrlhf-diff": ("openrlhf", partial(diff, "openrlhf")),
+    "open-instruct-slices": ("open_instruct", open_instruct_slices),
+    "open-instruct-cut": ("open_instruct", open_instruct_cut),
+    "open-instruct-steps": ("open_instruct", open_instruct_steps),
+    "open-instruct-diff": ("open_instruct", partial(diff, "open_instruct")),
+    "trl-probe": ("trl_grpo", trl_probe),
+    "trl-steps": ("trl_grpo", trl_steps),
 }
 """Tables by the name in their marks: the page, and what makes it."""

@@ -1,0 +1,24 @@
+"""What is run for the page on TRL: two of its losses as they are, and the one that divides by each step's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tools.migrations.common import Found, compared, configuration
+from tools.migrations.trl_grpo import after, before
+
+LOSSES = ("bnpo", "dapo")
+
+
+def found(folder: Path) -> Found:
+    """Run everything; called on every rank, the traces lie in `folder`."""
+    probing = configuration(before.CONFIG, 2, probe=False)  # the trainer is asked for SGD by its own arguments
+    result: Found = {"probed": {loss: before.train(probing, loss, probe=True) for loss in LOSSES}}
+    result["probed"]["after"] = after.train(probing, probe=True)
+    result["trained"] = {loss: before.train(probing, loss, trace=folder / f"{loss}.jsonl") for loss in LOSSES}
+    result["trained"]["after"] = after.train(probing, trace=folder / "after.jsonl")
+    dist.barrier()  # the first rank writes the traces
+    result["compared"] = {loss: compared(folder / "after.jsonl", folder / f"{loss}.jsonl") for loss in LOSSES}
+    return result
