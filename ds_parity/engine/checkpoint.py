@@ -100,6 +100,8 @@ def explained(driver: Driver, load_dir: str, tag: Any = None) -> Iterator[None]:
         yield
     except REFUSALS as error:
         said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
+        if driver.engine.load_universal_checkpoint():
+            raise _of_universal(driver, load_dir, said) from error
         raise CheckpointError(
             f"load_checkpoint({load_dir!r}) on {driver.ranks} data-parallel ranks: DeepSpeed refused it ({said}). If "
             "another number of ranks saved it, convert it (python -m deepspeed.checkpoint.ds_to_universal "
@@ -108,7 +110,9 @@ def explained(driver: Driver, load_dir: str, tag: Any = None) -> Iterator[None]:
         ) from error
     except (AttributeError, FileNotFoundError) as error:
         stage = int(driver.engine.zero_optimization_stage())
-        # A universal checkpoint is of no stage: what does not fit there is the model.
+        if driver.engine.load_universal_checkpoint() and stage == 0:
+            raise _of_universal(driver, load_dir, f"{type(error).__name__}: {error}") from error
+        # On the other stages, what does not fit a universal checkpoint is the model.
         if driver.engine.load_universal_checkpoint() or _partitioned(load_dir, tag) in (None, bool(stage)):
             raise
         raise CheckpointError(
@@ -118,6 +122,17 @@ def explained(driver: Driver, load_dir: str, tag: Any = None) -> Iterator[None]:
             "its weights alone into the model before initialize() (zero_to_fp32.py beside it makes them of stages 1 to "
             "3); loading ends half way, so start a new engine"
         ) from error
+
+
+def _of_universal(driver: Driver, load_dir: str, said: str) -> CheckpointError:
+    stage = int(driver.engine.zero_optimization_stage())
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}, with load_universal: DeepSpeed refused it ({said}). It "
+        "loads a universal checkpoint on the stage that saved it, where 1 and 2 are alike, and none on stage 0. Set "
+        "zero_optimization.stage so, or load the weights alone into the model before initialize() (zero_to_fp32.py "
+        "beside the checkpoint makes them). If it is that stage, the tag names no universal checkpoint: load that, or "
+        "leave load_universal out. Loading ends half way, so start a new engine"
+    )
 
 
 def _partitioned(load_dir: str, tag: Any) -> bool | None:

@@ -74,6 +74,32 @@ def not_converted(folder):
     return results
 
 
+@on_two_ranks
+def universal_elsewhere(folder):
+    """What loading a universal checkpoint of ZeRO 2 and of 3 ends in, on every stage."""
+    results = {}
+    for saved in (2, 3):
+        engine = build(extended(saved, "fp32", {}, loss_weight="rollout"))
+        windows_of(engine, [3, 3])
+        engine.save_checkpoint(f"{folder}/{saved}")
+        converted(f"{folder}/{saved}")
+        dist.barrier()
+        for stage in STAGES:
+            made = extended(stage, "fp32", {}, loss_weight="rollout")
+            other = build({**made, "checkpoint": {"load_universal": True}})
+            results[f"{saved} on {stage}"] = from_all(_ended(other, f"{folder}/{saved}"))
+    return results
+
+
+def _ended(engine, path):
+    """What loading ends in, also where it is none of our errors."""
+    try:
+        engine.load_checkpoint(path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
 class TestConversion:
     def test_by_command_and_the_script_beside_the_checkpoint(self, two_ranks):
         result = two_ranks.of(by_command)
@@ -93,6 +119,14 @@ class TestConversion:
     )
     def test_what_deepspeed_does_not_convert(self, two_ranks, name, said):
         assert re.search(said, two_ranks.of(not_converted)[name])
+
+    @pytest.mark.parametrize("saved", [2, 3])
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_a_universal_checkpoint_is_loaded_on_its_stage_and_refused_on_others(self, two_ranks, saved, stage):
+        fits = stage in ((1, 2) if saved == 2 else (3,))
+        for said in two_ranks.of(universal_elsewhere)[f"{saved} on {stage}"]:
+            assert said == "loaded" if fits else said.startswith("CheckpointError: load_checkpoint("), said
+            assert fits or "on the stage that saved it, where 1 and 2 are alike" in said
 
 
 @on_two_ranks
