@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# The oldest DeepSpeed of setup.cfg's range, which is the newest that there is, too.
-VERSIONS ?= 0.19.8
+# The releases of DeepSpeed that ds_parity/config/versions.py speaks of, where results of them go, and where their
+# operators are compiled: outside of the repository, and once for each release.
+VERSIONS ?= 0.18.4 0.18.9 0.19.0 0.19.3 0.19.5 0.19.8
+RESULTS ?= tools/versions/results
+OPERATORS ?= $(HOME)/.cache/ds_parity/operators
 
 # Their figures are in docs/how_it_works.md, three of them in the README too.
 FAULTS := mean-of-micro-batches dp-mean-left-in gas-scaled-twice scheduler-per-pass boundary-off-by-one
@@ -89,15 +92,18 @@ package: $(VENV)-package/.ready
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -s
 
-test-versions: $(addprefix test-version-,$(VERSIONS))
+# What docs/versions.md shows; with QUICK=1 the quick part of the matrix alone.
+test-versions: $(addprefix test-version-,$(VERSIONS)) $(READY)
+	$(BIN)/python -m tools.update_docs pages
 
-# An environment and compiled operators of its own for each version.
+# An environment and compiled operators of its own for each release.
 test-version-%:
 	$(PYTHON) -m venv $(VENV)-$*
 	sed 's/^deepspeed==.*/deepspeed==$*/' constraints.txt > $(VENV)-$*/constraints.txt
 	$(VENV)-$*/bin/python -m pip install --quiet --constraint $(VENV)-$*/constraints.txt --editable '.[test]'
-	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)-$*/torch_extensions \
-		$(VENV)-$*/bin/python -m pytest tests/engine tests/distributed
+	PATH="$(CURDIR)/$(VENV)-$*/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(OPERATORS)/$* \
+		$(VENV)-$*/bin/python -m tools.versions.measure --into $(RESULTS) \
+		$(if $(QUICK),--matrix quick,--matrix --tests tests/engine tests/distributed)
 
 # Each in a folder of its own beside the torch that is installed, with operators of its own: about 3 minutes each, and
 # as long again at the first time.

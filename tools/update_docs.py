@@ -19,6 +19,7 @@ if not __package__:
 from ds_parity.errors import DsParityError  # noqa: E402  the path must be set before
 from tools import page_tables, results_tables  # noqa: E402  the same
 from tools.migrations import tables as migrations  # noqa: E402  the same
+from tools.versions import page as versions_page  # noqa: E402  the same
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -29,6 +30,9 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "faults": (DOCS / "deepspeed_faults.md", page_tables.faults),
     "fault-versions": (DOCS / "deepspeed_faults.md", page_tables.fault_versions),
     "quotas": (DOCS / "from_pipelinerl.md", page_tables.quotas),
+    "releases": (DOCS / "versions.md", lambda: versions_page.features(versions_page.results())),
+    "releases-matrix": (DOCS / "versions.md", lambda: versions_page.matrix(versions_page.results())),
+    "releases-tests": (DOCS / "versions.md", lambda: versions_page.tests(versions_page.results())),
     "time": (DOCS / "performance.md", results_tables.time_of_a_window),
     "costs": (DOCS / "performance.md", results_tables.costs),
     "quota": (DOCS / "performance.md", results_tables.quota),

@@ -106,7 +106,7 @@ def _plain(stage: int, precision: str) -> Feature:
 
 def _summed(stage: int) -> Feature:
     def met(asked: Wanted) -> bool:
-        return asked.stage == stage and asked.sums_in_fp32 and not asked.offloads
+        return asked.stage == stage and asked.sums_in_fp32 and not (asked.offloads or asked.autocast)
 
     return Feature(f"ZeRO {stage} in bf16 with fp32 accumulation", met, "data_types.grad_accum_dtype")
 
@@ -118,8 +118,11 @@ def _offloaded(stage: int) -> Feature:
     return Feature(f"ZeRO {stage} with CPU offload", met, "zero_optimization.offload_optimizer.device")
 
 
-def _autocast(precision: str) -> Feature:
-    return Feature(f"torch_autocast in {precision}", lambda asked: asked.autocast == precision, "torch_autocast.dtype")
+def _autocast(stage: int, precision: str) -> Feature:
+    def met(asked: Wanted) -> bool:
+        return asked.stage == stage and asked.autocast == precision and not asked.offloads
+
+    return Feature(f"ZeRO {stage} under torch_autocast in {precision}", met, "torch_autocast.dtype")
 
 
 OVERLAP: Final = Feature(
@@ -136,8 +139,7 @@ FEATURES: Final = (
     *(_plain(stage, precision) for stage in range(4) for precision in ("fp32", "bf16", "fp16")),
     *(_summed(stage) for stage in (1, 2, 3)),
     *(_offloaded(stage) for stage in (1, 2, 3)),
-    _autocast("bf16"),
-    _autocast("fp16"),
+    *(_autocast(stage, precision) for stage in range(4) for precision in ("bf16", "fp16")),
     OVERLAP,
     CALLERS,
     COALESCED,

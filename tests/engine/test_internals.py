@@ -100,7 +100,7 @@ OTHERS = {
     *("register_step_post_hook", "remove", "resolves_data_dependency", "rollouts", "state", "synchronize"),
     *("target", "values", "view", "whole", "zero_", "zeros", "zeros_like"),
     *("WeakSet", "_stepped", "add", "begin", "discard", "end", "explain", "refuse"),
-    *("append", "clear", "copy_", "data", "numel", "proxy", "setdefault", "view_as"),
+    *("append", "clear", "copy_", "data", "device_name", "numel", "proxy", "setdefault", "view_as", "waits"),
     *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),
 }
 

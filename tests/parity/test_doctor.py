@@ -182,7 +182,7 @@ class TestRanks:
         def forbidden(*arguments):
             raise PermissionError(1, "Operation not permitted")
 
-        monkeypatch.setattr(asking.socket, "socket", forbidden)
+        monkeypatch.setattr(socket, "socket", forbidden)
         found = asking.ranks_talk(os.environ)
         assert found.state is State.UNKNOWN
         assert "no port can be opened on 127.0.0.1 (Operation not permitted)" in found.said

@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_parity.config.releases import release
-from ds_parity.engine.internals.guards import ENGINE, ZERO12, source
+from ds_parity.engine.internals.guards import ENGINE, INIT, ZERO12, source
 from ds_parity.engine.internals.installed import before
 from ds_parity.engine.internals.older_surface import OlderBf16, OlderHalf
 from ds_parity.engine.internals.older_zero3 import supply_zero3
@@ -27,6 +29,7 @@ from ds_parity.engine.internals.older_zero12 import supply_zero12
 from ds_parity.engine.internals.surface import Engine
 
 _ALIGNED: Final = "flatten_dense_tensors_aligned"
+_GATHER: Final = "_allgather_params_coalesced"
 
 
 @contextmanager
@@ -37,6 +40,7 @@ def building() -> Iterator[None]:
     first step raises "Output 0 of SplitBackward0 is a view and is being modified inplace", with every torch since 1.8
     (DeepSpeed #7948, which detaches the buffer).
     """
+    _wait_for_every_gather()
     if not before(release("0.19.0")):
         yield
         return
@@ -53,6 +57,27 @@ def building() -> Iterator[None]:
         yield
     finally:
         setattr(DeepSpeedZeroOptimizer, _ALIGNED, flatten)
+
+
+def _wait_for_every_gather() -> None:
+    """Have ZeRO 3 wait for all weights that it gathers: before 0.19.8 it waits for the last of them alone.
+
+    The others may still be on their way, so that a forward reads what was in memory before (DeepSpeed #8539). Only
+    gloo, of the CPU, ends them in any order; the streams of other accelerators keep theirs.
+    """
+    if not before(release("0.19.8")) or get_accelerator().device_name() != "cpu":
+        return
+    gather: Callable[..., None] = getattr(Init, _GATHER)
+    if hasattr(gather, "waits") or "launch_handles[-1].wait()" not in source(INIT, _GATHER):
+        return
+
+    def gather_one_by_one(init: Any, param_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        for param in param_list:
+            gather(init, [param], *args, **kwargs)
+
+    gather_one_by_one.waits = True  # type: ignore[attr-defined]
+    # On the class: parameters reach it through what zero.Init has bound to them.
+    setattr(Init, _GATHER, gather_one_by_one)
 
 
 def supply(engine: Engine) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_parity._version import __version__
 from ds_parity.config.settings import PASSES, SECTION
+from ds_parity.config.versions import OLDEST
 from ds_parity.parity.doctor import asking, machine
 from ds_parity.parity.doctor.deepspeed_faults import FAULTS, SEVERAL_PASSES, DeepSpeedFault
 from ds_parity.parity.doctor.findings import Finding, State
@@ -21,8 +22,7 @@ from ds_parity.parity.doctor.reading import Reading
 _OF_CPU = "ShareMemCommBuilder"
 _OF_OFFLOAD = {"adam": "CPUAdamBuilder", "adamw": "CPUAdamBuilder", "lion": "CPULionBuilder"}
 _OF_OFFLOAD |= {"adagrad": "CPUAdagradBuilder"}
-# The oldest DeepSpeed that ds_parity.initialize takes (engine/internals/versions.py, which needs DeepSpeed).
-_SUPPORTED = (0, 19, 8)
+_SUPPORTED = OLDEST.numbers
 Progress = Callable[[int, str], None]
 
 
