@@ -292,11 +292,12 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
     ),
     DeepSpeedFault(
         "DeepSpeed #7839",
-        "bf16 is stepped with fp16's loss scale, by which no loss was multiplied: updates are 65536 times too small",
+        "bf16 is stepped by fp16's optimizer: updates are divided by a loss scale that no loss was multiplied by (from "
+        "0.18.4 on), or contain the gradients of the steps before (0.17.6)",
         "use DeepSpeed 0.18.6 or newer, or ZeRO 1 without fp32 accumulation",
         lambda c: (c.bf16 and c.stage == 0) or (c.stage == 1 and c.sums_in_fp32),
         script="several_passes",
-        between=("0.18.4", "0.18.5"),
+        between=("0.17.6", "0.18.5"),
     ),
     DeepSpeedFault(
         "DeepSpeed #7718",
