@@ -35,7 +35,8 @@ CELLS = [*((stage, "fp32") for stage in STAGES), *((stage, "bf16") for stage in 
 
 
 def environment_of(version):
-    paths = [str(VERSIONS / version), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Resolved: torch compiles operators again where the path of their sources is another one.
+    paths = [str((VERSIONS / version).resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(paths),
         "TORCH_EXTENSIONS_DIR": str((VERSIONS / "operators" / version).resolve()),

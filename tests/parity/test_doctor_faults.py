@@ -136,6 +136,13 @@ class TestVersions:
         assert other["several_passes"].said.startswith("if it does so with this torch as with torch 2.13.0: ")
         assert "several_passes" not in states({**ZERO2, "zero_optimization": {"stage": 3}}, "0.18.9")
 
+    @pytest.mark.parametrize(
+        ("version", "state"), [("0.18.4", State.PERHAPS), ("0.19.5", State.PERHAPS), ("0.19.8", None)]
+    )
+    def test_a_stage_may_have_a_fault_in_older_versions_alone(self, version, state):
+        """ZeRO 2 skips a step of NaN since 0.19.8."""
+        assert states({"zero_optimization": {"stage": 2}}, version).get("nan_gradient_zero0") is state
+
     def test_only_the_place_counts_where_a_configuration_is(self):
         """ZeRO 1 in bf16 is right on 0.18.4, and with fp32 accumulation it gets fp16's optimizer."""
         stage1 = {**ZERO2, "zero_optimization": {"stage": 1}}

@@ -5,7 +5,8 @@
 What ends a backward is done at the start of the next `engine.forward` (engine.py, forward: clear_backward_seen_flag)
 or in a hook of its result (backward_prologue). A loop that calls `engine.module(x)`, or that runs two forwards and then
 two backwards, is without it: ZeRO 3 copies the second gradient over the first (stage3.py, partition_grads), and
-BF16_Optimizer adds the first one again (bf16_optimizer.py, clear_lp_grads). No error shows.
+BF16_Optimizer adds the first one again (bf16_optimizer.py, clear_lp_grads). No error shows. From 0.18.4 to 0.19.5 the
+losses of `engine.module(x)` are not divided by the accumulation steps either, on any stage.
 """
 
 import sys

@@ -3,7 +3,8 @@
     deepspeed --num_accelerators 1 tools/deepspeed_faults/nan_gradient_zero0.py
 
 ZeRO 1 to 3 look at the norm in every precision (stage_1_and_2.py and stage3.py, step); torch's own optimizer, which
-ZeRO 0 uses in fp32, does not, and the clipping multiplies all gradients by NaN.
+ZeRO 0 uses in fp32, does not, and the clipping multiplies all gradients by NaN. Up to 0.19.5 ZeRO 1 to 3 take the step
+in fp32, too.
 """
 
 import math

@@ -3,9 +3,10 @@
     deepspeed --num_accelerators 2 tools/deepspeed_faults/several_passes.py
 
 It is in the newest version. In older ones ZeRO 2 (DeepSpeed #7718), CPU offload on ZeRO 1 and 2 (#7967), bf16 with fp32
-accumulation on ZeRO 1 (#7985) and bf16 on ZeRO 0 (#7839) were each wrong for a time. The last one is a loss scale of
-65536, by which the step divides and no loss was multiplied. In 0.18.4, bf16 with fp32 accumulation on ZeRO 1 gets the
-same optimizer, and the same fault: BFLOAT16 and DDP_BFLOAT16 have one value there (runtime/constants.py).
+accumulation on ZeRO 1 (#7985) and bf16 on ZeRO 0 (#7839) were each wrong for a time. The last one has two causes. In
+0.17.6 gradients are not cleared after a step, so that the next one contains them again. In 0.18.4 the step divides by a
+loss scale of 65536, by which no loss was multiplied; bf16 with fp32 accumulation on ZeRO 1 gets the same optimizer
+there, because BFLOAT16 and DDP_BFLOAT16 have one value (runtime/constants.py).
 """
 
 import itertools

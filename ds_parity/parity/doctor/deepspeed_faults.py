@@ -167,9 +167,9 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
     ),
     DeepSpeedFault(
         "forward_past_the_engine",
-        "the last pass replaces the others, or earlier passes count twice",
+        "the last pass replaces the others, earlier passes count twice, or losses are not divided by the passes",
         "call engine(...) once before every backward",
-        lambda c: c.stage == 3 or (c.stage == 1 and c.sums_in_fp32),
+        lambda c: True,
         "the loop calls engine.module(...), or two forwards before two backwards",
     ),
     DeepSpeedFault(
@@ -181,9 +181,10 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
     ),
     DeepSpeedFault(
         "nan_gradient_zero0",
-        "all weights become NaN, where ZeRO 1 to 3 skip the step",
-        "use ZeRO 1, which steps alike",
-        lambda c: c.fp32 and not c.autocast_fp16 and c.stage == 0,
+        "all weights become NaN, where ZeRO 1 to 3 of newer versions skip the step",
+        "use DeepSpeed 0.19.8 with ZeRO 1, which steps alike",
+        # Which stages it is on, the versions differ in.
+        lambda c: c.fp32 and not c.autocast_fp16,
         "a gradient is not finite",
     ),
     DeepSpeedFault(
@@ -292,11 +293,12 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
     ),
     DeepSpeedFault(
         "DeepSpeed #7839",
-        "bf16 is stepped with fp16's loss scale, by which no loss was multiplied: updates are 65536 times too small",
+        "bf16 is stepped by fp16's optimizer: updates are divided by a loss scale that no loss was multiplied by (from "
+        "0.18.4 on), or contain the gradients of the steps before (0.17.6)",
         "use DeepSpeed 0.18.6 or newer, or ZeRO 1 without fp32 accumulation",
         lambda c: (c.bf16 and c.stage == 0) or (c.stage == 1 and c.sums_in_fp32),
         script="several_passes",
-        between=("0.18.4", "0.18.5"),
+        between=("0.17.6", "0.18.5"),
     ),
     DeepSpeedFault(
         "DeepSpeed #7718",
