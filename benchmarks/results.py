@@ -22,7 +22,7 @@ benchmarks/test_step.py --benchmark-only -s` those of one file.
 ORDER = (
     *("by-hand", "callers", "whole-windows", "accelerate", "recipe", "online", "online-slow"),
     *("passes", "ranks", "sizes", "memory", "import", "configuration"),
-    *("planning", "quota", "waiting-0", "waiting-1", "waiting-2", "exchange", "scale", "traces"),
+    *("planning", "quota", "waiting-0", "waiting-1", "waiting-2", "exchange", "scale", "prefetch", "traces"),
 )
 _SECTION = re.compile(r"^<!-- (\S+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 

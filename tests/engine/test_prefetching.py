@@ -63,23 +63,6 @@ def test_it_reads_no_further_than_it_was_told():
     read.close()
 
 
-def test_what_is_made_while_the_reader_works_costs_it_nothing():
-    def slow():
-        for number in range(5):
-            time.sleep(0.05)
-            yield number
-
-    waited, read = [], Prefetched(slow(), 2)
-    for _ in range(5):
-        begun = time.perf_counter()
-        next(read)
-        waited.append(time.perf_counter() - begun)
-        time.sleep(0.1)
-    assert waited[0] >= 0.05
-    assert max(waited[1:]) < 0.04
-    read.close()
-
-
 def test_an_error_is_raised_where_its_number_would_have_come():
     source = Source(20, fails_at=3)
     read = Prefetched(source.numbers, 10)
