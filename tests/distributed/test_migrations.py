@@ -6,14 +6,15 @@ import pytest
 import torch.distributed as dist
 
 from ds_parity.planning import Rollout
-from tests.distributed.sets import on_two_ranks
 from tests.kept_figures import kept, same
+from tests.rank_sets import RankSet
 from tools.migrations import tables
 from tools.migrations.measure import NAMES, measured
 from tools.migrations.open_instruct.packs import cut
 from tools.migrations.open_instruct.task import BATCH, BATCHES, LR, MINI_BATCHES
 
-pytestmark = pytest.mark.ranks
+# A start of its own: what every run of the other tests would wait for takes a minute or two.
+on_two_ranks = RankSet(2, timeout=900, patience=600)
 
 
 @on_two_ranks
@@ -24,11 +25,13 @@ def migrations(folder):
     return {name: measured(name, Path(folder) / name) for name in NAMES}
 
 
-@pytest.fixture
-def ran(two_ranks):
-    return two_ranks.of(migrations)
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    return on_two_ranks.launch(tmp_path_factory.mktemp("migrations")).of(migrations)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_its_page_tells_is_what_it_comes_to(ran, name):
     told = kept(name)
@@ -37,6 +40,8 @@ def test_what_its_page_tells_is_what_it_comes_to(ran, name):
         assert same(ran[name][part], value), f"{name}, {part}: run `make migrations`"
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 class TestOpenRLHF:
     @pytest.mark.parametrize("model", ["actor", "critic"])
     def test_dynamic_batches_train_on_the_last_micro_batch_alone_below_zero_3(self, ran, model):
@@ -65,6 +70,8 @@ class TestOpenRLHF:
         assert old[:2] == new[:2], "as long as the windows are the same, so are the steps"
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 class TestOpenInstruct:
     def test_slices_are_right_on_zero_2_and_too_small_by_their_number_on_zero_3(self, ran):
         probed = ran["open_instruct"]["probed"]
