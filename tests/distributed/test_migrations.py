@@ -6,14 +6,17 @@ import pytest
 import torch.distributed as dist
 
 from ds_parity.planning import Rollout
-from tests.distributed.sets import on_two_ranks
 from tests.kept_figures import kept, same
+from tests.rank_sets import RankSet
 from tools.migrations import tables
-from tools.migrations.measure import NAMES, measured
+from tools.migrations.measure import BY_COUNTS, NAMES, measured
 from tools.migrations.open_instruct.packs import cut
 from tools.migrations.open_instruct.task import BATCH, BATCHES, LR, MINI_BATCHES
+from tools.migrations.roll import batches
+from tools.migrations.roll import task as roll
 
-pytestmark = pytest.mark.ranks
+# A start of its own: what every run of the other tests would wait for takes a minute or two.
+on_two_ranks = RankSet(2, timeout=900, patience=600)
 
 
 @on_two_ranks
@@ -21,14 +24,16 @@ def migrations(folder):
     """What every migration comes to."""
     Path(folder).mkdir(exist_ok=True, parents=True)
     dist.barrier()
-    return {name: measured(name, Path(folder) / name) for name in NAMES}
+    return {name: measured(name, Path(folder) / name) for name in NAMES + BY_COUNTS}
 
 
-@pytest.fixture
-def ran(two_ranks):
-    return two_ranks.of(migrations)
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    return on_two_ranks.launch(tmp_path_factory.mktemp("migrations")).of(migrations)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_its_page_tells_is_what_it_comes_to(ran, name):
     told = kept(name)
@@ -37,6 +42,8 @@ def test_what_its_page_tells_is_what_it_comes_to(ran, name):
         assert same(ran[name][part], value), f"{name}, {part}: run `make migrations`"
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 class TestOpenRLHF:
     @pytest.mark.parametrize("model", ["actor", "critic"])
     def test_dynamic_batches_train_on_the_last_micro_batch_alone_below_zero_3(self, ran, model):
@@ -65,6 +72,8 @@ class TestOpenRLHF:
         assert old[:2] == new[:2], "as long as the windows are the same, so are the steps"
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 class TestOpenInstruct:
     def test_slices_are_right_on_zero_2_and_too_small_by_their_number_on_zero_3(self, ran):
         probed = ran["open_instruct"]["probed"]
@@ -86,6 +95,44 @@ class TestOpenInstruct:
         assert {step["rollouts"] for step in new} == {BATCH // MINI_BATCHES}
         assert new[-1]["lr"] == pytest.approx(LR / len(new))
         assert old[-1]["lr"] > 1.9 * new[-1]["lr"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestRoll:
+    """The runs have the rollouts and the learning rates from which the page's tables are made."""
+
+    def test_the_schedule_ends_in_the_middle_of_the_data(self, ran):
+        steps = ran["roll"]["trained"]["before"]
+        cut = [step for batch in roll.generated() for step in batches.steps(batch, roll.RANKS, roll.MOST, roll.GAS)]
+        assert [step["rollouts"] for step in steps] == [batches.rollouts_of(step) for step in cut]
+        assert (len(steps), sum(step["rollouts"] for step in steps)) == (24, 192)
+        assert [step["lr"] for step in steps] == pytest.approx([roll.LR * roll.falling(at) for at in range(24)])
+        assert [step["lr"] for step in steps[12:]] == [0.0] * 12
+
+    def test_by_rollouts_it_ends_with_the_data(self, ran):
+        steps = ran["roll"]["trained"]["after"]
+        assert [step["rollouts"] for step in steps] == [16] * 12
+        assert [step["lr"] for step in steps] == pytest.approx([roll.LR * roll.falling(at) for at in range(12)])
+
+
+class TestTokenBoundedBatches:
+    """The rule of ROLL, by lengths."""
+
+    @pytest.mark.parametrize(
+        ("lengths", "most", "passes"),
+        [
+            ([10] * 8, 20, [2, 2]),
+            ([10] * 8, 10, [1] * 4),
+            ([5, 5, 5, 5, 10, 10, 10, 10], 20, [2, 2]),
+            ([30, 10], 20, [1]),
+        ],
+    )
+    def test_rows_are_padded_to_the_longest(self, lengths, most, passes):
+        rollouts = [Rollout(str(at), (1,) * length, 1) for at, length in enumerate(lengths)]
+        rows = batches.micro_batches(rollouts, 2, most)
+        assert [len(row[0]) for row in rows] == [len(row[1]) for row in rows] == passes
+        assert sum(len(share) for row in rows for share in row) == len(lengths)
 
 
 class TestPacks:

@@ -25,6 +25,8 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tools.migrations.common import Found, launched  # noqa: E402  the path must be set before
 
 NAMES = ("openrlhf", "open_instruct")
+BY_COUNTS = ("roll",)
+"""Their pages' tables follow from counts alone: their loops are run by tests, and nothing of them is kept."""
 WITH_TRL = ("trl_grpo",)
 """They take the extra hf."""
 _DIGITS = 6

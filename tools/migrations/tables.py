@@ -211,6 +211,49 @@ def _worst(step: dict[str, Any]) -> str:
     return f"{max(ratios, key=lambda ratio: abs(ratio - 1)):.2f}"
 
 
+# --- ROLL -------------------------------------------------------------------------------------------------------------
+
+
+def roll_counted() -> str:
+    """Steps that the schedule counts on, and those that are taken, by the bound of tokens."""
+    from tools.migrations.common import rollouts
+    from tools.migrations.roll import batches
+
+    size, ranks, nominal, gas = 128, 2, 4, 8
+    every = rollouts(longest=2048)
+    whole = len(every) // size * size
+    counted = batches.counted(whole, ranks, nominal, gas)
+    rows = []
+    for most in (2048, 4096, 8192):
+        cut = [batches.steps(every[at : at + size], ranks, most, gas) for at in range(0, whole, size)]
+        held = [batches.rollouts_of(step) for one in cut for step in one]
+        ends = "behind it" if len(held) < counted else f"at {sum(held[:counted]) / whole:.0%} of the data"
+        rows.append([f"{most:,}", str(counted), str(len(held)), f"{min(held)} to {max(held)}", ends])
+    header = ["tokens of a micro-batch", "steps counted on", "steps taken", "rollouts of a step", "the schedule ends"]
+    return table(header, rows)
+
+
+def roll_rates() -> str:
+    """The learning rate behind each quarter of the rollouts; it follows from the steps alone."""
+    from tools.migrations.roll import batches, task
+
+    cut = [batches.steps(batch, task.RANKS, task.MOST, task.GAS) for batch in task.generated()]
+    before = [batches.rollouts_of(step) for one in cut for step in one]
+    target = task.NOMINAL * task.GAS * task.RANKS
+    rows = []
+    for when, held in (("before", before), ("after", [target] * (sum(before) // target))):
+        cells, seen, quarter = [when, str(len(held)), f"{min(held)} to {max(held)}"], 0, 0
+        for at, one in enumerate(held):
+            # The step in which a quarter of the rollouts begins.
+            while quarter < 4 and seen >= quarter * sum(held) / 4:
+                cells.append(number(task.LR * task.falling(at)))
+                quarter += 1
+            seen += one
+        rows.append([*cells, number(task.LR * task.falling(len(held) - 1))])
+    header = ["loop", "steps", "rollouts of a step", "LR at the start", "at 25 % of the rollouts", "at 50 %", "at 75 %"]
+    return table([*header, "in the last step"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "openrlhf-probe": ("openrlhf", openrlhf_probe),
     "openrlhf-dynamic": ("openrlhf", openrlhf_dynamic),
@@ -222,6 +265,9 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "open-instruct-cut": ("open_instruct", open_instruct_cut),
     "open-instruct-steps": ("open_instruct", open_instruct_steps),
     "open-instruct-diff": ("open_instruct", partial(diff, "open_instruct")),
+    "roll-counted": ("roll", roll_counted),
+    "roll-rates": ("roll", roll_rates),
+    "roll-diff": ("roll", partial(diff, "roll")),
     "trl-probe": ("trl_grpo", trl_probe),
     "trl-steps": ("trl_grpo", trl_steps),
 }
