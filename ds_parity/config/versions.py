@@ -87,7 +87,7 @@ ENTRIES: Final = (
         right_from=release("0.19.0"),
     ),
     Entry(
-        ("ZeRO 1 with CPU offload", "ZeRO 2 with CPU offload"),
+        ("ZeRO 2 with CPU offload",),
         Verdict.CORRECTED,
         "gradients between the first and the last pass of a window are lost",
         "DeepSpeed #7967",

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, USED_TWICE, Feature
@@ -50,7 +51,14 @@ def _note(number: int, entry: Entry) -> str:
     until = f"{since} the release before {entry.right_from}" if entry.right_from else f"{since} the newest release"
     until = "in every release" if not (entry.first or entry.right_from) else until
     out = f"; the way out: {entry.way_out}" if entry.way_out else ""
-    return f"{number}. {entry.verdict}, {until}: {entry.what} ({entry.evidence}){out}."
+    return _item(f"{number}. ", f"{entry.verdict}, {until}: {entry.what} ({entry.evidence}){out}.")
+
+
+def _item(mark: str, text: str) -> str:
+    indent = " " * len(mark)
+    return fill(
+        text, 120, initial_indent=mark, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _shown(feature: Feature, version: Release, ran: Mapping[str, Any], places: set[Place]) -> str:
@@ -111,7 +119,7 @@ def _wrong(ran: Results) -> Iterable[str]:
         for cell in known.get("cells", []):
             if cell["status"] not in _GOOD:
                 where = f"{cell['group']}: {cell['name']}, ZeRO {cell['stage']}"
-                yield f"- {version}, {where}: {cell['status']}. {cell.get('why', '')}"
+                yield _item("- ", f"{version}, {where}: {cell['status']}. {cell.get('why', '')}")
 
 
 def tests(ran: Results) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds_parity.config.releases import release
 from ds_parity.parity.matrix import pages, summary
 from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.matrix.results import Status, equal, judge
@@ -207,3 +208,44 @@ class TestPage:
         assert policy == "default-src 'none'; style-src 'unsafe-inline'"
         assert not found.named("script")
         assert not found.named("link")
+
+
+BF16_ZERO0 = Cell(Variant("precision", "bf16", {"bf16": {"enabled": True}}), 0)
+
+
+@pytest.fixture
+def ran_bf16(tmp_path):
+    """A bf16 cell on ZeRO 0 that is right, and the bare engines of which are not."""
+    answers = {BF16_ZERO0.probed.name: {**GOOD_PROBE, "seconds": 1.0}}
+    for scenario, engines in ((BF16_ZERO0.ragged, ("deepspeed-loop", "torch")), (BF16_ZERO0.uniform, ("deepspeed",))):
+        for engine in (*engines, "ds_parity"):
+            steps = [step(1), step(2, loss=0.75 if engine.startswith("deepspeed") else 0.5)]
+            write(tmp_path, scenario, engine, steps)
+            answers[f"{scenario.name}: {engine}"] = {"peaks": [100_000, 200_000], "parameters": 29_000, "seconds": 1.0}
+    return answers, tmp_path
+
+
+def test_what_a_release_is_known_to_get_wrong_is_corrected_where_torch_and_the_probe_agree(ran_bf16):
+    assert judge(BF16_ZERO0, *ran_bf16, release("0.18.4")).status is Status.CORRECTED
+    assert judge(BF16_ZERO0, *ran_bf16, release("0.19.8")).status is Status.DIFFERS
+    assert judge(BF16_ZERO0, *ran_bf16).status is Status.DIFFERS
+    write(ran_bf16[1], BF16_ZERO0.ragged, "torch", [step(1), step(2, loss=0.75)])
+    assert judge(BF16_ZERO0, *ran_bf16, release("0.18.4")).status is Status.DIFFERS
+
+
+def test_a_bare_engine_that_raises_leaves_torch_and_the_probe_to_judge(ran_bf16):
+    answers, folder = ran_bf16
+    for at in (f"{BF16_ZERO0.ragged.name}: deepspeed-loop", f"{BF16_ZERO0.uniform.name}: deepspeed"):
+        answers[at] = {"raised": "RuntimeError: a view is modified"}
+    result = judge(BF16_ZERO0, answers, folder, release("0.18.4"))
+    assert result.status is Status.CORRECTED
+    assert "a view is modified" in result.why
+    assert judge(BF16_ZERO0, answers, folder, release("0.19.8")).status is Status.FAILED
+
+
+def test_memory_is_not_compared_with_a_bare_engine_that_never_clears_its_gradients(ran_bf16):
+    answers, folder = ran_bf16
+    answers[f"{BF16_ZERO0.ragged.name}: ds_parity"]["peaks"] = [200_000, 300_000]
+    result = judge(BF16_ZERO0, answers, folder, release("0.18.4"))
+    assert result.status is Status.CORRECTED
+    assert next(f.status for f in result.findings if f.check == "memory") is Status.LEFT_OUT

@@ -1,0 +1,208 @@
+"""What older releases are supplied with, on plain objects; tests/distributed/test_older_release.py runs one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ds_parity.config.releases import release
+from ds_parity.engine.internals import older, older_zero3, older_zero12
+
+
+class Wrapper(SimpleNamespace):
+    """Has what is given to it, and nothing else."""
+
+
+@pytest.fixture
+def release_is(monkeypatch):
+    """Make another release the installed one, with other text of DeepSpeed's methods."""
+
+    def install(version, text=""):
+        for module in (older, older_zero12):
+            monkeypatch.setattr(module, "source", lambda *_: text)
+        monkeypatch.setattr(older, "before", lambda first: release(version) < first)
+
+    return install
+
+
+def offloaded(**others):
+    """A wrapper of ZeRO 1 or 2 with CPU offload that keeps one parameter of three elements, all its own."""
+    kept = {7: torch.zeros(3)}
+    calls = []
+    wrapper = Wrapper(
+        cpu_offload=True,
+        micro_step_id=-1,
+        is_gradient_accumulation_boundary=False,
+        use_grad_accum_attribute=False,
+        low_precision_master_weights_and_grads=False,
+        accumulated_grads_in_cpu=kept,
+        grad_position={7: (0, 0, 0, 3)},
+        get_param_id=lambda param: 7,
+        get_param_gradient_attribute=lambda param: param.grad,
+        set_norm_for_param_grad_in_gpu=lambda param: calls.append("norm"),
+        update_offload_overflow_tracker_for_param_grad=lambda param: calls.append("overflow"),
+        async_inplace_copy_grad_to_fp32_buffer_from_gpu=lambda param: calls.append(param.grad.clone()),
+        reset_cpu_buffers=lambda: calls.append("reset"),
+        _clear_param_grad_only=None,
+        calls=calls,
+        **others,
+    )
+
+    def accumulate(param):  # as 0.18.4 does it: only the first gradient of a window is taken to the host
+        if wrapper.micro_step_id > 0:
+            param.grad.add_(kept[7])
+        else:
+            kept[7].copy_(param.grad)
+
+    wrapper.async_accumulate_grad_in_cpu_via_gpu = accumulate
+    return wrapper
+
+
+def test_an_offloaded_window_of_four_passes_gives_the_optimizer_their_sum(release_is):
+    release_is("0.18.4", "else:\n            copy_gradients_to_cpu()")
+    wrapper = offloaded()
+    older_zero12.supply_zero12(wrapper)
+    param = torch.nn.Parameter(torch.zeros(3))
+    for number, gradient in enumerate((1.0, 2.0, 4.0, 8.0)):
+        wrapper.micro_step_id, wrapper.is_gradient_accumulation_boundary = number, number == 3
+        param.grad = torch.full((3,), gradient)
+        wrapper.copy_grads_in_partition(param)
+    assert wrapper.calls[:2] == ["norm", "overflow"]
+    assert wrapper.calls[2].tolist() == [15.0] * 3
+    assert wrapper._offload_accumulated_param_ids == {7}
+    wrapper.reset_cpu_buffers()
+    assert wrapper._offload_accumulated_param_ids == set()
+
+
+def test_a_window_of_one_pass_keeps_nothing_on_the_host(release_is):
+    release_is("0.19.0")
+    wrapper = offloaded()
+    older_zero12.supply_zero12(wrapper)
+    wrapper.micro_step_id, wrapper.is_gradient_accumulation_boundary = 0, True
+    param = torch.nn.Parameter(torch.zeros(3))
+    param.grad = torch.ones(3)
+    wrapper.copy_grads_in_partition(param)
+    assert wrapper._offload_accumulated_param_ids == set()
+    assert wrapper.accumulated_grads_in_cpu[7].tolist() == [0.0] * 3
+
+
+def test_what_lies_on_the_host_is_brought_back_for_the_end_of_a_window(release_is):
+    release_is("0.19.0")
+    param = torch.nn.Parameter(torch.zeros(3))
+    wrapper = offloaded(params_in_partition=[[param]])
+    older_zero12.supply_zero12(wrapper)
+    wrapper.accumulated_grads_in_cpu[7].fill_(5.0)
+    wrapper.finalize_gradient_accumulation_boundary()
+    assert wrapper.calls == []  # no pass of the window used it
+    wrapper._offload_accumulated_param_ids.add(7)
+    wrapper.finalize_gradient_accumulation_boundary()
+    assert wrapper.calls[2].tolist() == [5.0] * 3
+
+
+def test_the_end_of_a_backward_clears_by_the_bare_method():
+    cleared = []
+    wrapper = Wrapper(cpu_offload=False, zero_grad=lambda: cleared.append("bare"))
+
+    def epilogue():  # looks the method up when it runs, as DeepSpeed does
+        wrapper.zero_grad()
+
+    wrapper.independent_gradient_partition_epilogue = epilogue
+    older_zero12.supply_zero12(wrapper)
+    wrapper.zero_grad = guarded = lambda: cleared.append("guarded")
+    wrapper.independent_gradient_partition_epilogue()
+    assert cleared == ["bare"]
+    assert wrapper.zero_grad is guarded
+
+
+def test_a_newer_wrapper_is_left_alone():
+    names = ("_clear_param_grad_only", "_use_compact_grad_partition_buffer", "finalize_gradient_accumulation_boundary")
+    wrapper = Wrapper(**dict.fromkeys(names))
+    before = dict(vars(wrapper))
+    older_zero12.supply_zero12(wrapper)
+    assert vars(wrapper) == before
+    wrapper = Wrapper(**dict.fromkeys(("_get_param_partition_rank", "_offload_boundary_param_ids")))
+    before = dict(vars(wrapper))
+    older_zero3.supply_zero3(wrapper)
+    assert vars(wrapper) == before
+
+
+def test_zero_3_notes_what_a_window_used_where_this_rank_has_a_part_of_it():
+    partitioned = []
+    wrapper = Wrapper(
+        partition_grads=lambda params, grads: partitioned.append(len(params)),
+        _pre_step=lambda: partitioned.append("step"),
+        _get_param_partition_rank=lambda param: 1,
+    )
+    older_zero3.supply_zero3(wrapper)
+    whole = SimpleNamespace(ds_id=3, ds_numel=4, partition_numel=lambda: 2)
+    tiny = SimpleNamespace(ds_id=4, ds_numel=1, partition_numel=lambda: 1)
+    wrapper.partition_grads([whole, tiny], [None, None])
+    assert wrapper._offload_boundary_param_ids == {3}
+    wrapper._pre_step()
+    assert wrapper._offload_boundary_param_ids == set()
+    assert partitioned == [2, "step"]
+
+
+def test_the_last_micro_batch_is_accumulated_before_it_is_reduced(release_is):
+    release_is("0.18.9", "self.allreduce_gradients()")
+    order = []
+    engine = SimpleNamespace(allreduce_gradients=lambda: order.append("reduce"))
+    wrapper = Wrapper(
+        custom_loss_scaler=False,
+        backward_epilogue=lambda: order.append("accumulate"),
+        clear_lp_grads=lambda: order.append("clear"),
+    )
+    older._supply_bf16(engine, wrapper)
+    engine.allreduce_gradients()
+    assert order == ["accumulate", "clear", "reduce"]
+
+
+def test_bf16_on_zero_0_is_not_unscaled_and_is_cleared_after_each_step():
+    cleared = []
+    wrapper = Wrapper(cur_scale=65536.0, dynamic_loss_scale=True, step=lambda: "stepped", zero_grad=cleared.append)
+    wrapper.zero_grad = lambda: cleared.append(True)
+    older._supply_half(SimpleNamespace(fp16_enabled=lambda: False), wrapper)
+    assert wrapper.loss_scale_config.cur_scale == 1.0
+    assert not wrapper.loss_scale_config.use_grad_scaling
+    assert wrapper.step() == "stepped"
+    assert cleared == [True]
+
+
+def test_fp16_on_zero_0_keeps_its_scale():
+    wrapper = Wrapper(cur_scale=128.0, dynamic_loss_scale=False, cur_iter=0)
+    older._supply_half(SimpleNamespace(fp16_enabled=lambda: True), wrapper)
+    wrapper.loss_scale_config.cur_scale = 64.0
+    assert wrapper.cur_scale == 64.0
+    assert wrapper.loss_scale_config.use_grad_scaling
+
+
+def test_weights_are_flattened_without_a_graph_while_an_engine_is_built(release_is):
+    weights = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))]
+    flatten = DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned
+    stand_in = SimpleNamespace(flatten=torch._C._nn.flatten_dense_tensors)
+    release_is("0.18.9", "use_cpu_data=False)")
+    assert flatten(stand_in, weights, 2).grad_fn is not None
+    with older.building():
+        inside = DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned(stand_in, weights, 2)
+    assert inside.grad_fn is None
+    assert inside.tolist() == [1.0] * 4
+    assert DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned is flatten
+
+
+def test_weights_are_gathered_one_after_the_other_where_the_last_alone_is_waited_for(release_is, monkeypatch):
+    gathered = []
+    monkeypatch.setattr(Init, older._GATHER, lambda init, params, *args: gathered.append((list(params), args)))
+    release_is("0.19.5", "launch_handles[-1].wait()")
+    older._wait_for_every_gather()
+    older._wait_for_every_gather()  # once is enough
+    getattr(Init, older._GATHER)(None, ["a", "b"], 0)
+    assert gathered == [(["a"], (0,)), (["b"], (0,))]
+
+
+def test_the_newest_release_is_left_alone():
+    flatten, gather = DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned, getattr(Init, older._GATHER)
+    with older.building():
+        assert DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned is flatten
+    assert getattr(Init, older._GATHER) is gather
