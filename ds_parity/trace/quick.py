@@ -10,11 +10,12 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from ds_parity.trace.records import NOT_FINITE, StepRecord, Weights
+from ds_parity.trace.records import HYPOTHESES, NOT_FINITE, StepRecord, Weights
 
 COUNTS = ("passes", "idle_passes", "rollouts", "prompts", "tokens")
 FIGURES = ("total", "loss", "grad_norm", "loss_scale")
-NAMES = tuple(StepRecord.model_fields)
+# Lines with hypotheses are few and long, and read the slow way.
+NAMES = tuple(name for name in StepRecord.model_fields if name != HYPOTHESES)
 
 Fields = dict[str, Sequence[Any]]
 _NAMES = set(NAMES)

@@ -2,9 +2,16 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from ds_parity.errors import TraceError
 from ds_parity.trace.digits import Precision
@@ -21,6 +28,7 @@ def _number(value: object) -> object:
 
 # Strict floats refuse every string, and pydantic writes NaN and the infinities as strings.
 Float = Annotated[float, BeforeValidator(_number)]
+HYPOTHESES = "hypotheses"  # the one field that most lines lack
 METRIC = "metrics."  # what stands before the name of a metric, where fields are named
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FieldName = Literal[
@@ -106,6 +114,24 @@ class Weights(_Line):
     sketch: tuple[Float, ...] = ()
 
 
+class Hypothesis(_Line):
+    """What a step would have been under a known fault, as a reference has computed it from the same weights.
+
+    Attributes:
+        loss: what would be minimised; None where it is the step's own loss.
+        grad_norm: before clipping; None where the step has none.
+        along: the gradient's part along the step's own gradient, as a multiple of it: their dot product over the square
+            of the step's norm; None where that is 0.
+        apart: weights after the fault less the weights after the step: the numbers of their sketches, of which number
+            i is added to number i modulo 8, to four digits. Empty: not computed.
+    """
+
+    loss: Float | None
+    grad_norm: Float | None
+    along: Float | None
+    apart: tuple[Float, ...] = ()
+
+
 class StepRecord(_Line):
     """One step: what its window contained, and what the optimizer did with it.
 
@@ -128,6 +154,9 @@ class StepRecord(_Line):
         skipped: the optimizer took no step (fp16 overflow, empty window).
         weights: after the step; None where they weren't taken.
         metrics: name to weighted mean.
+        hypotheses: what the step would have been under known faults, by their names (`diagnosis/meanings.py`). Only the
+            torch reference of the harness computes them, for small models, and only those that make a difference. None:
+            not computed; the line then lacks the key.
     """
 
     step: int = Field(ge=1, lt=2**63)
@@ -144,6 +173,14 @@ class StepRecord(_Line):
     skipped: bool | None = False
     weights: Weights | None = None
     metrics: dict[str, Float] = Field(default_factory=dict)
+    hypotheses: dict[str, Hypothesis] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none_of_hypotheses(self, others: SerializerFunctionWrapHandler) -> Any:
+        fields = others(self)
+        if self.hypotheses is None:
+            fields.pop(HYPOTHESES, None)  # asked for some fields alone, it is not among them
+        return fields
 
     def micro_batches_on(self, ranks: int) -> int | None:
         """Return the micro-batches of all ranks that entered the window, idle passes not among them.

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from ds_parity.parity.diagnosis import grouped
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.verification.control_margins import margins, signal
 from ds_parity.parity.verification.control_runs import CLEAN, run_controls
@@ -14,12 +15,10 @@ pytestmark = pytest.mark.ranks
 
 # All of them on one stage here; `ds-parity controls` runs any configuration.
 STAGE = 1
-UNKNOWN = {
-    *("aux-term-scaled-apart", "half-broadcast", "mean-of-micro-batches", "running-total"),
-    *("last-backward-only", "last-backward-by-caller", "sticky-boundary", "mid-window-checkpoint"),
-    *("mixed-weights", "unmasked-numerator", "global-metadata", "shared-padding"),
-    *("idle-nan", "zero-denominator", "clip-at-wrong-scale", "implicit-clip"),
-}
+# Controls that are not named here, with the measured reason. There are none in fp32.
+EXCEPTIONS: dict[str, str] = {}
+# As many other names may stand beside the right one at most: two causes that the record can't tell apart.
+MOST_OTHERS = 1
 FAULTS = [name for name, control in known().items() if STAGE in control.stages]
 
 
@@ -40,13 +39,15 @@ def test_every_fault_is_caught_and_named(findings, name):
     result = findings[name, known()[name].scenario]
     assert result.raised is None
     assert result.caught
-    assert result.named or result.listed, result.diagnosis
+    assert result.named or name in EXCEPTIONS, result.diagnosis
 
 
-def test_most_faults_are_named_and_the_others_are_unknown(findings):
-    """Faults that leave no number of their own in a trace: other shares, or other losses, of single micro-batches."""
-    unknown = {result.name for result in findings.values() if not result.clean and not result.named}
-    assert unknown <= UNKNOWN, unknown - UNKNOWN
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_named_beside_a_fault_or_left_open_is_little(findings, name):
+    """A group of causes that the record can't tell apart, or known faults that it doesn't exclude."""
+    diagnosis = findings[name, known()[name].scenario].diagnosis
+    together = grouped(diagnosis.causes)[0] if diagnosis.causes else diagnosis.not_excluded
+    assert len(together) <= MOST_OTHERS + 1, diagnosis
 
 
 @pytest.mark.parametrize("engine", CLEAN)

@@ -104,6 +104,18 @@ def test_a_hollow_scenario_has_one_window_without_loss_tokens():
     assert [sum(r.loss_tokens for r in held[at : at + 12]) == 0 for at in range(0, 60, 12)] == [0, 1, 0, 0, 0]
 
 
+def test_a_seldom_scenario_has_idle_passes_behind_its_second_window_alone():
+    made = scenario("seldom", {})
+    idle = [0] * 5
+    consumed = 0
+    for row in made.layout():
+        idle[consumed // 12] += sum(not cell for cell in row)
+        consumed += sum(map(len, row))
+    assert consumed == 60
+    assert idle[:2] == [0, 0]
+    assert idle[2] > 0
+
+
 def test_only_faults_of_the_stage_are_run_each_in_its_scenario_beside_the_clean_engines():
     on_two = planned_runs({"zero_optimization": {"stage": 2}})
     names = [engine for _, engine in on_two]

@@ -387,6 +387,34 @@ def test_a_step_without_a_norm_does_not_end_the_search_for_a_factor():
     assert "constant-factor" in {cause.name for cause in found}
 
 
+def nan_from(first, **others):
+    """One NaN in the weights, and NaN from then on."""
+    lost = {"loss": math.nan, "grad_norm": math.nan, "weights": None}
+    return lambda n: {"idle_passes": 2 * (n == 3), **({} if n < first else lost if n > first else {**lost, **others})}
+
+
+def idle_at_three(number):
+    return {"idle_passes": 2 * (number == 3)}
+
+
+def test_a_nan_that_stays_is_that_of_an_idle_pass_if_it_comes_with_the_first_one():
+    """The loss of the step is right: its micro-batches with rollouts are not what is NaN."""
+    found = diagnosed(nan_from(3, loss=2.5), reference=idle_at_three)
+    assert {cause.name for cause in found.causes} == {"idle-nan", "zero-denominator"}
+    assert {cause.fit for cause in found.causes} == {Fit.PATTERN}
+
+
+@pytest.mark.parametrize("change", [nan_from(2, loss=1.5), nan_from(4, loss=3.5), nan_from(3)])
+def test_a_nan_in_another_step_or_in_the_loss_is_unknown(change):
+    assert diagnosed(change, reference=idle_at_three).causes == ()
+
+
+def test_steps_that_are_lost_with_idle_passes_and_one_that_is_not_are_unknown():
+    """A step with idle passes came to an update, before another did not."""
+    found = diagnosed(lambda n: {"skipped": True, "grad_norm": None} if n in (4, 6) else {})
+    assert found.causes == ()
+
+
 def test_a_factor_that_is_not_finite_is_no_factor():
     found = diagnosed(lambda n: {"loss": math.nan, "grad_norm": math.nan} if n > 2 else {})
     assert not any("nan" in cause.evidence.lower() and "times" in cause.evidence for cause in found.causes)

@@ -51,13 +51,16 @@ def test_a_likelihood_is_no_more_than_what_these_faults_show(found):
         assert Fit[name].named >= named, "the numbers beside the fits are of more records than these"
 
 
-def test_the_reference_makes_no_difference_to_what_is_named(found):
-    """The loop without a fault on the same ranks, and one process of plain torch in fp64."""
-    named = {}
+def test_what_the_loop_without_a_fault_tells_the_torch_reference_tells_too_and_more(found):
+    """The one on the same ranks, and the other one process of fp64, which computes what known faults would make."""
+    named = {"clean": {}, "torch": {}}
     for one in found:
         first = grouped(one.diagnosis.causes)[:1]
-        named.setdefault(one.name, set()).add(frozenset(cause.name for group in first for cause in group))
-    assert not {name for name, said in named.items() if len(said) > 1}
+        named[one.reference][one.name] = {cause.name for group in first for cause in group}
+    assert not {name for name, causes in named["clean"].items() if not causes <= named["torch"][name]}
+    more = {name for name, causes in named["torch"].items() if causes - named["clean"][name]}
+    assert len(more) > 3
+    assert all(one.verdict == "right" for one in found if one.name in more and one.reference == "torch")
 
 
 def test_what_counts_as_right_are_faults_of_this_half_alone():

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ds_parity.errors import TraceError
-from ds_parity.trace import SCHEMA, Header, StepRecord, Weights
+from ds_parity.trace import SCHEMA, Header, Hypothesis, StepRecord, TraceWriter, Weights, read_trace
+from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.records import FieldName
 
 STEP = {
@@ -93,7 +94,7 @@ def test_what_a_foreign_trainer_records_is_named_by_fields_of_a_step():
 
 def test_every_field_of_a_step_can_be_recorded_and_all_but_its_number_can_be_unknown():
     names = {*get_args(FieldName)}
-    assert names == StepRecord.model_fields.keys() - {"step"}
+    assert names == StepRecord.model_fields.keys() - {"step", "hypotheses"}  # which nobody records but a reference
     record = StepRecord(**dict.fromkeys(names - {"metrics"}), step=1)
     assert StepRecord.model_validate_json(record.model_dump_json()) == record
 
@@ -138,3 +139,18 @@ def test_a_line_that_was_written_before_there_was_a_name_for_micro_batches_is_re
     record = StepRecord.model_validate_json(line)
     assert record.micro_batches_on(2) == 12
     assert record.model_dump_json() == line
+
+
+def test_hypotheses_of_a_step_are_read_as_written_also_piece_by_piece(tmp_path):
+    """Lines with and without them in one trace: the key is only where there are some."""
+    header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="torch")
+    found = {"last-pass-alone": Hypothesis(loss=None, grad_norm=0.5, along=0.25, apart=(1.5, -2.0))}
+    plain = StepRecord(step=1, **dict.fromkeys({*get_args(FieldName)} - {"metrics"}))
+    steps = (plain, plain.model_copy(update={"step": 2, "hypotheses": found}))
+    with TraceWriter(tmp_path / "run.jsonl", header) as writer:
+        for one in steps:
+            writer.write(one)
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert ["hypotheses" in line for line in lines] == [False, False, True]
+    assert read_trace(tmp_path / "run.jsonl").steps == steps
+    assert TraceFile.open(tmp_path / "run.jsonl").excerpt(1, 2).steps == steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_parity.parity.diagnosis.computed import undecided
 from ds_parity.parity.diagnosis.gradient import not_finite, parallel
 from ds_parity.parity.diagnosis.view import View
 
@@ -24,7 +25,13 @@ def not_excluded(view: View) -> tuple[str, ...]:
     """Return the known faults that leave such a record, and no number of their own in it.
 
     They take other shares of the micro-batches of a window, or other losses of their rows, which a trace does not hold.
+    Where the reference has computed them, those are left out that would have left other figures.
     """
+    may_be, excluded = undecided(view)
+    return tuple(dict.fromkeys((*may_be, *(name for name in _of_fields(view) if name not in excluded))))
+
+
+def _of_fields(view: View) -> tuple[str, ...]:
     at, first = view.at_first, view.first
     if view.trained_alike or at & {"lr", "rollouts", "step"} or first == len(view.pairs):
         return ()

@@ -59,12 +59,22 @@ REMEDIES = {
     "last-backward-only": "set the boundary flag to False before every backward but the window's last",
     "last-backward-by-caller": "set the boundary flag to False before every backward but the last, or let "
     "ds_parity.boundary caller do it",
+    "first-passes-lost": "look for what drops the first backwards of a window: zero_grad(), or a boundary flag that is "
+    "left True (with CPU offload DeepSpeed then keeps all backwards but the first)",
+    "last-pass-lost": "look for what keeps the window's last backward out of the step, such as a reduction before it",
+    "rank-left-out": "look for a rank whose gradients are not reduced, or whose loss is 0",
+    "gradient-not-zeroed": "set gradients to zero after every step",
+    "weighed-by-another-unit": "weigh each micro-batch's mean by the units that the configuration names "
+    "(ds_parity.loss_weight)",
+    "mask-left-out": "apply the loss mask, in the numerator and in the denominator",
+    "advantages-left-out": "multiply each token's loss by the advantage of its rollout",
     "late-boundary": "set the boundary flag before the last backward, not before step()",
     "sticky-boundary": "reset the boundary flag after step(), before the next backward",
     "mid-window-checkpoint": "save between windows: gradients of an open one are not in a checkpoint",
     "idle-nan": "silence an idle pass with zeros in place of its gradients: 0 * NaN is NaN",
     "zero-denominator": "a micro-batch without tokens weighs 0: don't divide by its count",
     "implicit-clip": "write gradient_clipping out: DeepSpeed's default became 1.0 with 0.19.1",
+    "clipping-left-out": "write the same gradient_clipping in both configurations",
     "clip-at-wrong-scale": "clip the gradient after it was divided by the total, once a step",
     "adam-without-bias-correction": "give both optimizers the same bias_correction",
     "adam-step-count": "load the whole state of Adam with the checkpoint, its count of steps too",
@@ -100,8 +110,11 @@ denominators included; clipping; the optimizer's settings and state; the learnin
 the optimizer's step changed; the trace itself."""
 
 _OF_CLASS = {
-    "loss": ("mixed-weights", "unmasked-numerator", "term-by-another", "term-of-last-window"),
-    "clipping": ("implicit-clip", "clip-at-wrong-scale"),
+    "loss": (
+        "mixed-weights", "unmasked-numerator", "mask-left-out", "advantages-left-out", "term-by-another",
+        "term-of-last-window",
+    ),
+    "clipping": ("implicit-clip", "clipping-left-out", "clip-at-wrong-scale"),
     "optimizer settings": (
         "weight-decay", "resume-loses-optimizer", "group-lr", "adam-without-bias-correction", "adam-step-count",
         "momentum",
@@ -125,7 +138,8 @@ _OF_CLASS = {
         "sp-factor-by-stage", "constant-factor",
         "another-divisor", "idle-counted", "target-not-actual", "wrong-window", "running-total",
         "mean-of-micro-batches", "half-broadcast", "aux-term-scaled-apart", "last-backward-only",
-        "last-backward-by-caller", "late-boundary", "sticky-boundary", "mid-window-checkpoint", "idle-nan",
+        "last-backward-by-caller", "late-boundary", "sticky-boundary", "first-passes-lost", "last-pass-lost",
+        "rank-left-out", "gradient-not-zeroed", "weighed-by-another-unit", "mid-window-checkpoint", "idle-nan",
         "zero-denominator",
     ),
 }  # fmt: skip

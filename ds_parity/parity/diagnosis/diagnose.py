@@ -5,7 +5,16 @@ from __future__ import annotations
 from itertools import chain
 
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.diagnosis import data, gradient, learning_rate, reporting, term_factors, updates, windows
+from ds_parity.parity.diagnosis import (
+    computed,
+    data,
+    gradient,
+    learning_rate,
+    reporting,
+    term_factors,
+    updates,
+    windows,
+)
 from ds_parity.parity.diagnosis.alike import not_excluded
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.certain import certain
@@ -16,7 +25,7 @@ from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 
-_ROOMS = (learning_rate, gradient, data, term_factors, updates, reporting)
+_ROOMS = (computed, learning_rate, gradient, data, term_factors, updates, reporting)
 _BEFORE, _LOOKED_AT = 250, 1000  # steps
 
 

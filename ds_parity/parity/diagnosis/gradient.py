@@ -48,16 +48,20 @@ def _bad(value: float | None) -> bool:
 
 def _nan(view: View) -> Iterator[Cause]:
     """Steps that come to NaN or nothing, if they are those with idle passes, all of them and no others."""
-    lost = [b.skipped or _bad(b.grad_norm) or _bad(b.loss) for _, b in view.pairs[view.first :]]
-    idle = view.idle[view.first :]
-    # After one NaN in the weights every step is one. Where all windows have idle passes, they tell nothing.
-    if (
-        not view.pairs[view.first][1].skipped
-        or all(view.idle)
-        or [bool(it) for it in idle] != [bool(it) for it in lost]
-    ):
+    first = view.first
+    lost = [b.skipped or _bad(b.grad_norm) or _bad(b.loss) for _, b in view.pairs]
+    idle = [bool(it) for it in view.idle]
+    # Where all windows have idle passes, they tell nothing.
+    if all(idle) or any(idle[:first]) or not idle[first]:
         return
-    said = f"step {view.step(view.first)} comes to no update, and so does every step with idle passes and no other"
+    step = view.step(first)
+    if view.pairs[first][1].skipped and idle == lost:
+        said = f"step {step} comes to no update, and so does every step with idle passes and no other"
+    # One NaN in the weights makes NaN of every later step, so that the first one has to tell.
+    elif all(lost[first:]) and first and "loss" not in view.at_first and view.recorded("loss"):
+        said = f"step {step} is the first with idle passes, and the first whose gradient is NaN; its loss is right"
+    else:
+        return
     for name in ("idle-nan", "zero-denominator"):
         yield Cause(name, Fit.PATTERN, said)
 

@@ -20,6 +20,9 @@ from ds_parity.parity.diagnosis.view import View, alike, near
 _ALIGNED = 0.03
 _ABOUT = 0.25  # weights that differ have other gradients
 _SHARE = 0.02
+_GROWS = 1.5
+# Of the LR times the gradient: shorter first updates of SGD were clipped. A sketch tells lengths to 12.5 % (one sigma).
+_CUT = 0.7
 
 
 def causes(view: View) -> Iterator[Cause]:
@@ -152,8 +155,22 @@ def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
     said = f"{_said(view)}: the gradient entered the update in its direction, {scaled:.4g} times as large"
     if norm > 1 and near(scaled * norm, 1.0, 2e-3):
         yield Cause("implicit-clip", Fit.CONSTANT, f"{said}: clipped to a norm of 1, DeepSpeed's default")
-    elif view.ranks > 1 and (near(scaled, 1 / view.ranks, 2e-3) or near(scaled, view.ranks, 2e-3)):
+    elif view.ranks > 1 and near(scaled, 1 / view.ranks, 2e-3) and _clipped(view, moves):
         yield Cause("clip-at-wrong-scale", Fit.CONSTANT, f"{said}: the number of ranks is {view.ranks}")
+
+
+def _clipped(view: View, moves: Moves) -> bool:
+    """Whether the reference clipped the first gradient that differs: a fault that halves updates is no clipping."""
+    at, (a, _) = view.first, view.pairs[view.first]
+    if not (a.lr and a.lr[0] and a.grad_norm):
+        return False
+    if at > 0:
+        # Gradients that the smaller limit leaves as they are came before: none of them was longer than it.
+        earlier = [one.grad_norm or 0.0 for one, _ in view.pairs[:at]]
+        return max(earlier) <= a.grad_norm / view.ranks
+    update = moves.update(0)
+    root = len(moves.reference(0)) ** 0.5
+    return update is not None and float(np.linalg.norm(update)) / root < _CUT * a.lr[0] * a.grad_norm
 
 
 def gradient_scaled(view: View, moves: Moves) -> float | None:
@@ -191,6 +208,8 @@ def _of_rounding(view: View, moves: Moves) -> Iterator[Cause]:
         and len(shares) > 1
         and near(usual, expected, 0.3)
         and all(near(it, usual, 0.6) for it in shares)
+        # What a fault of the optimizer adds to each update grows from step to step.
+        and not (shares[-1] > _GROWS * shares[0] and all(x < y for x, y in pairwise(shares)))
     ):
         said = f"{_said(view)}: they lie {shares[0]:.2g} of their norm apart in every step, as far as bf16 rounds"
         yield Cause("weights-in-bf16", Fit.PATTERN, said)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from ds_parity.collation import collate, to_device
 from ds_parity.parity.running.layouts import Passes
@@ -28,6 +28,11 @@ def begin(record: Record, module: nn.Module) -> None:
 
 def _nothing(module: nn.Module) -> None:
     """Take the place of a `begin` that is not there: what is handed a step may be any function."""
+
+
+def sketches(record: Record) -> Callable[[Tensor], tuple[float, ...]] | None:
+    """Return how a record sketches a vector of all weights, (n,); None where it takes no hypotheses about steps."""
+    return getattr(record, "sketch", None)
 
 
 def own_rank(scenario: Scenario) -> int:

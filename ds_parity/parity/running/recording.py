@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.scenario import Scenario
-from ds_parity.sketches import start_of
+from ds_parity.sketches import sketch_of, start_of
 from ds_parity.trace import Start, StepRecord, TraceWriter
 from ds_parity.trace.heading import header
 
@@ -21,10 +22,13 @@ class Recorder:
 
     Attributes:
         steps: records so far, weights included (the first rank's only).
+        sketch: takes a vector of all weights, (n,), and returns what the trace tells of it: a reference states
+            hypotheses by it. None: there shall be none.
     """
 
-    def __init__(self, folder: Path, scenario: Scenario, engine: str) -> None:
+    def __init__(self, folder: Path, scenario: Scenario, engine: str, hypotheses: bool = True) -> None:
         self.steps: list[StepRecord] = []
+        self.sketch: Callable[[Tensor], tuple[float, ...]] | None = _sketch if hypotheses else None
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
         self._path = folder / scenario.name / f"{engine}.jsonl"
         self._scenario, self._engine = scenario, engine
@@ -66,3 +70,7 @@ class Recorder:
         writer = self._head(None)
         if writer is not None:
             writer.close()
+
+
+def _sketch(vector: Tensor) -> tuple[float, ...]:
+    return sketch_of([vector])

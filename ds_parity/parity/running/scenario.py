@@ -42,11 +42,14 @@ _MEANS = {"weight": "rollout", "divided": "token"}
 # A prime, so that the draws of two seeds that people choose are not each other's.
 _DRAWS_APART = 7919
 
+# Windows without an idle pass that a `seldom` scenario begins with.
+_FULL = 2
+
 # Shapes of loop that end windows by themselves: they exist with `ds_parity.boundary` `caller` alone.
 _OF_CALLERS = ("announced", "uneven")
 
 _CHOICES = {
-    "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned", "hollow", "full"),
+    "shape": ("uniform", "ragged", "overshoot", "rising", "falling", "planned", "hollow", "full", "seldom"),
     "drive": ("loop", "passes", "announced", "uneven"),
     "collation": ("padded", "packed"),
 }
@@ -64,8 +67,8 @@ class Scenario:
             that hold the same rollouts on any number of ranks), `overshoot` (ragged, passes that go beyond the target),
             `rising` and `falling` (ragged, the first pass of a window far shorter, or far longer, than the others),
             `planned` (by `plan`: the same windows as `ragged`, micro-batches of at most `micro_batch_tokens`),
-            `hollow` (ragged, and the second window has no loss tokens), or `full` (every rank has rollouts in every
-            pass).
+            `hollow` (ragged, and the second window has no loss tokens), `full` (every rank has rollouts in every pass),
+            or `seldom` (the first two windows full, and the others ragged).
         windows: how many windows' worth of rollouts there are (>= 1).
         seed: of the model's weights, of the choice of rollouts and of the raggedness.
         draw: which raggedness of that seed (>= 0).
@@ -204,7 +207,14 @@ class Scenario:
             raise ConfigError(f"short is {self.short}: it must be from 0 to the target less 1, {settings.target - 1}")
         least = self.ranks if self.shape == "full" else 1
         pool = self._pool(max(settings.target, least) * (self.windows + 1))
-        layout = self._ragged(settings.target, self.windows - bool(self.short), pool, self._raggedness)
+        windows = self.windows - bool(self.short)
+        if self.shape == "seldom":
+            full = min(_FULL, windows)
+            layout = full_layout(pool, self.ranks, settings.target, full, self._raggedness, exact=True)
+            pool = pool[settings.target * full :]
+            layout += self._ragged(settings.target, windows - full, pool, self._raggedness)
+        else:
+            layout = self._ragged(settings.target, windows, pool, self._raggedness)
         if self.short:
             left = pool[settings.target * (self.windows - 1) : settings.target * self.windows - self.short]
             layout += self._ragged(settings.target, 1, left, self._raggedness + 1, same_windows=False)

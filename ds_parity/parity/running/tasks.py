@@ -56,8 +56,17 @@ class Around(Protocol):
         """Do what is to be done after, with the module as the step left it."""
 
 
-def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Around | None = None) -> dict[str, Any]:
+def run_scenario(
+    scenario: dict[str, Any], engine: str, folder: str, around: Around | None = None, hypotheses: bool = True
+) -> dict[str, Any]:
     """Run one scenario with one engine; the trace lies at `folder`/scenario name/`engine`.jsonl.
+
+    Args:
+        scenario: as plain values.
+        engine: by its name.
+        folder: for traces.
+        around: called around the writing of each step.
+        hypotheses: whether the torch reference computes what known faults would make of each step.
 
     Returns:
         `accelerator`: what it ran on.
@@ -66,7 +75,7 @@ def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Aro
     # A training function may use collectives, so every rank calls it.
     alone_on_first = engine == "torch" and wanted.train is None
     if not alone_on_first or dist.get_rank() == 0:
-        with half_precision.experiment(), Recorder(Path(folder), wanted, engine) as recorder:
+        with half_precision.experiment(), Recorder(Path(folder), wanted, engine, hypotheses) as recorder:
             ran = engine_of(engine)(wanted, recorder if around is None else _Watched(recorder, around))
         if engine != "torch":
             ran.destroy()
@@ -76,17 +85,19 @@ def run_scenario(scenario: dict[str, Any], engine: str, folder: str, around: Aro
     return {"accelerator": half_precision.accelerator(wanted.dtype)}
 
 
-def inspect_and_run(scenario: dict[str, Any], engine: str, folder: str) -> dict[str, Any]:
+def inspect_and_run(scenario: dict[str, Any], engine: str, folder: str, hypotheses: bool = True) -> dict[str, Any]:
     """Run one scenario as `run_scenario`, after a look at its model.
 
     Raises:
         ConfigError: the model can't be compared, whatever engine runs it.
     """
     inspect_model(scenario)
-    return run_scenario(scenario, engine, folder)
+    return run_scenario(scenario, engine, folder, hypotheses=hypotheses)
 
 
-def attempt_scenario(scenario: dict[str, Any], engine: str, folder: str, measured: bool = False) -> dict[str, Any]:
+def attempt_scenario(
+    scenario: dict[str, Any], engine: str, folder: str, measured: bool = False, hypotheses: bool = True
+) -> dict[str, Any]:
     """Run one scenario with one engine as `run_scenario`, and live to say what went wrong.
 
     Returns:
@@ -95,9 +106,9 @@ def attempt_scenario(scenario: dict[str, Any], engine: str, folder: str, measure
         numbers the model has.
     """
     if not measured:
-        return attempted(lambda: run_scenario(scenario, engine, folder))
+        return attempted(lambda: run_scenario(scenario, engine, folder, hypotheses=hypotheses))
     meter = Peaks()
-    answer = attempted(lambda: run_scenario(scenario, engine, folder, around=meter))
+    answer = attempted(lambda: run_scenario(scenario, engine, folder, meter, hypotheses))
     meter.end()
     return {**answer, "peaks": meter.bytes, "parameters": meter.parameters}
 
@@ -115,8 +126,8 @@ def attempted(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 class _Watched:
     """A record with something around it."""
 
-    def __init__(self, record: Record, around: Around) -> None:
-        self._record, self._around = record, around
+    def __init__(self, record: Recorder, around: Around) -> None:
+        self._record, self._around, self.sketch = record, around, record.sketch
 
     def begin(self, module: nn.Module) -> None:
         begin(self._record, module)

@@ -118,7 +118,9 @@ def run_controls(
     """
     folder = folder.resolve()
     wanted = planned_runs(config, names)
-    calls = tuple(replace(call(shape, engine, folder), function=ATTEMPT_SCENARIO) for shape, engine in wanted)
+    calls = tuple(
+        replace(call(shape, engine, folder, hypotheses=True), function=ATTEMPT_SCENARIO) for shape, engine in wanted
+    )
     answers = run_job(Job(calls, folder / "ranks", RANKS, timeout), progress)
     raised = {one.title: answer.get("raised") for one, answer in zip(calls, answers, strict=True)}
     return tuple(

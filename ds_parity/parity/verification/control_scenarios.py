@@ -17,6 +17,7 @@ NAMES = (
     "prompts",
     "progress",
     "hollow",
+    "seldom",
     "sharded",
     "caller",
     "weights",
@@ -47,6 +48,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "unclipped": {"objective": "nll", "max_tokens": 40},
     "prompts": {"shape": "planned", "windows": 3, "short": 0, "micro_batch_tokens": 500},
     "hollow": {"shape": "hollow", "windows": 5, "short": 0},
+    "seldom": {"shape": "seldom", "windows": 5, "short": 0},
     "sharded": {"ranks": 1, "sequence_parallel": 2},
 }
 _SIZE: dict[str, Any] = {"model": "ds_parity.parity.data.model:build_tiny", "max_tokens": 160}

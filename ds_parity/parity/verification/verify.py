@@ -121,9 +121,19 @@ def title(scenario: Scenario, engine: str) -> str:
     return f"{scenario.name}: {engine}"
 
 
-def call(scenario: Scenario, engine: str, folder: Path) -> Call:
-    """Return the call that leaves the trace of a scenario, as an engine runs it, in `folder`."""
-    arguments = {"scenario": scenario.to_json(), "engine": engine, "folder": str(folder)}
+def call(scenario: Scenario, engine: str, folder: Path, *, hypotheses: bool = False) -> Call:
+    """Return the call that leaves the trace of a scenario, as an engine runs it, in `folder`.
+
+    Args:
+        scenario: what is run.
+        engine: by its name.
+        folder: for traces.
+        hypotheses: whether the torch reference computes what known faults would make of each step, which takes about as
+            long as its run.
+    """
+    arguments = {
+        "scenario": scenario.to_json(), "engine": engine, "folder": str(folder), "hypotheses": hypotheses
+    }  # fmt: skip
     return Call(title(scenario, engine), _RUN_SCENARIO, arguments)
 
 
@@ -180,7 +190,17 @@ def verify(
     # The model is looked at before anything trains.
     steps = (replace(first, function=_INSPECT_AND_RUN), *others)
     ran = run_job(Job(steps, folder / "ranks", ranks, timeout, import_from=import_from), progress)
-    return judge(runs, left_out, folder, ran[0]["accelerator"], bare=bare)
+    found = judge(runs, left_out, folder, ran[0]["accelerator"], bare=bare)
+    # What known faults would make of the steps is computed where there is a difference to explain.
+    again = tuple(
+        call(one.scenario, "torch", folder, hypotheses=True)
+        for one in found.outcomes
+        if one.reference == "torch" and not one.comparison.equal and not one.scenario.train
+    )
+    if again:
+        run_job(Job(again, folder / "explaining", ranks, timeout, import_from=import_from))
+        found = judge(runs, left_out, folder, found.accelerator, bare=bare)
+    return found
 
 
 def judge(

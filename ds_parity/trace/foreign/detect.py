@@ -11,7 +11,7 @@ from ds_parity.trace.foreign.source import Source
 from ds_parity.trace.foreign.table import table
 from ds_parity.trace.foreign.trainer_state import trainer_state
 from ds_parity.trace.opening import is_pipe, opened
-from ds_parity.trace.records import StepRecord
+from ds_parity.trace.records import HYPOTHESES, StepRecord
 
 _STATE = "trainer_state.json"
 _EVENT = b"brain.Event"  # the version that every event file begins with
@@ -64,7 +64,11 @@ def _text(path: Path, head: bytes) -> Source | None:
         return _whole(path) if b'"schema_version"' not in line else None
     if isinstance(first, dict) and "schema_version" in first:
         return None
-    if isinstance(first, dict) and first.keys() == StepRecord.model_fields.keys() and isinstance(first["lr"], list):
+    if (
+        isinstance(first, dict)
+        and first.keys() | {HYPOTHESES} == StepRecord.model_fields.keys()
+        and isinstance(first["lr"], list)
+    ):
         raise TraceError(
             f"{path}, line 1: a step of a ds_parity trace, and not its header: the file's first line is lost; put the "
             "first line of that trace, or of another of the same run, before it (with a key more, it is read as "

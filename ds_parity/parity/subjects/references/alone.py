@@ -15,7 +15,12 @@ from ds_parity.parity.running.own_batches import Record, begin
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 from ds_parity.parity.subjects.references.bare import metrics_of
-from ds_parity.parity.subjects.references.torch_counterparts import ByHand, optimizer_and_scheduler
+from ds_parity.parity.subjects.references.supposed import Suppositions
+from ds_parity.parity.subjects.references.torch_counterparts import (
+    ByHand,
+    clipped_step,
+    optimizer_and_scheduler,
+)
 from ds_parity.parity.subjects.references.whole_windows import train_on_whole_windows
 from ds_parity.planning.rollout import Rollout
 from ds_parity.trace import StepRecord
@@ -33,13 +38,15 @@ def train_alone(scenario: Scenario, record: Record) -> nn.Module:
     begin(record, model)
     optimizer, scheduler = optimizer_and_scheduler(scenario, model)
     by_hand = ByHand(scheduler) if scheduler is not None and settings.lr_progress == "rollout" else None
+    suppositions = Suppositions(scenario, model, optimizer, record)
     for number, window in enumerate(windows_of(passes, settings), start=1):
+        hypotheses = suppositions.of(window)
         loss, means = window_loss(model, layout, window, settings)
         if loss is not None:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
-        norm = None if loss is None else _step(model, optimizer, scenario)
+        norm = None if loss is None else clipped_step(model, optimizer, scenario)
         if by_hand is not None:
             by_hand.advance(window.progress, loss is not None)
         elif scheduler is not None and loss is not None:
@@ -58,6 +65,7 @@ def train_alone(scenario: Scenario, record: Record) -> nn.Module:
             grad_norm=norm,
             skipped=loss is None,
             metrics=metrics_of(batches) | means,
+            hypotheses=hypotheses,
         )
         record(line, model)
     return model
@@ -138,15 +146,6 @@ def _shares(cells: Sequence[Sequence[Rollout]], total: float, unit: str) -> list
             else:
                 shares.append(1 / max(rollout.loss_tokens, 1) / total)
     return shares
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario) -> float | None:
-    limit = scenario.config.get("gradient_clipping", 1.0)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
-    optimizer.step()
-    # Without clipping, DeepSpeed takes no norm on ZeRO 0 in fp32.
-    stage = scenario.config.get("zero_optimization", {}).get("stage", 0)
-    return float(norm) if limit or stage or scenario.storage != "fp32" else None
 
 
 def _as_dtype(model: nn.Module, dtype: str) -> nn.Module:

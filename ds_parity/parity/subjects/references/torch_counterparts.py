@@ -109,6 +109,28 @@ def _torch(kind: str) -> Any:
     return optimizer if is_one else None
 
 
+def clip_limit(scenario: Scenario) -> float:
+    """Return what the configuration clips gradients at; infinity: nowhere. DeepSpeed's default is 1."""
+    return float(scenario.config.get("gradient_clipping", 1.0)) or float("inf")
+
+
+def clipped_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, limit: float | None = None
+) -> float | None:
+    """Clip the gradient, as the configuration says or at another limit (> 0), and step.
+
+    Returns:
+        The norm before clipping; None where DeepSpeed takes none.
+    """
+    limit = clip_limit(scenario) if limit is None else limit
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    optimizer.step()
+    # Without clipping, DeepSpeed takes no norm on ZeRO 0 in fp32.
+    stage = scenario.config.get("zero_optimization", {}).get("stage", 0)
+    taken = clip_limit(scenario) < float("inf") or stage or scenario.storage != "fp32"
+    return float(norm) if taken else None
+
+
 class ByHand:
     """Puts a scheduler at nominal progress, as `lr_progress: rollout` says.
 

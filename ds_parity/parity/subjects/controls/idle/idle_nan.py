@@ -12,6 +12,7 @@ class IdleNan(Loop):
 
     name = "idle-nan"
     seen = "PipelineRL"
+    scenario = "seldom"
     like = ("zero-denominator",)
 
     def silenced(self, loss: torch.Tensor, index: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ class ZeroDenominator(Loop):
 
     name = "zero-denominator"
     seen = "OLMo-core #657, Automodel #3796"
+    scenario = "seldom"
     like = ("idle-nan",)
 
     def silenced(self, loss: torch.Tensor, index: int) -> torch.Tensor:
