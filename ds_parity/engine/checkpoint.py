@@ -17,6 +17,10 @@ from ds_parity.errors import CheckpointError
 _LOG = logging.getLogger("ds_parity")
 _KEY = "ds_parity"
 _SETTINGS = ("count", "lr_progress")
+_CONVERT = (
+    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder DIR/TAG "
+    "--output_folder DIR/universal"
+)
 
 
 def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
@@ -104,9 +108,15 @@ def explained(driver: Driver, load_dir: str, tag: Any = None) -> Iterator[None]:
             raise _of_universal(driver, load_dir, said) from error
         raise CheckpointError(
             f"load_checkpoint({load_dir!r}) on {driver.ranks} data-parallel ranks: DeepSpeed refused it ({said}). If "
-            "another number of ranks saved it, convert it (python -m deepspeed.checkpoint.ds_to_universal "
-            "--inject_missing_state --input_folder DIR/TAG --output_folder DIR/universal) and load that with "
+            f"another number of ranks saved it, convert it ({_CONVERT}) and load that with "
             '"checkpoint": {"load_universal": true} in the configuration; loading ends half way, so start a new engine'
+        ) from error
+    except ValueError as error:
+        if not driver.engine.load_universal_checkpoint():
+            raise
+        raise CheckpointError(
+            f"load_checkpoint({load_dir!r}) with load_universal: DeepSpeed found no universal checkpoint ({error}); "
+            f"convert one ({_CONVERT}), or leave load_universal out"
         ) from error
     except (AttributeError, FileNotFoundError) as error:
         stage = int(driver.engine.zero_optimization_stage())

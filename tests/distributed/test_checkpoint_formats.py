@@ -82,13 +82,16 @@ def universal_elsewhere(folder):
         engine = build(extended(saved, "fp32", {}, loss_weight="rollout"))
         windows_of(engine, [3, 3])
         engine.save_checkpoint(f"{folder}/{saved}")
-        converted(f"{folder}/{saved}")
-        dist.barrier()
+        if saved == 2:
+            results["not converted"] = from_all(_ended(build(_universal(1)), f"{folder}/2"))
+        converted(f"{folder}/{saved}", 1)
         for stage in STAGES:
-            made = extended(stage, "fp32", {}, loss_weight="rollout")
-            other = build({**made, "checkpoint": {"load_universal": True}})
-            results[f"{saved} on {stage}"] = from_all(_ended(other, f"{folder}/{saved}"))
+            results[f"{saved} on {stage}"] = from_all(_ended(build(_universal(stage)), f"{folder}/{saved}"))
     return results
+
+
+def _universal(stage):
+    return {**extended(stage, "fp32", {}, loss_weight="rollout"), "checkpoint": {"load_universal": True}}
 
 
 def _ended(engine, path):
@@ -127,6 +130,11 @@ class TestConversion:
         for said in two_ranks.of(universal_elsewhere)[f"{saved} on {stage}"]:
             assert said == "loaded" if fits else said.startswith("CheckpointError: load_checkpoint("), said
             assert fits or "on the stage that saved it, where 1 and 2 are alike" in said
+
+    def test_a_checkpoint_that_was_not_converted_is_no_universal_one(self, two_ranks):
+        for said in two_ranks.of(universal_elsewhere)["not converted"]:
+            assert said.startswith("CheckpointError: load_checkpoint("), said
+            assert "ds_to_universal" in said
 
 
 @on_two_ranks
