@@ -133,7 +133,6 @@ OVERLAP: Final = Feature(
 CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")
 COALESCED: Final = Feature("coalesce_grad_reduction()", _never, "")
 LEFT_OUT: Final = Feature("parameters that some passes leave out", _never, "")
-USED_TWICE: Final = Feature("a module that one backward reaches twice", _never, "")
 
 FEATURES: Final = (
     *(_plain(stage, precision) for stage in range(4) for precision in ("fp32", "bf16", "fp16")),
@@ -144,7 +143,6 @@ FEATURES: Final = (
     CALLERS,
     COALESCED,
     LEFT_OUT,
-    USED_TWICE,
 )
 """Every feature that has a row in the table of docs/versions.md, in its order."""
 

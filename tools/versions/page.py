@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, USED_TWICE, Feature
+from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, Feature
 from ds_parity.config.releases import Release
 from ds_parity.config.versions import ENTRIES, MEASURED, Entry, Verdict, entries_of, verdict
 from ds_parity.parity.matrix.cells import cells
@@ -20,7 +20,6 @@ _ROWS = {LEFT_OUT.name: ("unused parameters", "frozen parameters")}
 _TESTS = {
     LEFT_OUT.name: ("tests/distributed/test_changing_parameters.py",),
     COALESCED.name: ("tests/distributed/test_callers_coalesced.py",),
-    USED_TWICE.name: ("tests/distributed/test_used_twice.py",),
 }
 
 Results = Mapping[str, Mapping[str, Any]]
