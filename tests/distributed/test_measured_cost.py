@@ -50,13 +50,13 @@ def measured(folder):
     seen = {}
     for stage in (0, 1, 2, 3):
         costs.clear()
-        seen[stage] = [from_all(trained(stage, measuring=measuring)) for measuring in (False, True)]
+        seen[str(stage)] = [from_all(trained(stage, measuring=measuring)) for measuring in (False, True)]
     return seen
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_it_is_the_same_on_every_rank_and_changes_no_step(two_ranks, stage):
-    without, with_it = two_ranks.of(measured)[stage]
+    without, with_it = two_ranks.of(measured)[str(stage)]
     assert [one["step"] for one in with_it] == [one["step"] for one in without]
     assert with_it[0]["cost"] == with_it[1]["cost"]
     per_token, per_square, per_pass = with_it[0]["cost"]
@@ -67,5 +67,5 @@ def test_it_is_the_same_on_every_rank_and_changes_no_step(two_ranks, stage):
 
 
 def test_divided_parameters_are_refused_on_every_rank(two_ranks):
-    for one in two_ranks.of(measured)[3][1]:
+    for one in two_ranks.of(measured)["3"][1]:
         assert one["cost"] is None
