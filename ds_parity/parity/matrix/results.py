@@ -128,11 +128,17 @@ _BARE = ("deepspeed", "deepspeed-loop")
 
 
 def _known_of(cell: Cell, here: Release | None) -> str | None:
-    """Return what this DeepSpeed is known to get wrong of what the cell asks for, and ds_parity corrects."""
-    if here is None:
+    """Return what this DeepSpeed is known to get wrong of what the cell asks for, and ds_parity corrects.
+
+    What no release gets right is not among it: such a fault belongs to the matrix (`Variant.faults`), and
+    `deepspeed-loop` corrects what it can of it, so that a difference from it is ours.
+    """
+    # A difference is excused only where ds_parity is judged by something that is not DeepSpeed's.
+    if here is None or {"torch", "probe"} <= cell.left_out.keys():
         return None
     known = versions.asked_for(cell.ragged.config, here, versions.Verdict.CORRECTED)
-    return next((f"DeepSpeed {here}: {entry.what} ({entry.evidence}); corrected" for _, entry in known), None)
+    said = (f"DeepSpeed {here}: {entry.what} ({entry.evidence}); corrected" for _, entry in known if entry.right_from)
+    return next(said, None)
 
 
 class _UnansweredError(Exception):
@@ -174,7 +180,7 @@ def _comparison(reference: str, cell: Cell, answers: Answers, folder: Path, here
     assert comparison.first is not None
     if fault is not None:
         return CellFinding(reference, Status.CORRECTED, f"DeepSpeed: {fault.what} ({fault.script}); {fault.remedy}")
-    # Only what ds_parity is compared with may be wrong here: the oracle judges it, too.
+    # Only what ds_parity is compared with may be wrong here: torch or the probe judges it, too.
     if reference in _BARE and (wrong := _known_of(cell, here)) is not None:
         return CellFinding(reference, Status.CORRECTED, wrong)
     return CellFinding(reference, Status.DIFFERS, sentence(comparison.first))

@@ -213,16 +213,21 @@ class TestPage:
 BF16_ZERO0 = Cell(Variant("precision", "bf16", {"bf16": {"enabled": True}}), 0)
 
 
+def parted(cell, folder):
+    """The answers of a cell that is right, and the bare engines of which are not."""
+    answers = {cell.probed.name: {**GOOD_PROBE, "seconds": 1.0}}
+    for scenario, engines in ((cell.ragged, ("deepspeed-loop", "torch")), (cell.uniform, ("deepspeed",))):
+        for engine in (*engines, "ds_parity"):
+            steps = [step(1), step(2, loss=0.75 if engine.startswith("deepspeed") else 0.5)]
+            write(folder, scenario, engine, steps)
+            answers[f"{scenario.name}: {engine}"] = {"peaks": [100_000, 200_000], "parameters": 29_000, "seconds": 1.0}
+    return answers, folder
+
+
 @pytest.fixture
 def ran_bf16(tmp_path):
     """A bf16 cell on ZeRO 0 that is right, and the bare engines of which are not."""
-    answers = {BF16_ZERO0.probed.name: {**GOOD_PROBE, "seconds": 1.0}}
-    for scenario, engines in ((BF16_ZERO0.ragged, ("deepspeed-loop", "torch")), (BF16_ZERO0.uniform, ("deepspeed",))):
-        for engine in (*engines, "ds_parity"):
-            steps = [step(1), step(2, loss=0.75 if engine.startswith("deepspeed") else 0.5)]
-            write(tmp_path, scenario, engine, steps)
-            answers[f"{scenario.name}: {engine}"] = {"peaks": [100_000, 200_000], "parameters": 29_000, "seconds": 1.0}
-    return answers, tmp_path
+    return parted(BF16_ZERO0, tmp_path)
 
 
 def test_what_a_release_is_known_to_get_wrong_is_corrected_where_torch_and_the_probe_agree(ran_bf16):
@@ -231,6 +236,20 @@ def test_what_a_release_is_known_to_get_wrong_is_corrected_where_torch_and_the_p
     assert judge(BF16_ZERO0, *ran_bf16).status is Status.DIFFERS
     write(ran_bf16[1], BF16_ZERO0.ragged, "torch", [step(1), step(2, loss=0.75)])
     assert judge(BF16_ZERO0, *ran_bf16, release("0.18.4")).status is Status.DIFFERS
+
+
+@pytest.mark.parametrize("here", ["0.18.4", "0.19.8"])
+def test_what_no_release_gets_right_excuses_no_difference_from_the_loop_that_corrects_it(tmp_path, here):
+    cell = Cell(Variant("precision", "fp16", {"fp16": {"enabled": True}}), 0)
+    result = judge(cell, *parted(cell, tmp_path), release(here))
+    assert next(f.status for f in result.findings if f.check == "deepspeed-loop") is Status.DIFFERS
+
+
+def test_nothing_is_excused_where_neither_torch_nor_the_probe_judges(tmp_path):
+    alone = {"torch": "overflows are no business of it", "probe": "the same"}
+    for left_out, status in (({}, Status.CORRECTED), (alone, Status.DIFFERS)):
+        cell = Cell(Variant("precision", "bf16", {"bf16": {"enabled": True}}, left_out=left_out), 0)
+        assert judge(cell, *parted(cell, tmp_path), release("0.18.4")).status is status
 
 
 def test_a_bare_engine_that_raises_leaves_torch_and_the_probe_to_judge(ran_bf16):
