@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,13 +25,13 @@ class Signal:
 def signal(finding: ControlFinding) -> Signal | None:
     """Return the strongest signal of the first step that differs.
 
-    None where something differs there that must be equal bit for bit (rollouts, LR), which no noise could hide; and
-    where nothing differs, so that there is no signal.
+    None where something differs there that must be equal bit for bit (rollouts, LR), or is NaN, which no noise could
+    hide; and where nothing differs, so that there is no signal.
     """
     differences = finding.comparison.differences if finding.comparison else ()
     steps = [it.step for it in differences if it.step is not None]
     here = [it for it in differences if steps and it.step == min(steps)]
-    if not all(it.bound and it.difference is not None for it in here):
+    if not all(it.bound and it.difference is not None and not math.isnan(it.difference) for it in here):
         return None
     return max((Signal(it.difference / it.bound, it.field) for it in here if it.difference and it.bound), default=None)
 
