@@ -16,14 +16,9 @@ from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, windows_of
 from ds_parity.parity.subjects.references.bare import metrics_of
 from ds_parity.parity.subjects.references.supposed import Suppositions
-from ds_parity.parity.subjects.references.torch_counterparts import (
-    ByHand,
-    clipped_step,
-    optimizer_and_scheduler,
-)
+from ds_parity.parity.subjects.references.torch_steps import TorchSteps, rounded_model
 from ds_parity.parity.subjects.references.whole_windows import train_on_whole_windows
 from ds_parity.planning.rollout import Rollout
-from ds_parity.trace import StepRecord
 
 
 def train_alone(scenario: Scenario, record: Record) -> nn.Module:
@@ -34,40 +29,19 @@ def train_alone(scenario: Scenario, record: Record) -> nn.Module:
     if scenario.train is not None:
         return train_on_whole_windows(scenario, record)
     settings, layout, passes = scenario.settings, scenario.layout(), scenario.batches()
-    model = _as_dtype(scenario.build(), scenario.storage).double()
+    model = rounded_model(scenario)
     begin(record, model)
-    optimizer, scheduler = optimizer_and_scheduler(scenario, model)
-    by_hand = ByHand(scheduler) if scheduler is not None and settings.lr_progress == "rollout" else None
-    suppositions = Suppositions(scenario, model, optimizer, record)
+    steps = TorchSteps(scenario, model)
+    suppositions = Suppositions(scenario, model, steps.optimizer, record)
     for number, window in enumerate(windows_of(passes, settings), start=1):
         hypotheses = suppositions.of(window)
         loss, means = window_loss(model, layout, window, settings)
         if loss is not None:
-            optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-        lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
-        norm = None if loss is None else clipped_step(model, optimizer, scenario)
-        if by_hand is not None:
-            by_hand.advance(window.progress, loss is not None)
-        elif scheduler is not None and loss is not None:
-            scheduler.step()
         batches = [batch for row in passes[window.first : window.last + 1] for batch in row]
-        line = StepRecord(
-            step=number,
-            passes=1,
-            idle_passes=0,
-            rollouts=sum(batch.rollouts for batch in batches),
-            prompts=sum(batch.prompts for batch in batches),
-            tokens=sum(batch.tokens for batch in batches),
-            total=window.total,
-            loss=None if loss is None else float(loss.detach()),
-            lr=lr,
-            grad_norm=norm,
-            skipped=loss is None,
-            metrics=metrics_of(batches) | means,
-            hypotheses=hypotheses,
-        )
-        record(line, model)
+        line = steps.step(number, window, batches, loss)
+        shown = {"metrics": metrics_of(batches) | means, "hypotheses": hypotheses}
+        record(line.model_copy(update=shown), model)
     return model
 
 
@@ -146,7 +120,3 @@ def _shares(cells: Sequence[Sequence[Rollout]], total: float, unit: str) -> list
             else:
                 shares.append(1 / max(rollout.loss_tokens, 1) / total)
     return shares
-
-
-def _as_dtype(model: nn.Module, dtype: str) -> nn.Module:
-    return {"bf16": model.bfloat16, "fp16": model.half}.get(dtype, model.float)()

@@ -18,9 +18,8 @@ from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.own_batches import Record, begin
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, weighs, weights_of_terms, windows_of
-from ds_parity.parity.subjects.references.torch_counterparts import ByHand, optimizer_and_scheduler
+from ds_parity.parity.subjects.references.torch_steps import TorchSteps, rounded_model
 from ds_parity.planning.rollout import MicroBatch
-from ds_parity.trace import StepRecord
 
 
 def train_on_whole_windows(scenario: Scenario, record: Record) -> nn.Module:
@@ -52,13 +51,10 @@ class WholeWindows:
     """
 
     def __init__(self, scenario: Scenario, record: Record) -> None:
-        model = scenario.build()
-        self.module = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().double()
+        self.module = rounded_model(scenario)
         self.device = torch.device("cpu")
-        self._scenario, self._settings, self._record = scenario, scenario.settings, record
-        self._optimizer, self._scheduler = optimizer_and_scheduler(scenario, self.module)
-        by_rollouts = self._scheduler is not None and self._settings.lr_progress == "rollout"
-        self._by_hand = ByHand(self._scheduler) if by_rollouts else None
+        self._settings, self._record = scenario.settings, record
+        self._steps = TorchSteps(scenario, self.module)
         self._batches = scenario.batches()
         self._windows = windows_of(self._batches, self._settings)
         self._number = 0
@@ -97,27 +93,7 @@ class WholeWindows:
 
     def step(self, *_: Any) -> None:
         """Update the weights, move the scheduler, and write down."""
-        window, held = self._window, self._held(self._window)
-        applied = self._loss is not None
-        lr = tuple(float(group["lr"]) for group in self._optimizer.param_groups)
-        norm = self._update() if applied else None
-        if self._by_hand is not None:
-            self._by_hand.advance(window.progress, applied)
-        elif self._scheduler is not None and applied:
-            self._scheduler.step()
-        line = StepRecord(
-            step=self._number,
-            passes=1,
-            idle_passes=0,
-            rollouts=sum(batch.rollouts for batch in held),
-            prompts=sum(batch.prompts for batch in held),
-            tokens=sum(batch.tokens for batch in held),
-            total=window.total,
-            loss=None if self._loss is None else float(self._loss),
-            lr=lr,
-            grad_norm=norm,
-            skipped=not applied,
-        )
+        line = self._steps.step(self._number, self._window, self._held(self._window), self._loss)
         self._record(line, self.module)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -152,12 +128,3 @@ class WholeWindows:
             if units and total:
                 combined = combined + loss[name] * (term.coefficient * (1.0 if summed else units) / total)
         return combined
-
-    def _update(self) -> float | None:
-        limit = self._scenario.config.get("gradient_clipping", 1.0)
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit or float("inf"))
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        # Without clipping, DeepSpeed takes no norm on ZeRO 0 in fp32.
-        stage = self._scenario.config.get("zero_optimization", {}).get("stage", 0)
-        return float(norm) if limit or stage or self._scenario.storage != "fp32" else None
