@@ -130,6 +130,13 @@ OVERLAP: Final = Feature(
     lambda asked: asked.value("zero_optimization.overlap_comm") is True,
     "zero_optimization.overlap_comm",
 )
+SCATTERED: Final = Feature(
+    "ZeRO 1 and 2 without contiguous gradients",
+    lambda asked: (
+        asked.stage in (1, 2) and asked.value("zero_optimization.contiguous_gradients") is False and not asked.offloads
+    ),
+    "zero_optimization.contiguous_gradients",
+)
 CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")
 COALESCED: Final = Feature("coalesce_grad_reduction()", _never, "")
 LEFT_OUT: Final = Feature("parameters that some passes leave out", _never, "")
@@ -140,6 +147,7 @@ FEATURES: Final = (
     *(_offloaded(stage) for stage in (1, 2, 3)),
     *(_autocast(stage, precision) for stage in range(4) for precision in ("bf16", "fp16")),
     OVERLAP,
+    SCATTERED,
     CALLERS,
     COALESCED,
     LEFT_OUT,
