@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ds_parity
 from ds_parity.errors import ConfigError
 from ds_parity.parity.data.rollouts import load_rollouts
-from ds_parity.planning import Cost, PreferencePair, Rollout, by_turn, plan
+from ds_parity.planning import Cost, PreferencePair, Rollout, balancing, by_turn, plan
 from ds_parity.planning.levelling import Items, Levelling
 
 COST = Cost(24_576, 1)  # that of a model of 7 billion parameters, as verl has it
@@ -142,6 +142,26 @@ def inevitable(planned, cost):
     items = Items(planned.lengths[window], cost.of(planned.lengths[window], planned.squares[window]))
     least = items.least_time(planned.dp_world_size, planned.max_tokens)
     return 1 - items.total / planned.dp_world_size / least
+
+
+@pytest.mark.parametrize("per_pass", [0, 1e12])
+@pytest.mark.parametrize("lengths", [(4050, 4300), (3000, 4000)])
+def test_a_large_window_is_placed_few_times_where_the_bound_is_far_from_what_fits(monkeypatch, lengths, per_pass):
+    """Two of the first kind fit into a micro-batch, and the bound counts 2.9."""
+    placed, place = [], balancing.place
+
+    def counted(items, targets, max_tokens):
+        placed.append(len(targets))
+        return place(items, targets, max_tokens)
+
+    monkeypatch.setattr(balancing, "place", counted)
+    rollouts = rollouts_of(np.random.default_rng(0).integers(*lengths, 5000).tolist())
+    options = {"dp_world_size": 8, "target": 5000, "max_tokens": 12_000}
+    by_tokens = plan(rollouts, **options)
+    planned = plan(rollouts, **options, cost=Cost(24_576, 1, per_pass))
+    assert planned.passes <= by_tokens.passes
+    assert planned.waiting() < 0.002
+    assert len(placed) <= 12  # 97 where every number of passes is tried
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
