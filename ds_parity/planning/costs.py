@@ -124,6 +124,7 @@ class Cost:
                 f"Cost.fitted: {len(given)} measured micro-batches: it takes at least three, with tokens, squares and "
                 "times above 0"
             )
+        check_make_up("Cost.fitted", "measured micro-batches", [(tokens, squares) for tokens, squares, _ in given])
         # Each time is 1 in its own unit, so that a short pass says as much as a long one.
         rows = [(tokens / time, squares / time, 1 / time) for tokens, squares, time in given]
         fits = [fit for size in (3, 2, 1) for used in combinations(range(3), size) if (fit := _solved(rows, used))]
@@ -134,6 +135,22 @@ class Cost:
                 "different make-up, each several times"
             )
         return cls(*min(fits, key=lambda fit: _error(rows, fit)))
+
+
+def check_make_up(by: str, of: str, sizes: Sequence[tuple[float, float]]) -> None:
+    """Raise ConfigError where sizes are all of one make-up: no times of them tell tokens and squares apart.
+
+    Args:
+        by: who asks, for the error.
+        of: what they are the sizes of.
+        sizes: (tokens > 0, sum of squared lengths) of each.
+    """
+    if len({squares / tokens for tokens, squares in sizes}) < 2:
+        raise ConfigError(
+            f"{by}: all {len(sizes)} {of} are of one make-up, {sizes[0][1] / sizes[0][0]:g} squares per token: their "
+            "times do not tell what a token costs and what a square; give micro-batches of different lengths, as one "
+            "long rollout, one short one, and many short ones"
+        )
 
 
 def _solved(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float] | None:

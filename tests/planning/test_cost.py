@@ -269,6 +269,19 @@ class TestFitted:
         with pytest.raises(ConfigError, match="at least three"):
             Cost.fitted(measured)
 
+    @pytest.mark.parametrize(
+        "measured",
+        [
+            [(800, 640_000, 0.1), (800, 640_000, 0.11), (800, 640_000, 0.09)],
+            [(1, 1, 1)] * 3,
+            [(100, 10_000, 0.1), (300, 30_000, 0.3), (900, 90_000, 0.8)],  # more rollouts of one length
+        ],
+    )
+    def test_micro_batches_of_one_make_up_are_refused(self, measured):
+        """Nothing tells what a token costs from what a square costs."""
+        with pytest.raises(ConfigError, match=r"all 3 measured micro-batches are of one make-up.*lengths"):
+            Cost.fitted(measured)
+
 
 LLAMA = {"layers": 32, "hidden_size": 4096, "intermediate_size": 11_008, "vocabulary": 32_000, "heads": 32}
 
