@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -314,8 +315,15 @@ class TestOfAModel:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: Cost(-1, 1), "per_token is -1: it must be a finite number >= 0"),
+        (lambda: Cost(-1, 1), "per_token is -1: it must be 0, or a number from 1e-100 to 1e.100"),
         (lambda: Cost(1, math.nan), "per_square is nan"),
+        (lambda: Cost("1", 1), "per_token is '1'"),
+        (lambda: Cost(1e-320, 0), "per_token is 1e-320"),
+        (lambda: Cost(10**400, 0), "per_token is 1000"),
+        (lambda: Cost(1, 1, 1e308), r"per_pass is 1e\+308"),
+        (lambda: Cost(1, np.float32("inf")), "per_square is"),
+        (lambda: Cost.of_model(**{**LLAMA, "layers": 10**400}), "per_token is"),
+        (lambda: Cost.fitted([(10**400, 1, 1)] * 3), "at least three"),
         (lambda: Cost(1, 1, True), "per_pass is True"),
         (lambda: Cost(0, 0), "would cost nothing"),
         (
@@ -327,6 +335,26 @@ class TestOfAModel:
 def test_what_is_no_cost_is_refused(made, said):
     with pytest.raises(ConfigError, match=said):
         made()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "same"),
+    [
+        ((np.float32(1.5), np.int64(2), Fraction(1, 4)), (1.5, 2, 0.25)),
+        ((10**15, 1), (1e15, 1)),
+        ((10**19, 1), (1e19, 1)),
+        ((1e100, 1e100, 1e100), (1e100, 1e100, 1e100)),
+        ((1e-100, 0), (1e-100, 0)),
+    ],
+)
+def test_any_number_in_range_is_planned_by_as_its_float(numbers, same):
+    cost = Cost(*numbers)
+    assert cost == Cost(*same)
+    assert {type(one) for one in (cost.per_token, cost.per_square, cost.per_pass)} == {float}
+    planned = plan(rollouts_of([9000, 10_000]), dp_world_size=1, target=2, max_tokens=10_000, cost=cost)
+    (costs,) = planned.costs()
+    expected = [[cost.per_token * length + cost.per_square * length**2] for length in (10_000, 9000)]
+    assert costs == pytest.approx(np.array(expected))
 
 
 def test_it_is_public():
