@@ -78,7 +78,8 @@ class Cost:
         A product of matrices takes 2 operations per entry of the weight and token, in the backward twice as many. So a
         token costs 6 operations per weight, and attention between two tokens 12 x layers x heads x head_size
         (Narayanan et al. 2021, arXiv 2104.04473, appendix; Chowdhery et al. 2022, arXiv 2204.02311, appendix B). A
-        causal kernel leaves out half of the pairs (Dao 2023, arXiv 2307.08691, section 3.1).
+        causal kernel leaves out half of the pairs (Dao 2023, arXiv 2307.08691, section 3.1). Layers with a sliding
+        window are taken as full attention.
 
         Args:
             layers: transformer layers.
