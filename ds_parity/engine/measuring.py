@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ds_parity.engine.ranks.hostsum import PlacedSum
 from ds_parity.errors import ConfigError, WindowError
 from ds_parity.planning import Cost, MicroBatch
+from ds_parity.planning.costs import check_make_up
 
 
 def measure_cost(
@@ -70,6 +71,7 @@ def measured(
             "measure_cost: the parameters are divided over ranks (ZeRO 3), and are put together by a backward that "
             "counts; measure the plain module on one rank, or use ds_parity.Cost.of_model(...)"
         )
+    check_make_up("measure_cost", "micro-batches", sizes)
     with _as_it_was(model):
         for one in micro_batches:
             _seconds(model, one, loss)

@@ -16,6 +16,7 @@ order of a sum, or of equal keys in a sort, is not the same on all of them.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +26,7 @@ from ds_parity.planning.packing import Bins, costly_runs, fill
 from ds_parity.planning.plans import fewest_passes
 
 _LEAST_PER_PASS = 0.05  # of a mean pass: so much at least must a further one save
+_FURTHER = 16  # a large window is packed into at most 1/16 more passes than by tokens
 
 
 def in_units(costs: np.ndarray, total: float) -> tuple[np.ndarray, float]:
@@ -53,21 +55,68 @@ def cheapest(items: Items, per_pass: int, ranks: int, max_tokens: int, packed: C
     least, fewest = items.least_time(ranks, max_tokens), fewest_passes(items.lengths, ranks, max_tokens)
     # A pass costs a little at least: nobody means a tenth more passes for a thousandth less waiting.
     charge = max(per_pass, _LEAST_PER_PASS * items.total / ranks / fewest)
+    if not items.searched:
+        return _of_large_window(items, charge, ranks, max_tokens, fewest, packed)
     best: Bins | None = None
     time, worse = math.inf, 0
     for passes in range(fewest, -(-len(items.costs) // ranks) + 1):
         bins = level(items, ranks, max_tokens, passes)
-        if bins is None and best is None and (per_pass or items.searched):
+        if bins is None and best is None:
             bins = _levelled(items, packed(), ranks, max_tokens)
         if bins is None:
             continue
-        took = items.time(bins, ranks) + charge * -(-(int(bins.max()) + 1) // ranks)
+        took = _took(items, bins, ranks, charge)
         worse = worse + 1 if took >= time else 0
         if not worse:
             best, time = bins, took
-        if worse > 1 or not items.searched or time <= least + charge * (passes + 1):
+        if worse > 1 or time <= least + charge * (passes + 1):
             break
     return packed() if best is None else best
+
+
+def _of_large_window(
+    items: Items, charge: float, ranks: int, max_tokens: int, fewest: int, packed: Callable[[], Bins]
+) -> Bins:
+    """Return the bins of the fewest passes for which `level` finds room, or of `packed` where these take less time.
+
+    The lower bound may be far from what fits, and every number of passes takes as long as sorting. So the numbers from
+    there to that of `packed` are bisected.
+    """
+    bins = level(items, ranks, max_tokens, fewest)
+    if bins is not None:
+        return bins
+    bins = _levelled(items, packed(), ranks, max_tokens)
+    passes = _passes(bins, ranks)
+    if not items.padded:  # there `packed` has the fewest
+        most = min(passes + passes // _FURTHER, -(-len(items.costs) // ranks))
+        passes = bisect_left(
+            range(most),
+            True,
+            lo=fewest + 1,
+            key=lambda n: _placed(items, _even(items, ranks, n), ranks, max_tokens) is not None,
+        )
+    other = level(items, ranks, max_tokens, passes)
+    if other is None or _took(items, other, ranks, charge) >= _took(items, bins, ranks, charge):
+        return bins
+    return other
+
+
+def _took(items: Items, bins: Bins, ranks: int, charge: float) -> float:
+    return items.time(bins, ranks) + charge * _passes(bins, ranks)
+
+
+def _passes(bins: Bins, ranks: int) -> int:
+    return -(-(int(bins.max()) + 1) // ranks)
+
+
+def _even(items: Items, ranks: int, passes: int) -> np.ndarray:
+    """Return (passes,) what a bin of each should cost, were all alike."""
+    return np.full(passes, max(1, items.total // (ranks * passes)))
+
+
+def _placed(items: Items, levels: np.ndarray, ranks: int, max_tokens: int) -> Bins | None:
+    count = min(len(levels) * ranks, len(items.costs))
+    return place(items, np.repeat(levels, ranks)[:count], max_tokens)
 
 
 def level(items: Items, ranks: int, max_tokens: int, passes: int) -> Bins | None:
@@ -76,10 +125,10 @@ def level(items: Items, ranks: int, max_tokens: int, passes: int) -> Bins | None
     if items.padded:
         runs = costly_runs(items.lengths, items.costs, max_tokens, count)
         return None if runs is None else fill(items.costs, runs, count)
-    levels = np.full(passes, max(1, items.total // (ranks * passes)))
+    levels = _even(items, ranks, passes)
     best, least = None, 0
     for _ in range(4 if items.searched else 2):
-        bins = place(items, np.repeat(levels, ranks)[:count], max_tokens)
+        bins = _placed(items, levels, ranks, max_tokens)
         if bins is None:
             break
         bins = _levelled(items, _filled(items, bins, count), ranks, max_tokens)

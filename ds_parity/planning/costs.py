@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from numbers import Real
 from typing import Any
 
 from ds_parity.errors import ConfigError
@@ -13,13 +15,16 @@ from ds_parity.planning.checks import whole
 
 # Backward computes two products of matrices for each one of the forward: the gradients of inputs and of weights.
 _FORWARD_AND_BACKWARD = 3
+# Within these, times the tokens and squares of any window, nothing is rounded to 0 or to infinity.
+_LEAST, _MOST = 1e-100, 1e100
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of a micro-batch: `per_token` x tokens + `per_square` x the sum of the squared lengths of its rows.
 
-    Only ratios matter, so any unit will do: FLOPs, seconds, or tokens.
+    Only ratios matter, so any unit will do: FLOPs, seconds, or tokens. Each number is 0, or from 1e-100 to 1e100, and
+    is kept as a float.
 
     Attributes:
         per_token: cost of a token, without attention to other tokens (>= 0).
@@ -28,7 +33,7 @@ class Cost:
             more passes than it must only where it saves more than this by each of them.
 
     Raises:
-        ConfigError: a number is negative or not finite, or a token costs nothing.
+        ConfigError: a number is none of these, or a token costs nothing.
     """
 
     per_token: float
@@ -37,7 +42,7 @@ class Cost:
 
     def __post_init__(self) -> None:
         for name in ("per_token", "per_square", "per_pass"):
-            _check_number(name, getattr(self, name))
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
         if not self.per_token + self.per_square > 0:
             raise ConfigError(
                 "Cost(per_token=0, per_square=0): micro-batches would cost nothing, and could not be levelled; give "
@@ -73,7 +78,8 @@ class Cost:
         A product of matrices takes 2 operations per entry of the weight and token, in the backward twice as many. So a
         token costs 6 operations per weight, and attention between two tokens 12 x layers x heads x head_size
         (Narayanan et al. 2021, arXiv 2104.04473, appendix; Chowdhery et al. 2022, arXiv 2204.02311, appendix B). A
-        causal kernel leaves out half of the pairs (Dao 2023, arXiv 2307.08691, section 3.1).
+        causal kernel leaves out half of the pairs (Dao 2023, arXiv 2307.08691, section 3.1). Layers with a sliding
+        window are taken as full attention.
 
         Args:
             layers: transformer layers.
@@ -103,7 +109,7 @@ class Cost:
                 )
         attention = 2 * hidden_size * head_size * (heads + key_value_heads)
         weights = layers * (attention + (3 if gated else 2) * hidden_size * intermediate_size)
-        pairs = 2 * 2 * layers * heads * head_size / (2 if causal else 1)
+        pairs = (2 if causal else 2 * 2) * layers * heads * head_size
         forward = 2 * (weights + hidden_size * vocabulary)
         return cls(_FORWARD_AND_BACKWARD * forward, _FORWARD_AND_BACKWARD * pairs, per_pass)
 
@@ -116,14 +122,15 @@ class Cost:
                 as one long rollout, one short one, and many short ones.
 
         Raises:
-            ConfigError: there are fewer than three, a time is not above 0, or all are of one make-up.
+            ConfigError: there are fewer than three, a number is not from 1e-100 to 1e100, or all are of one make-up.
         """
-        given = [(float(tokens), float(squares), float(time)) for tokens, squares, time in measured]
-        if len(given) < 3 or not all(0 < number < math.inf for one in given for number in one):
+        given = [(_as_float(tokens), _as_float(squares), _as_float(time)) for tokens, squares, time in measured]
+        if len(given) < 3 or not all(_LEAST <= number <= _MOST for one in given for number in one):
             raise ConfigError(
                 f"Cost.fitted: {len(given)} measured micro-batches: it takes at least three, with tokens, squares and "
-                "times above 0"
+                f"times from {_LEAST:g} to {_MOST:g}"
             )
+        check_make_up("Cost.fitted", "measured micro-batches", [(tokens, squares) for tokens, squares, _ in given])
         # Each time is 1 in its own unit, so that a short pass says as much as a long one.
         rows = [(tokens / time, squares / time, 1 / time) for tokens, squares, time in given]
         fits = [fit for size in (3, 2, 1) for used in combinations(range(3), size) if (fit := _solved(rows, used))]
@@ -134,6 +141,22 @@ class Cost:
                 "different make-up, each several times"
             )
         return cls(*min(fits, key=lambda fit: _error(rows, fit)))
+
+
+def check_make_up(by: str, of: str, sizes: Sequence[tuple[float, float]]) -> None:
+    """Raise ConfigError where sizes are all of one make-up: no times of them tell tokens and squares apart.
+
+    Args:
+        by: who asks, for the error.
+        of: what they are the sizes of.
+        sizes: (tokens > 0, sum of squared lengths) of each.
+    """
+    if len({squares / tokens for tokens, squares in sizes}) < 2:
+        raise ConfigError(
+            f"{by}: all {len(sizes)} {of} are of one make-up, {sizes[0][1] / sizes[0][0]:g} squares per token: their "
+            "times do not tell what a token costs and what a square; give micro-batches of different lengths, as one "
+            "long rollout, one short one, and many short ones"
+        )
 
 
 def _solved(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float] | None:
@@ -167,6 +190,19 @@ def _error(rows: Sequence[Sequence[float]], fit: Sequence[float]) -> float:
     return math.fsum((math.fsum(a * b for a, b in zip(row, fit, strict=True)) - 1) ** 2 for row in rows)
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"Cost: {name} is {value!r}: it must be a finite number >= 0")
+def _number(name: str, value: Any) -> float:
+    """Return a number as a float: whole ones would wrap in arrays of 64 bits."""
+    number = _as_float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if number and not _LEAST <= number <= _MOST:
+        raise ConfigError(
+            f"Cost: {name} is {reprlib.repr(value)}: it must be 0, or a number from {_LEAST:g} to {_MOST:g}; only "
+            "ratios matter, so choose another unit"
+        )
+    return number
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

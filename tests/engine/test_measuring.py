@@ -92,6 +92,14 @@ def test_too_little_is_refused(given, options):
         ds_parity.measure_cost(Slow(), given, loss, **options)
 
 
+def test_micro_batches_of_one_make_up_are_refused_before_any_is_timed():
+    def untimed(model, one):
+        raise AssertionError("a micro-batch was run")
+
+    with pytest.raises(ConfigError, match="all 3 micro-batches are of one make-up"):
+        ds_parity.measure_cost(Slow(), [batch(800), batch(800), batch(800, 800)], untimed)
+
+
 def test_a_micro_batch_of_no_rollouts_is_refused():
     with pytest.raises(ConfigError, match="holds no rollouts"):
         ds_parity.measure_cost(Slow(), [*MADE, ds_parity.collate([])], loss)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import ds_parity
 from ds_parity.errors import ConfigError
 from ds_parity.parity.data.rollouts import load_rollouts
-from ds_parity.planning import Cost, PreferencePair, Rollout, by_turn, plan
+from ds_parity.planning import Cost, PreferencePair, Rollout, balancing, by_turn, plan
 from ds_parity.planning.levelling import Items, Levelling
 
 COST = Cost(24_576, 1)  # that of a model of 7 billion parameters, as verl has it
@@ -144,6 +145,26 @@ def inevitable(planned, cost):
     return 1 - items.total / planned.dp_world_size / least
 
 
+@pytest.mark.parametrize("per_pass", [0, 1e12])
+@pytest.mark.parametrize("lengths", [(4050, 4300), (3000, 4000)])
+def test_a_large_window_is_placed_few_times_where_the_bound_is_far_from_what_fits(monkeypatch, lengths, per_pass):
+    """Two of the first kind fit into a micro-batch, and the bound counts 2.9."""
+    placed, place = [], balancing.place
+
+    def counted(items, targets, max_tokens):
+        placed.append(len(targets))
+        return place(items, targets, max_tokens)
+
+    monkeypatch.setattr(balancing, "place", counted)
+    rollouts = rollouts_of(np.random.default_rng(0).integers(*lengths, 5000).tolist())
+    options = {"dp_world_size": 8, "target": 5000, "max_tokens": 12_000}
+    by_tokens = plan(rollouts, **options)
+    planned = plan(rollouts, **options, cost=Cost(24_576, 1, per_pass))
+    assert planned.passes <= by_tokens.passes
+    assert planned.waiting() < 0.002
+    assert len(placed) <= 12  # 97 where every number of passes is tried
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_ranks_hardly_wait_on_gsm8k(ranks):
     planned = plan(GSM8K, dp_world_size=ranks, target=512, max_tokens=8192, cost=COST)
@@ -249,6 +270,19 @@ class TestFitted:
         with pytest.raises(ConfigError, match="at least three"):
             Cost.fitted(measured)
 
+    @pytest.mark.parametrize(
+        "measured",
+        [
+            [(800, 640_000, 0.1), (800, 640_000, 0.11), (800, 640_000, 0.09)],
+            [(1, 1, 1)] * 3,
+            [(100, 10_000, 0.1), (300, 30_000, 0.3), (900, 90_000, 0.8)],  # more rollouts of one length
+        ],
+    )
+    def test_micro_batches_of_one_make_up_are_refused(self, measured):
+        """Nothing tells what a token costs from what a square costs."""
+        with pytest.raises(ConfigError, match=r"all 3 measured micro-batches are of one make-up.*lengths"):
+            Cost.fitted(measured)
+
 
 LLAMA = {"layers": 32, "hidden_size": 4096, "intermediate_size": 11_008, "vocabulary": 32_000, "heads": 32}
 
@@ -281,8 +315,15 @@ class TestOfAModel:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: Cost(-1, 1), "per_token is -1: it must be a finite number >= 0"),
+        (lambda: Cost(-1, 1), "per_token is -1: it must be 0, or a number from 1e-100 to 1e.100"),
         (lambda: Cost(1, math.nan), "per_square is nan"),
+        (lambda: Cost("1", 1), "per_token is '1'"),
+        (lambda: Cost(1e-320, 0), "per_token is 1e-320"),
+        (lambda: Cost(10**400, 0), "per_token is 1000"),
+        (lambda: Cost(1, 1, 1e308), r"per_pass is 1e\+308"),
+        (lambda: Cost(1, np.float32("inf")), "per_square is"),
+        (lambda: Cost.of_model(**{**LLAMA, "layers": 10**400}), "per_token is"),
+        (lambda: Cost.fitted([(10**400, 1, 1)] * 3), "at least three"),
         (lambda: Cost(1, 1, True), "per_pass is True"),
         (lambda: Cost(0, 0), "would cost nothing"),
         (
@@ -294,6 +335,26 @@ class TestOfAModel:
 def test_what_is_no_cost_is_refused(made, said):
     with pytest.raises(ConfigError, match=said):
         made()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "same"),
+    [
+        ((np.float32(1.5), np.int64(2), Fraction(1, 4)), (1.5, 2, 0.25)),
+        ((10**15, 1), (1e15, 1)),
+        ((10**19, 1), (1e19, 1)),
+        ((1e100, 1e100, 1e100), (1e100, 1e100, 1e100)),
+        ((1e-100, 0), (1e-100, 0)),
+    ],
+)
+def test_any_number_in_range_is_planned_by_as_its_float(numbers, same):
+    cost = Cost(*numbers)
+    assert cost == Cost(*same)
+    assert {type(one) for one in (cost.per_token, cost.per_square, cost.per_pass)} == {float}
+    planned = plan(rollouts_of([9000, 10_000]), dp_world_size=1, target=2, max_tokens=10_000, cost=cost)
+    (costs,) = planned.costs()
+    expected = [[cost.per_token * length + cost.per_square * length**2] for length in (10_000, 9000)]
+    assert costs == pytest.approx(np.array(expected))
 
 
 def test_it_is_public():

@@ -123,7 +123,7 @@ def openrlhf_fixed() -> str:
 
 
 def openrlhf_passes() -> str:
-    """Passes of all bundled rollouts, as OpenRLHF deals them and by a plan."""
+    """Passes of all bundled rollouts, as OpenRLHF deals them and by a plan, and how long micro-batches get."""
     import ds_parity
     from tools.migrations.common import rollouts
     from tools.migrations.openrlhf import windows
@@ -132,10 +132,19 @@ def openrlhf_passes() -> str:
     batch, most = 64, 2048
     every = every[: len(every) // batch * batch]
     ranks = (2, 4, 8, 16)
-    theirs = [sum(len(window) for window in windows.dynamic(every, one, batch, most)) for one in ranks]
-    ours = [ds_parity.plan(every, dp_world_size=one, target=batch, max_tokens=most).passes for one in ranks]
-    header = ["", *(f"{one} ranks" for one in ranks)]
-    return table(header, [["dynamic batches", *map(str, theirs)], ["planned", *map(str, ours)]])
+    dealt = [[row for window in windows.dynamic(every, one, batch, most) for row in window] for one in ranks]
+    tokens = [[sum(len(one.tokens) for one in held) for row in rows for held in row] for rows in dealt]
+    over = [f"{sum(n > most for n in one)} of {len(one):,}" for one in tokens]
+    plans = [ds_parity.plan(every, dp_world_size=one, target=batch, max_tokens=most) for one in ranks]
+    rows = [
+        ["dynamic batches", *(str(len(rows)) for rows in dealt)],
+        ["planned", *(str(one.passes) for one in plans)],
+        # Their bound says how many micro-batches there are, and not how long each may be.
+        [f"dynamic batches: over {most:,} tokens", *over],
+        ["dynamic batches: longest", *(f"{max(one):,}" for one in tokens)],
+        ["planned: longest", *(f"{max(int(window.sizes.max()) for window in one.windows):,}" for one in plans)],
+    ]
+    return table(["", *(f"{one} ranks" for one in ranks)], rows)
 
 
 # --- open-instruct ----------------------------------------------------------------------------------------------------
