@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ds_parity
 from ds_parity.errors import ConfigError
 from ds_parity.parity.data.rollouts import load_rollouts
-from ds_parity.planning import Cost, PreferencePair, Rollout, balancing, by_turn, plan
+from ds_parity.planning import Cost, PreferencePair, Rollout, balancing, by_turn, levelling, plan
 from ds_parity.planning.levelling import Items, Levelling
 
 COST = Cost(24_576, 1)  # that of a model of 7 billion parameters, as verl has it
@@ -163,6 +163,19 @@ def test_a_large_window_is_placed_few_times_where_the_bound_is_far_from_what_fit
     assert planned.passes <= by_tokens.passes
     assert planned.waiting() < 0.002
     assert len(placed) <= 12  # 97 where every number of passes is tried
+
+
+@given(CASES)
+@settings(deadline=None)
+def test_windows_that_are_planned_as_large_ones_keep_the_rules(case):
+    lengths, ranks, target, most, layout, cost = case
+    options = {"dp_world_size": ranks, "target": target, "max_tokens": most, "layout": layout, "oversize": "own"}
+    dear = Cost(cost.per_token, cost.per_square, per_pass=1e15)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(levelling, "_SEARCHED", 0)
+        keeps_the_rules(plan(rollouts_of(lengths), **options, cost=cost), most)
+        few = plan(rollouts_of(lengths), **options, cost=dear)
+    assert few.passes <= plan(rollouts_of(lengths), **options).passes
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
