@@ -54,7 +54,10 @@ CLASSES = {
     "OlderZero3": (ZERO3,),
     "OlderBf16": (BF16,),
     "OlderHalf": (FP16, UNFUSED),
-    "Swapper": (RUNTIME + "swap_tensor.optimizer_utils:OptimizerSwapper",),
+    "Swapper": (
+        RUNTIME + "swap_tensor.partitioned_optimizer_swapper:PartitionedOptimizerSwapper",
+        RUNTIME + "swap_tensor.pipelined_optimizer_swapper:PipelinedOptimizerSwapper",
+    ),
 }
 
 # Names that older releases lack, or protocols whose whole class they lack, with the first release that was read to have
