@@ -12,7 +12,7 @@ from ds_parity.config.features import Wanted
 from ds_parity.config.releases import read
 from ds_parity.config.versions import OLDEST
 from ds_parity.engine import initialize
-from ds_parity.engine.internals import installed, unread
+from ds_parity.engine.internals import guard_list, guards, installed, unread
 from ds_parity.engine.internals.guard_list import Changed
 from ds_parity.engine.internals.guards import ENGINE, TIMER, ZERO3, ZERO12
 from ds_parity.errors import ConfigError
@@ -101,6 +101,9 @@ def having(monkeypatch):
         ("0.19.8.dev0", True),
         ("0.19.7", True),
         ("0.19.8+cu12", True),  # whoever has built it may have changed it
+        ("0.19.8.post1", True),
+        ("0.19.8-1", True),
+        ("0.19.8.post1.dev3", True),
         ("0.20.0", True),
         ("nightly", True),
     ],
@@ -162,6 +165,20 @@ def test_the_warning_names_what_is_unverified_and_what_changed(having, caplog, m
     assert "0.18.4, 0.18.9" in said
     assert "\n  ZeRO 3 is new." in said
     assert "is refused" in said
+
+
+@pytest.mark.parametrize("error", [OSError("could not get source code"), SyntaxError("invalid syntax")])
+def test_a_source_that_cannot_be_read_counts_as_changed(error, monkeypatch):
+    """It is told by the first rank alone, which must not end by it while the others go on."""
+
+    def unreadable(*_):
+        raise error
+
+    for name in ("_text", "_methods"):
+        monkeypatch.setattr(guards, name, unreadable)
+    said = guard_list.changed()
+    assert len(said) >= len(guard_list.GUARDS) - sum(bool(guard.since) for guard in guard_list.GUARDS)
+    assert all("can't be read" in one.says for one in said)
 
 
 @pytest.mark.parametrize(("version", "rank"), [("0.19.8", "0"), ("0.21.0", "1")])

@@ -1,4 +1,4 @@
-"""Guards on the source of older releases, where their packages are at hand: they find nothing, so nothing is refused."""
+"""Guards on the source of older releases, where they are at hand: they find nothing, so that nothing is refused."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from ds_parity.config.features import Wanted
 from ds_parity.config.versions import MEASURED
 from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.guard_list import Changed
-from ds_parity.engine.internals.guards import ENGINE, INIT, CLASSES
+from ds_parity.engine.internals.guards import CLASSES, ENGINE, INIT
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = Path(os.environ.get("DS_PARITY_VERSIONS", ROOT / "versions"))
