@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_parity.config import rewrite
 from ds_parity.config.features import Wanted
 from ds_parity.config.releases import read
 from ds_parity.config.versions import OLDEST
@@ -15,7 +16,8 @@ from ds_parity.engine import initialize
 from ds_parity.engine.internals import guard_list, guards, installed, unread
 from ds_parity.engine.internals.guard_list import Changed
 from ds_parity.engine.internals.guards import ENGINE, TIMER, ZERO3, ZERO12
-from ds_parity.errors import ConfigError
+from ds_parity.engine.ranks import agreement
+from ds_parity.errors import ConfigError, RankDesyncError
 
 ROOT = Path(__file__).parents[2]
 FAKE = """
@@ -165,6 +167,22 @@ def test_the_warning_names_what_is_unverified_and_what_changed(having, caplog, m
     assert "0.18.4, 0.18.9" in said
     assert "\n  ZeRO 3 is new." in said
     assert "is refused" in said
+
+
+def test_ranks_with_two_releases_are_told_apart_before_an_engine_is_built(monkeypatch):
+    extended = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_passes": 8}
+    told = []
+    for version in ("0.19.3", "0.19.8"):
+        monkeypatch.setattr(initialize.deepspeed, "__version__", version)
+        told.append(dict(agreement._flat(initialize._alike(rewrite(extended, 2)))))
+
+    def gather(_, value):
+        theirs = told[1] if isinstance(value, dict) else (frozenset({0, 1}), b"another digest", 0)
+        return {0: told[0] if isinstance(value, dict) else value, 1: theirs}
+
+    monkeypatch.setattr(agreement.Asked, "gather", gather)
+    with pytest.raises(RankDesyncError, match=r"the DeepSpeed that is installed \(rank 0 has .0.19.3.; "):
+        agreement.agree(agreement.Asked(None, frozenset({0, 1})), initialize._alike(rewrite(extended, 2)))
 
 
 @pytest.mark.parametrize("error", [OSError("could not get source code"), SyntaxError("invalid syntax")])
