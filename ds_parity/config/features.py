@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ds_parity.config.faults import ABSENT
+from ds_parity.config.refusals import FP32_NAMES
 from ds_parity.config.settings import AUTO, SECTION
 
 
@@ -61,7 +62,7 @@ class Wanted:
     @property
     def sums_in_fp32(self) -> bool:
         """Whether gradients of bf16 are accumulated in fp32."""
-        return self.precision == "bf16" and str(self.value("data_types.grad_accum_dtype")) == "fp32"
+        return self.precision == "bf16" and str(self.value("data_types.grad_accum_dtype")).lower() in FP32_NAMES
 
     @property
     def callers(self) -> bool:

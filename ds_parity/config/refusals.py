@@ -37,7 +37,7 @@ _UNSUPPORTED: Final = {
 }
 _COMPRESSED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
 _FP16_NAMES: Final = ("fp16", "float16", "half")
-_FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
+FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
 
 
 @dataclass
@@ -127,7 +127,7 @@ def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     bf16 = "bfloat16" if reader.config.get("bf16") is None else "bf16"
     accumulation = reader.raw("data_types.grad_accum_dtype")
     half = next((name for name in ("fp16", bf16) if reader.flag(f"{name}.enabled")), None)
-    if half is not None and stage == 0 and str(accumulation).lower() in _FP32_NAMES:
+    if half is not None and stage == 0 and str(accumulation).lower() in FP32_NAMES:
         rule = f"DeepSpeed has no {half} with fp32 accumulation at ZeRO stage 0"
         way_out = "set zero_optimization.stage to 1, or leave grad_accum_dtype out"
         yield Fault("data_types.grad_accum_dtype", str(accumulation), rule, way_out)

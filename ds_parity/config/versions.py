@@ -1,7 +1,8 @@
 """Which DeepSpeed is right for what: the one table that refuses, that the documentation prints and the tests walk.
 
-It needs neither torch nor DeepSpeed. A release that no entry speaks of is right as far as anybody knows; what was
-really run on which release stands in tools/versions, and docs/versions.md shows both.
+It needs neither torch nor DeepSpeed. A release that no entry speaks of is right as far as anybody knows. Of each
+release in MEASURED some rows of the matrix were run, of the newest all: tools/versions/results says which and what they
+came to, and docs/versions.md shows both, with the counts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ds_parity.config.releases import Release, release
 OLDEST: Final = release("0.18.4")
 """The oldest release that is supported: the first that is right on plain ZeRO 2 (DeepSpeed #7718)."""
 MEASURED: Final = tuple(map(release, ("0.18.4", "0.18.9", "0.19.0", "0.19.3", "0.19.5", "0.19.8")))
-"""The releases that were read and run, oldest first."""
+"""The releases whose code was read, and of which rows of the matrix were run, oldest first."""
 
 
 class Verdict(StrEnum):
@@ -80,6 +81,25 @@ ENTRIES: Final = (
         "tools/deepspeed_faults/fp16_zero0_unscaled_loss.py",
     ),
     Entry(
+        tuple(f"ZeRO {stage} in fp16" for stage in range(4)),
+        Verdict.CORRECTED,
+        "the step at which a dynamic loss scale grows is applied at half its size",
+        "tools/deepspeed_faults/fp16_growing_scale.py",
+    ),
+    Entry(
+        ("ZeRO 0 under torch_autocast in fp16",),
+        Verdict.CORRECTED,
+        "a step that the GradScaler skips is counted as taken",
+        "tools/deepspeed_faults/autocast_fp16_zero0_skip.py",
+    ),
+    Entry(
+        tuple(f"ZeRO {stage} under torch_autocast in fp16" for stage in (1, 2, 3)),
+        Verdict.CORRECTED,
+        "gradients are clipped, and their norm is taken, before the GradScaler unscales them; where the scale grows "
+        "later parameter groups are applied at half their size, and after an overflow it never falls",
+        "autocast_fp16_clipping.py, autocast_fp16_groups.py and autocast_fp16_overflow.py in tools/deepspeed_faults",
+    ),
+    Entry(
         (_BF16_OPTIMIZER,),
         Verdict.CORRECTED,
         "the last micro-batch of a window is not reduced between ranks",
@@ -137,8 +157,12 @@ ENTRIES: Final = (
 
 
 def measured(version: Release) -> bool:
-    """Return whether a release is one of those that were read and run."""
-    return version in MEASURED
+    """Return whether a release is one of those that were read and run.
+
+    By its letters: a build of one's own (0.19.8+cu12) and a post release stand in the order where their release does,
+    but what they contain may be something else.
+    """
+    return str(version) in map(str, MEASURED)
 
 
 def entries_of(feature: Feature, version: Release) -> list[Entry]:

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_parity.config import Settings, load_config, misspelt, parse, rewrite, versions
 from ds_parity.config.faults import refuse
+from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals import unread
@@ -177,7 +178,7 @@ def honoured(
         # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
         _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
         return bare(**{**keywords, **without_keys(keywords, extended)})
-    number = agree(everybody, {**rewritten.config, **_by_path(rewritten.settings)}, keywords.get("model"))
+    number = agree(everybody, _alike(rewritten), keywords.get("model"))
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
@@ -237,6 +238,12 @@ def _say_what_it_is(model: Any, level: int) -> None:
             "no counts; to train it, give it an optimizer",
             type(model).__name__,
         )
+
+
+def _alike(rewritten: Rewrite) -> dict[str, Any]:
+    # Releases reduce at other places, so that ranks of two of them would wait for each other, or add up wrongly.
+    there = {"the DeepSpeed that is installed": deepspeed.__version__}
+    return {**rewritten.config, **_by_path(rewritten.settings), **there}
 
 
 def _by_path(settings: Settings) -> dict[str, Any]:

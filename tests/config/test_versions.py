@@ -53,6 +53,15 @@ def test_every_entry_is_of_features_that_exist_and_has_its_evidence(entry):
         ("ZeRO 3 in bf16", "0.18.9", Verdict.CORRECTED),
         ("ZeRO 3 in bf16", "0.19.8", Verdict.RIGHT),
         ("ZeRO 1 under torch_autocast in bf16", "0.18.9", Verdict.CORRECTED),
+        ("ZeRO 1 under torch_autocast in bf16", "0.18.4", Verdict.RIGHT),
+        ("ZeRO 1 in bf16 with fp32 accumulation", "0.18.9", Verdict.CORRECTED),
+        ("ZeRO 1 in bf16 with fp32 accumulation", "0.19.0", Verdict.RIGHT),
+        ("ZeRO 2 in bf16 with fp32 accumulation", "0.18.9", Verdict.CORRECTED),
+        ("ZeRO 1 in fp16", "0.19.8", Verdict.CORRECTED),
+        ("ZeRO 3 in fp16", "0.18.4", Verdict.CORRECTED),
+        ("ZeRO 0 under torch_autocast in fp16", "0.19.8", Verdict.CORRECTED),
+        ("ZeRO 2 under torch_autocast in fp16", "0.19.8", Verdict.CORRECTED),
+        ("ZeRO 2 under torch_autocast in bf16", "0.19.8", Verdict.RIGHT),
         ("ZeRO 2 with CPU offload", "0.19.0rc1", Verdict.CORRECTED),
         ("ZeRO 2 with CPU offload", "0.19.0+cu12", Verdict.RIGHT),
         ("ZeRO 1 with CPU offload", "0.18.4", Verdict.RIGHT),
@@ -132,6 +141,12 @@ def test_a_release_without_numbers_refuses_nothing():
 )
 def test_what_a_configuration_asks_for(config, names):
     assert asked(config) == names
+
+
+@pytest.mark.parametrize("name", ["fp32", "float32", "float", "torch.float32"])
+def test_each_name_that_deepspeed_takes_for_fp32_is_understood(name):
+    config = {"zero_optimization": {"stage": 1}, **BF16, "data_types": {"grad_accum_dtype": name}}
+    assert asked(config) == {"ZeRO 1 in bf16 with fp32 accumulation"}
 
 
 def test_the_rewritten_configuration_asks_for_the_same():

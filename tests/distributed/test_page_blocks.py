@@ -46,6 +46,9 @@ def pages(folder):
         name: ds_parity.initialize(model=one, model_parameters=one.parameters(), config=config)[0]
         for name, one in models.items()
     }
+    by_length = sorted(rollouts, key=lambda one: len(one.tokens))
+    names |= {"longest": by_length[-1], "shortest": by_length[0], "short_ones": by_length[:12]}
+    names["compute_loss"] = lambda model, micro_batch: model(**micro_batch.inputs)
     counted = []
     with chdir(place):
         for page in READ:
@@ -91,6 +94,6 @@ def test_loops_take_the_steps_that_their_pages_say(two_ranks):
     """128 planned rollouts in windows of 64, and once more in the same engine; 320 as they are planned."""
     result = two_ranks.of(pages)
     readme, training_loop = [[2, 128], [4, 256]], [[2, 128], [4, 256], [2, 128]]
-    assert result["steps"] == [*readme, *training_loop, [9, 576], [2, 128]]
+    assert result["steps"] == [*readme, *training_loop, *[[9, 576]] * 3, [2, 128]]
     assert result["reward"] == 0.25
-    assert [len(blocks(page, "python")) for page in READ] == [2, 3, 1, 1]
+    assert [len(blocks(page, "python")) for page in READ] == [2, 3, 3, 1]

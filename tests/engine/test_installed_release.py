@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from ds_parity.config import rewrite
 from ds_parity.config.features import Wanted
 from ds_parity.config.releases import read
 from ds_parity.config.versions import OLDEST
 from ds_parity.engine import initialize
-from ds_parity.engine.internals import installed, unread
+from ds_parity.engine.internals import guard_list, guards, installed, unread
 from ds_parity.engine.internals.guard_list import Changed
 from ds_parity.engine.internals.guards import ENGINE, TIMER, ZERO3, ZERO12
-from ds_parity.errors import ConfigError
+from ds_parity.engine.ranks import agreement
+from ds_parity.errors import ConfigError, RankDesyncError
 
 ROOT = Path(__file__).parents[2]
 FAKE = """
@@ -52,7 +54,7 @@ def test_an_older_version_is_refused_at_import_of_the_engine_before_deepspeed_is
 
 def test_a_version_that_nobody_has_read_is_taken_with_a_warning_after_its_guards_ran():
     said = imported_with("0.21.0")
-    assert said.stdout.splitlines()[1] == "taken"
+    assert said.stdout.splitlines()[-1] == "taken"  # behind what DeepSpeed says of the accelerator
     assert "deepspeed 0.21.0 is installed, which ds_parity was never run with" in said.stderr
     assert "Guards find nothing changed" in said.stderr
     assert "`ds-parity verify`" in said.stderr
@@ -101,6 +103,9 @@ def having(monkeypatch):
         ("0.19.8.dev0", True),
         ("0.19.7", True),
         ("0.19.8+cu12", True),  # whoever has built it may have changed it
+        ("0.19.8.post1", True),
+        ("0.19.8-1", True),
+        ("0.19.8.post1.dev3", True),
         ("0.20.0", True),
         ("nightly", True),
     ],
@@ -162,6 +167,36 @@ def test_the_warning_names_what_is_unverified_and_what_changed(having, caplog, m
     assert "0.18.4, 0.18.9" in said
     assert "\n  ZeRO 3 is new." in said
     assert "is refused" in said
+
+
+def test_ranks_with_two_releases_are_told_apart_before_an_engine_is_built(monkeypatch):
+    extended = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_passes": 8}
+    told = []
+    for version in ("0.19.3", "0.19.8"):
+        monkeypatch.setattr(initialize.deepspeed, "__version__", version)
+        told.append(dict(agreement._flat(initialize._alike(rewrite(extended, 2)))))
+
+    def gather(_, value):
+        theirs = told[1] if isinstance(value, dict) else (frozenset({0, 1}), b"another digest", 0)
+        return {0: told[0] if isinstance(value, dict) else value, 1: theirs}
+
+    monkeypatch.setattr(agreement.Asked, "gather", gather)
+    with pytest.raises(RankDesyncError, match=r"the DeepSpeed that is installed \(rank 0 has .0.19.3.; "):
+        agreement.agree(agreement.Asked(None, frozenset({0, 1})), initialize._alike(rewrite(extended, 2)))
+
+
+@pytest.mark.parametrize("error", [OSError("could not get source code"), SyntaxError("invalid syntax")])
+def test_a_source_that_cannot_be_read_counts_as_changed(error, monkeypatch):
+    """It is told by the first rank alone, which must not end by it while the others go on."""
+
+    def unreadable(*_):
+        raise error
+
+    for name in ("_text", "_methods"):
+        monkeypatch.setattr(guards, name, unreadable)
+    said = guard_list.changed()
+    assert len(said) >= len(guard_list.GUARDS) - sum(bool(guard.since) for guard in guard_list.GUARDS)
+    assert all("can't be read" in one.says for one in said)
 
 
 @pytest.mark.parametrize(("version", "rank"), [("0.19.8", "0"), ("0.21.0", "1")])

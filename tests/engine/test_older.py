@@ -161,13 +161,80 @@ def test_the_last_micro_batch_is_accumulated_before_it_is_reduced(release_is):
 
 def test_bf16_on_zero_0_is_not_unscaled_and_is_cleared_after_each_step():
     cleared = []
-    wrapper = Wrapper(cur_scale=65536.0, dynamic_loss_scale=True, step=lambda: "stepped", zero_grad=cleared.append)
-    wrapper.zero_grad = lambda: cleared.append(True)
+    wrapper = Wrapper(cur_scale=65536.0, dynamic_loss_scale=True, step=lambda: "stepped")
+    wrapper.zero_grad, wrapper.load_state_dict = lambda: cleared.append(True), lambda _: None
     older._supply_half(SimpleNamespace(fp16_enabled=lambda: False), wrapper)
     assert wrapper.loss_scale_config.cur_scale == 1.0
     assert not wrapper.loss_scale_config.use_grad_scaling
     assert wrapper.step() == "stepped"
     assert cleared == [True]
+
+
+def test_a_wrapper_that_scales_nothing_in_bf16_counts_no_iteration_by_itself():
+    wrapper = Wrapper(cur_scale=1.0, step=lambda: None, zero_grad=lambda: None, load_state_dict=lambda _: None)
+    older._supply_half(SimpleNamespace(fp16_enabled=lambda: False), wrapper)
+    assert wrapper.loss_scale_config.cur_iter == 0
+
+
+def test_a_loaded_checkpoint_does_not_bring_the_scale_of_bf16_back():
+    wrapper = Wrapper(cur_scale=65536.0, dynamic_loss_scale=True, cur_iter=0, step=lambda: None)
+
+    def load_state_dict(state, load_optimizer_states=True):  # as FP16_UnfusedOptimizer of 0.18.4 does it
+        wrapper.cur_scale, wrapper.dynamic_loss_scale, wrapper.cur_iter = state["cur_scale"], True, state["cur_iter"]
+        return load_optimizer_states
+
+    wrapper.zero_grad, wrapper.load_state_dict = lambda: None, load_state_dict
+    older._supply_half(SimpleNamespace(fp16_enabled=lambda: False), wrapper)
+    assert wrapper.load_state_dict({"cur_scale": 65536.0, "cur_iter": 3}, load_optimizer_states=False) is False
+    assert (wrapper.cur_scale, wrapper.dynamic_loss_scale, wrapper.cur_iter) == (1.0, False, 3)
+
+
+def test_an_engine_is_supplied_once(release_is, monkeypatch):
+    release_is("0.18.9", "self.allreduce_gradients()")
+    monkeypatch.setattr(older, "BF16_Optimizer", Wrapper)
+    monkeypatch.setattr(older, "_WRAPPERS", Wrapper)
+    order = []
+    engine = SimpleNamespace(allreduce_gradients=lambda: order.append("reduce"))
+    engine.optimizer = Wrapper(
+        custom_loss_scaler=False,
+        backward_epilogue=lambda: order.append("accumulate"),
+        clear_lp_grads=lambda: order.append("clear"),
+    )
+    older.supply(engine)
+    older.supply(engine)
+    engine.allreduce_gradients()
+    assert order == ["accumulate", "clear", "reduce"]
+
+
+def test_the_end_of_a_window_takes_norms_of_zero_3_where_the_others_are(monkeypatch):
+    """Where gradients lie on the host, 0.19.5 brings each one to the accelerator before it takes its norm."""
+    moved = []
+
+    class OnHost:
+        def to(self, device, non_blocking):
+            moved.append((device, non_blocking))
+            return "on the accelerator"
+
+    accelerator = SimpleNamespace(
+        on_accelerator=lambda one: not isinstance(one, OnHost), current_device_name=lambda: "a"
+    )
+    monkeypatch.setattr(older_zero3, "get_accelerator", lambda: accelerator)
+    given = []
+    wrapper = Wrapper(
+        offload_optimizer=True,
+        swap_optimizer=False,
+        fp16_groups=[[SimpleNamespace(ds_id=number) for number in range(3)]],
+        partition_grads=None,
+        _pre_step=None,
+        _get_param_partition_rank=None,
+        _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition={0: OnHost(), 2: "there"},
+    )
+    older_zero3.supply_zero3(wrapper)
+    wrapper._offload_boundary_param_ids.update((0, 1))  # of 1 no partition is there
+    wrapper._offload_grad_partition_at_boundary = lambda param, buffer, *_: given.append((param.ds_id, buffer))
+    wrapper.finalize_gradient_accumulation_boundary()
+    assert given == [(0, "on the accelerator")]
+    assert moved == [("a", True)]
 
 
 def test_fp16_on_zero_0_keeps_its_scale():

@@ -54,7 +54,10 @@ CLASSES = {
     "OlderZero3": (ZERO3,),
     "OlderBf16": (BF16,),
     "OlderHalf": (FP16, UNFUSED),
-    "Swapper": (RUNTIME + "swap_tensor.optimizer_utils:OptimizerSwapper",),
+    "Swapper": (
+        RUNTIME + "swap_tensor.partitioned_optimizer_swapper:PartitionedOptimizerSwapper",
+        RUNTIME + "swap_tensor.pipelined_optimizer_swapper:PipelinedOptimizerSwapper",
+    ),
 }
 
 # Names that older releases lack, or protocols whose whole class they lack, with the first release that was read to have
@@ -73,6 +76,8 @@ SINCE = {
     "_swap_out_offload_fp32_gradients": "0.19.5",
     "_use_compact_grad_partition_buffer": "0.19.8",
 }
+# What reading a class raises where only its compiled file is there, or one of another Python: by one rank perhaps.
+_UNREADABLE = (OSError, SyntaxError)
 # Protocols of older_surface.py, with the release from which nothing asks for their names any more.
 UNTIL = {
     "OlderZero12": "0.19.5",
@@ -127,6 +132,8 @@ class Guard:
             text = source(self.owner, self.method)
         except (ImportError, AttributeError) as error:
             return self._sentence(f"is gone ({error})")
+        except _UNREADABLE as error:
+            return self._sentence(f"can't be read ({error})")
         change = next(chain(self._out_of_order(text), self._unlike(text)), None)
         return None if change is None else self._sentence(f"has changed: {change}")
 
@@ -177,7 +184,7 @@ def missing() -> Iterator[Missing]:
         since = SINCE.get(name) or SINCE.get(protocol)
         if since is not None and before(release(since)):
             continue
-        yield from (Missing(owner, name) for owner in CLASSES[protocol] if not _has(owner, name))
+        yield from (Missing(owner, name, why) for owner in CLASSES[protocol] if (why := _lack(owner, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,16 +194,17 @@ class Missing:
     Attributes:
         owner: `module:Class` of DeepSpeed.
         name: of the attribute.
+        why: what is the matter with it.
     """
 
     owner: str
     name: str
+    why: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.owner.rpartition(':')[2]}.{self.name} is gone. {self.used_in or 'surface.py'} in ds_parity/engine "
-            "uses it. Read it again there"
-        )
+        name = f"{self.owner.rpartition(':')[2]}.{self.name}"
+        files = self.used_in or "surface.py"
+        return f"{name} {self.why}. {files} in ds_parity/engine uses it. Read it again there"
 
     @property
     def used_in(self) -> str:
@@ -267,6 +275,13 @@ def _parameters(text: str) -> tuple[str, ...]:
     # Read from the text, because decorators hide the signature.
     (function,) = (node for node in ast.parse(textwrap.dedent(text)).body if isinstance(node, ast.FunctionDef))
     return tuple(argument.arg for argument in (*function.args.posonlyargs, *function.args.args))
+
+
+def _lack(owner: str, name: str) -> str | None:
+    try:
+        return None if _has(owner, name) else "is gone"
+    except _UNREADABLE as error:
+        return f"can't be read ({error})"
 
 
 def _has(owner: str, name: str) -> bool:

@@ -51,6 +51,6 @@ def check_deepspeed(written: str | None = None) -> None:
 
 
 def unread() -> bool:
-    """Return whether the installed DeepSpeed is one that nobody has measured, or a build of one's own."""
+    """Return whether the installed DeepSpeed is one that nobody has measured: also a build or a post release of one."""
     here = installed()
-    return here is None or bool(here.build) or not measured(here)
+    return here is None or not measured(here)

@@ -30,6 +30,11 @@ from ds_parity.engine.internals.surface import Engine
 
 _ALIGNED: Final = "flatten_dense_tensors_aligned"
 _GATHER: Final = "_allgather_params_coalesced"
+_SUPPLIED: Final = "ds_parity_has_supplied"
+_WRAPPERS: Final = (
+    *(DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3),
+    *(BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer),
+)
 
 
 @contextmanager
@@ -87,6 +92,10 @@ def supply(engine: Engine) -> None:
         engine: a bare DeepSpeed engine that has not run a pass.
     """
     optimizer = engine.optimizer
+    if not isinstance(optimizer, _WRAPPERS) or hasattr(optimizer, _SUPPLIED):
+        return
+    # What is wrapped here must not be wrapped a second time.
+    setattr(optimizer, _SUPPLIED, True)
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)) and not hasattr(
         optimizer, "clear_backward_seen_flag"
     ):
@@ -98,7 +107,7 @@ def supply(engine: Engine) -> None:
         supply_zero3(optimizer)
     elif isinstance(optimizer, BF16_Optimizer):
         _supply_bf16(engine, optimizer)
-    elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+    else:
         _supply_half(engine, optimizer)
 
 
@@ -139,13 +148,28 @@ def _supply_half(engine: Engine, optimizer: OlderHalf) -> None:
         return
     # In bf16 the unfused wrapper divided by fp16's loss scale, by which nothing had multiplied; and no step cleared the
     # gradients, so that each added those of all before it (DeepSpeed #7839).
-    optimizer.use_grad_scaling = optimizer.dynamic_loss_scale = False
-    optimizer.cur_scale = 1.0
+    optimizer.use_grad_scaling = False
+    _unscale(optimizer)
+    # Without a scale the fused wrapper counts no iterations, and a corrected step asks for their number.
+    optimizer.cur_iter = getattr(optimizer, "cur_iter", 0)
     step: Callable[..., Any] = optimizer.step
+    load: Callable[..., Any] = optimizer.load_state_dict
 
     def stepped(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         optimizer.zero_grad()
         return result
 
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
+        # The unfused wrapper takes the scale over that its checkpoint was written with.
+        _unscale(optimizer)
+        return result
+
     optimizer.step = stepped
+    optimizer.load_state_dict = loaded
+
+
+def _unscale(optimizer: OlderHalf) -> None:
+    optimizer.dynamic_loss_scale = False
+    optimizer.cur_scale = 1.0

@@ -99,6 +99,7 @@ class OlderHalf(Protocol):
     dynamic_loss_scale: bool
     step: Callable[..., Any]
     zero_grad: Callable[..., None]
+    load_state_dict: Callable[..., Any]
     # Supplied.
     use_grad_scaling: bool
     loss_scale_config: Any

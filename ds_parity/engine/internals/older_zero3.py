@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from ds_parity.engine.internals.older_surface import OlderZero3
 from ds_parity.engine.internals.surface import Zero3Parameter
@@ -96,6 +97,11 @@ def _finalize(optimizer: OlderZero3) -> None:
     offsets: dict[int, Any] = {}
     partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
     for param in (p for group in optimizer.fp16_groups for p in group):
-        if param.ds_id in optimizer._offload_boundary_param_ids:
-            optimizer._offload_grad_partition_at_boundary(param, partitions[param.ds_id], gradients, offsets)
+        if param.ds_id not in optimizer._offload_boundary_param_ids or param.ds_id not in partitions:
+            continue
+        gradient = partitions[param.ds_id]
+        # Norms are added up, and those of other parameters lie on the accelerator.
+        if not get_accelerator().on_accelerator(gradient):
+            gradient = gradient.to(get_accelerator().current_device_name(), non_blocking=True)
+        optimizer._offload_grad_partition_at_boundary(param, gradient, gradients, offsets)
     optimizer._swap_out_offload_fp32_gradients(gradients, offsets)

@@ -12,7 +12,7 @@ from ds_parity.config.faults import Fault
 from ds_parity.config.features import Wanted
 from ds_parity.config.versions import MEASURED
 from ds_parity.engine.internals.guard_list import Changed, changed
-from ds_parity.engine.internals.guards import BF16, FP16, UNFUSED, ZERO3, ZERO12
+from ds_parity.engine.internals.guards import BF16, CLASSES, FP16, INIT, UNFUSED, ZERO3, ZERO12
 from ds_parity.engine.internals.installed import installed, unread
 
 _LOG = logging.getLogger("ds_parity")
@@ -38,6 +38,9 @@ _BY_OWNER: Final[Mapping[str, _Touches]] = {
     BF16: lambda asked: asked.stage in (1, None) and asked.sums_in_fp32,
     FP16: _half,
     UNFUSED: _half,
+    INIT: _on(3),
+    # ZeRO 3 alone swaps optimizer states to a disk.
+    **dict.fromkeys(CLASSES["Swapper"], _on(3)),
 }
 _BY_FILE: Final[Mapping[str, _Touches]] = {
     "zero.py": _on(1, 2, 3),
@@ -46,6 +49,10 @@ _BY_FILE: Final[Mapping[str, _Touches]] = {
     "bf16.py": _BY_OWNER[BF16],
     "fp16.py": _half,
     "plain.py": _plain,
+    "older_zero12.py": _on(1, 2),
+    "older_zero3.py": _on(3),
+    # What it does to ZeRO 1 to 3 rests on their classes, which are looked up first.
+    "older.py": lambda asked: _half(asked) or _BY_OWNER[BF16](asked),
     "callers_driver.py": lambda asked: asked.callers,
     "groups.py": lambda asked: isinstance(asked.value("sequence_parallel_size"), int),
 }
