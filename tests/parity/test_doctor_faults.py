@@ -147,7 +147,8 @@ class TestVersions:
         """ZeRO 1 in bf16 is right on 0.18.4, and with fp32 accumulation it gets fp16's optimizer."""
         stage1 = {**ZERO2, "zero_optimization": {"stage": 1}}
         assert "DeepSpeed #7839" not in states(stage1, "0.18.4")
-        assert "DeepSpeed #7839" in bites({**stage1, "data_types": {"grad_accum_dtype": "fp32"}}, "0.18.4")
+        for name in ("fp32", "float32", "float", "torch.float32"):
+            assert "DeepSpeed #7839" in bites({**stage1, "data_types": {"grad_accum_dtype": name}}, "0.18.4")
 
     @pytest.mark.parametrize(
         ("config", "version", "issue"),

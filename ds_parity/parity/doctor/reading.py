@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_parity.config.refusals import FP32_NAMES
 from ds_parity.config.settings import AUTO
 
 
@@ -75,7 +76,7 @@ class Reading:
     @property
     def sums_in_fp32(self) -> bool:
         """Whether bf16 gradients are accumulated in fp32."""
-        return self.bf16 and self.raw("data_types.grad_accum_dtype") == "fp32"
+        return self.bf16 and str(self.raw("data_types.grad_accum_dtype")).lower() in FP32_NAMES
 
     @property
     def clips(self) -> bool:
