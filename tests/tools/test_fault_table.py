@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tools import fault_scripts, fault_table, page_tables
+from tools import fault_pages, fault_scripts, fault_table, page_tables
 
 
 @pytest.fixture
@@ -148,3 +148,19 @@ class TestDigests:
 )
 def test_a_cell_is_a_word_and_a_note_where_places_differ_from_the_newest_version(places, cell):
     assert page_tables._cell(places, ["ZeRO 1"], {}) == cell
+
+
+class TestPages:
+    def test_a_version_that_was_measured_in_part_does_not_look_complete(self, monkeypatch):
+        number = len(fault_scripts.names())
+        part = {name: {"ZeRO 0": "right"} for name in fault_scripts.names()[:3]}
+        # A script that was started and told nothing was not run.
+        part[fault_scripts.names()[3]] = {}
+        known = {"torch": {"0.20.0": "2.14.0"}, "versions": {"0.20.0": part}}
+        known["digests"] = {"0.20.0": dict.fromkeys(part)}
+        known["digests"]["0.20.0"][fault_scripts.names()[0]] = fault_scripts.digest(fault_scripts.names()[0])
+        monkeypatch.setattr(fault_scripts, "kept", lambda: known)
+        monkeypatch.setattr(fault_pages, "kept", lambda: known)
+        monkeypatch.setattr(fault_pages, "measured", lambda: known["versions"])
+        assert fault_pages.runs().splitlines()[-1] == f"| 0.20.0 | 3 of {number} | 1 | 2.14.0 |"
+        assert fault_pages.short().splitlines()[-1] == f"| scripts run, of {number} | 3 |"
