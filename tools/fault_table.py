@@ -27,19 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import HarnessError
-from ds_parity.parity.doctor.measured import PATH, numbers
+from ds_parity.parity.doctor.measured import numbers
 from ds_parity.parity.running.launch import Call, Job, run_job
+from tools import fault_scripts
+from tools.fault_scripts import SCRIPTS, digest, kept, missing, names
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "tools" / "deepspeed_faults"
 # Seconds for all scripts of a start, and for one of them.
 LIMITS: dict[str, float] = {"timeout": 1500.0, "patience": 60.0}
 NOT_TOLD = "error: the ranks ended: "
-
-
-def names() -> list[str]:
-    """Return the names of all scripts, first that of the plainest loop, on which most depends."""
-    return sorted((path.stem for path in SCRIPTS.glob("[!_]*.py")), key=lambda name: (name != "several_passes", name))
 
 
 def run_script(name: str, told: str) -> dict[str, str]:
@@ -152,21 +148,23 @@ def environment_of(folder: Path | None, operators: Path | None) -> tuple[str, di
     return version, environment
 
 
-def kept() -> dict[str, Any]:
-    """Return what was kept so far."""
-    return json.loads(PATH.read_text()) if PATH.exists() else {"torch": {}, "versions": {}}
+def keep(version: str, torch: str, found: dict[str, dict[str, str]], digests: dict[str, str]) -> None:
+    """Put what was found of a version beside what was kept of it and of others, versions and scripts in order.
 
-
-def keep(version: str, torch: str, found: dict[str, dict[str, str]]) -> None:
-    """Put what was found of a version beside what was kept of it and of others, versions and scripts in order."""
+    Args:
+        version: of DeepSpeed.
+        torch: its version.
+        found: by script and place.
+        digests: of the scripts as they were before they were run.
+    """
     with _alone():
-        _put(version, torch, found)
+        _put(version, torch, found, digests)
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     # Two versions may be measured beside each other, and each reads what the other one writes.
-    folder = os.open(PATH.parent, os.O_RDONLY)
+    folder = os.open(fault_scripts.PATH.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
@@ -174,23 +172,31 @@ def _alone() -> Iterator[None]:
         os.close(folder)
 
 
-def _put(version: str, torch: str, found: dict[str, dict[str, str]]) -> None:
+def _put(version: str, torch: str, found: dict[str, dict[str, str]], digests: dict[str, str]) -> None:
     everything = kept()
     scripts = {**everything["versions"].get(version, {}), **found}
     versions = {**everything["versions"], version: {name: scripts[name] for name in sorted(scripts)}}
     everything["versions"] = {name: versions[name] for name in sorted(versions, key=numbers)}
     everything["torch"] = {name: {**everything["torch"], version: torch}[name] for name in everything["versions"]}
-    PATH.write_text(_lines(everything))
+    known = {**everything["digests"], version: {**everything["digests"].get(version, {}), **digests}}
+    everything["digests"] = {
+        one: {name: known.get(one, {}).get(name) for name in scripts} for one, scripts in everything["versions"].items()
+    }
+    fault_scripts.PATH.write_text(_lines(everything))
 
 
 def _lines(everything: dict[str, Any]) -> str:
     """Return the file's text, one line for each script, which is what a diff should show."""
-    versions = []
-    for version, scripts in everything["versions"].items():
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(places)}" for name, places in scripts.items())
-        versions.append(f" {json.dumps(version)}: {{\n{rows}\n }}")
-    inner = ",\n".join(versions)
-    return f'{{"torch": {json.dumps(everything["torch"])},\n"versions": {{\n{inner}\n}}}}\n'
+    parts = [f'"{part}": {{\n{_of_versions(everything[part])}\n}}' for part in ("digests", "versions")]
+    return ",\n".join([f'{{"torch": {json.dumps(everything["torch"])}', *parts]) + "}\n"
+
+
+def _of_versions(versions: dict[str, dict[str, Any]]) -> str:
+    told = []
+    for version, scripts in versions.items():
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in scripts.items())
+        told.append(f" {json.dumps(version)}: {{\n{rows}\n }}")
+    return ",\n".join(told)
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -198,7 +204,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", type=Path, nargs="*", help="one for each version; none: the installed one")
     parser.add_argument("--only", action="append", choices=names(), help="a script; may be repeated")
-    parser.add_argument("--missing", action="store_true", help="only scripts of which nothing is kept")
+    parser.add_argument("--missing", action="store_true", help="only scripts not run yet, or changed since they were")
     parser.add_argument("--operators", type=Path, help="folder of the folders of compiled operators")
     # Whoever ends this program with a signal keeps what was found, and leaves no rank behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
@@ -207,10 +213,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         version, environment = environment_of(folder, given.operators)
         wanted = given.only or names()
         if given.missing:
-            wanted = [name for name in wanted if name not in kept()["versions"].get(version, {})]
+            wanted = [name for name in wanted if name in missing(version)]
+        digests = {name: digest(name) for name in wanted}
         with tempfile.TemporaryDirectory() as scratch:
             for name, places in measure(wanted, Path(scratch), environment):
-                keep(version, torch_version("torch"), {name: places})
+                keep(version, torch_version("torch"), {name: places}, {name: digests[name]})
                 print(f"{version} {name}: {places}", flush=True)
     return 0
 

@@ -17,7 +17,7 @@ if not __package__:
     sys.path.insert(0, str(ROOT))
 
 from ds_parity.errors import DsParityError  # noqa: E402  the path must be set before
-from tools import page_tables, results_tables  # noqa: E402  the same
+from tools import fault_pages, page_tables, results_tables  # noqa: E402  the same
 from tools.migrations import tables as migrations  # noqa: E402  the same
 from tools.versions import page as versions_page  # noqa: E402  the same
 
@@ -29,6 +29,8 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "symptoms": (DOCS / "troubleshooting.md", page_tables.symptoms),
     "faults": (DOCS / "deepspeed_faults.md", page_tables.faults),
     "fault-versions": (DOCS / "deepspeed_faults.md", page_tables.fault_versions),
+    "fault-runs": (DOCS / "deepspeed_faults.md", fault_pages.runs),
+    "fault-counts": (DOCS / "doctor.md", fault_pages.short),
     "quotas": (DOCS / "from_pipelinerl.md", page_tables.quotas),
     "releases": (DOCS / "versions.md", lambda: versions_page.features(versions_page.results())),
     "releases-matrix": (DOCS / "versions.md", lambda: versions_page.matrix(versions_page.results())),

@@ -54,7 +54,7 @@ def test_an_older_version_is_refused_at_import_of_the_engine_before_deepspeed_is
 
 def test_a_version_that_nobody_has_read_is_taken_with_a_warning_after_its_guards_ran():
     said = imported_with("0.21.0")
-    assert said.stdout.splitlines()[-1] == "taken"  # behind what DeepSpeed says of the accelerator
+    assert "taken" in said.stdout.splitlines()  # among what DeepSpeed says of the accelerator
     assert "deepspeed 0.21.0 is installed, which ds_parity was never run with" in said.stderr
     assert "Guards find nothing changed" in said.stderr
     assert "`ds-parity verify`" in said.stderr

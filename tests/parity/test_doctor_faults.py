@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_parity.parity.doctor import deepspeed_faults
 from ds_parity.parity.doctor.deepspeed_faults import FAULTS
 from ds_parity.parity.doctor.examination import met as findings
 from ds_parity.parity.doctor.examination import operators
@@ -33,7 +34,7 @@ def test_what_ds_parity_does_about_each_is_what_the_table_of_the_scripts_says():
     """`kept_from` is False exactly where the table says that ds_parity changes nothing."""
     rows = (ROOT / "tools" / "deepspeed_faults" / "README.md").read_text().splitlines()
     untouched = {row.split("`")[1] for row in rows if row.startswith("| `") and "changes nothing" in row}
-    assert {fault.name for fault in FAULTS if not fault.kept_from and not fault.raises} == untouched
+    assert {fault.name for fault in FAULTS if not fault.kept_from} == untouched
 
 
 @pytest.mark.parametrize(
@@ -86,16 +87,61 @@ def test_with_the_keys_of_ds_parity_its_corrections_are_named():
     assert bites(keys, "0.19.0") == []  # ds_parity corrects it on every DeepSpeed that it takes
 
 
-# The versions that trainers pin, the oldest that the harness runs with, and the newest.
-VERSIONS = ("0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.0", "0.19.3", "0.19.5", "0.19.8")
 FP16_ZERO0 = {"fp16": {"enabled": True}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+# What scripts have in their configurations beside what their places say.
+BESIDE = {
+    "lion_moves_unused_weights": {"optimizer": {"type": "Lion"}},
+    "several_passes": {"gradient_accumulation_steps": 4},
+    "fp16_growing_scale": FP16_ZERO0,
+    "fp16_zero0_unscaled_loss": FP16_ZERO0,
+    "clip_norm_lost": {"gradient_clipping": 1.0},
+    "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},
+}
+
+
+def config_of(script, place):
+    """A configuration that is where a script has a place."""
+    zero = {"stage": int(place.split()[1].rstrip(",")), **(OFFLOAD if "CPU offload" in place else {})}
+    zero |= {key: True for key in ("overlap_comm", "round_robin_gradients") if key in place}
+    config = {"zero_optimization": zero, **BESIDE.get(script, {})}
+    config |= {half: {"enabled": True} for half in ("fp16", "bf16") if f"in {half}" in place}
+    if "fp32 accumulation" in place:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if script.startswith("autocast"):
+        config |= {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 1.0}
+    if script == "predivide_zero3":
+        config["gradient_predivide_factor"], zero["reduce_scatter"] = 2.0, False
+    return config
+
+
+def told(config, version, script):
+    """Whether a configuration is told that a version has the fault of a script."""
+    path = f"tools/deepspeed_faults/{script}.py"
+    return any(
+        finding.script == path and finding.state in (State.BITES, State.PERHAPS) and "not tried" not in finding.said
+        for finding in findings(config, version)
+    )
 
 
 class TestVersions:
-    def test_every_script_was_run_with_every_version(self):
-        scripts = {fault.script or fault.name for fault in FAULTS}
-        assert tuple(measured()) == VERSIONS
-        assert [version for version, places in measured().items() if scripts - places.keys()] == []
+    def test_every_place_that_shows_a_fault_is_told_of_a_configuration_there(self):
+        silent = [
+            (version, script, place)
+            for version, scripts in measured().items()
+            for script, places in scripts.items()
+            for place, outcome in places.items()
+            if outcome == "fault" and not told(config_of(script, place), version, script)
+        ]
+        assert sum("fault" in scripts.values() for places in measured().values() for scripts in places.values())
+        assert silent == []
+
+    def test_a_script_that_was_not_run_is_no_verdict_on_a_version_that_others_were_run_with(self, monkeypatch):
+        kept = {"0.19.8": {name: places for name, places in measured()["0.19.8"].items() if name != "clip_norm_lost"}}
+        monkeypatch.setattr(deepspeed_faults, "measured", lambda: kept)
+        found = {finding.name: finding for finding in findings({"gradient_clipping": 1.0}, "0.19.8")}
+        assert found["clip_norm_lost"].state is State.UNKNOWN
+        assert "not tried on DeepSpeed 0.19.8" in found["clip_norm_lost"].said
 
     @pytest.mark.parametrize(
         ("version", "state"),
@@ -125,16 +171,73 @@ class TestVersions:
         assert issue.said == "the gradient that ZeRO 2 accumulates is wrong"
         assert issue.way_out.startswith("use DeepSpeed 0.18.4")
 
-    def test_a_stage_that_raises_with_this_torch_says_what_it_raises(self):
-        """0.18.9 on ZeRO 1 and 2; ZeRO 3 is right there."""
-        found, other = (
-            {finding.name: finding for finding in findings(ZERO2, "0.18.9", torch)} for torch in ("2.13.0+cpu", "2.8.0")
-        )
-        assert found["several_passes"].state is State.BITES
-        assert "RuntimeError: Output 0 of" in found["several_passes"].said
-        assert other["several_passes"].state is State.PERHAPS
-        assert other["several_passes"].said.startswith("if it does so with this torch as with torch 2.13.0: ")
-        assert "several_passes" not in states({**ZERO2, "zero_optimization": {"stage": 3}}, "0.18.9")
+    @pytest.mark.parametrize("version", ["0.18.6", "0.18.7", "0.18.9", "0.18.10"])
+    def test_zero_1_and_2_raise_on_some_releases_with_every_torch(self, version):
+        for stage in (1, 2):
+            config = {**ZERO2, "zero_optimization": {"stage": stage}}
+            found = {finding.name: finding for finding in findings(config, version)}["several_passes"]
+            assert found.state is State.BITES
+            assert "Output 0 of" in found.said
+            assert "torch" not in found.said + found.way_out
+        assert "several_passes" not in states({**ZERO2, "zero_optimization": {"stage": 3}}, version)
+
+    def test_on_another_accelerator_they_raise_where_weights_are_flattened_on_it(self):
+        found = {finding.name: finding for finding in findings(ZERO2, "0.18.7", "cuda")}["several_passes"]
+        assert found.state is State.PERHAPS
+        assert found.said.startswith("if weights are flattened on the accelerator: ")
+
+    @pytest.mark.parametrize("version", ["0.18.5", "0.19.0", "0.20.0"])
+    def test_no_other_release_raises(self, version):
+        assert "several_passes" not in states(ZERO2, version)
+
+    def test_ds_parity_corrects_what_raises(self):
+        keys = {**ZERO2, "gradient_accumulation_passes": 4}
+        assert states(keys, "0.18.7")["several_passes"] is State.FINE
+        assert bites(keys, "0.18.9") == []
+
+    @pytest.mark.parametrize(
+        ("config", "version", "name"),
+        [
+            # Each of the two was tried, and both together were not.
+            ({"zero_optimization": {"stage": 1, "overlap_comm": True, **OFFLOAD}}, "0.19.8", "used_in_some_passes"),
+            # Lion was tried on ZeRO 2.
+            ({"optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 3, **OFFLOAD}}, "0.19.8",
+             "lion_moves_unused_weights"),
+            # Some of its places are in bf16, and none in fp16.
+            ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "0.19.8", "frozen_still_moves"),
+        ],
+    )  # fmt: skip
+    def test_a_place_that_was_not_tried_gets_no_verdict(self, config, version, name):
+        found = {finding.name: finding for finding in findings(config, version)}[name]
+        assert found.state in (State.PERHAPS, State.UNKNOWN)
+        assert f"not tried there on DeepSpeed {version}" in found.said
+
+    def test_what_ds_parity_corrects_it_corrects_in_places_that_were_not_tried(self):
+        """Only ZeRO 1 was tried."""
+        bare = {"zero_optimization": {"stage": 2}}
+        assert states(bare)["latest_before_all_files"] is State.PERHAPS
+        assert states({**bare, "gradient_accumulation_passes": 4})["latest_before_all_files"] is State.FINE
+
+    @pytest.mark.parametrize(("version", "clipped"), [("0.18.4", False), ("0.19.0", False), ("0.19.8", True)])
+    def test_a_missing_gradient_clipping_clips_since_0_19_1(self, version, clipped):
+        config = {"zero_optimization": {"stage": 0}}
+        assert ("clip_norm_lost" in bites(config, version)) is clipped
+        assert "clip_norm_lost" in bites({**config, "gradient_clipping": 1.0}, version)
+
+    @pytest.mark.parametrize(
+        ("name", "version", "way_out"),
+        [
+            ("nan_gradient_zero0", "0.19.5", "use DeepSpeed 0.19.8 or newer with ZeRO 1"),
+            ("nan_gradient_zero0", "0.19.8", "use ZeRO 1"),
+            ("forward_past_the_engine", "0.18.4", "use DeepSpeed 0.19.0 or newer, and call engine(...)"),
+            ("forward_past_the_engine", "0.19.5", "call engine(...)"),
+            ("clip_norm_lost", "0.18.9", "use DeepSpeed 0.19.0 or newer with ZeRO 1"),
+            ("clip_norm_lost", "0.19.8", "use ZeRO 1"),
+        ],
+    )
+    def test_the_way_out_is_one_on_this_version(self, name, version, way_out):
+        found = {finding.name: finding for finding in findings({"gradient_clipping": 1.0}, version)}
+        assert found[name].way_out.startswith(way_out)
 
     @pytest.mark.parametrize(
         ("version", "state"), [("0.18.4", State.PERHAPS), ("0.19.5", State.PERHAPS), ("0.19.8", None)]

@@ -22,6 +22,7 @@ class DeepSpeedFault:
         name: of its script, or "DeepSpeed #" and the number of its issue.
         effect: what it does to training, one sentence.
         way_out: what to change for a bare DeepSpeed.
+        before: a release, and the way out on those before it, where the other one would not help.
         met: whether a configuration meets it.
         only_if: what else it needs, of the loop or of the model; "" where the configuration is enough.
         script: the script that shows it, where its name is another one.
@@ -39,11 +40,17 @@ class DeepSpeedFault:
     between: tuple[str, str] | None = None
     kept_from: bool = True
     raises: bool = False
+    before: tuple[str, str] | None = None
 
     @property
     def path(self) -> str:
         """Where its script is in the repository of ds_parity."""
-        return f"tools/deepspeed_faults/{self.script or self.name}.py"
+        return f"tools/deepspeed_faults/{self.script_name}.py"
+
+    @property
+    def script_name(self) -> str:
+        """The name of its script."""
+        return self.script or self.name
 
     def on(self, version: str, reading: Reading) -> bool | None:
         """Return whether a version has the fault where a configuration meets it; None where that is not known."""
@@ -58,16 +65,26 @@ class DeepSpeedFault:
         errors = any(outcome.startswith("error:") for outcome in outcomes)
         if self.raises:
             return errors
-        # Where a version raises with this torch, DeepSpeed's issue still says what is wrong with another one.
+        # Where a version raises on a CPU, DeepSpeed's issue still says what is wrong where it does not.
         if FAULT in outcomes or (errors and self.between is not None):
             return True
         absent = all(outcome == RIGHT or outcome.startswith("not there:") for outcome in outcomes)
         return False if absent or self.script else None
 
+    def way_out_on(self, version: str | None) -> str:
+        """Return what to change for a bare DeepSpeed of a version; None: for the newest."""
+        if version is not None and self.before is not None and numbers(version) < numbers(self.before[0]):
+            return self.before[1]
+        return self.way_out
+
     def outcomes(self, version: str, reading: Reading) -> list[str] | None:
         """Return what was measured on a version where a configuration meets the fault; None where nothing was."""
-        places = measured().get(version, {}).get(self.script or self.name)
+        places = measured().get(version, {}).get(self.script_name)
         return None if places is None else of_places(places, reading)
+
+    def tried_elsewhere(self, version: str, reading: Reading) -> bool:
+        """Return whether its script was run with a version, but has no place where a configuration is."""
+        return self.script_name in measured().get(version, {}) and self.outcomes(version, reading) is None
 
     def seen(self, reading: Reading) -> list[str]:
         """Return the versions that were measured and have it where a configuration meets it."""
@@ -82,6 +99,8 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the loss is not scaled, but the step unscales: every update is too small by the loss scale",
         "use ZeRO 1, 2 or 3, or bf16",
         lambda c: c.fp16 and c.stage == 0,
+        # 0.18.4 is wrong in bf16 too, and 0.18.6 to 0.18.10 raise on ZeRO 1 and 2.
+        before=("0.19.0", "use DeepSpeed 0.19.0 or newer with ZeRO 1, 2 or 3, or with bf16"),
     ),
     DeepSpeedFault(
         "fp16_growing_scale",
@@ -132,8 +151,10 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "used_in_some_passes",
         "a parameter that only early passes of a step use loses its gradient, or ranks step by their own",
         "have every pass use every trainable parameter, or leave out CPU offload and overlap_comm",
-        lambda c: (c.stage in (2, 3) and c.offloads) or (c.stage == 1 and c.overlaps),
+        # Plain ZeRO 2 in 0.17.6 alone: what was measured decides.
+        lambda c: c.stage == 2 or (c.stage == 3 and c.offloads) or (c.stage == 1 and c.overlaps),
         "the last pass of a step leaves out a parameter that an earlier pass used",
+        before=("0.18.4", "use DeepSpeed 0.19.0 or newer, and have every pass use every trainable parameter"),
     ),
     DeepSpeedFault(
         "predivide_zero3",
@@ -157,14 +178,17 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "allreduce_zero1_overlap",
         "engine.allreduce_gradients() reduces nothing",
         "leave out overlap_comm",
-        lambda c: c.stage == 1 and c.overlaps,
+        # Without overlap_comm in 0.18.9 alone.
+        lambda c: c.stage == 1,
         "the loop calls engine.allreduce_gradients() itself",
+        before=("0.19.0", "use DeepSpeed 0.19.0 or newer, and leave out overlap_comm"),
     ),
     DeepSpeedFault(
         "clip_norm_lost",
         "get_global_grad_norm() is None, so that logs have no gradient norm",
         "use ZeRO 1, which steps alike",
         lambda c: c.fp32 and not c.autocast_fp16 and c.stage == 0 and c.clips,
+        before=("0.19.0", "use DeepSpeed 0.19.0 or newer with ZeRO 1, which steps alike"),
     ),
     DeepSpeedFault(
         "forward_past_the_engine",
@@ -172,21 +196,23 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "call engine(...) once before every backward",
         lambda c: True,
         "the loop calls engine.module(...), or two forwards before two backwards",
+        before=("0.19.0", "use DeepSpeed 0.19.0 or newer, and call engine(...) once before every backward"),
     ),
     DeepSpeedFault(
         "zero_grad_mid_window",
         "zero_grad() drops the passes before it",
         "call zero_grad() after step() only",
-        lambda c: c.stage != 2,
+        lambda c: True,
         "the loop calls zero_grad() before each pass",
     ),
     DeepSpeedFault(
         "nan_gradient_zero0",
         "all weights become NaN, where ZeRO 1 to 3 of newer versions skip the step",
-        "use DeepSpeed 0.19.8 with ZeRO 1, which steps alike",
+        "use ZeRO 1, which steps alike",
         # Which stages it is on, the versions differ in.
         lambda c: c.fp32 and not c.autocast_fp16,
         "a gradient is not finite",
+        before=("0.19.8", "use DeepSpeed 0.19.8 or newer with ZeRO 1, 2 or 3"),
     ),
     DeepSpeedFault(
         "ranks_use_other_parameters",
@@ -269,10 +295,10 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
     ),
     DeepSpeedFault(
         "several_passes",
-        "a plain training loop raises an error",
-        "use DeepSpeed 0.19.8, or an older torch",
-        lambda c: True,
-        kept_from=False,
+        'the first step raises "Output 0 of SplitBackward0 is a view and is being modified inplace"',
+        "use DeepSpeed 0.19.8, or ZeRO 3",
+        lambda c: c.stage == 2 or (c.stage == 1 and not c.sums_in_fp32),
+        between=("0.18.6", "0.18.10"),
         raises=True,
     ),
     DeepSpeedFault(
@@ -296,7 +322,8 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "DeepSpeed #7839",
         "bf16 is stepped by fp16's optimizer: updates are divided by a loss scale that no loss was multiplied by (from "
         "0.18.4 on), or contain the gradients of the steps before (0.17.6)",
-        "use DeepSpeed 0.18.6 or newer, or ZeRO 1 without fp32 accumulation",
+        # From 0.18.6 to 0.18.10 fp32 accumulation on ZeRO 1 has another fault (#7985).
+        "use DeepSpeed 0.19.0 or newer, or ZeRO 1 without fp32 accumulation",
         lambda c: (c.bf16 and c.stage == 0) or (c.stage == 1 and c.sums_in_fp32),
         script="several_passes",
         between=("0.17.6", "0.18.5"),
@@ -304,7 +331,7 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
     DeepSpeedFault(
         "DeepSpeed #7718",
         "the gradient that ZeRO 2 accumulates is wrong",
-        "use DeepSpeed 0.18.4 or newer, or ZeRO 1 or 3",
+        "use DeepSpeed 0.18.4, 0.19.0 or newer, or ZeRO 1 or 3",
         lambda c: c.stage == 2,
         SEVERAL_PASSES,
         script="several_passes",

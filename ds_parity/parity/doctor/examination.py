@@ -15,7 +15,7 @@ from ds_parity.config.versions import OLDEST
 from ds_parity.parity.doctor import asking, machine
 from ds_parity.parity.doctor.deepspeed_faults import FAULTS, SEVERAL_PASSES, DeepSpeedFault
 from ds_parity.parity.doctor.findings import Finding, State
-from ds_parity.parity.doctor.measured import numbers, plain_version, torch_of
+from ds_parity.parity.doctor.measured import numbers, plain_version
 from ds_parity.parity.doctor.reading import Reading
 
 # What DeepSpeed's engines compile, by what asks for it; other accelerators than a CPU bring their collectives along.
@@ -94,7 +94,7 @@ def examine(
         found += _built(found, operators(config or {}, facts["accelerator"]), environment)
     progress(3, "DeepSpeed's faults")
     there = facts.get("deepspeed") or versions["deepspeed"]
-    faults = () if config is None else tuple(met(config, there, versions["torch"]))
+    faults = () if config is None else tuple(met(config, there, facts.get("accelerator")))
     return Examination(tuple(found), faults)
 
 
@@ -118,60 +118,57 @@ def operators(config: Mapping[str, Any], accelerator: str) -> list[str]:
     return names
 
 
-def met(config: Mapping[str, Any], version: str | None, torch: str | None = None) -> Iterator[Finding]:
+def met(config: Mapping[str, Any], version: str | None, accelerator: str | None = None) -> Iterator[Finding]:
     """Yield the known faults of DeepSpeed that a configuration meets.
 
     Args:
         config: extended or plain.
         version: of DeepSpeed; None where there is none.
-        torch: its version; None where there is none. Errors that DeepSpeed raises depend on it.
+        accelerator: DeepSpeed's name of it, on which the errors that it raises depend; None, not known: a CPU.
     """
-    readings = (Reading(config), Reading(config, filled_in=True))
+    plain = None if version is None else plain_version(version)
+    readings = (Reading(config, version=plain), Reading(config, filled_in=True, version=plain))
     for fault in FAULTS:
         certain, possible = all(map(fault.met, readings)), any(map(fault.met, readings))
         if not possible:
             continue
         # What "auto" becomes decides where it is met, too.
         read = next(reading for reading in readings if fault.met(reading))
-        there = None if version is None else fault.on(plain_version(version), read)
-        if there is not False and not (fault.raises and there is None):
-            yield _finding(fault, certain, there, version, read, torch)
+        there = None if plain is None else fault.on(plain, read)
+        if there is not False:
+            yield _finding(fault, certain, there, version, read, accelerator or "cpu")
 
 
 def _finding(
-    fault: DeepSpeedFault, certain: bool, there: bool | None, version: str | None, read: Reading, torch: str | None
+    fault: DeepSpeedFault, certain: bool, there: bool | None, version: str | None, read: Reading, accelerator: str
 ) -> Finding:
     needs = [] if certain else ['what fills in "auto" switches it on']
     if fault.only_if and not (fault.only_if == SEVERAL_PASSES and read.accumulates):
         needs.append(fault.only_if)
-    if fault.raises and plain_version(torch or "") != torch_of(plain_version(version or "")):
-        needs.append(f"it does so with this torch as with torch {torch_of(plain_version(version or ''))}")
+    if fault.raises and accelerator != "cpu":
+        needs.append("weights are flattened on the accelerator")
     condition = f"if {' and '.join(needs)}: " if needs else ""
     said = f"{condition}{fault.effect}"
-    if _has_ds_parity(read) and fault.kept_from and there and numbers(version or "0") >= _SUPPORTED:
+    # ds_parity's corrections do not ask for the place that a script happened to try.
+    known = there or (there is None and fault.tried_elsewhere(read.version or "", read))
+    if _has_ds_parity(read) and fault.kept_from and known and numbers(version or "0") >= _SUPPORTED:
         said += "; ds_parity.initialize corrects, avoids or refuses it"
         return Finding(fault.name, State.FINE, said, script=fault.path)
     state = State.PERHAPS if needs else State.BITES
-    if fault.raises:
-        said += f" ({_raised(fault, version or '', read)})"
     if there is None:
         said += f" ({_untold(fault, version, read)})"
         # Nobody knows whether it bites: a script says so in a minute.
         state = State.PERHAPS if needs else State.UNKNOWN
-    return Finding(fault.name, state, said, fault.way_out, fault.path)
-
-
-def _raised(fault: DeepSpeedFault, version: str, read: Reading) -> str:
-    outcomes = fault.outcomes(plain_version(version), read) or []
-    return next(one.removeprefix("error: ") for one in outcomes if one.startswith("error:"))
+    return Finding(fault.name, state, said, fault.way_out_on(read.version), fault.path)
 
 
 def _untold(fault: DeepSpeedFault, version: str | None, read: Reading) -> str:
     """Say why it is not known whether a version has a fault, and where it was seen."""
-    outcomes = None if version is None else fault.outcomes(plain_version(version), read)
+    outcomes = None if read.version is None else fault.outcomes(read.version, read)
     seen = f"; seen on {', '.join(fault.seen(read)) or 'no version there'}"
     if outcomes is None:
-        return f"not tried on DeepSpeed {version or '(none)'}{seen}"
+        there = " there" if fault.tried_elsewhere(read.version or "", read) else ""
+        return f"not tried{there} on DeepSpeed {version or '(none)'}{seen}"
     other = next(one for one in outcomes if one != "right")
     return f"on DeepSpeed {version} its script ends with {other}{seen}"
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_parity.config.refusals import FP32_NAMES
+from ds_parity.config.releases import read
 from ds_parity.config.settings import AUTO
+
+# DeepSpeed clips at 1.0 where the key is missing, since this release.
+_CLIPS_BY_ITSELF = (0, 19, 1)
 
 
 @dataclass(frozen=True)
@@ -17,10 +21,12 @@ class Reading:
     Attributes:
         config: extended or plain.
         filled_in: what every "auto" of a switch is read as.
+        version: of the DeepSpeed that reads it; None: the newest.
     """
 
     config: Mapping[str, Any]
     filled_in: bool = False
+    version: str | None = None
 
     def raw(self, path: str) -> Any:
         """Return the value at a dotted path, None where it is absent."""
@@ -81,7 +87,9 @@ class Reading:
     @property
     def clips(self) -> bool:
         """Whether gradients are clipped, which a missing key means since 0.19.1."""
-        return self.raw("gradient_clipping") not in (0, 0.0)
+        limit = self.raw("gradient_clipping")
+        release = read(self.version or "")
+        return limit not in (0, 0.0) if limit is not None else release is None or release.numbers >= _CLIPS_BY_ITSELF
 
     @property
     def overlaps(self) -> bool:

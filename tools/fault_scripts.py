@@ -1,0 +1,58 @@
+"""The scripts of tools/deepspeed_faults: their names, and whether what was kept was measured with them as they are."""
+
+import ast
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_parity.parity.doctor.measured import PATH
+
+SCRIPTS = Path(__file__).parent / "deepspeed_faults"
+_COMMON = "_places"
+
+
+def names() -> list[str]:
+    """Return the names of all scripts, first that of the plainest loop, on which most depends."""
+    return sorted((path.stem for path in SCRIPTS.glob("[!_]*.py")), key=lambda name: (name != "several_passes", name))
+
+
+def digest(name: str, folder: Path = SCRIPTS) -> str:
+    """Return a digest of what a script runs: its lines and those of _places.py, without docstrings and empty lines.
+
+    Args:
+        name: of the script.
+        folder: of the scripts.
+    """
+    texts = [_code((folder / f"{stem}.py").read_text()) for stem in (name, _COMMON)]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _code(text: str) -> str:
+    lines: list[str] = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        # Docstrings and notes below a name: strings that are a statement of their own.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def kept() -> dict[str, Any]:
+    """Return what was kept so far."""
+    empty: dict[str, Any] = {"torch": {}, "digests": {}, "versions": {}}
+    return empty | json.loads(PATH.read_text()) if PATH.exists() else empty
+
+
+def kept_digest(version: str, name: str) -> str | None:
+    """Return the digest of the script that was run with a version; None where that script is not known."""
+    found: str | None = kept()["digests"].get(version, {}).get(name)
+    return found
+
+
+def missing(version: str) -> list[str]:
+    """Return the scripts of which nothing is kept of a version, or only what another state of the script found."""
+    return [
+        name
+        for name in names()
+        if name not in kept()["versions"].get(version, {}) or kept_digest(version, name) != digest(name)
+    ]
