@@ -46,8 +46,8 @@ def pages(folder):
         name: ds_parity.initialize(model=one, model_parameters=one.parameters(), config=config)[0]
         for name, one in models.items()
     }
-    by_length = sorted(rollouts, key=lambda one: len(one.tokens))
-    names |= {"longest": by_length[-1], "shortest": by_length[0], "short_ones": by_length[:12]}
+    short = shorten(load_rollouts()[:12], 32)
+    names |= {"longest": rollouts[0], "shortest": short[0], "short_ones": short}
     names["compute_loss"] = lambda model, micro_batch: model(**micro_batch.inputs)
     counted = []
     with chdir(place):
