@@ -136,3 +136,8 @@ def test_features_without_a_configuration_are_shown_by_what_exists():
     for files in page._TESTS.values():
         assert all((ROOT / file).exists() for file in files)
     assert all(named(name) for name in page._TESTS)
+
+
+def test_notes_of_a_cell_stand_in_one_pair_of_brackets():
+    """Two in a row are a link in Markdown, to a page that is not there."""
+    assert "] [" not in page.features(page.results())

@@ -39,7 +39,9 @@ def features(ran: Results) -> str:
     for feature in FEATURES:
         shown = []
         for version in MEASURED:
-            numbers = "".join(f" [{known[entry]}]" for entry in entries_of(feature, version))
+            # In one pair of brackets: two in a row are a link in Markdown.
+            noted = ", ".join(str(known[entry]) for entry in entries_of(feature, version))
+            numbers = f" [{noted}]" if noted else ""
             shown.append(_shown(feature, version, ran.get(str(version), {}), places[feature.name]) + numbers)
         lines.append(f"| {feature.name} | {' | '.join(shown)} |")
     return "\n".join([*lines, "", *(_note(number, entry) for entry, number in known.items())]) + "\n"
