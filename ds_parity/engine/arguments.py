@@ -235,10 +235,7 @@ def chunk_of(lookahead: Any) -> int:
     """
     if lookahead == "window":  # as many as it takes: passes() sees to it
         return 1
-    try:
-        passes = -1 if isinstance(lookahead, bool) else operator.index(lookahead)
-    except TypeError:
-        passes = -1
+    passes = _whole(lookahead)
     if not 0 <= passes <= MAX_LOOKAHEAD:
         raise WindowError(
             f"passes(lookahead={lookahead!r}): must be a whole number from 0 to {MAX_LOOKAHEAD}, because each exchange "
@@ -249,13 +246,21 @@ def chunk_of(lookahead: Any) -> int:
 
 def prefetched(prefetch: Any) -> int:
     """Return how many micro-batches are made ahead in a thread (>= 0); raise WindowError where it is no such number."""
-    count = -1 if isinstance(prefetch, bool) or not hasattr(prefetch, "__index__") else operator.index(prefetch)
+    count = _whole(prefetch)
     if not 0 <= count <= MAX_LOOKAHEAD:
         raise WindowError(
             f"passes(prefetch={prefetch!r}): must be a whole number from 0 to {MAX_LOOKAHEAD}, how many micro-batches "
             "a thread may make ahead; 2 is enough where one is made faster than a pass runs"
         )
     return count
+
+
+def _whole(number: Any) -> int:
+    """Return a whole number; -1 where it is none."""
+    try:
+        return -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return -1
 
 
 def iterator_of(stream: Any) -> Iterator[Any]:
