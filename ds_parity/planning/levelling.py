@@ -58,7 +58,7 @@ class Items:
 
     def time(self, bins: Bins, ranks: int) -> int:
         """Return the sum over passes of the greatest cost, where bins of similar cost run together."""
-        return int((-np.sort(-self.loads(bins)))[::ranks].sum())
+        return _time(self.loads(bins), ranks)
 
     def least_time(self, ranks: int, max_tokens: int) -> float:
         """Return a lower bound of `time`: no packing takes less.
@@ -77,6 +77,11 @@ class Items:
             fits = float(done[at]) - float(work[at]) * max(0, int(full[at]) - room) / int(tokens[at])
             least = max(least, taken + (self.total - fits) / ranks)
         return least
+
+
+def _time(loads: np.ndarray, ranks: int) -> int:
+    """Return the sum over passes of the greatest of the loads, where similar ones run together."""
+    return int((-np.sort(-loads))[::ranks].sum())
 
 
 def sums(bins: Bins, values: np.ndarray) -> np.ndarray:
@@ -140,7 +145,7 @@ class Levelling:
         return bins[:-1]
 
     def _time(self) -> int:
-        return int((-np.sort(-self._loads))[:: self._ranks].sum())
+        return _time(self._loads, self._ranks)
 
     def _round(self, number: int, width: int) -> None:
         heavy, light = self._pairs(number, self._ranks)
