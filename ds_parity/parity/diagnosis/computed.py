@@ -148,8 +148,12 @@ class FirstStep:
 
     def _bound(self, field: str) -> float:
         dtype = self.view.comparison.dtype
-        rollouts = sum(one.rollouts or 1 for one, _ in self.view.pairs[: self.view.first + 1])
-        return Bound(C[dtype][field], EPS[dtype], rollouts).relative
+        return Bound(C[dtype][field], EPS[dtype], self._rollouts).relative
+
+    @cached_property
+    def _rollouts(self) -> int:
+        """Those of all steps up to this one, over which rounding adds up."""
+        return sum(one.rollouts or 1 for one, _ in self.view.pairs[: self.view.first + 1])
 
     def _clear(self, right: float | None, other: float | None) -> bool:
         """Whether a norm lies so far from the right one that rounding does not matter."""
@@ -184,9 +188,8 @@ class FirstStep:
         weights = self.view.pairs[at][0].weights
         assert weights is not None
         root = float(np.sqrt(len(moves.reference(0))))
-        rollouts = sum(one.rollouts or 1 for one, _ in self.view.pairs[: at + 1])
         constant = _OF_SGD if moves.sgd else C["fp32"]["weights"]
-        stored = Bound(constant, EPS["fp32"], rollouts).relative * weights.norm * root
+        stored = Bound(constant, EPS["fp32"], self._rollouts).relative * weights.norm * root
         update = moves.update(at)
         if dtype not in DRIFT or update is None:
             return stored

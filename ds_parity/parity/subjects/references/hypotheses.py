@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Supposing:
     @cached_property
     def right(self) -> Tensor:
         """(len(SUMS), B) the coefficients of the right loss, which is minus their product with the sums."""
-        return self.of_rollouts(lambda cell, one: _advantage(self, one) * _mean(self, cell, one))
+        return self.of_rollouts(partial(_right, self))
 
     @cached_property
     def cells(self) -> tuple[HeldCell, ...]:
@@ -179,20 +179,21 @@ def _mean(it: Supposing, cell: HeldCell, one: Rollout) -> float:
     return _over(cell.own, sum(r.loss_tokens for r in cell.held) if by_tokens else len(cell.held) * one.loss_tokens)
 
 
+def _right(it: Supposing, cell: HeldCell, one: Rollout) -> float:
+    return _advantage(it, one) * _mean(it, cell, one)
+
+
 def _unmasked(it: Supposing) -> Iterator[tuple[str, Tensor]]:
     """All tokens in the numerator, prompts with them; of the second padding too, and of the third the denominator."""
     _, every, padded = SUMS
     by_tokens = it.settings.loss_weight in ("token", "divided")
 
-    def right(cell: HeldCell, one: Rollout) -> float:
-        return _advantage(it, one) * _mean(it, cell, one)
-
     def over_all(cell: HeldCell, one: Rollout) -> float:
         lengths = sum(len(other.tokens) - 1 for other in cell.held)
         return _advantage(it, one) * cell.own / (lengths if by_tokens else len(cell.held) * (len(one.tokens) - 1))
 
-    yield "unmasked-numerator", it.of_rollouts(right, every)
-    yield "unmasked-numerator-and-padding", it.of_rollouts(right, padded)
+    yield "unmasked-numerator", it.of_rollouts(partial(_right, it), every)
+    yield "unmasked-numerator-and-padding", it.of_rollouts(partial(_right, it), padded)
     yield "unmasked", it.of_rollouts(over_all, every)
 
 
