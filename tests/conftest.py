@@ -1,7 +1,13 @@
 """Settings of hypothesis, and the order of a session: the largest set of ranks runs beside all tests without ranks."""
 
+import os
+
 import pytest
 from hypothesis import settings
+
+# Two ranks run beside the tests. Threads of one operator that wait for a core which a rank has make it ten times slower
+# (measured on 2 cores); torch reads this when it is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A deadline would be a timed test, and machines are noisy.
 settings.register_profile("untimed", deadline=None)

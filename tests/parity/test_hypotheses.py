@@ -294,21 +294,34 @@ def test_a_loop_with_a_fault_has_its_figures_and_no_others(fault, wanted, refere
     assert found.not_excluded == ()
 
 
-@pytest.mark.parametrize("fault", CLIPPED, ids=lambda it: it.__name__)
-def test_clipping_and_the_state_of_sgd_are_computed(fault, tmp_path):
+@pytest.fixture(scope="module")
+def clipped(tmp_path_factory):
+    """A scenario that clips every step, and the reference's trace of it."""
     wanted = scenario("clipped", {"zero_optimization": {"stage": 1}})
-    found = diagnosed(trained(wanted, "torch", tmp_path), trained(wanted, "plain", tmp_path, fault(wanted)))
+    return wanted, trained(wanted, "torch", tmp_path_factory.mktemp("clipped"))
+
+
+@pytest.mark.parametrize("fault", CLIPPED, ids=lambda it: it.__name__)
+def test_clipping_and_the_state_of_sgd_are_computed(fault, clipped, tmp_path):
+    wanted, right = clipped
+    found = diagnosed(right, trained(wanted, "plain", tmp_path, fault(wanted)))
     assert {cause.name for cause in grouped(found.causes)[0]} == CLIPPED[fault], found
 
 
-@pytest.mark.parametrize("fault", OF_ADAM, ids=lambda it: it.__name__)
-def test_faults_of_runs_with_adam_are_computed(fault, tmp_path):
-    wanted = scenario("tokens", {"zero_optimization": {"stage": 1}})
+@pytest.fixture(scope="module")
+def with_adam(wanted, tmp_path_factory):
+    """A scenario that steps by AdamW, and the reference's trace of it."""
     params = {"lr": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.1}
     warmup = {"warmup_num_steps": 10, "warmup_min_lr": 0.001, "warmup_max_lr": 0.002, "warmup_type": "linear"}
     given = {"optimizer": {"type": "AdamW", "params": params}, "scheduler": {"type": "WarmupLR", "params": warmup}}
     wanted = replace(wanted, config={**wanted.config, **given})
-    found = diagnosed(trained(wanted, "torch", tmp_path), trained(wanted, "plain", tmp_path, fault(wanted)))
+    return wanted, trained(wanted, "torch", tmp_path_factory.mktemp("adam"))
+
+
+@pytest.mark.parametrize("fault", OF_ADAM, ids=lambda it: it.__name__)
+def test_faults_of_runs_with_adam_are_computed(fault, with_adam, tmp_path):
+    wanted, right = with_adam
+    found = diagnosed(right, trained(wanted, "plain", tmp_path, fault(wanted)))
     assert {cause.name for cause in grouped(found.causes)[0]} == OF_ADAM[fault], found
 
 
