@@ -137,6 +137,15 @@ class TestWhatLiesThere:
         assert found.path.samefile(lock)
 
 
+def test_a_process_compiles_while_it_has_a_lock_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = put(tmp_path)
+    assert not compiling.compiles_itself()
+    with lock.open():
+        assert compiling.compiles_itself()
+    assert not compiling.compiles_itself()
+
+
 class TestNothingIsBuiltInTheCurrentFolder:
     """Where ds_parity itself starts ranks: an empty variable is dropped, and torch takes its usual folder."""
 

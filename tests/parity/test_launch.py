@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -97,6 +98,40 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch, request):
     with pytest.raises(KeyboardInterrupt):
         run_job(job(tmp_path, "echo", value=1), interrupt)
     assert not left_behind(tmp_path)
+
+
+@pytest.mark.ranks
+def test_ranks_whose_harness_was_killed_end_by_themselves(tmp_path):
+    """SIGKILL leaves it no time to end them: `timeout -s KILL`, or a machine without memory."""
+    script = f"""
+from pathlib import Path
+from ds_parity.parity.running.launch import Call, Job, run_job
+run_job(Job((Call("hang", "launched:hang"),), Path({str(tmp_path / "ranks")!r}), 2, 300, ({HERE!r},)))
+"""
+    harness = subprocess.Popen([sys.executable, "-c", script])
+    begun = [tmp_path / "ranks" / f"rank{rank}.jsonl" for rank in range(2)]
+    deadline = time.monotonic() + 120
+    while not all(path.exists() and "started" in path.read_text() for path in begun):
+        assert harness.poll() is None, "the harness ended before its ranks were up"
+        assert time.monotonic() < deadline, "the ranks were not up within 120 s"
+        time.sleep(0.2)
+    port = launched_port(tmp_path)
+    assert port is not None
+    harness.kill()
+    harness.wait()
+    assert not left_behind(tmp_path)
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
+
+
+def launched_port(folder):
+    """The port of a job's ranks, which is in the launcher's command line."""
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    found = [
+        line[line.index("--master_port") + 1]
+        for line in lines
+        if str(folder) in " ".join(line) and "--master_port" in line
+    ]
+    return found[0] if found else None
 
 
 _SLEEPER = """

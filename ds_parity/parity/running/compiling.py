@@ -122,6 +122,16 @@ def _sessions_that_hold(lock: Lock) -> set[int]:
     return sessions
 
 
+def compiles_itself() -> bool:
+    """Return whether this process compiles an extension, or loads one: it has a lock open."""
+    paths = {str(lock.path.resolve()) for lock in locks(os.environ)}
+    for opened in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # closed since
+            if str(opened.readlink()) in paths:
+                return True
+    return False
+
+
 def locks(environment: Mapping[str, str]) -> list[Lock]:
     """Return the locks that lie beside extensions now."""
     root, pattern = extensions_folder(environment)

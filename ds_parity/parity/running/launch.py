@@ -19,6 +19,7 @@ from typing import Any
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running.compiling import Compilers
 from ds_parity.parity.running.last_words import last_words
+from ds_parity.parity.running.left_behind import free_shared_memory
 
 # Torch takes an empty one for the current folder (cpp_extension.py and _appdirs.py, 2.13.0), and would leave what it
 # builds among the user's files. Without the variable it builds in the user's cache, as the XDG base directory
@@ -76,15 +77,21 @@ def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title:
     command, environment = _command(job, port), _environment(job)
     compilers = Compilers(environment, lambda: _waited_for(job))
     with (job.folder / "log.txt").open("w") as log:
+        # Nothing is written to their input: it ends with this process, and the ranks with it (worker.py).
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
         compilers.session = process.pid
         try:
             code = _watch(process, job, compilers, progress)
         finally:
             _end(process)
-            _free_shared_memory(port)
+            free_shared_memory(port)
     if code != 0:
         raise HarnessError(_why(job, code))
     return [line["result"] for line in said(job.folder, 0) if "finished" in line]
@@ -207,12 +214,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _free_shared_memory(port: int) -> None:
-    # DeepSpeed's CPU collectives leave 66 MB a rank behind, in memory (ops/csrc/cpu/comm/shm.cpp, 0.19.8).
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
-        buffer.unlink(missing_ok=True)
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _where(job: Job) -> str:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils.file_baton import FileBaton
 
 from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.left_behind import end_with_the_harness
 
 
 def main(path: str) -> int:
@@ -30,6 +31,7 @@ def main(path: str) -> int:
     sys.path[:0] = job["import_from"]
     logging.getLogger("DeepSpeed").setLevel("ERROR")
     _make_repeatable()
+    end_with_the_harness()
     deepspeed.init_distributed()
     says = Path(path).parent / f"rank{dist.get_rank()}.jsonl"
     with says.open("a", buffering=1) as out:
