@@ -19,15 +19,18 @@ not touch the accelerator or the process group.
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from ds_parity.errors import HarnessError
 from ds_parity.parity.probe.decomposition import ProbeResult
-from ds_parity.parity.running.launch import Call, Job, run_job
+from ds_parity.parity.running.launch import Call, Job, run_job, said
 from ds_parity.parity.verification.verify import call, title
 from ds_parity.trace import read_trace
 
 ROOT = str(Path(__file__).parents[1])
 CANDIDATE = "ds_parity.parity.subjects.candidate:run"
+MOST_STARTS = 5  # of one set: ranks that end in every call are not started for each
 
 
 class RankSet:
@@ -105,7 +108,7 @@ class RankSet:
             earlier: the Launched from which tasks go on.
         """
         job = self._job(folder, earlier)
-        return Launched(folder, dict(zip(self._registered, run_job(job), strict=True)))
+        return Launched(folder, dict(zip(self._registered, run_all(job), strict=True)))
 
     @contextmanager
     def begun(self, folder):
@@ -121,7 +124,7 @@ class RankSet:
                 raise InterruptedError("nobody waits for these ranks any more")
 
         with ThreadPoolExecutor(1) as thread:
-            results = thread.submit(run_job, job, progress)
+            results = thread.submit(run_all, job, progress)
             results.add_done_callback(lambda _: is_up.set())
             is_up.wait()  # they have taken environment and folder, which a test may change
             try:
@@ -166,7 +169,34 @@ class Launched:
     def _result(self, name):
         if name not in self._results:
             raise LookupError(f"{name} was not run: register it in the test module that asserts on it")
+        if isinstance(self._results[name], HarnessError):
+            raise self._results[name]
         return self._results[name]
+
+
+def run_all(job, progress=lambda *_: None):
+    """Run a job and return the results of its calls; what ended the ranks is the result of the call that they were in.
+
+    The calls behind it are run by ranks that are started anew, so that one failure costs no other test its ranks.
+
+    Raises:
+        HarnessError: the ranks could not be started, or `MOST_STARTS` of them were ended.
+    """
+    results = []
+    for start in range(MOST_STARTS):
+        folder = job.folder.with_name(f"{job.folder.name}-{start}") if start else job.folder
+        part = replace(job, calls=job.calls[len(results) :], folder=folder)
+        try:
+            return results + run_job(part, progress)
+        except HarnessError as error:
+            heard = [list(said(folder, rank)) for rank in range(job.ranks)]
+            if start + 1 == MOST_STARTS or not all(heard):
+                raise
+            finished = min(sum("finished" in line for line in lines) for lines in heard)
+            results += [*[line["result"] for line in heard[0] if "finished" in line][:finished], error]
+            if len(results) == len(job.calls):
+                return results
+    raise AssertionError("a set is started at least once")
 
 
 def _name(function):

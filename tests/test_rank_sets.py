@@ -1,10 +1,12 @@
 """A set of ranks runs each registered call once, and says which calls nobody registered."""
 
+import json
 import threading
 
 import pytest
 
 from ds_parity.errors import HarnessError
+from ds_parity.parity.running.launch import Call, Job
 from ds_parity.parity.running.scenario import Scenario
 from tests import rank_sets
 from tests.rank_sets import RankSet
@@ -25,7 +27,7 @@ def launched(monkeypatch, tmp_path):
     """A function that launches a set without any rank: the result of a call is the call."""
     jobs = []
 
-    def run(job):
+    def run(job, progress):
         jobs.append(job)
         return list(job.calls)
 
@@ -103,6 +105,65 @@ class TestRanksThatRunBesideABlock:
         monkeypatch.setattr(rank_sets, "run_job", fails)
         with RankSet(2).begun(tmp_path) as results, pytest.raises(HarnessError, match="a rank died"):
             results()
+
+
+class TestRanksThatEndInACall:
+    """The second rank fails in the first and in the third task; the first one has finished the third by then."""
+
+    @pytest.fixture
+    def run(self, monkeypatch):
+        """Runs jobs of numbered calls, and gives the numbers that each start was to run."""
+        starts = []
+
+        def run(job, progress):
+            numbers = [call.arguments["number"] for call in job.calls]
+            starts.append(numbers)
+            job.folder.mkdir(parents=True)
+            fails = next((at for at, number in enumerate(numbers) if number in (0, 2)), None)
+            for rank in range(2):
+                done = len(numbers) if fails is None else fails + (rank == 0 and numbers[fails] == 2)
+                lines = [{"started": 0}, *({"finished": at, "result": numbers[at]} for at in range(done))]
+                (job.folder / f"rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            if fails is not None:
+                raise HarnessError(f"rank 1 failed in {numbers[fails]}")
+            return numbers
+
+        monkeypatch.setattr(rank_sets, "run_job", run)
+        return starts
+
+    def test_cost_no_other_call_its_answer(self, run, tmp_path):
+        calls = tuple(Call(f"call {number}", "x:y", {"number": number}) for number in range(5))
+        results = rank_sets.run_all(Job(calls, tmp_path / "ranks", 2))
+        assert [str(one) for one in results] == ["rank 1 failed in 0", "1", "rank 1 failed in 2", "3", "4"]
+        assert run == [[0, 1, 2, 3, 4], [1, 2, 3, 4], [3, 4]]
+
+    def test_are_not_started_for_every_call(self, run, tmp_path):
+        calls = tuple(Call(f"call {number}", "x:y", {"number": 0}) for number in range(50))
+        with pytest.raises(HarnessError, match="rank 1 failed in 0"):
+            rank_sets.run_all(Job(calls, tmp_path / "ranks", 2))
+        assert len(run) == rank_sets.MOST_STARTS
+
+    def test_that_never_began_are_not_started_again(self, monkeypatch, tmp_path):
+        starts = []
+
+        def run(job, progress):
+            starts.append(job)
+            raise HarnessError("there is no launcher")
+
+        monkeypatch.setattr(rank_sets, "run_job", run)
+        with pytest.raises(HarnessError, match="there is no launcher"):
+            rank_sets.run_all(Job((Call("a call", "x:y"),), tmp_path / "ranks", 2))
+        assert len(starts) == 1
+
+    def test_the_test_of_the_call_says_why_and_no_other(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(rank_sets, "run_all", lambda job: [HarnessError("rank 1 failed in 'task'"), 7])
+        pair = RankSet(2)
+        pair(task)
+        pair.call(another, saved="here")
+        result = pair.launch(tmp_path)
+        assert result.of(another, saved="here") == 7
+        with pytest.raises(HarnessError, match="rank 1 failed in 'task'"):
+            result.of(task)
 
 
 def test_a_task_that_forks_runs_before_the_others(launched):
