@@ -74,6 +74,13 @@ def test_what_needs_more_than_the_configuration_says_what():
     assert found["boundary_never_marked"].way_out
 
 
+@pytest.mark.parametrize(("switch", "stage"), [(True, 1), (False, 0)])
+def test_the_old_switch_of_zero_is_a_stage(switch, stage):
+    """DeepSpeed reads `true` as stage 1, and `false` as stage 0."""
+    fp16 = {"fp16": {"enabled": True}}
+    assert states({**fp16, "zero_optimization": switch}) == states({**fp16, "zero_optimization": {"stage": stage}})
+
+
 def test_auto_is_neither_on_nor_off():
     found = {finding.name: finding for finding in findings({"fp16": {"enabled": "auto"}}, "0.19.8")}
     assert found["fp16_zero0_unscaled_loss"].state is State.PERHAPS

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_parity.config.features import Wanted
 from ds_parity.config.refusals import FP32_NAMES
 from ds_parity.config.releases import read
 from ds_parity.config.settings import AUTO
@@ -43,8 +44,8 @@ class Reading:
     @property
     def stage(self) -> int:
         """The ZeRO stage; where it is "auto", that of Hugging Face's own examples, 2."""
-        value = self.raw("zero_optimization.stage")
-        return value if isinstance(value, int) else 2 if value == AUTO else 0
+        stage = Wanted(self.config).stage
+        return 2 if stage is None else stage
 
     @property
     def offloads(self) -> bool:
@@ -56,8 +57,8 @@ class Reading:
     @property
     def autocast_fp16(self) -> bool:
         """Whether torch_autocast runs in fp16."""
-        dtype = str(self.raw("torch_autocast.dtype"))
-        return self.on("torch_autocast.enabled") and "16" in dtype and "bf" not in dtype
+        asked = {**(self.raw("torch_autocast") or {}), "enabled": True} if self.on("torch_autocast.enabled") else {}
+        return Wanted({"torch_autocast": asked}).autocast == "fp16"
 
     @property
     def fp16(self) -> bool:
