@@ -139,8 +139,8 @@ class TestRanksThatEndInACall:
 
     def test_are_not_started_for_every_call(self, run, tmp_path):
         calls = tuple(Call(f"call {number}", "x:y", {"number": 0}) for number in range(50))
-        with pytest.raises(HarnessError, match="rank 1 failed in 0"):
-            rank_sets.run_all(Job(calls, tmp_path / "ranks", 2))
+        results = rank_sets.run_all(Job(calls, tmp_path / "ranks", 2))
+        assert [str(one) for one in results] == ["rank 1 failed in 0"] * 50
         assert len(run) == rank_sets.MOST_STARTS
 
     def test_that_never_began_are_not_started_again(self, monkeypatch, tmp_path):
