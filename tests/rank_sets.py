@@ -177,8 +177,8 @@ class Launched:
 def run_all(job, progress=lambda *_: None):
     """Run a job and return the results of its calls; what ended the ranks is the result of the call that they were in.
 
-    The calls behind it are run by ranks that are started anew, so that one failure costs no other test its ranks; behind
-    the last of `MOST_STARTS` they are not run any more, and what ended it is the result of each.
+    The calls behind it are run by ranks that are started anew, so that one failure costs no other test its ranks. Behind
+    the last of `MOST_STARTS`, what ended that is the result of each.
 
     Raises:
         HarnessError: the ranks could not be started.
