@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.reached_twice import explain
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.window import Counts, Weighting, Window
 
@@ -123,6 +124,9 @@ class Division:
             accumulated: torch.Tensor = self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
         except IndexError as error:
             self._adapter.kept.explain_backward(error)
+            raise
+        except AssertionError as error:
+            explain(error, self._engine.zero_optimization_stage())
             raise
         self._adapter.end_backward()
         self._adapter.kept.after_backward()

@@ -324,6 +324,18 @@ GUARDS: tuple[Guard, ...] = (
         since="0.19.5",
     ),
     Guard(
+        ZERO3,
+        "partition_grads",
+        "internals/zero3.py",
+        "a gradient is copied where the number of the pass is 0, and added elsewhere, so that one which comes twice in "
+        "the first pass can be added",
+        (
+            "for param, grad_partition in zip(params_to_release, grad_partitions):",
+            "if self.micro_step_id == 0:  # don't accumulate",
+            "elif get_accelerator().on_accelerator(grad_buffer):",
+        ),
+    ),
+    Guard(
         RUNTIME + "zero.partition_parameters:",
         "",
         "internals/zero3.py",

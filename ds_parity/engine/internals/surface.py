@@ -248,6 +248,9 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
     _offload_boundary_param_ids: set[int]
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: Mapping[int, torch.Tensor]
 
+    def partition_grads(self, params_to_release: list[Zero3Parameter], grad_partitions: list[torch.Tensor]) -> Any:
+        """Copy reduced gradients into their partitions in the first pass, and add them in the later ones."""
+
     def _get_param_partition_rank(self, param: Zero3Parameter) -> int:
         """This rank among those that share a parameter."""
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_parity.engine.internals.surface import Parameter, Zero3Optimizer
+from ds_parity.engine.internals.surface import Engine, Parameter, Zero3Optimizer, Zero3Parameter
 from ds_parity.engine.internals.zero import Zero
 
 
@@ -18,12 +18,49 @@ class Zero3(Zero):
     So what the first pass leaves out is added to the gradient of an old window, and what the whole window leaves out is
     stepped by it again (tools/deepspeed_faults/stale_gradient.py); with offload, what the boundary's pass leaves out
     never reaches the optimizer (used_in_some_passes.py). `forget_last_window` and `complete` put both right.
+
+    Args:
+        engine: the bare DeepSpeed engine.
     """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._copied: set[int] = set()  # parameters whose gradient the window's first backward has copied
+
+    def prepare(self) -> None:
+        """Add up what one backward brings twice, where DeepSpeed would copy the second gradient over the first.
+
+        Reentrant checkpointing runs a backward of its own for each use of a block: a module that is used twice, or two
+        forwards for one backward (tools/deepspeed_faults/reached_twice.py).
+        """
+        super().prepare()
+        optimizer, copied = self._optimizer, self._copied
+        partition = optimizer.partition_grads
+
+        def partition_grads(params_to_release: list[Zero3Parameter], grad_partitions: list[torch.Tensor]) -> Any:
+            if optimizer.micro_step_id:
+                return partition(params_to_release, grad_partitions)
+            pairs = list(zip(params_to_release, grad_partitions, strict=True))
+            first, again = ([one for one in pairs if (one[0].ds_id in copied) is known] for known in (False, True))
+            copied.update(parameter.ds_id for parameter in params_to_release)
+            buffers = partition([one[0] for one in first], [one[1] for one in first]) if first else []
+            if again:
+                optimizer.micro_step_id = 1
+                buffers = [*buffers, *partition([one[0] for one in again], [one[1] for one in again])]
+                optimizer.micro_step_id = 0
+            return buffers
+
+        optimizer.partition_grads = partition_grads  # type: ignore[method-assign]
 
     @property
     def _optimizer(self) -> Zero3Optimizer:
         optimizer: Zero3Optimizer = self.engine.optimizer
         return optimizer
+
+    def end_backward(self) -> None:
+        """Let the next backward begin anew."""
+        super().end_backward()
+        self._copied.clear()
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
@@ -36,6 +73,7 @@ class Zero3(Zero):
     def copy_first_gradient(self) -> None:
         """Copy the next gradient: DeepSpeed takes the end of a loop's own `allreduce_gradients()` for a backward's."""
         self._optimizer.micro_step_id = 0
+        self._copied.clear()
 
     def gradients_seen(self) -> object:
         """Return how many came in, and whether the next gradient is copied over the last one: `zero_grad` sets it."""

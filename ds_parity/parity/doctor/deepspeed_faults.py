@@ -222,6 +222,14 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "ranks use different parameters in one pass (adapters, experts, branches)",
     ),
     DeepSpeedFault(
+        "reached_twice",
+        "of a parameter's two gradients the second replaces the first",
+        "set use_reentrant=False for activation checkpointing",
+        lambda c: c.stage == 3,
+        "one backward runs two uses of a block with reentrant activation checkpointing (a block that is used twice, "
+        "two forwards for one backward)",
+    ),
+    DeepSpeedFault(
         "norm_of_own_parameters",
         "each rank clips by the norm of the parameters that it has used itself",
         "have all ranks use the same parameters",

@@ -43,5 +43,10 @@ FAULTS = {
             "clipping acts on the gradient that is still scaled, so each step is cut to the limit / 65536",
             "corrected: unscaled before the clip",
         ),
+        KnownFault(
+            "reached_twice",
+            "where one backward brings a parameter's gradient twice, the second replaces the first",
+            "corrected: they are added up",
+        ),
     )
 }

@@ -92,7 +92,10 @@ def judge(cell: Cell, answers: Answers, folder: Path, here: Release | None = Non
 def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
     asked = (f"{cell.name}: refusal", title(cell.ragged, "ds_parity"))
     said = next((answers[at]["raised"] for at in asked if "raised" in answers.get(at, {})), None)
-    return said.removeprefix("ConfigError: ") if said is not None and said.startswith("ConfigError: ") else None
+    kind, _, reason = (said or "").partition(": ")
+    # A loop, or a model, may be refused where it runs.
+    kinds = ("ConfigError", "WindowError") if cell.stage in cell.variant.refused else ("ConfigError",)
+    return reason if kind in kinds else None
 
 
 def _refusal(cell: Cell, reason: str, here: Release | None) -> CellFinding:

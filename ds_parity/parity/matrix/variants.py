@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_parity.parity.matrix.caller_rows import CALLER
 from ds_parity.parity.matrix.deepspeed_rows import COMMUNICATION, MODEL, OPTIMIZER, SCHEDULER, STEP
+from ds_parity.parity.matrix.loop_rows import LOOPS
 from ds_parity.parity.matrix.precision_rows import OFFLOAD, PRECISION
 from ds_parity.parity.matrix.window_rows import LOSSES, RANKS, WINDOW
 
@@ -18,5 +19,6 @@ VARIANTS = (
     *WINDOW,
     *LOSSES,
     *CALLER,
+    *LOOPS,
     *RANKS,
 )

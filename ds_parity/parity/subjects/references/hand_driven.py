@@ -101,19 +101,19 @@ class HandDriven:
         """Return what this rank runs in a pass: its micro-batch, or a stand-in."""
         return self._idle if self._own[index].idle else self._own[index]
 
-    def backward(self, index: int, loss: Any) -> None:
-        """Mark the boundary and run the backward of a pass."""
+    def backward(self, index: int, loss: Any, **kwargs: Any) -> None:
+        """Mark the boundary and run the backward of a pass; `kwargs` are DeepSpeed's."""
         _, window = self._windows[index]
         # Before the backward: ZeRO 0 and 1 reduce in it, and only at a boundary. A window without weight has none.
         self.engine.set_gradient_accumulation_boundary(index == window.last and window.total > 0)
-        self._backward(loss, self._own[index], window)
+        self._backward(loss, self._own[index], window, **kwargs)
 
-    def _backward(self, loss: Any, batch: MicroBatch, window: PlannedWindow) -> None:
+    def _backward(self, loss: Any, batch: MicroBatch, window: PlannedWindow, **kwargs: Any) -> None:
         engine, settings, notes = self.engine, self._settings, self._notes
         units = weighs(batch, settings)
         if units == 0:
             silent = loss if settings.terms is None else sum(loss.values())
-            engine.backward(silent * 0.0, scale_wrt_gas=False)
+            engine.backward(silent * 0.0, scale_wrt_gas=False, **kwargs)
             return
         if settings.terms is not None:
             divided = _of_terms(loss, batch, window, settings, notes) * _averaged_over(engine, self.scenario)
@@ -128,7 +128,7 @@ class HandDriven:
         scale = missing_loss_scale(engine) if self._corrects else None
         if scale is not None:
             divided = divided.float() * scale
-        engine.backward(divided, scale_wrt_gas=False)
+        engine.backward(divided, scale_wrt_gas=False, **kwargs)
 
     def step(self, index: int) -> None:
         """End a pass; at the boundary update, move the scheduler and write down."""
@@ -169,9 +169,10 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
             # the factor of 0 by which this reference silences it would not remove that.
             yield self._self_loop.runs(index)
 
-    def backward(self, loss: Any, **counts: Any) -> Any:
+    def backward(self, loss: Any, retain_graph: bool = False, **counts: Any) -> Any:
         """Run the backward of the pass that was handed out last; its counts are known."""
-        self._self_loop.backward(self._self_index, loss)
+        kept = {"retain_graph": True} if retain_graph else {}
+        self._self_loop.backward(self._self_index, loss, **kept)
         return loss
 
     def idle(self, loss: Any) -> Any:
