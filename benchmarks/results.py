@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
+INTO = "DS_PARITY_RESULTS"
+"""Environment variable: the file that sections are written to, in place of RESULTS.md."""
 HEAD = """# What `make bench` measured
 
 Each number is a ratio to a named rival that ran in the same processes, window by window in turn: the median over
@@ -52,12 +54,17 @@ class Section:
         return f"## {self.title}\n\n{self.said}\n\n{lines}\n\n{measured}\n"
 
 
+def sections(path: Path) -> dict[str, str]:
+    """Return the texts of a file's sections by their names; none where there is no file."""
+    return dict(_SECTION.findall(path.read_text())) if path.exists() else {}
+
+
 def put(path: Path, section: Section) -> None:
     """Write a section; the others stay as they are."""
     assert section.name in ORDER
-    sections = dict(_SECTION.findall(path.read_text())) if path.exists() else {}
-    sections[section.name] = section.text()
-    parts = [f"<!-- {name} -->\n{sections[name]}<!-- end -->\n" for name in ORDER if name in sections]
+    kept = sections(path)
+    kept[section.name] = section.text()
+    parts = [f"<!-- {name} -->\n{kept[name]}<!-- end -->\n" for name in ORDER if name in kept]
     path.write_text("\n".join([HEAD, *parts]))
 
 

@@ -290,11 +290,38 @@ class Driver(AmongRanks):
         with self._ending():
             if not self.ledger.window.closed:
                 self.engine.step(**kwargs)
-            elif self.ledger.total() > 0:
-                self.boundary.update(**kwargs)
-            else:
-                self.engine.step(**kwargs)
-                self.boundary.skip()
+                return
+            with self._announcing_early():
+                if self.ledger.total() > 0:
+                    self.boundary.update(**kwargs)
+                else:
+                    self.engine.step(**kwargs)
+                    self.boundary.skip()
+
+    @contextmanager
+    def _announcing_early(self) -> Iterator[None]:
+        """Announce the passes behind the window with the sum of its step, where threads have made them on all ranks.
+
+        All ranks have announced as many passes, and know alike whether every rank may be early.
+        """
+        exchange, queue = self.exchange, self.queue
+        wanted = queue is not None and not queue.all_out_of_data and len(queue) < exchange.slots
+        if self.over is None or queue is None or not wanted or not exchange.all_early or exchange.stopping:
+            yield
+            return
+        passes = None if queue.early is None else queue.early.known()
+        announced = None if passes is None else [one.announcement for one in passes]
+        early = exchange.start_early(self._place(RUNS), announced)
+        self.meter.company = early.rider
+        try:
+            yield
+        finally:
+            # Also behind a step that raised: the other ranks have heard of these passes.
+            self.meter.company = None
+            arrived = early.arrived()
+            if arrived is not None and passes is not None and queue.early is not None:
+                queue.early.take()
+                queue.announced(passes, arrived)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -349,12 +376,14 @@ class Driver(AmongRanks):
     def taking_from(self, queue: Upcoming) -> Iterator[None]:
         """Take the passes inside from `queue`, which has announced them."""
         self.queue = queue
+        self.exchange.early = queue.early is not None
         try:
             yield
         finally:
             # An older generator that is closed late must not end a newer one.
             if self.queue is queue:
                 self.queue = None
+                self.exchange.early = False
 
     def may_skip(self, totals: PassTotals) -> bool:
         """Whether the coming pass, idle on this rank, needs neither forward nor backward here.

@@ -235,6 +235,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 copy to the accelerator (`to_device`) then cost the loop nothing. So many more are alive, and lost where
                 the loop is left early. What the stream raises is raised at its own pass, and the thread ends with the
                 loop. A stream that draws random numbers shares torch's with the model: give it a generator of its own.
+                If they are at least as many as the look-ahead, and made on every rank by then, their counts travel with
+                the sum of the step before them: a window costs one collective on the host.
 
         Raises:
             WindowError: a rank has nothing to run in an idle pass, or a micro-batch got no backward; the stream can't

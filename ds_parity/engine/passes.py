@@ -67,8 +67,9 @@ class PassQueue:
             driver.refuse(error)
             raise
         driver.look_ahead(chunk)
+        self._made: Prefetched | None = None
         if made_ahead:
-            self._stream = Prefetched(self._stream, made_ahead)
+            self._stream = self._made = Prefetched(self._stream, made_ahead)
         self._skip_idle = skip_idle
         self._driver = driver
         self._chunk = chunk
@@ -77,6 +78,10 @@ class PassQueue:
         self.upcoming = driver.upcoming()
         self.upcoming.whole_windows = whole_windows
         self._out_of_data = False
+        # What a thread has made by the end of a window is known before it is taken.
+        if chunk > 1 and made_ahead >= chunk:
+            self.upcoming.early = self
+        self._known: tuple[Any, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         while not self._driver.stops_here():
@@ -97,8 +102,8 @@ class PassQueue:
 
     def close(self) -> None:
         """End the thread that reads ahead, if there is one."""
-        if isinstance(self._stream, Prefetched):
-            self._stream.close()
+        if self._made is not None:
+            self._made.close()
 
     def _handed_out(self, one: UpcomingPass) -> Any:
         batch = self.upcoming.hand_out()
@@ -122,7 +127,9 @@ class PassQueue:
         return True
 
     def _fill(self) -> None:
-        # A window starts with at least a chunk known; chunks follow each other, each pass exchanged once.
+        # A window starts with at least a chunk known; chunks follow each other, each pass exchanged once. A chunk may
+        # have been announced in the step before.
+        self.upcoming.learn()
         if self.upcoming.whole_windows:
             self._fill_window()
             return
@@ -151,6 +158,9 @@ class PassQueue:
         except Exception as error:
             self._driver.refuse(error)
             raise
+        return self._padded(read)
+
+    def _padded(self, read: list[UpcomingPass]) -> list[UpcomingPass]:
         padding = self._chunk - len(read)
         # Every rank must hear that one has nothing to run, or the others would wait for it in the backward. Where
         # something was read all the same, all of it holds nothing and has no inputs.
@@ -167,19 +177,51 @@ class PassQueue:
             if batch is _END:
                 self._out_of_data = True
                 break
-            self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
-            counts = counts_in(batch, self._driver.ledger.weighting)
-            if holds_nothing(batch, counts):
-                read.append(UpcomingPass(Announcement(), _NOTHING))
-                continue
-            # The smallest micro-batch makes the cheapest idle pass.
-            if self._smallest is None or batch.tokens < self._smallest.tokens:
-                self._smallest = whole(batch)
-            self._refuse_mean_of_parts(batch, counts)
-            # One of the stream that holds nothing says so as a stand-in does, whatever its class is.
-            runs = stand_in(batch) if counts == Counts() and not says_so(batch) else batch
-            read.append(UpcomingPass(Announcement(counts), runs))
+            read.append(self._noted(batch))
         return read
+
+    def _noted(self, batch: Any) -> UpcomingPass:
+        self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
+        counts = counts_in(batch, self._driver.ledger.weighting)
+        if holds_nothing(batch, counts):
+            return UpcomingPass(Announcement(), _NOTHING)
+        # The smallest micro-batch makes the cheapest idle pass.
+        if self._smallest is None or batch.tokens < self._smallest.tokens:
+            self._smallest = whole(batch)
+        self._refuse_mean_of_parts(batch, counts)
+        # One of the stream that holds nothing says so as a stand-in does, whatever its class is.
+        runs = stand_in(batch) if counts == Counts() and not says_so(batch) else batch
+        return UpcomingPass(Announcement(counts), runs)
+
+    # What a thread has made, before it is taken.
+
+    def known(self) -> list[UpcomingPass] | None:
+        """Return what would be announced next, and take nothing; None where it is not known yet, or is refused."""
+        if self._made is None or self._smallest is None:
+            return None
+        made = [] if self._out_of_data else self._made.waiting(self._chunk)
+        if made is None:
+            return None
+        before = self._smallest
+        try:
+            noted = [self._noted(batch) for batch in made]
+        except Exception:  # raised where it is taken: this rank is inside a step
+            return None
+        finally:
+            # What is not taken yet may be noted again.
+            after, self._smallest = self._smallest, before
+        self._known = after, len(made)
+        return self._padded(noted)
+
+    def take(self) -> None:
+        """Take what `known` has returned last."""
+        assert self._known is not None
+        self._smallest, taken = self._known
+        for _ in range(taken):
+            next(self._stream)
+        # Where a stream has fewer, its end has been made, too.
+        if taken < self._chunk and not self._out_of_data:
+            self._out_of_data = next(self._stream, _END) is _END
 
     def _refuse_mean_of_parts(self, batch: Any, counts: Counts) -> None:
         weighting, weight = self._driver.ledger.weighting, getattr(batch, "weight", None)

@@ -61,6 +61,23 @@ class Prefetched(Iterator[Any]):
             raise StopIteration
         return made
 
+    def waiting(self, most: int) -> list[Any] | None:
+        """Return the micro-batches that `next` gives without waiting, and take none.
+
+        Args:
+            most: how many at most (>= 1).
+
+        Returns:
+            As many; fewer where the stream ends behind them; None where there are not so many yet, or the stream has
+            raised in place of one.
+        """
+        with self._changed:
+            made = list(self._made)[:most]
+        ends = bool(made) and made[-1] is _END
+        if any(isinstance(one, _Raised) for one in made) or not (ends or len(made) == most):
+            return None
+        return made[:-1] if ends else made
+
     def close(self) -> None:
         """End the thread, and let go of what nobody has taken; waits until the stream has yielded what it makes."""
         with self._changed:

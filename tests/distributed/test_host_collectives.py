@@ -1,6 +1,9 @@
 """What ranks send each other on the host: how often, and what bounds the waits for it."""
 
+import random
+import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -8,11 +11,30 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.engine.ranks.limits import Limit
+from ds_parity.errors import RankDesyncError
+from ds_parity.parity.running import weights
 from tests.distributed.cells import config
-from tests.distributed.engines import Batch, build, exchanges_of, forward, one_pass, refusal
+from tests.distributed.engines import Batch, build, exchanges_of, forward, from_all, one_pass, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
+
+EARLY = {
+    "ZeRO 0": (0, 4, False),
+    "ZeRO 1": (1, 3, False),
+    "ZeRO 2": (2, 4, False),
+    "ZeRO 3": (3, 4, False),
+    "whole windows": (1, "window", False),
+    "weights": (1, 4, True),
+}
+"""Cases to stage, look-ahead, and whether micro-batches bring weights."""
+
+
+@dataclass
+class Weighed(Batch):
+    """A micro-batch that may bring its weight."""
+
+    weight: float | None = None
 
 
 def sums_of(engine):
@@ -24,8 +46,14 @@ def sums_of(engine):
 def collectives(folder):
     """Exchanges, and other collectives on the host, of each of five windows of 4 passes a rank."""
     return {
-        f"{drive}, ahead {ahead}": _windows(drive, ahead)
-        for drive, ahead in (("loop", 0), ("passes", 0), ("passes", 4))
+        **{
+            f"{drive}, ahead {ahead}": _windows(drive, ahead)
+            for drive, ahead in (("loop", 0), ("passes", 0), ("passes", 4))
+        },
+        "made in a thread": _windows("passes", 4, prefetch=4),
+        "by whole windows": _windows("passes", "window", prefetch=4),
+        "on one rank alone": _windows("passes", 4, prefetch=4 * dist.get_rank()),
+        "on one rank not in time": _windows("passes", 4, prefetch=4, late=dist.get_rank() == 1),
     }
 
 
@@ -91,13 +119,30 @@ def test_what_was_recorded_before_a_refused_step_stays_in_its_window(two_ranks):
     assert [metrics for _, metrics in seen["mended"]] == [{"number": 1.5}, {"number": 11.5}]
 
 
-def _windows(drive, ahead):
+class _Slow:
+    """Makes the micro-batches of a window only when they are asked for."""
+
+    def __init__(self, late):
+        self.allowed, self._late = threading.Semaphore(0), late
+
+    def __iter__(self):
+        for number in range(20):
+            if self._late and number and number % 4 == 0:
+                self.allowed.acquire()
+            yield Batch()
+
+
+def _windows(drive, ahead, prefetch=0, *, late=False):
     engine = build(config(1, passes=8, lookahead=ahead))
-    passes = engine.passes((Batch() for _ in range(20)), finish=False) if drive == "passes" else range(20)
+    stream = _Slow(late)
+    options = {"finish": False, "prefetch": prefetch}
+    passes = engine.passes(iter(stream), **options) if drive == "passes" else range(20)
     counts = {} if drive == "passes" else {"rollouts": 1, "tokens": 3}
     seen, before = [], (exchanges_of(engine), sums_of(engine))
     for number, _ in enumerate(passes):
         loss = engine.backward(forward(engine, 1), **counts)
+        if prefetch and not late and number % 4 == 3:
+            _until_made(engine)
         # Another name in the third window, on one rank alone.
         engine.record("kl" if number // 4 == 2 and dist.get_rank() else "reward", loss)
         engine.step()
@@ -105,7 +150,15 @@ def _windows(drive, ahead):
             now = exchanges_of(engine), sums_of(engine)
             seen.append([now[0] - before[0], now[1] - before[1]])
             before = now
+            stream.allowed.release()
     return seen
+
+
+def _until_made(engine):
+    early = engine._self_driver.queue.early
+    end = time.monotonic() + 60
+    while early is not None and early.known() is None and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(("case", "exchanges"), [("loop, ahead 0", 4), ("passes, ahead 0", 4), ("passes, ahead 4", 1)])
@@ -113,6 +166,108 @@ def test_a_window_costs_its_exchanges_and_one_sum_and_two_more_where_a_name_is_n
     windows = two_ranks.of(collectives)[case]
     assert [exchanged for exchanged, _ in windows] == [exchanges] * 5
     assert [others for _, others in windows] == [3, 1, 3, 1, 1]
+
+
+@pytest.mark.parametrize("case", ["made in a thread", "by whole windows"])
+def test_a_window_costs_one_collective_where_a_thread_has_made_its_micro_batches(two_ranks, case):
+    """The counts of its passes travel with the loss and the metrics of the step before."""
+    windows = two_ranks.of(collectives)[case]
+    assert [exchanged for exchanged, _ in windows] == [1, 0, 0, 0, 0]
+    # In front of the first window ranks agree on how far they look ahead, where that follows from the window.
+    assert [others for _, others in windows][1:] == [1, 3, 1, 1]
+
+
+@pytest.mark.parametrize("case", ["on one rank alone", "on one rank not in time"])
+def test_a_window_costs_two_where_a_rank_does_not_know_its_micro_batches_in_time(two_ranks, case):
+    windows = two_ranks.of(collectives)[case]
+    assert [exchanged for exchanged, _ in windows] == [1] * 5
+    assert [others for _, others in windows] == [3, 1, 3, 1, 1]
+
+
+@on_two_ranks
+def early_or_not(folder):
+    """Uneven streams, whose counts travel with the steps or not: what is handed out, steps and weights."""
+    results = {}
+    for case, (stage, ahead, weighed) in EARLY.items():
+        section = {"loss_weight": "weight"} if weighed else {"loss_weight": "token"}
+        for prefetch in (0, 16):
+            engine = build(config(stage, passes=8, lookahead=ahead, **section))
+            generator = random.Random(dist.get_rank())
+            numbers = [generator.randrange(1, 4) for _ in range(37 - 9 * dist.get_rank())]
+            stream = [Weighed(number, number, 0, 2 * number, number / 3 if weighed else None) for number in numbers]
+            steps, ran = [], []
+            for batch in engine.passes(stream, prefetch=prefetch):
+                engine.backward(forward(engine, batch.seed))
+                engine.record("seed", float(batch.seed), weight=2)
+                if prefetch and engine.window.closed:
+                    _until_made(engine)
+                engine.step()
+                ran.append(batch.rollouts)
+                steps.append(engine.last_step and engine.last_step.model_dump())
+            last = engine.last_step.model_dump()
+            found = {
+                "ran": from_all(ran),
+                "steps": steps,
+                "last": last,
+                "weights": weights.vector(engine.module).tolist(),
+            }
+            results[f"{case}, {prefetch}"] = {"found": found, "exchanges": exchanges_of(engine)}
+    return results
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_what_is_known_early_changes_nothing_but_the_exchanges(two_ranks, case):
+    found = two_ranks.of(early_or_not)
+    late, early = found[f"{case}, 0"], found[f"{case}, 16"]
+    assert early["found"] == late["found"]
+    assert early["exchanges"] <= late["exchanges"] / 2
+
+
+@on_two_ranks
+def early_ends(folder):
+    """A stream that raises on one rank, and a rank that asks to stop, while counts travel with the steps."""
+    engine = build(config(1, passes=8, lookahead=4))
+
+    def breaks():
+        yield from [Batch()] * 8
+        if dist.get_rank():
+            raise ValueError("no more of them")
+        yield from [Batch()] * 8
+
+    handed = []
+
+    def drive(stream, stop_at=None):
+        for number, _ in enumerate(engine.passes(stream, prefetch=4)):
+            handed.append(number)
+            if number == stop_at and dist.get_rank():
+                engine.stop()
+            engine.backward(forward(engine, 1))
+            if number % 4 == 3 and not (number > 4 and stop_at is None):
+                _until_made(engine)
+            engine.step()
+
+    try:
+        drive(breaks())
+    except (ValueError, RankDesyncError) as error:
+        said = f"{type(error).__name__}: {error}"
+    engine = build(config(1, passes=8, lookahead=4))
+    ran, handed = handed, []
+    drive((Batch() for _ in range(40)), stop_at=5)
+    return {"said": from_all(said), "ran": from_all(ran), "stopped": from_all(handed), "step": engine.global_steps}
+
+
+def test_a_stream_that_raises_is_heard_of_between_windows_also_where_counts_travel_early(two_ranks):
+    ended = two_ranks.of(early_ends)
+    assert ended["ran"] == [[*range(8)]] * 2
+    assert "no more of them" in ended["said"][0]
+    assert ended["said"][1] == "ValueError: no more of them"
+
+
+def test_a_rank_that_asks_to_stop_stops_all_at_the_same_boundary_as_without_early_counts(two_ranks):
+    """It asks in the second window, and is heard with the counts of the third."""
+    ended = two_ranks.of(early_ends)
+    assert ended["stopped"] == [[*range(12)]] * 2
+    assert ended["step"] == 3
 
 
 @on_two_ranks

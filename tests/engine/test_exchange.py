@@ -136,14 +136,20 @@ def test_the_sums_of_packed_messages_unpack_to_the_sums_of_what_was_announced(da
     """Each micro-batch is announced by all of its peers and counted once."""
     announced = [data.draw(st.lists(ANNOUNCEMENTS, min_size=passes, max_size=passes).map(tuple)) for _ in range(ranks)]
     stops = data.draw(st.lists(st.booleans(), min_size=ranks * peers, max_size=ranks * peers))
+    early = data.draw(st.lists(st.booleans(), min_size=ranks * peers, max_size=ranks * peers))
     messages = [
-        Message(announced[rank // peers], stops[rank], Peers(peers, rank % peers, rank // peers * peers))
+        Message(
+            announced[rank // peers],
+            stops[rank],
+            Peers(peers, rank % peers, rank // peers * peers),
+            early=early[rank],
+        )
         for rank in range(ranks * peers)
     ]
     sums = [sum(column) for column in zip(*(message.pack() for message in messages), strict=True)]
     for message in messages:
         answer = message.unpack(sums)
-        assert (answer.peers_agree, answer.stopping) == (True, any(stops))
+        assert (answer.peers_agree, answer.stopping, answer.early) == (True, any(stops), sum(early))
         for at, gathered in enumerate(answer.passes):
             column = [one[at] for one in announced]
             assert gathered.totals == PassTotals.of([one.counts for one in column])
@@ -173,6 +179,34 @@ def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(two
     exchange = two_ranks(other)
     assert exchange.start(PLACE, [Announcement(Counts(2, 1, 30))]).wait() == (GatheredPass(PassTotals(7, 2, 70, 2)),)
     assert exchange.collectives == 1
+
+
+@pytest.mark.parametrize(("others", "arrives"), [([1.0, 0, 5, 1, 40, 1, 0, 0], True), ([0.0] * 8, False)])
+def test_an_exchange_that_travels_with_a_step_arrives_where_the_other_rank_knows_its_passes_too(others, arrives):
+    exchange = Exchange(None, ranks=2, slots=1, timeout=1.0)
+    early = exchange.start_early(PLACE, [Announcement(Counts(2, 1, 30))])
+    assert early.arrived() is None  # there was no room for it
+    early.rider.summed = early.rider.numbers + torch.tensor(others, dtype=torch.float64)
+    arrived = early.arrived()
+    assert (None if arrived is None else arrived.wait()) == (
+        (GatheredPass(PassTotals(7, 2, 70, 2)),) if arrives else None
+    )
+    assert exchange.collectives == 0
+
+
+def test_a_rank_that_does_not_know_its_passes_sends_as_many_numbers_and_adds_nothing():
+    exchange = Exchange(None, ranks=2, slots=3, timeout=1.0)
+    known, unknown = (exchange.start_early(PLACE, passes).rider.numbers for passes in ([Announcement()], None))
+    assert known.shape == unknown.shape == (1 + 1 + 3 * 6,)
+    assert not unknown.any()
+
+
+def test_peers_with_other_counts_are_left_to_an_exchange_that_explains_it():
+    peers = [Exchange(None, 2, 1, 1.0, Peers(2, own, 0)) for own in range(2)]
+    early = [one.start_early(PLACE, [Announcement(Counts(1, 0, own))]) for own, one in enumerate(peers)]
+    for one in early:
+        one.rider.summed = early[0].rider.numbers + early[1].rider.numbers
+        assert one.arrived() is None
 
 
 def test_what_travels_does_not_grow_with_the_ranks_one_number_and_six_a_pass():

@@ -51,6 +51,26 @@ def test_all_comes_in_order_and_the_thread_ends_with_the_stream(ahead):
     assert source.makers == {"ds_parity prefetch"}
 
 
+def test_what_waits_is_shown_and_not_taken():
+    read = Prefetched(Source(5).numbers, 3)
+    assert read.waiting(2) is None  # nobody has taken the first, so that no thread reads
+    assert next(read) == 0
+    until(lambda: read.waiting(3) == [1, 2, 3])
+    assert read.waiting(2) == [1, 2]
+    assert read.waiting(4) is None
+    assert [next(read), next(read)] == [1, 2]
+    until(lambda: read.waiting(3) == [3, 4])
+    assert list(read) == [3, 4]
+
+
+def test_what_waits_in_front_of_an_error_is_not_shown():
+    read = Prefetched(Source(5, fails_at=2).numbers, 3)
+    next(read)
+    until(lambda: not threads())
+    assert read.waiting(1) == [1]
+    assert read.waiting(2) is None
+
+
 def test_it_reads_no_further_than_it_was_told():
     source = Source(20)
     read = Prefetched(source.numbers, 2)

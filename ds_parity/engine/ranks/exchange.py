@@ -36,6 +36,8 @@ class Exchange:
         collectives: how many collectives were started (a diagnosis is not counted).
         stop: this rank asks all to stop, with the next exchange that it starts.
         stopping: some rank did, as all ranks know it from the same exchange on.
+        early: this rank may announce its next passes in the step before them.
+        all_early: every rank may, as all ranks know it from the same exchange on.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Exchange:
         self.collectives = 0
         self.stop = False
         self.stopping = False
+        self.early = False
+        self.all_early = False
         self._peers = peers
         self._over = over
         self._timeout = timeout
@@ -64,8 +68,7 @@ class Exchange:
         Raises:
             RankDesyncError: another rank is gone.
         """
-        padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
-        message = Message((*passes, *padding), self.stop, self._peers, self._weights)
+        message = self._message(passes)
         # On the host, because reading a sum from the accelerator would wait for all of its queued work.
         vector = torch.tensor(message.pack(), dtype=torch.float64 if self._weights else torch.int64, device="cpu")
         if self._over is None:
@@ -75,6 +78,23 @@ class Exchange:
             return Pending(self, place, message, vector, self._over.start(vector, place))
         except RuntimeError as error:
             raise self._gone(place, error) from error
+
+    def start_early(self, place: Place, passes: Sequence[Announcement] | None) -> Early:
+        """Return the numbers of an exchange that may travel with the sum of a step, in place of one of its own.
+
+        Args:
+            place: where this rank is.
+            passes: that come next, as many as `start` takes; None where this rank does not know them yet.
+        """
+        message = self._message(passes or ())
+        knows = passes is not None
+        packed = [float(number) for number in message.pack()]
+        numbers = [1.0, *packed] if knows else [0.0] * (1 + len(packed))
+        return Early(self, place, message, Rider(torch.tensor(numbers, dtype=torch.float64, device="cpu")))
+
+    def _message(self, passes: Sequence[Announcement]) -> Message:
+        padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
+        return Message((*passes, *padding), self.stop, self._peers, self._weights, self.early)
 
     def finish(self, pending: Pending) -> tuple[GatheredPass, ...]:
         """Wait for an exchange; used by `Pending.wait`."""
@@ -87,6 +107,7 @@ class Exchange:
             # gloo ends a collective with a RuntimeError where a rank is gone or the time is up.
             raise self._gone(pending.place, error) from error
         self.stopping = self.stopping or answer.stopping
+        self.all_early = answer.early == self.ranks
         return answer.passes
 
     def whole_window(self, place: Place, own: Window, rider: Rider | None = None) -> WindowTotals:
@@ -177,3 +198,30 @@ class Pending:
             RankDesyncError: on every rank, where ranks are out of sync, one is gone, or time ran out.
         """
         return self.exchange.finish(self)
+
+
+@dataclass(slots=True)
+class Early:
+    """An exchange that travels with the sum of a step, where all ranks know their next passes by then.
+
+    Attributes:
+        rider: its numbers: 1 and the message; zeros on a rank that does not know its next passes yet.
+    """
+
+    exchange: Exchange
+    place: Place
+    message: Message
+    rider: Rider
+
+    def arrived(self) -> Pending | None:
+        """Return the exchange, which waits for nothing any more; None, on every rank alike, where it must be repeated.
+
+        It must, where the numbers had no room in the sum, a rank did not know its passes, or ranks that share a
+        micro-batch said different things of it, which the repetition explains.
+        """
+        if self.rider.summed is None:
+            return None
+        knowing, *sums = self.rider.summed.tolist()
+        if knowing != self.exchange.ranks or not self.message.unpack(sums).peers_agree:
+            return None
+        return Pending(self.exchange, self.place, self.message, self.rider.summed[1:])

@@ -209,6 +209,22 @@ class PlacedSum:
         return self._over.gathered(value)
 
 
+def summed_with(rider: Rider | None, vector: torch.Tensor, over: PlacedSum) -> torch.Tensor:
+    """Return the sum of a vector; a rider's numbers travel with it where there is room for all of them.
+
+    Args:
+        rider: on every rank or on none, with as many numbers.
+        vector: (n,) float64, on the host.
+        over: the ranks.
+    """
+    if rider is None or rider.numbers.numel() + vector.numel() > ROOM:
+        return over.start(vector).wait()
+    together = over.start(torch.cat([rider.numbers, vector])).wait()
+    own = rider.numbers.numel()
+    rider.summed = together[:own]
+    return together[own:]
+
+
 def is_lost(group: Any) -> bool:
     """Whether some rank has lost another in a group: gloo closes a connection whose time is up, for good."""
     return bool(_store().check([_lost_key(group)]))

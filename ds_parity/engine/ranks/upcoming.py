@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 from ds_parity.engine.ranks.exchange import Pending
 from ds_parity.engine.ranks.wire import Announcement, GatheredPass
@@ -35,6 +35,16 @@ class UpcomingPass:
         return self.announcement.counts
 
 
+class ReadEarly(Protocol):
+    """Knows the passes that come next, where they were made in a thread, before anybody takes them."""
+
+    def known(self) -> Sequence[UpcomingPass] | None:
+        """Return what would be announced next, and take nothing; None where it is not known yet."""
+
+    def take(self) -> None:
+        """Take what `known` has returned last."""
+
+
 class Upcoming:
     """Passes in their order, with at most one exchange under way.
 
@@ -46,12 +56,14 @@ class Upcoming:
         all_out_of_data: every rank has announced a pass without a micro-batch: there are no more.
         whole_windows: a window's passes are all known before its first one runs.
         settles: the window that the streams end in ends there, too; else it goes on with other passes.
+        early: what knows the passes that come next before they are announced; None without such.
     """
 
     def __init__(self, start: Callable[[Sequence[Announcement]], Pending], ranks: int) -> None:
         self.all_out_of_data = False
         self.whole_windows = False
         self.settles = True
+        self.early: ReadEarly | None = None
         self._start = start
         self._ranks = ranks
         self._passes: deque[UpcomingPass] = deque()
@@ -82,10 +94,14 @@ class Upcoming:
 
     def announce(self, passes: Sequence[UpcomingPass]) -> Pending:
         """Start the exchange of these passes, which come after those that were announced before."""
-        self._announced = passes
+        pending = self._start([one.announcement for one in passes])
+        self.announced(passes, pending)
+        return pending
+
+    def announced(self, passes: Sequence[UpcomingPass], pending: Pending) -> None:
+        """Take note of passes, which come after those before, and of the exchange in which they were announced."""
+        self._announced, self._pending = passes, pending
         self._passes.extend(passes)
-        self._pending = self._start([one.announcement for one in passes])
-        return self._pending
 
     def learn(self) -> None:
         """Wait for the exchange that is under way, if there is one.

@@ -6,8 +6,9 @@ n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
 
 Where callers end windows, one sum a window holds what each rank has run in it (`WindowMessage`), in float64.
 
-In an exchange of counts one number follows for how many ranks ask to stop, and six for each pass (and one for each
-weight that a micro-batch brings): int64, or float64 with weights, and no more of them for more ranks.
+In an exchange of counts one number follows for how many ranks ask to stop and how many may say early what they run,
+and six for each pass (and one for each weight that a micro-batch brings): int64, or float64 with weights, and no more
+of them for more ranks.
 
 Ranks that share a micro-batch (sequence parallelism) have the same counts, which one of them sends. Each adds a
 checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.
@@ -21,8 +22,10 @@ from dataclasses import dataclass, field
 
 from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
-_HEAD = 1  # who asks to stop
+_HEAD = 1  # how many ranks ask to stop, and how many may be early
 _FIELDS = 6  # of a pass
+# Two counts share a number: each is below 2**21, so that the sum is exact in float64 too.
+_EARLY = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +130,13 @@ class Answer:
     Attributes:
         peers_agree: ranks that share a micro-batch sent the same counts.
         stopping: some rank asks to stop.
+        early: how many ranks may announce passes in the step before them.
         passes: what the announced passes contain over all ranks.
     """
 
     peers_agree: bool
     stopping: bool
+    early: int
     passes: tuple[GatheredPass, ...]
 
 
@@ -145,12 +150,14 @@ class Message:
         peers: this rank among those that share its micro-batch.
         weights: how many weights a micro-batch brings, as many numbers more for each pass; with weights all numbers are
             float64, in which counts are exact up to 2**53, and int64 otherwise.
+        early: this rank may announce its next passes in the step before them.
     """
 
     passes: tuple[Announcement, ...]
     stop: bool = False
     peers: Peers = field(default_factory=Peers)
     weights: int = 0
+    early: bool = False
 
     def pack(self) -> list[float]:
         """Return the numbers that are summed over ranks; `unpack` reads their sums."""
@@ -163,7 +170,7 @@ class Message:
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         # The counts of a shared micro-batch enter the sum once.
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
-        return [int(self.stop), *sent, *checksum]
+        return [int(self.stop) + _EARLY * int(self.early), *sent, *checksum]
 
     def unpack(self, sums: Sequence[float]) -> Answer:
         """Return what the sums of all ranks' numbers say; the inverse of `pack` where there is one rank.
@@ -176,7 +183,8 @@ class Message:
         passes = [self._gathered(numbers[at : at + fields]) for at in range(0, len(numbers), fields)]
         return Answer(
             peers_agree=self.peers.size == 1 or sums[-1] == 0,
-            stopping=sums[0] > 0,
+            stopping=sums[0] % _EARLY > 0,
+            early=int(sums[0] // _EARLY),
             passes=tuple(passes),
         )
 

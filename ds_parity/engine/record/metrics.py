@@ -5,7 +5,7 @@ flag. The sum has a place for every metric name that the ranks have agreed on; a
 flag, and only then all ranks agree on it, once: a gather on the host, and there one more sum for the new names.
 
 Where the caller ends windows, what the host sums first travels with the window's counts (`Meter.rider`), so that a step
-has one sum on the host.
+has one sum on the host. Where the counts of the next passes are known by then, they travel with it (`Meter.company`).
 
 A name that no rank has recorded for a while is forgotten, or names that are new in every step (with a step's number in
 them) would make every sum longer for good. In one window of `REVIEWED` a number for each name goes along in the host's
@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ds_parity.engine.ranks.hostsum import PlacedSum, Rider
+from ds_parity.engine.ranks.hostsum import PlacedSum, Rider, summed_with
 from ds_parity.engine.record.samples import Number, weighed
 
 _Samples: TypeAlias = "dict[str, tuple[Number, Number]]"
@@ -100,6 +100,9 @@ class Meter:
         over_host: the same ranks over gloo; None with one rank.
         peers: ranks that share a micro-batch and each add its whole loss, 1 without sequence parallelism.
         on_device: sum over ranks on the device, without reading it; else on the host. Default: as the device is.
+
+    Attributes:
+        company: what travels with the host's sum of the next window that is settled.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Meter:
         self._group = group
         self._peers = peers
         self._over_host = over_host
+        self.company: Rider | None = None
         self._on_device = device.type != "cpu" if on_device is None else on_device
         self._agreed: tuple[str, ...] = ()
         self._used: set[str] = set()  # by this rank, since names were looked at last
@@ -202,7 +206,8 @@ class Meter:
         window, self._ending = self._ending or self._ended(), None
         summed = window.rider.summed
         if summed is None:
-            summed = self._over_host.start(window.rider.numbers).wait()
+            company, self.company = self.company, None
+            summed = summed_with(company, window.rider.numbers, self._over_host)
         settled = self._settled_on_device if self._on_device else self._settled_on_host
         return settled(self._over_host, window, summed)
 
