@@ -295,6 +295,38 @@ def test_another_total_of_the_same_data_is_no_missing_weight_where_tokens_or_rol
     assert "weight-left-out" not in [cause.name for cause in found]
 
 
+SHORT_AT_THE_END_OF_EPOCHS = (8, 8, 4, 8, 8, 4)
+
+
+def of_epochs(number):
+    """A reference whose second window in a row is followed by a short one, in which an epoch ends."""
+    rollouts = SHORT_AT_THE_END_OF_EPOCHS[number - 1]
+    return {"rollouts": rollouts, "passes": rollouts // 2}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_windows_that_go_on_past_the_end_of_an_epoch_are_no_resume(told):
+    """The windows of the candidate are all alike, and those of the reference never had a surplus to forget."""
+
+    def changed(number):
+        told_of = {"grad_norm": 0.3, "loss": 9.0, "tokens": 1, "weights": weights(number, 1.0)} if number > 2 else {}
+        return {"rollouts": 8, "passes": 4 if told else None, **told_of}
+
+    found = causes(changed, reference=lambda n: of_epochs(n) | ({} if told else {"passes": None}), steps=5)
+    assert {cause.name for cause in found} & {"resume-resets-window", "counter-drift"} == set()
+
+
+def test_a_window_that_is_counted_anew_is_seen_only_where_passes_are_known():
+    counted = held(13, 14, 14, 12, 12, 2, passes=(None,) * 6)
+    assert "resume-resets-window" not in {cause.name for cause in causes(counted)}
+
+
+def test_windows_are_not_said_to_have_so_many_passes_where_these_are_not_known():
+    """Nor is a first window of one pass taken for rollouts that were dropped."""
+    found = causes(held(13, 14, 10, 11, 14, 5, passes=(None,) * 6))
+    assert all("passes" not in cause.evidence for cause in found), found
+
+
 def test_a_schedule_that_moves_on_a_skipped_step_is_named():
     def skipped(n):
         return {"skipped": True, "grad_norm": None, "loss": None, "total": 0.0} if n == 2 else {}

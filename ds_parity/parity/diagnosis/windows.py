@@ -21,11 +21,13 @@ class Cut:
         a: rollouts of each of the reference's steps.
         b: of each of the candidate's.
         passes: of each of the candidate's steps, 0 where it doesn't say.
+        of_reference: passes of each of the reference's steps, likewise.
     """
 
     a: list[int]
     b: list[int]
     passes: list[int]
+    of_reference: list[int]
 
     @cached_property
     def ends(self) -> tuple[list[int], list[int]]:
@@ -48,7 +50,8 @@ def causes(view: View) -> Iterator[Cause]:
     """Yield what ends windows exactly where the candidate's end."""
     if view.trained_alike:
         return
-    cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), [one.passes or 0 for one in view.candidate.steps])
+    passes = [[one.passes or 0 for one in side.steps] for side in (view.candidate, view.reference)]
+    cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), *passes)
     if not (cut.a and cut.b and cut.a[0] and cut.b[0] and _mean(cut.a) and _mean(cut.b)):
         return
     yield from _end(view, cut)
@@ -131,7 +134,9 @@ def _length(view: View, cut: Cut) -> Iterator[Cause]:
         said = f"windows are {pace:.2g} times too short: micro-batches are counted so often"
         yield Cause("sp-double-count", Fit.CONSTANT, said)
     missing = sum(cut.a) - sum(cut.b)
-    if missing > 0 and cut.same == 0 and all(y < x for x, y in zip(cut.a[:1], cut.b[:1], strict=False)):
+    # Where the first window alone is shorter, the others may be no more than shifted.
+    shorter = all(y < x for x, y in zip(cut.a[:1], cut.b[:1], strict=False)) and cut.a[1:-1] != cut.b[1:-1]
+    if missing > 0 and cut.same == 0 and shorter:
         less = [record.tokens for record in (view.reference.steps[0], view.candidate.steps[0])]
         fewer_tokens = None not in less and (less[1] or 0) < (less[0] or 0)
         if 0.7 < pace < 1.4 and fewer_tokens:
@@ -141,7 +146,8 @@ def _length(view: View, cut: Cut) -> Iterator[Cause]:
 
 def _counter(view: View, cut: Cut) -> Iterator[Cause]:
     same, passes = cut.same, cut.passes[:-1]
-    if not same or same >= min(len(cut.a), len(cut.b)) or not cut.all_used:
+    known = all(passes) and all(cut.of_reference[:-1])
+    if not same or same >= min(len(cut.a), len(cut.b)) or not cut.all_used or not known:
         return
     if len(set(passes)) == 1 and len(passes) > 1 and len(set(cut.b[:-1])) > 1:
         said = f"every window has {passes[0]} passes, whatever they hold ({cut.b[:4]} rollouts)"
@@ -161,7 +167,11 @@ def _anew(cut: Cut) -> bool:
     target = min(end / number for number, end in enumerate(of_a[:-1], start=1))
     counted = [end - of_b[cut.same - 1] for end in of_b[cut.same : -1]]
     surplus = of_b[cut.same - 1] > target * cut.same
-    return surplus and all(end >= int(target) * number for number, end in enumerate(counted, start=1))
+    # Had a window of the reference not ended where its count reached the target, it would have had a pass too many, and
+    # its target would not be this: a step that an epoch cuts short, for one. A pass may be twice an average one.
+    pass_ = 2 * max(held / passes for held, passes in zip(cut.a, cut.of_reference, strict=True) if passes)
+    by_count = all(end - pass_ < int(target) * number for number, end in enumerate(of_a[:-1], start=1))
+    return by_count and surplus and all(end >= int(target) * number for number, end in enumerate(counted, start=1))
 
 
 def _mean(values: list[int]) -> float:
