@@ -177,8 +177,8 @@ class Launched:
 def run_all(job, progress=lambda *_: None):
     """Run a job and return the results of its calls; what ended the ranks is the result of the call that they were in.
 
-    The calls behind it are run by ranks that are started anew, so that one failure costs no other test its ranks. Behind
-    the last of `MOST_STARTS`, what ended that is the result of each.
+    The calls behind it are run by ranks that are started anew, so that no other test loses its ranks. What ended
+    the last of `MOST_STARTS` is the result of each call behind it.
 
     Raises:
         HarnessError: the ranks could not be started.
