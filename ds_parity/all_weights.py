@@ -6,14 +6,19 @@ changed since the start is often smaller than that rounding: the copy alone show
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
+_T = TypeVar("_T")
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -50,21 +55,44 @@ def every_stored(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor
 def every_weight(module: nn.Module) -> Iterator[Kept]:
     """Yield every parameter; every rank calls.
 
-    They come in the order of `named_parameters`. A weight is that of the master
+    They come in the order of `named_parameters`. Experts that lie on different ranks (DeepSpeed's MoE, `ep_size` above
+    1) come in the order of the ranks, as one rank alone would have them. A weight is that of the master
     weights where the stored one is its rounding, and the stored one elsewhere, so that a fault which changes one of the
     two alone shows either way.
     """
-    for parameter, stored in every_stored(module):
-        if stored.dtype not in _SHORT:
-            yield Kept(stored, "fp64" if stored.dtype == torch.float64 else "fp32")
-            continue
-        master = _master(parameter)
-        if master is None:
-            yield Kept(stored.float(), _SHORT[stored.dtype])
-            continue
-        follows = master.to(stored.dtype) == stored
-        all_follow = bool(follows.all())
-        yield Kept(torch.where(follows, master, stored.float()), _SHORT[stored.dtype], all_follow, not all_follow)
+    yield from with_all_experts(module, ((one, _kept(one, stored)) for one, stored in every_stored(module)))
+
+
+def with_all_experts(module: nn.Module, own: Iterable[tuple[nn.Parameter, _T]]) -> Iterator[_T]:
+    """Yield what belongs to each parameter, also to those of experts that lie on other ranks; every rank calls.
+
+    Args:
+        module: the model.
+        own: parameters of this rank in the order of `named_parameters`, and what belongs to each.
+    """
+    layers = [one for one in module.modules() if isinstance(one, MOELayer) and one.ep_group is not None]
+    shared = {id(p): one.ep_group for one in layers if one.ep_size > 1 for p in one.experts.parameters()}
+    for group, run in groupby(own, key=lambda pair: shared.get(id(pair[0]))):
+        parts = (part for _, part in run)
+        yield from parts if group is None else _of_all_ranks(list(parts), group)
+
+
+def _of_all_ranks(parts: list[_T], group: Any) -> Iterator[_T]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, parts, group=group)
+    for theirs in gathered:
+        yield from theirs
+
+
+def _kept(parameter: nn.Parameter, stored: torch.Tensor) -> Kept:
+    if stored.dtype not in _SHORT:
+        return Kept(stored, "fp64" if stored.dtype == torch.float64 else "fp32")
+    master = _master(parameter)
+    if master is None:
+        return Kept(stored.float(), _SHORT[stored.dtype])
+    follows = master.to(stored.dtype) == stored
+    all_follow = bool(follows.all())
+    return Kept(torch.where(follows, master, stored.float()), _SHORT[stored.dtype], all_follow, not all_follow)
 
 
 def _master(parameter: nn.Parameter) -> torch.Tensor | None:

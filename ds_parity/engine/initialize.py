@@ -24,6 +24,7 @@ from ds_parity.engine.internals.older import building
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
+from ds_parity.engine.unfit import refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
 from ds_parity.errors import ConfigError
 
@@ -172,6 +173,7 @@ def honoured(
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
             _refuse_by_release({**extended, **rewritten.config})
+            refuse_unfit(keywords.get("model"), _stage_of(rewritten.config))
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
     if optimizer is None:
@@ -219,14 +221,21 @@ def _refuse_by_release(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:
-    section = extended.get("zero_optimization")
-    stage = section.get("stage", 0) if isinstance(section, Mapping) else 0
+    stage = _stage_of(extended)
     if stage in (1, 2):
         raise ConfigError(
             f"zero_optimization.stage = {stage} without an optimizer: DeepSpeed shards it there, and takes no "
             "engine without one; for a model that is only run forward (a reference model) choose stage 0 or 3, to "
             "train one give optimizer=, or a section `optimizer` with a type"
         )
+
+
+def _stage_of(config: Mapping[str, Any]) -> int | None:
+    """Return the ZeRO stage, None where something else is to fill it in."""
+    section = config.get("zero_optimization")
+    # A bool is DeepSpeed's old way to write stages 1 and 0.
+    stage = section.get("stage", 0) if isinstance(section, Mapping) else int(section is True)
+    return stage if isinstance(stage, int) else None
 
 
 def _say_what_it_is(model: Any, level: int) -> None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from ds_parity.engine.internals.base import Adapter
@@ -24,17 +26,18 @@ class Plain(Adapter):
 
         Without it `get_global_grad_norm()` is None here (tools/deepspeed_faults/clip_norm_lost.py). It costs nothing:
         the same call, its result kept. The call leaves sparse gradients unclipped
-        (tools/deepspeed_faults/sparse_gradient_not_clipped.py), so it is given what stands for them.
+        (tools/deepspeed_faults/sparse_gradient_not_clipped.py), so it is given what stands for them. Where experts lie
+        on different ranks it takes the mean of the ranks' norms for the norm (expert_norm_zero0.py).
         """
         super().prepare()
         engine = self.engine
 
         def clip_fp32_gradients() -> None:
-            norm = clip_grad_norm_(
-                parameters=[_dense(one) for one in engine.module.parameters()],
-                max_norm=engine.gradient_clipping(),
-                mpu=engine.mpu,
-            )
+            parameters = [_dense(one) for one in engine.module.parameters()]
+            if self.experts_apart and engine.mpu is None:
+                norm = self._clip_with_experts(parameters)
+            else:
+                norm = clip_grad_norm_(parameters=parameters, max_norm=engine.gradient_clipping(), mpu=engine.mpu)
             engine._global_grad_norm = norm
             self._skip_unless_finite(norm)
 
@@ -61,6 +64,23 @@ class Plain(Adapter):
             # Of no gradient at all torch gives a norm on its default device, whatever that is.
             if dense:
                 self._skip_unless_finite(torch.nn.utils.get_total_norm(dense))
+
+    def _clip_with_experts(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """Clip by the norm of all experts' gradients, of which a rank has its own, and return that norm."""
+        layers = [one for one in self.engine.module.modules() if isinstance(one, MOELayer)]
+        groups = {id(p): one.ep_group for one in layers for p in one.experts.parameters()}
+        squares: dict[Any, torch.Tensor] = {}
+        for one in parameters:
+            # A rank has no gradient of an expert that no token entered, and is in the sum all the same.
+            gradient = torch.zeros_like(one) if one.grad is None else one.grad
+            group = groups.get(id(one))
+            squares[group] = squares.get(group, 0.0) + gradient.detach().float().pow(2).sum()
+        for group, square in squares.items():
+            if group is not None:
+                dist.all_reduce(square, group=group)
+        norm = torch.stack(list(squares.values())).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.engine.gradient_clipping(), norm)
+        return norm
 
     def _skip_unless_finite(self, norm: torch.Tensor) -> None:
         # A GradScaler looks itself.

@@ -237,6 +237,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "ranks use different parameters in one step",
     ),
     DeepSpeedFault(
+        "expert_norm_zero0",
+        "clips by the mean of the ranks' norms, which is smaller than the norm of the gradient",
+        "use ZeRO 1 or 2, or bf16",
+        lambda c: c.fp32 and c.stage == 0 and c.clips,
+        "the model has experts on different ranks (DeepSpeed's MoE, ep_size above 1)",
+    ),
+    DeepSpeedFault(
         "sparse_gradient_not_clipped",
         "clipping leaves a sparse gradient as it is",
         "use Embedding without sparse=True",

@@ -7,14 +7,14 @@ import hashlib
 import torch
 from torch import nn
 
-from ds_parity.all_weights import every_stored, every_weight
+from ds_parity.all_weights import every_stored, every_weight, with_all_experts
 from ds_parity.sketches import sketch_of
 from ds_parity.trace import Weights
 
 
 def vector(module: nn.Module) -> torch.Tensor:
-    """Return every parameter in fp32 on the host, in the order of `named_parameters`; collective under ZeRO 3."""
-    return torch.cat([stored.float() for _, stored in every_stored(module)])
+    """Return every parameter in fp32 on the host, in the order of `every_weight`; every rank calls."""
+    return torch.cat([stored.float() for stored in with_all_experts(module, every_stored(module))])
 
 
 def trained(module: nn.Module) -> torch.Tensor:
