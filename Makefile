@@ -63,6 +63,7 @@ pictures: $(READY)
 	$(BIN)/python tools/draw_pictures.py
 	$(BIN)/python tools/draw_report.py
 	$(BIN)/python tools/draw_online.py
+	$(BIN)/python tools/draw_results.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -18,7 +18,14 @@ HEAD = """# What `make bench` measured
 Each number is a ratio to a named rival that ran in the same processes, window by window in turn: the median over
 rounds, and in brackets the first and third quartile. Times in seconds would be the machine's; it stands below each
 table, with its load (the ranks' own and whatever else ran). `make bench` writes all sections, and `python -m pytest
-benchmarks/test_step.py --benchmark-only -s` those of one file.
+benchmarks/test_step.py --benchmark-only -s` those of one file. `make bench-check` measures some again, and fails where
+a ratio is worse than its quartiles here. `make pictures` draws the pictures.
+
+<picture> <source media="(prefers-color-scheme: dark)" srcset="../docs/pictures/ratios-dark.svg"> <img alt="Time of a
+window beside the engine driven by hand, by stage" src="../docs/pictures/ratios-light.svg"> </picture>
+
+<picture> <source media="(prefers-color-scheme: dark)" srcset="../docs/pictures/growth-dark.svg"> <img alt="What a
+window costs a rank, from 8 to 4,096 ranks" src="../docs/pictures/growth-light.svg"> </picture>
 """
 # As they are read; the order in which they are measured is the files'.
 ORDER = (
