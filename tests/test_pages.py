@@ -35,6 +35,7 @@ RUN = {
     "own_model": "tests/distributed/test_page_blocks.py",
     "from_pipelinerl": "tests/test_pages.py",
     "open_instruct": "tests/test_pages.py",
+    "open_instruct_dpo": "tests/test_pages.py",
     "trl_grpo": "tests/test_pages.py",
     "ci": "tests/test_pages.py",
 }
@@ -216,8 +217,11 @@ def test_the_python_of_a_migration_is_that_of_its_tool():
     migrations = ROOT / "tools" / "migrations"
     (block,) = blocks("open_instruct", "python")
     assert indent(block, "    ") in (migrations / "open_instruct" / "planned.py").read_text()
-    (block,) = blocks("trl_grpo", "python")
-    assert block in (migrations / "trl_grpo" / "after.py").read_text()
+    normalised, by_step = blocks("trl_grpo", "python")
+    assert by_step in (migrations / "trl_grpo" / "after.py").read_text()
+    assert normalised.splitlines()[0] in (migrations / "trl_grpo" / "after.py").read_text()
+    (block,) = blocks("open_instruct_dpo", "python")
+    assert block.strip() in (migrations / "open_instruct_dpo" / "after.py").read_text()
 
 
 def _column(table, number):

@@ -54,6 +54,11 @@ EXCUSED = {
     ("engine/ranks/limits.py", "_get_backend"): "torch's: ProcessGroup.set_timeout limits groups of one backend alone",
     ("engine/ranks/limits.py", "_timeout"): "torch's, whose time-out of a group can be set and not read otherwise",
     ("engine/ranks/limits.py", "_set_default_timeout"): "torch's, as distributed_c10d._set_pg_timeout calls it",
+    (
+        "engine/trainers.py",
+        "_entropy_bonus_enabled",
+    ): "TRL's, which has no public name for whether its loss has a bonus",
+    ("engine/trainers.py", "_loss_shifts_labels"): "transformers', by which its Trainer itself counts labels",
     ("engine/stand_ins.py", "_fields"): "the interface of Python's namedtuples, which begins with an underscore",
     ("engine/stand_ins.py", "_replace"): "the interface of Python's namedtuples, which begins with an underscore",
     ("parity/matrix/setups.py", "deepspeed.ops.adam"): "where DeepSpeed's documentation imports DeepSpeedCPUAdam from",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import torch
@@ -22,6 +23,23 @@ _LOG = logging.getLogger("ds_parity")
 _DOING = {True: "ends the window with its pass", False: "goes on after its pass"}
 
 
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """What a trainer has divided the loss of a micro-batch by.
+
+    Attributes:
+        unit: what the step is to be a mean over, `rollout` or `token`.
+        by: the loss times this is its sum over the micro-batch's units (> 0).
+        rollouts: the micro-batch's own (>= 0), None where it has the usual number.
+        tokens: its loss tokens (>= 0).
+    """
+
+    unit: str
+    by: float
+    rollouts: int | None
+    tokens: int
+
+
 class FrameworkEngine(ParityEngine):
     """What `deepspeed.initialize` returns under `install()`: a `ParityEngine` that a framework may drive its own way.
 
@@ -36,6 +54,15 @@ class FrameworkEngine(ParityEngine):
         self._self_divided: bool | None = None
         self._self_ended = False
         self._self_short: int | None = None
+        self._self_undivided: Divided | None = None
+
+    def undivide(self, divided: Divided) -> None:
+        """Take the next loss times what it was divided by, and divide by the step's total instead.
+
+        Args:
+            divided: what the loss of the next `backward(scale_wrt_gas=False)` was divided by.
+        """
+        self._self_undivided = divided
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Take the caller's word on whether the next passes end their window: it is checked in `backward`.
@@ -95,7 +122,12 @@ class FrameworkEngine(ParityEngine):
             )
         driver.refuse_no_loss(loss)
         driver.refuse_owed_step()
-        self._settle_division(divided=not scale_wrt_gas)
+        divided: Divided | None = None if scale_wrt_gas else self._self_undivided
+        self._self_undivided = None
+        self._settle_division(divided=not scale_wrt_gas, by=divided)
+        if divided is not None:
+            loss = _whole(loss, divided)
+            rollouts, tokens = divided.rollouts, divided.tokens
         terms = loss.keys() if isinstance(loss, Mapping) else None
         counts = driver.counts_given(rollouts, prompts, tokens, weight, terms)
         caller = CallersBoundary(said, _DOING[said], functools.partial(self._check_boundary, said))
@@ -155,7 +187,7 @@ class FrameworkEngine(ParityEngine):
         units = driver.ledger.units() + totals.counted(unit)
         return f"{units} of the {window.closes_at - window.opened_at} {unit}s that close it"
 
-    def _settle_division(self, *, divided: bool) -> None:
+    def _settle_division(self, *, divided: bool, by: Divided | None = None) -> None:
         if self._self_settings.loss_weight == "divided":  # said once and for all
             return
         if self._self_divided is None:
@@ -163,7 +195,7 @@ class FrameworkEngine(ParityEngine):
             if divided:
                 self._refuse_weights()
                 driver: Driver = self._self_driver
-                driver.ledger.weigh_by(Weighting.divided(driver.ranks))
+                driver.ledger.weigh_by(Weighting(by.unit, "sum") if by else Weighting.divided(driver.ranks))
         elif divided != self._self_divided:
             raise WindowError(
                 f"backward(scale_wrt_gas={not divided}) after backward(scale_wrt_gas={divided}): either every loss has "
@@ -206,3 +238,9 @@ class FrameworkEngine(ParityEngine):
                 "own, once a step, and it can't be placed from here; write a `scheduler` section (a Trainer hands its "
                 "own scheduler over where there is an `optimizer` section), or choose 'optimizer_step'"
             )
+
+
+def _whole(loss: Loss, divided: Divided) -> torch.Tensor:
+    """Return the sum over a micro-batch's units, of which a trainer has made a share of the step."""
+    assert isinstance(loss, torch.Tensor), "a trainer's loss is one number"
+    return loss.float() * divided.by

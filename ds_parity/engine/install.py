@@ -15,12 +15,14 @@ import deepspeed
 
 from ds_parity.engine.framework import FrameworkEngine
 from ds_parity.engine.initialize import Initialize, extended_config, honoured
+from ds_parity.engine.trainers import Normalising
+from ds_parity.errors import ConfigError
 
 _LOCK = RLock()
 _OPEN: list[Installation] = []
 
 
-def install() -> Installation:
+def install(*, normalise: str | None = None) -> Installation:
     """Make `deepspeed.initialize` honour the extra keys, for accelerate, transformers' Trainer, TRL and their like.
 
     Takes effect at once, before or after those are imported, also under names that modules hold
@@ -32,16 +34,28 @@ def install() -> Installation:
     framework says where its windows end, and `scale_wrt_gas=False`. What it says is checked against the counts in every
     pass.
 
+    Args:
+        normalise: `token` or `rollout`: have transformers' Trainer, TRL's SFTTrainer, GRPOTrainer and AsyncGRPOTrainer
+            divide each loss by the number of these that its step contains on all ranks, whatever they divide it by
+            themselves. It must be what their loss is a mean over: tokens for labels and for TRL's `bnpo`, `dapo`,
+            `cispo` and `vespo`, rollouts for the others. What they log stays theirs; `engine.last_step.loss` is right.
+            None: their own division stands.
+
     Returns:
         what undoes it; a context manager, too.
+
+    Raises:
+        ConfigError: `normalise` is none of these, transformers is not installed, or another installation that is not
+            undone yet says otherwise. Where a loss is no mean over this unit, its first step raises it.
     """
-    return Installation()
+    return Installation(normalise)
 
 
 class Installation(AbstractContextManager["Installation"]):
     """One `install()`, undone by `uninstall()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, normalise: str | None = None) -> None:
+        self._normalise = normalise
         self._enter()
 
     def __enter__(self) -> Installation:
@@ -64,7 +78,12 @@ class Installation(AbstractContextManager["Installation"]):
             if self in _OPEN:
                 return
             if not _OPEN:
-                _Replacement.put_in()
+                _Replacement.put_in(self._normalise)
+            elif self._normalise != _Replacement.normalise:
+                raise ConfigError(
+                    f"install(normalise={self._normalise!r}) inside install(normalise={_Replacement.normalise!r}): one "
+                    "division holds for all trainers; undo the outer one first, or give both the same"
+                )
             _OPEN.append(self)
 
 
@@ -73,9 +92,16 @@ class _Replacement:
 
     bare: Initialize | None = None
     honouring: Initialize | None = None
+    normalise: str | None = None
+    normalising: Normalising | None = None
 
     @classmethod
-    def put_in(cls) -> None:
+    def put_in(cls, normalise: str | None) -> None:
+        # What may be refused comes before anything is replaced.
+        cls.normalising = None if normalise is None else Normalising(normalise)
+        cls.normalise = normalise
+        if cls.normalising is not None:
+            cls.normalising.put_in()
         cls.bare = deepspeed.initialize
         cls.honouring = _honouring(cls.bare)
         _rename(cls.bare, cls.honouring)
@@ -87,6 +113,9 @@ class _Replacement:
         if cls.bare is not None and cls.honouring is not None:
             _rename(cls.honouring, cls.bare)
         cls.bare = cls.honouring = None
+        if cls.normalising is not None:
+            cls.normalising.take_back()
+        cls.normalising = cls.normalise = None
 
 
 def _rename(old: Initialize, new: Initialize) -> None:

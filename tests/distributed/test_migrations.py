@@ -5,15 +5,20 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ds_parity.errors import ConfigError
 from ds_parity.planning import Rollout
 from tests.kept_figures import kept, same
 from tests.rank_sets import RankSet
 from tools.migrations import tables
+from tools.migrations.fast_llm import documents
+from tools.migrations.fast_llm import task as fast_llm
 from tools.migrations.measure import BY_COUNTS, NAMES, measured
+from tools.migrations.onevision import task as onevision
 from tools.migrations.open_instruct.packs import cut
 from tools.migrations.open_instruct.task import BATCH, BATCHES, LR, MINI_BATCHES
 from tools.migrations.roll import batches
 from tools.migrations.roll import task as roll
+from tools.migrations.skyrl import mini_batches
 
 # A start of its own: what every run of the other tests would wait for takes a minute or two.
 on_two_ranks = RankSet(2, timeout=900, patience=600)
@@ -118,6 +123,159 @@ class TestRoll:
         steps = ran["roll"]["trained"]["after"]
         assert [step["rollouts"] for step in steps] == [16] * 12
         assert [step["lr"] for step in steps] == pytest.approx(rates[:12], rel=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestFastLlm:
+    def test_by_documents_its_rule_and_ours_are_equal_bit_for_bit(self, ran):
+        found = ran["fast_llm"]
+        assert found["compared"]["documents, trace"]["equal"]
+        assert found["same_weights"]["documents"]
+        assert found["trained"]["documents, before"] == found["trained"]["documents, same"]
+
+    def test_its_log_is_read_beside_a_trace_of_deepspeed(self, ran):
+        compared = ran["fast_llm"]["compared"]
+        assert compared["documents, log"]["equal"]
+        assert {"grad_norm", "loss"} <= set(compared["labels, log"]["differ"])
+
+    def test_by_labels_a_step_is_too_large_by_its_passes(self, ran):
+        probed = ran["fast_llm"]["probed"]
+        for step in probed["labels, before"]:
+            assert tables.entered(step) == pytest.approx(step["passes"], abs=1e-3)
+        for name in ("labels, after", "documents, before", "documents, after"):
+            assert [tables.entered(step) for step in probed[name]] == pytest.approx([1] * 4, abs=1e-3)
+
+    def test_where_a_surplus_is_carried_the_steps_follow_from_the_documents(self, ran):
+        trained = ran["fast_llm"]["trained"]
+        old, new = ([step["rollouts"] for step in trained[f"documents, {when}"]] for when in ("before", "after"))
+        assert sum(new) == fast_llm.COUNT
+        assert len(new) == fast_llm.COUNT // fast_llm.TARGET
+        assert len(old) < len(new)
+        assert min(old) >= fast_llm.TARGET
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestSkyRL:
+    def test_by_prompts_the_steps_are_ours_but_for_rounding(self, ran):
+        assert ran["skyrl"]["compared"]["prompts"]["equal"]
+        old, new = (ran["skyrl"]["trained"][name] for name in ("prompts", "after"))
+        assert [step["rollouts"] for step in old] == [step["rollouts"] for step in new] == [8] * 12
+        assert [step["lr"] for step in old] == [step["lr"] for step in new]
+        assert sum(step["passes"] for step in new) < sum(step["passes"] for step in old)
+
+    def test_by_sequences_a_batch_of_two_turns_makes_twice_the_steps_and_the_schedule_ends_before(self, ran):
+        steps = ran["skyrl"]["trained"]["sequences"]
+        assert [step["rollouts"] for step in steps] == [8] * 4 + [4] * 8
+        assert [step["lr"] for step in steps[8:]] == [0.0] * 4
+        assert not ran["skyrl"]["compared"]["sequences"]["equal"]
+
+    def test_sequences_that_are_no_multiple_are_refused(self, ran):
+        assert "130 sequences make no mini-batches of 8" in ran["skyrl"]["refused"]["message"]
+
+    def test_fewer_sequences_than_ranks_are_equal_bit_for_bit(self, ran):
+        assert ran["skyrl"]["compared"]["few"]["equal"]
+        assert ran["skyrl"]["same_weights"]["few"]
+        assert [step["rollouts"] for step in ran["skyrl"]["trained"]["few, after"]] == [1] * 3
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestOpenInstructDPO:
+    def test_with_ds_parity_every_pair_weighs_the_same(self, ran):
+        steps = ran["open_instruct_dpo"]["probed"]["after"]
+        assert [step["rollouts"] for step in steps] == [10, 10, 10, 10, 4]
+        assert {step["pattern"] for step in steps} == {"as expected"}
+
+    @pytest.mark.parametrize("rule", ["alike", "tokens", "gas"])
+    def test_by_the_other_rules_pairs_have_other_shares(self, ran, rule):
+        steps = ran["open_instruct_dpo"]["probed"][rule]
+        assert all("other shares" in step["pattern"] for step in steps[:4])
+        last = 1 / 3 if rule == "gas" else 1
+        assert tables.entered(steps[4]) == pytest.approx(last, abs=1e-3)
+
+    def test_the_accuracy_is_that_of_the_pairs(self, ran):
+        probed = ran["open_instruct_dpo"]["probed"]
+        first = {name: steps[0]["accuracy"] for name, steps in probed.items()}
+        assert first["after"] == pytest.approx(0.2)
+        assert all(abs(first[rule] - 0.2) > 0.03 for rule in ("alike", "tokens", "gas"))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestOneVision:
+    def test_the_first_window_has_one_micro_batch_divided_by_four(self, ran):
+        steps = ran["onevision"]["trained"]["before"]
+        assert [step["passes"] for step in steps] == [1] + [4] * 7
+        assert tables.entered(ran["onevision"]["probed"]["before"][0]) == pytest.approx(1 / 4, abs=1e-3)
+        assert ran["onevision"]["left"] == {"before": 3, "half": 0, "merged": 0, "after": 0}
+
+    def test_a_window_sees_four_learning_rates_and_half_mended_the_schedule_ends_at_a_quarter(self, ran):
+        trained = ran["onevision"]["trained"]
+        assert [len(set(step["rates"])) for step in trained["before"]] == [1] + [4] * 7
+        assert [len(set(step["rates"])) for step in trained["half"]] == [1] * 8
+        budget = onevision.TOTAL
+        rates = [onevision.LR * onevision.factor(at, budget) for at in range(onevision.STEPS)]
+        assert [step["lr"] for step in trained["half"]] == pytest.approx(rates, rel=1e-5)
+        assert trained["half"][-1]["lr"] > 0.7 * onevision.LR > 0.1 * onevision.LR > trained["after"][-1]["lr"]
+
+    def test_merged_and_with_ds_parity_all_is_equal_bit_for_bit(self, ran):
+        assert ran["onevision"]["compared"]["merged"]["equal"]
+        assert ran["onevision"]["same_weights"]["merged"]
+
+    def test_compare_names_the_shifted_windows(self, ran):
+        assert "boundary-off-by-one" in ran["onevision"]["compared"]["before"]["cause"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_no_cause_is_named_that_is_not_there(ran):
+    """A short window at an epoch's end is no resume, and windows of which no passes are told have none to count."""
+    assert ran["openrlhf"]["compared"]["fixed, ZeRO 2"]["actor"]["cause"] == []
+    assert ran["skyrl"]["compared"]["sequences"]["cause"] == []
+
+
+class TestDocumentsOfAStep:
+    """The rule of Fast-LLM beside `overshoot: carry`, by the documents of each pass."""
+
+    @pytest.mark.parametrize(
+        ("counts", "target", "reset", "carry"),
+        [
+            ([4, 4, 4, 4], 8, [2, 2], [2, 2]),
+            ([5, 5, 5, 5, 4], 8, [2, 2], [2, 2, 1]),
+            ([20, 4, 4, 4], 8, [1, 2], [1, 1, 2]),
+            ([1, 1], 8, [], []),
+        ],
+    )
+    def test_passes_of_each_step(self, counts, target, reset, carry):
+        assert list(documents.by_reset(counts, target)) == reset
+        assert list(documents.by_carry(counts, target)) == carry
+
+
+class TestMiniBatches:
+    """The rules of SkyRL, by sequences of each prompt."""
+
+    @pytest.fixture
+    def sequences(self):
+        turns = {"a": 3, "b": 1, "c": 2, "d": 3}
+        return [Rollout(name, (1,) * 8, 4, rollout_id=name) for name, count in turns.items() for _ in range(count)]
+
+    def test_by_prompts_each_has_so_many_prompts(self, sequences):
+        parts = mini_batches.by_prompts(sequences, 2)
+        assert ["".join(one.prompt_id for one in part) for part in parts] == ["aaab", "ccddd"]
+
+    def test_by_sequences_their_number_must_divide(self, sequences):
+        with pytest.raises(ConfigError, match="9 sequences make no mini-batches of 4"):
+            mini_batches.by_sequences(sequences, 4)
+        assert [len(part) for part in mini_batches.by_sequences(sequences, 3)] == [3, 3, 3]
+
+    @pytest.mark.parametrize(("count", "ranks"), [(1, 4), (4, 4), (5, 2), (3, 8)])
+    def test_every_rank_has_as_many_and_what_is_added_has_no_loss(self, sequences, count, ranks):
+        shares = mini_batches.shares(sequences[:count], ranks)
+        assert len(shares) == ranks
+        assert len({len(share) for share in shares}) == 1
+        assert sum(one.loss_tokens for share in shares for one in share) == 4 * count
 
 
 class TestTokenBoundedBatches:

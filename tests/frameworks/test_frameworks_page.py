@@ -39,7 +39,7 @@ def page():
         Path("ds_config.json").write_text(blocks(PAGE, "json")[0])
         passes = json.loads(blocks(PAGE, "json")[0])["gradient_accumulation_passes"]
         engines, windows = [], []
-        trainer_block, accelerate_block, own_block = blocks(PAGE, "python")
+        trainer_block, normalised_block, accelerate_block, own_block = blocks(PAGE, "python")
         # These two must know of a machine without a GPU; everything else is the page's.
         host = {
             "use_cpu": get_accelerator().device_name() == "cpu",
@@ -54,7 +54,7 @@ def page():
             "DeepSpeedPlugin": DeepSpeedPlugin,
             "data": sentences(4 * passes),
         }
-        for block in (trainer_block, accelerate_block + own_block):
+        for block in (trainer_block, normalised_block, accelerate_block + own_block):
             fresh_state()
             net = model()
             own = {
@@ -92,8 +92,8 @@ on_two_ranks.call(page)
 
 def test_its_code_trains(two_ranks):
     ran = two_ranks.of(page)
-    assert ran["engines"] == ["FrameworkEngine"] * 2
-    (trained, target), (looped, same) = ran["windows"]
-    assert target == same
-    assert trained >= 1
+    assert ran["engines"] == ["FrameworkEngine"] * 3
+    (trained, target), (normalised, alike), (looped, same) = ran["windows"]
+    assert target == same == alike
+    assert trained == normalised >= 1
     assert looped >= 2

@@ -22,9 +22,24 @@ def trl_grpo(folder):
     return measured("trl_grpo", Path(folder))
 
 
+@on_two_ranks
+def trainer(folder):
+    """What the migration of transformers' Trainer comes to."""
+    from tools.migrations.measure import measured
+
+    Path(folder).mkdir(exist_ok=True, parents=True)
+    dist.barrier()
+    return measured("trainer", Path(folder))
+
+
 @pytest.fixture
 def ran(two_ranks):
     return two_ranks.of(trl_grpo)
+
+
+@pytest.fixture
+def trained(two_ranks):
+    return two_ranks.of(trainer)
 
 
 def test_what_its_page_tells_is_what_it_comes_to(ran):
@@ -36,7 +51,7 @@ def test_what_its_page_tells_is_what_it_comes_to(ran):
 def test_the_page_tells_the_norms_of_the_first_step(ran):
     norms = {f"{ran['trained'][loss][0]['grad_norm']:.3f}" for loss in ("bnpo", "dapo", "after")}
     assert norms == {"0.627", "0.520", "0.548"}
-    assert not any(one["equal"] or one["cause"] for one in ran["compared"].values())
+    assert not any(ran["compared"][loss]["equal"] or ran["compared"][loss]["cause"] for loss in ("bnpo", "dapo"))
 
 
 def shares(step):
@@ -61,6 +76,35 @@ def test_dapo_divides_by_the_average_step_of_a_generation(ran):
         assert [tables.entered(step) for step in steps[at : at + 2]] == pytest.approx(right, abs=1e-3)
 
 
-def test_by_the_tokens_of_the_step_every_coefficient_is_right(ran):
-    for step in ran["probed"]["after"]:
+@pytest.mark.parametrize("loop", ["after", "bnpo, normalised", "dapo, normalised"])
+def test_by_the_tokens_of_the_step_every_coefficient_is_right(ran, loop):
+    for step in ran["probed"][loop]:
         assert shares(step) == pytest.approx([1] * 4, abs=1e-3)
+
+
+def test_normalised_both_losses_are_one(ran):
+    for loss in ("bnpo", "dapo"):
+        assert ran["compared"][f"{loss}, normalised"]["equal"]
+
+
+class TestTrainer:
+    """Where `num_items_in_batch` is not the number of labels of the step, and normalised."""
+
+    def test_what_its_page_tells_is_what_it_comes_to(self, trained):
+        told = kept("trainer")
+        assert trained.keys() == told.keys()
+        for part, value in told.items():
+            assert same(trained[part], value), f"{part}: run `make migrations`"
+
+    @pytest.mark.parametrize("kind", ["own", "means"])
+    def test_shares_are_wrong_and_their_sum_is_right(self, trained, kind):
+        for step in trained["probed"][f"{kind}, before"]:
+            assert tables.entered(step) == pytest.approx(1, abs=1e-3)
+        assert max(abs(share - 1) for step in trained["probed"][f"{kind}, before"] for share in shares(step)) > 0.1
+        assert not trained["compared"][f"{kind}, before"]["equal"]
+
+    @pytest.mark.parametrize("loop", ["own, after", "means, after", "right, after", "right, before"])
+    def test_normalised_every_coefficient_is_right(self, trained, loop):
+        for step in trained["probed"][loop]:
+            assert shares(step) == pytest.approx([1] * 4, abs=1e-3)
+        assert loop == "right, before" or trained["compared"][loop]["equal"]

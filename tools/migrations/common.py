@@ -29,7 +29,8 @@ from ds_parity.parity.probe.decomposition import decompose
 from ds_parity.parity.running.weights import vector
 from ds_parity.planning import Rollout
 from ds_parity.planning.rollout import MicroBatch
-from ds_parity.trace import StepRecord, TraceWriter, read_trace
+from ds_parity.trace import StepRecord, TraceWriter
+from ds_parity.trace.foreign import read_pair
 from ds_parity.trace.heading import header
 
 Found = dict[str, Any]
@@ -68,6 +69,7 @@ class Watch:
         trace: where to write one, for `ds-parity compare`.
         config: for its header.
         peers: ranks that share a micro-batch (sequence parallelism), which is counted once.
+        passes: whether the trace tells the passes of each step, which `compare` wants to be equal.
 
     Attributes:
         steps: what each optimizer step came to, in plain values.
@@ -83,6 +85,7 @@ class Watch:
         trace: Path | None = None,
         config: Found | None = None,
         peers: int = 1,
+        passes: bool = False,
     ) -> None:
         self.engine, self.steps, self._peers = engine, list[Found](), peers
         self._weight, self._mean, self._twin = weight, mean, twin
@@ -92,6 +95,7 @@ class Watch:
         self._seen, self._lr = engine.global_steps, (0.0,)
         self._trace = trace if dist.get_rank() == 0 else None
         self._config = config or {}
+        self._known = (*_KNOWN, "passes") if passes else _KNOWN
         self.weights = ""
 
     def ran(self, batch: MicroBatch, mean_loss: Tensor) -> None:
@@ -138,9 +142,9 @@ class Watch:
         if self._trace is not None:
             device = f"{get_accelerator().device_name()} {get_accelerator().communication_backend_name()}"
             line = header("training", self._config, engine="by hand", ranks=dist.get_world_size(), device=device)
-            writer = TraceWriter(self._trace, line.model_copy(update={"records": _KNOWN}))
+            writer = TraceWriter(self._trace, line.model_copy(update={"records": self._known}))
             for number, one in enumerate(self.steps, start=1):
-                writer.write(_record(number, one))
+                writer.write(_record(number, one, one["passes"] if "passes" in self._known else None))
             writer.close()
         return self.steps
 
@@ -183,10 +187,10 @@ class Watch:
         return gradient
 
 
-def _record(step: int, one: Found) -> StepRecord:
+def _record(step: int, one: Found, passes: int | None) -> StepRecord:
     return StepRecord(
         step=step,
-        passes=None,
+        passes=passes,
         idle_passes=None,
         rollouts=one["rollouts"],
         prompts=None,
@@ -199,9 +203,9 @@ def _record(step: int, one: Found) -> StepRecord:
     )
 
 
-def compared(reference: Path, candidate: Path, tier: Tier = Tier.REASSOCIATED) -> Found:
-    """Return what `ds-parity compare` says of two traces."""
-    ours, theirs = read_trace(reference), read_trace(candidate)
+def compared(reference: Path, candidate: Path, tier: Tier = Tier.REASSOCIATED, maps: Sequence[str] = ()) -> Found:
+    """Return what `ds-parity compare` says of two traces; `maps` are its options --map-candidate."""
+    ours, theirs = read_pair(reference, candidate, right=maps)
     result = compare(ours, theirs, tier)
     found = diagnose(ours, theirs, result)
     causes = grouped(found.causes)

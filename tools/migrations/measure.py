@@ -24,10 +24,10 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from tools.migrations.common import Found, launched  # noqa: E402  the path must be set before
 
-NAMES = ("openrlhf", "open_instruct")
+NAMES = ("openrlhf", "open_instruct", "fast_llm", "skyrl", "open_instruct_dpo", "onevision")
 BY_COUNTS = ("roll",)
 """Their pages' tables follow from counts alone: their loops are run by tests, and nothing of them is kept."""
-WITH_TRL = ("trl_grpo",)
+WITH_TRL = ("trl_grpo", "trainer")
 """They take the extra hf."""
 _DIGITS = 6
 

@@ -2,74 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).parent
-
-
-def found(name: str) -> Any:
-    """Return what a migration came to."""
-    return json.loads((HERE / name / "found.json").read_text())
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |").replace("|  ", "| ") for cells in lines)
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """Return a number as a table shows it; - for none."""
-    return "-" if value is None else f"{value:.{digits}g}"
-
-
-def times(share: float) -> str:
-    """Return a sum of coefficients, with the digits that a reader compares."""
-    return f"{share:.3f}"
-
-
-def entered(step: dict[str, Any]) -> float:
-    """Return the sum of the coefficients with which micro-batches entered a step; 1 is right."""
-    return sum(value for row in step["coefficients"] for value in row)
-
-
-def coefficients(step: dict[str, Any]) -> str:
-    """Return the coefficients of a step by pass and rank, each beside what it should be."""
-    ranks = range(len(step["expected"][0]))
-    header = ["pass", *(f"rank {one}: entered with" for one in ranks), *(f"rank {one}: right" for one in ranks)]
-    rows = [
-        # What is 1e-7 was measured, and is a 0.
-        [str(at), *(f"{round(one, 5) + 0.0:.5f}" for one in measured), *(f"{one:.5f}" for one in right)]
-        for at, (measured, right) in enumerate(zip(step["coefficients"], step["expected"], strict=True))
-    ]
-    return table(header, rows)
-
-
-def diff(name: str, function: str = "train", loops: tuple[str, str] = ("before", "after")) -> str:
-    """Return the change of a migration's loop as a fenced diff."""
-    old, new = (_source(HERE / name / f"{one}.py", function) for one in loops)
-    files = [f"{one}.py" for one in loops]
-    lines = difflib.unified_diff(old, new, *files, n=2, lineterm="")
-    return "\n".join(["```diff", *lines, "```"]) + "\n"
-
-
-def configuration(name: str, key: str = "ds_parity") -> str:
-    """Return one key of a migration's configuration as it stands there."""
-    config = json.loads((HERE / name / "ds_config.json").read_text())
-    return f"```text\n{json.dumps({key: config[key]}, indent=2)}\n```\n"
-
-
-def _source(path: Path, function: str) -> list[str]:
-    text = path.read_text()
-    (node,) = (one for one in ast.parse(text).body if isinstance(one, ast.FunctionDef) and one.name == function)
-    return (ast.get_source_segment(text, node) or "").splitlines()
-
+from tools.migrations.fast_llm import page as fast_llm
+from tools.migrations.formats import coefficients, diff, entered, found, number, table, times, worst
+from tools.migrations.onevision import page as onevision
+from tools.migrations.open_instruct_dpo import page as open_instruct_dpo
+from tools.migrations.skyrl import page as skyrl
+from tools.migrations.trainer import page as trainer
 
 # --- OpenRLHF ---------------------------------------------------------------------------------------------------------
 
@@ -205,19 +146,17 @@ def trl_probe() -> str:
 def trl_steps() -> str:
     """What entered each step, by loss: the sum of coefficients, and the worst of them beside what it should be."""
     rows = []
-    for name, said in (("bnpo", "`bnpo`"), ("dapo", "`dapo`"), ("after", "`dapo`, by the step's tokens")):
+    names = {
+        "bnpo": "`bnpo`",
+        "bnpo, normalised": '`bnpo`, `normalise="token"`',
+        "dapo": "`dapo`",
+        "dapo, normalised": '`dapo`, `normalise="token"`',
+        "after": "`dapo`, divided by `ByStep`",
+    }
+    for name, said in names.items():
         steps = found("trl_grpo")["probed"][name]
-        rows.append([said, ", ".join(times(entered(one)) for one in steps), ", ".join(map(_worst, steps))])
+        rows.append([said, ", ".join(times(entered(one)) for one in steps), ", ".join(map(worst, steps))])
     return table(["loss", "entered, steps 1 to 4", "share of a micro-batch / right, the furthest from 1"], rows)
-
-
-def _worst(step: dict[str, Any]) -> str:
-    ratios = [
-        one / right
-        for row, wanted in zip(step["coefficients"], step["expected"], strict=True)
-        for one, right in zip(row, wanted, strict=True)
-    ]
-    return f"{max(ratios, key=lambda ratio: abs(ratio - 1)):.2f}"
 
 
 # --- ROLL -------------------------------------------------------------------------------------------------------------
@@ -263,6 +202,10 @@ def roll_rates() -> str:
     return table([*header, "in the last step"], rows)
 
 
+def _of(page: str, tables: dict[str, Callable[[], str]]) -> dict[str, tuple[str, Callable[[], str]]]:
+    return {name: (page, make) for name, make in tables.items()}
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "openrlhf-probe": ("openrlhf", openrlhf_probe),
     "openrlhf-dynamic": ("openrlhf", openrlhf_dynamic),
@@ -279,5 +222,10 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "roll-diff": ("roll", partial(diff, "roll")),
     "trl-probe": ("trl_grpo", trl_probe),
     "trl-steps": ("trl_grpo", trl_steps),
+    **_of("fast_llm", fast_llm.TABLES),
+    **_of("skyrl", skyrl.TABLES),
+    **_of("open_instruct_dpo", open_instruct_dpo.TABLES),
+    **_of("onevision", onevision.TABLES),
+    **_of("trainer", trainer.TABLES),
 }
 """Tables by the name in their marks: the page, and what makes it."""

@@ -1,8 +1,11 @@
 """The same trainer, its loss divided by the tokens of each step, on an engine of ds_parity.
 
-    deepspeed --num_accelerators 2 tools/migrations/trl_grpo/after.py --probe
+    deepspeed --num_accelerators 2 tools/migrations/trl_grpo/after.py --loss bnpo --probe
+    deepspeed --num_accelerators 2 tools/migrations/trl_grpo/after.py --loss dapo --probe
+    deepspeed --num_accelerators 2 tools/migrations/trl_grpo/after.py --loss by-step --probe
 
-`ds_parity.install()` holds the trainer's windows to the rollouts that were consumed.
+`ds_parity.install()` holds the trainer's windows to the rollouts that were consumed, and `normalise="token"` has the
+engine divide the loss. With `--loss by-step` the trainer divides itself, by the tokens of its step.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from tools.migrations.trl_grpo.before import GAS, PER_GENERATION, STEPS
 from tools.migrations.trl_grpo.task import ended, trainer_of, watched
 
 CONFIG = Path(__file__).with_name("ds_config.json")
+BY_STEP = "by-step"
 
 
 class ByStep(GRPOTrainer):  # type: ignore[misc]  # TRL ships no types
@@ -40,18 +44,22 @@ class ByStep(GRPOTrainer):  # type: ignore[misc]  # TRL ships no types
         return loss
 
 
-def train(config: Found, probe: bool = False, trace: Path | None = None) -> list[Found]:
+def train(config: Found, loss: str, probe: bool = False, trace: Path | None = None) -> list[Found]:
     """Train, and return the steps."""
-    kind = watched(ByStep, probe, trace, config)
-    with ds_parity.install():
-        return ended(trainer_of(kind, config, "dapo", STEPS, GAS, PER_GENERATION, probe))
+    if loss == BY_STEP:
+        kind = watched(ByStep, probe, trace, config)
+        with ds_parity.install():
+            return ended(trainer_of(kind, config, "dapo", STEPS, GAS, PER_GENERATION, probe))
+    kind = watched(GRPOTrainer, probe, trace, config)
+    with ds_parity.install(normalise="token"):
+        return ended(trainer_of(kind, config, loss, STEPS, GAS, PER_GENERATION, probe))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the arguments and train."""
-    given = arguments(__doc__, argv, CONFIG)
+    given = arguments(__doc__, argv, CONFIG, loss=("bnpo", "TRL's loss_type, or by-step"))
     deepspeed.init_distributed()
-    say("after", train(given.config, given.probe, given.trace))
+    say("after", train(given.config, given.loss, given.probe, given.trace))
 
 
 if __name__ == "__main__":

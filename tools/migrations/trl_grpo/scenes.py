@@ -1,4 +1,4 @@
-"""What is run for the page on TRL: two of its losses as they are, and the one that divides by each step's tokens."""
+"""What is run for the page on TRL: two of its losses as they are, and divided by each step's tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ def found(folder: Path) -> Found:
     """Run everything; called on every rank, the traces lie in `folder`."""
     probing = configuration(before.CONFIG, 2, probe=False)  # the trainer is asked for SGD by its own arguments
     result: Found = {"probed": {loss: before.train(probing, loss, probe=True) for loss in LOSSES}}
-    result["probed"]["after"] = after.train(probing, probe=True)
+    result["probed"] |= {f"{loss}, normalised": after.train(probing, loss, probe=True) for loss in LOSSES}
+    result["probed"]["after"] = after.train(probing, after.BY_STEP, probe=True)
     result["trained"] = {loss: before.train(probing, loss, trace=folder / f"{loss}.jsonl") for loss in LOSSES}
-    result["trained"]["after"] = after.train(probing, trace=folder / "after.jsonl")
+    for loss in LOSSES:
+        result["trained"][f"{loss}, normalised"] = after.train(probing, loss, trace=folder / f"{loss}.right.jsonl")
+    result["trained"]["after"] = after.train(probing, after.BY_STEP, trace=folder / "after.jsonl")
     dist.barrier()  # the first rank writes the traces
-    result["compared"] = {loss: compared(folder / "after.jsonl", folder / f"{loss}.jsonl") for loss in LOSSES}
+    own = folder / "after.jsonl"
+    result["compared"] = {loss: compared(own, folder / f"{loss}.jsonl") for loss in LOSSES}
+    result["compared"] |= {f"{loss}, normalised": compared(own, folder / f"{loss}.right.jsonl") for loss in LOSSES}
     return result

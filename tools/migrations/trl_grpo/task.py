@@ -119,32 +119,38 @@ def trainer_of(
 def watched(kind: Trainer, probe: bool, trace: Path | None = None, config: Found | None = None) -> Trainer:
     """Return the trainer with a watch over its engine, `trainer.watch`."""
 
-    class Watched(kind):  # type: ignore[misc,valid-type]
-        watch: Watch | None = None
+    def made(**given: Any) -> Any:
+        trainer = kind(**given)
+        own, trainer.watch = trainer._compute_loss, None
 
-        def _compute_loss(self, model: Any, inputs: Found) -> Tensor:
-            if self.watch is None:
+        # On the trainer and not in a class of its own: it is TRL's class that computes the loss.
+        def compute_loss(model: Any, inputs: Found) -> Tensor:
+            if trainer.watch is None:
                 probing = {"mean": mean, "twin": _policy()} if probe else {}
-                self.watch = Watch(model, trace=trace, config=config, **probing)
-            loss: Tensor = super()._compute_loss(model, inputs)
+                trainer.watch = Watch(model, trace=trace, config=config, **probing)
+            loss: Tensor = own(model, inputs)
             tokens = int(inputs["completion_mask"].sum())
             batch = SimpleNamespace(inputs=dict(inputs), tokens=tokens, rollouts=ROWS, idle=False)
             with torch.no_grad():
-                self.watch.ran(batch, mean(model.module, batch))
+                trainer.watch.ran(batch, mean(model.module, batch))
             return loss
 
-    class Steps(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            trainers[-1].watch.stepped()
-
-    trainers: list[Any] = []
-
-    def made(**given: Any) -> Any:
-        trainers.append(Watched(**given))
-        trainers[-1].add_callback(Steps())
-        return trainers[-1]
+        trainer._compute_loss = compute_loss
+        trainer.add_callback(Stepped(trainer))
+        return trainer
 
     return made  # type: ignore[return-value]
+
+
+class Stepped(transformers.TrainerCallback):  # type: ignore[misc]
+    """Tells a trainer's watch of each step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Hear of a step."""
+        self._trainer.watch.stepped()
 
 
 def _policy() -> nn.Module:

@@ -1,0 +1,178 @@
+"""The losses of transformers' Trainer and of TRL, divided by what their step really contains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ds_parity.engine.framework import Divided, FrameworkEngine
+from ds_parity.errors import ConfigError
+
+UNITS = ("rollout", "token")
+"""What a step may be a mean over."""
+_BY_TOKENS = ("bnpo", "cispo", "dapo", "vespo")
+_OF_GENERATION = ("cispo", "dapo", "vespo")
+_BY_ROLLOUTS = ("dr_grpo", "grpo", "luspo", "sapo")
+
+
+class Normalising:
+    """While it is in its place, every loss of a trainer enters its step undivided, and the engine divides it.
+
+    Args:
+        unit: what a step is a mean over, `rollout` or `token`.
+
+    Raises:
+        ConfigError: it is another one, or transformers is not installed.
+    """
+
+    def __init__(self, unit: str) -> None:
+        if unit not in UNITS:
+            raise ConfigError(
+                f"normalise is {unit!r}: a step is a mean over one of {UNITS}; give one of these, or None"
+            )
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError(
+                f"normalise is {unit!r}, but transformers is not installed: there is no Trainer whose loss could be "
+                "divided; leave it out, or install the extra hf"
+            ) from error
+        self.unit = unit
+        # The base of all trainers: those of TRL call it, too.
+        self._trainer: Any = transformers.Trainer
+        self._own = self._trainer.training_step
+        self._ours = _noting(self._own, unit)
+
+    def put_in(self) -> None:
+        """Have trainers say what they divide by."""
+        self._trainer.training_step = self._ours
+
+    def take_back(self) -> None:
+        """Undo it, unless somebody has wrapped it meanwhile."""
+        if self._trainer.training_step is self._ours:
+            self._trainer.training_step = self._own
+
+
+def _noting(own: Callable[..., Any], unit: str) -> Callable[..., Any]:
+    """Return `training_step` that tells the engine, before its backward, what the loss was divided by."""
+
+    @functools.wraps(own)
+    def training_step(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(model, FrameworkEngine):
+            return own(trainer, model, *args, **kwargs)
+        before, compute = vars(trainer).get("compute_loss"), trainer.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+            items = given.get("num_items_in_batch")
+            # Before the loss is computed, because a Trainer takes labels out of its inputs.
+            divided = divided_by(trainer, inputs, items, unit)
+            loss = compute(model, inputs, *args, **given)
+            model.undivide(divided)
+            return loss
+
+        trainer.compute_loss = compute_loss
+        try:
+            return own(trainer, model, *args, **kwargs)
+        finally:
+            del trainer.compute_loss
+            if before is not None:
+                trainer.compute_loss = before
+
+    return training_step
+
+
+def divided_by(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
+    """Return what a trainer divides the loss of a micro-batch by, as it reaches `backward`.
+
+    Args:
+        trainer: transformers' own, or one of TRL.
+        inputs: of the micro-batch, as they reach `compute_loss`.
+        items: `num_items_in_batch`, as it reaches `compute_loss`.
+        unit: what the step is to be a mean over, `rollout` or `token`.
+
+    Raises:
+        ConfigError: the loss is no mean over this unit, has another term with a denominator of its own, or is computed
+            by a class of which it is not known what it divides by.
+    """
+    kind = _loss_of(trainer)
+    known = {
+        ("trl", "GRPOTrainer"): _grpo,
+        ("trl", "AsyncGRPOTrainer"): _async_grpo,
+        ("trl", "SFTTrainer"): _labels,
+        ("transformers", "Trainer"): _labels,
+    }
+    rule = known.get((kind.__module__.split(".")[0], kind.__name__))
+    if rule is None:
+        raise ConfigError(
+            f"install(normalise={unit!r}): {kind.__module__}.{kind.__name__} computes the loss, and it is not known "
+            "what it divides by; leave normalise out, and divide by the step's total there, or train with one of "
+            f"{', '.join(name for _, name in known)} itself"
+        )
+    if getattr(trainer, "aux_loss_enabled", False) or getattr(trainer, "_entropy_bonus_enabled", False):
+        raise ConfigError(
+            f"install(normalise={unit!r}): the loss has a router's term or an entropy bonus beside its own, with a "
+            "denominator of its own, and one factor can't repair both; switch the term off, or leave normalise out"
+        )
+    return rule(trainer, inputs, items, unit)
+
+
+def _loss_of(trainer: Any) -> type:
+    """Return the class that computes the loss: the first one that says how."""
+    names = ("compute_loss", "_compute_loss")
+    return next(kind for kind in type(trainer).__mro__ if any(name in vars(kind) for name in names))
+
+
+def _grpo(trainer: Any, inputs: Any, _: Any, unit: str) -> Divided:
+    """TRL's `GRPOTrainer._compute_loss` (release 1.16.0, trl/trainer/grpo_trainer.py:3153-3181)."""
+    kind, mask = trainer.loss_type, inputs["completion_mask"]
+    mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+    _refuse_other_unit(unit, "token" if kind in _BY_TOKENS else "rollout", f"loss_type {kind!r}")
+    rows, tokens, gas = len(mask), int(mask.sum()), trainer.current_gradient_accumulation_steps
+    if kind in _OF_GENERATION:
+        generated = max(float(inputs["num_items_in_batch"]), 1.0) / trainer.accelerator.num_processes
+        return Divided(unit, generated * gas / trainer.args.steps_per_generation, rows, tokens)
+    if kind not in (*_BY_TOKENS, *_BY_ROLLOUTS):
+        raise ConfigError(f"install(normalise={unit!r}): it is not known what loss_type {kind!r} divides by")
+    return Divided(unit, (max(tokens, 1) if kind == "bnpo" else rows) * gas, rows, tokens)
+
+
+def _async_grpo(trainer: Any, inputs: Any, _: Any, unit: str) -> Divided:
+    """TRL's `AsyncGRPOTrainer.compute_loss` (release 1.16.0, async_grpo_trainer.py:1534-1544)."""
+    _refuse_other_unit(unit, "token", "the loss of AsyncGRPOTrainer")
+    own = max(float(inputs["global_n_tokens"][0]) / trainer.accelerator.num_processes, 1.0)
+    tokens = int((inputs["token_index"] >= 0).sum())
+    return Divided(unit, own * trainer.current_gradient_accumulation_steps, None, tokens)
+
+
+def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
+    """`Trainer.compute_loss` and `training_step` of transformers (release 5.23.0, trainer.py:2082-2206)."""
+    labels = inputs.get("shift_labels", inputs.get("labels"))
+    if labels is None:
+        raise ConfigError(f"install(normalise={unit!r}): the micro-batch has no labels, by which its loss is divided")
+    _refuse_other_unit(
+        unit, "token" if labels.ndim > 1 else "rollout", f"a loss over labels of {labels.ndim} dimensions"
+    )
+    if labels.ndim > 1 and "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", True):
+        labels = labels[..., 1:]
+    rows, tokens = len(labels), int(labels.ne(-100).sum())
+    scaled = trainer.loss_is_scaled_for_ga
+    if scaled is None:
+        scaled = items is not None and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+    if not scaled:
+        return Divided(unit, max(tokens, 1) * trainer.current_gradient_accumulation_steps, rows, tokens)
+    if items is None:
+        raise ConfigError(
+            f"install(normalise={unit!r}): the Trainer takes its loss for one that is divided by the step, but has not "
+            "counted the step's items (num_items_in_batch); set loss_is_scaled_for_ga = False where the loss is a mean"
+        )
+    ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
+    return Divided(unit, float(items) / (ranks if trainer.args.average_tokens_across_devices else 1), rows, tokens)
+
+
+def _refuse_other_unit(wanted: str, own: str, what: str) -> None:
+    if wanted != own:
+        raise ConfigError(
+            f"install(normalise={wanted!r}): {what} is a mean over {own}s, which no factor makes one over {wanted}s; "
+            f"give normalise={own!r}, or choose another loss"
+        )

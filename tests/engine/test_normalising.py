@@ -1,0 +1,174 @@
+"""install(normalise=...): what trainers divide a loss by, and what is refused; tests/frameworks trains them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ds_parity
+from ds_parity.engine.trainers import divided_by
+from ds_parity.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+
+def kind(name, module):
+    """A class of that name, as it stands in a library."""
+    return type(name, (), {"compute_loss": None, "__module__": module})
+
+
+def grpo(loss_type, **others):
+    trainer = kind("GRPOTrainer", "trl.trainer.grpo_trainer")()
+    trainer.loss_type, trainer.current_gradient_accumulation_steps = loss_type, 3
+    trainer.accelerator = SimpleNamespace(num_processes=2)
+    trainer.args = SimpleNamespace(steps_per_generation=6)
+    vars(trainer).update(others)
+    return trainer
+
+
+def labelled(**others):
+    trainer = kind("Trainer", "transformers.trainer")()
+    usual = {
+        "current_gradient_accumulation_steps": 3,
+        "accelerator": SimpleNamespace(num_processes=2),
+        "args": SimpleNamespace(average_tokens_across_devices=True),
+        "loss_is_scaled_for_ga": None,
+        "model_accepts_loss_kwargs": True,
+        "compute_loss_func": None,
+        "get_tp_size": lambda: 1,
+    }
+    vars(trainer).update(usual | others)
+    return trainer
+
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+LABELS = torch.tensor([[5, 6, 7, -100], [5, 6, -100, -100]])
+
+
+class TestGRPO:
+    @pytest.mark.parametrize(
+        ("loss_type", "unit", "by"),
+        [
+            ("bnpo", "token", 5 * 3),
+            ("dapo", "token", 40 / 2 * 3 / 6),
+            ("cispo", "token", 40 / 2 * 3 / 6),
+            ("grpo", "rollout", 2 * 3),
+            ("dr_grpo", "rollout", 2 * 3),
+        ],
+    )
+    def test_a_loss_times_what_it_was_divided_by_is_the_sum_over_its_units(self, loss_type, unit, by):
+        inputs = {"completion_mask": MASK, "num_items_in_batch": torch.tensor(40)}
+        divided = divided_by(grpo(loss_type), inputs, None, unit)
+        assert (divided.by, divided.rollouts, divided.tokens) == (by, 2, 5)
+
+    def test_tokens_of_tools_carry_no_loss(self):
+        inputs = {"completion_mask": MASK, "tool_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])}
+        assert divided_by(grpo("bnpo"), inputs, None, "token").tokens == 4
+
+    @pytest.mark.parametrize(("loss_type", "unit"), [("bnpo", "rollout"), ("dapo", "rollout"), ("grpo", "token")])
+    def test_a_mean_over_one_unit_is_made_none_over_another(self, loss_type, unit):
+        inputs = {"completion_mask": MASK, "num_items_in_batch": torch.tensor(40)}
+        with pytest.raises(ConfigError, match=f"loss_type '{loss_type}' is a mean over"):
+            divided_by(grpo(loss_type), inputs, None, unit)
+
+    @pytest.mark.parametrize("term", ["aux_loss_enabled", "_entropy_bonus_enabled"])
+    def test_a_second_term_with_a_denominator_of_its_own_is_refused(self, term):
+        with pytest.raises(ConfigError, match="one factor can't repair both"):
+            divided_by(grpo("bnpo", **{term: True}), {"completion_mask": MASK}, None, "token")
+
+
+class TestLabels:
+    """What is not the first token of a row counts: 3 labels of 2 rows here."""
+
+    def test_by_the_items_of_the_step_on_all_ranks(self):
+        divided = divided_by(labelled(), {"labels": LABELS}, torch.tensor(30), "token")
+        assert (divided.by, divided.rollouts, divided.tokens) == (30 / 2, 2, 3)
+
+    def test_by_the_items_of_the_step_on_this_rank(self):
+        trainer = labelled(args=SimpleNamespace(average_tokens_across_devices=False))
+        assert divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token").by == 30
+
+    def test_by_its_own_tokens_where_the_model_is_not_told(self):
+        trainer = labelled(model_accepts_loss_kwargs=False)
+        assert divided_by(trainer, {"labels": LABELS}, None, "token").by == 3 * 3
+
+    def test_labels_that_are_shifted_already_are_taken_as_they_are(self):
+        assert divided_by(labelled(), {"shift_labels": LABELS}, torch.tensor(30), "token").tokens == 5
+
+    def test_a_class_is_a_mean_over_rollouts(self):
+        trainer = labelled(model_accepts_loss_kwargs=False)
+        divided = divided_by(trainer, {"labels": torch.tensor([0, 1, 1])}, None, "rollout")
+        assert (divided.by, divided.rollouts) == (9, 3)
+
+    def test_a_loss_that_is_said_to_be_divided_by_what_nobody_counted_is_refused(self):
+        with pytest.raises(ConfigError, match="num_items_in_batch"):
+            divided_by(labelled(loss_is_scaled_for_ga=True), {"labels": LABELS}, None, "token")
+
+    def test_without_labels_nothing_can_be_counted(self):
+        with pytest.raises(ConfigError, match="no labels"):
+            divided_by(labelled(), {}, None, "token")
+
+
+def test_async_grpo_averages_the_means_of_passes():
+    """100 tokens with a mean of 2.0 and 900 with one of 0.5 make 0.65, and not 1.25."""
+    trainer = kind("AsyncGRPOTrainer", "trl.experimental.async_grpo.async_grpo_trainer")()
+    trainer.current_gradient_accumulation_steps, trainer.accelerator = 2, SimpleNamespace(num_processes=2)
+    shares, sums, tokens = [], [], 0
+    for count, mean in ((100, 2.0), (900, 0.5)):
+        # Both ranks have half of the pass, and the loss of a rank is its sum over tokens of a rank, over 2 passes.
+        own = mean * (count / 2) / (count / 2) / 2
+        index = torch.cat([torch.arange(count // 2), torch.full((7,), -1)])[None]
+        inputs = {"global_n_tokens": torch.tensor([float(count)]), "token_index": index}
+        divided = divided_by(trainer, inputs, None, "token")
+        shares.append(own)
+        sums.append(own * divided.by)
+        tokens += divided.tokens
+    assert sum(shares) == 1.25
+    assert sum(sums) / tokens == pytest.approx(0.65)
+
+
+def test_a_class_that_computes_its_loss_itself_is_refused():
+    class Own(kind("GRPOTrainer", "trl.trainer.grpo_trainer")):
+        def _compute_loss(self):
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match=r"Own computes the loss, and it is not known what it divides by"):
+        divided_by(Own(), {}, None, "token")
+
+
+class TestInstall:
+    def test_trainers_are_as_they_were_behind_it(self):
+        own = transformers.Trainer.training_step
+        with ds_parity.install(normalise="token"):
+            assert transformers.Trainer.training_step is not own
+            with ds_parity.install(normalise="token"):
+                pass
+            assert transformers.Trainer.training_step is not own
+        assert transformers.Trainer.training_step is own
+
+    def test_without_it_no_trainer_is_touched(self):
+        own = transformers.Trainer.training_step
+        with ds_parity.install():
+            assert transformers.Trainer.training_step is own
+
+    def test_another_unit_is_refused_before_anything_is_replaced(self):
+        import deepspeed
+
+        own = deepspeed.initialize
+        with pytest.raises(ConfigError, match="normalise is 'tokens'"):
+            ds_parity.install(normalise="tokens")
+        assert deepspeed.initialize is own
+        assert ds_parity.engine.install._OPEN == []
+
+    def test_one_division_holds_for_all(self):
+        with ds_parity.install(normalise="token"), pytest.raises(ConfigError, match="undo the outer one first"):
+            ds_parity.install()
+
+    def test_a_model_that_is_no_engine_of_ds_parity_is_left_alone(self):
+        class Stub(transformers.Trainer):
+            def __init__(self):
+                pass
+
+        # It gets as far as the Trainer's own step.
+        with ds_parity.install(normalise="token"), pytest.raises(AttributeError):
+            Stub().training_step(torch.nn.Linear(1, 1), {})
