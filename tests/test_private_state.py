@@ -64,6 +64,7 @@ EXCUSED = {
     ("parity/matrix/setups.py", "deepspeed.ops.adam"): "where DeepSpeed's documentation imports DeepSpeedCPUAdam from",
     ("parity/running/memory.py", "_cdata"): "torch's, as its own torch.multiprocessing.reductions tells storages apart",
     ("parity/running/worker.py", "_exit"): "os._exit is Python's own",
+    ("parity/running/left_behind.py", "_exit"): "os._exit is Python's own",
     ("parity/subjects/candidate.py", "_self_driver"): "ds_parity's own engine, not DeepSpeed's",
     (
         "parity/running/memory.py",
