@@ -33,6 +33,7 @@ RUN = {
     "frameworks": "tests/frameworks/test_frameworks_page.py",
     "planning": "tests/distributed/test_page_blocks.py",
     "own_model": "tests/distributed/test_page_blocks.py",
+    "models": "tests/distributed/test_models_page.py",
     "from_pipelinerl": "tests/test_pages.py",
     "open_instruct": "tests/test_pages.py",
     "open_instruct_dpo": "tests/test_pages.py",

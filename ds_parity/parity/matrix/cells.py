@@ -37,6 +37,11 @@ class Cell:
         """Data-parallel ranks."""
         return int(self.variant.fields.get("ranks", 2))
 
+    @property
+    def processes(self) -> int:
+        """Processes that run it: ranks that share a micro-batch count once as ranks."""
+        return self.ranks * self.ragged.sequence_parallel
+
     @cached_property
     def ragged(self) -> Scenario:
         """Windows of uneven passes, weighed by tokens, so that each is corrected at its boundary."""
@@ -53,7 +58,7 @@ class Cell:
     @property
     def probed(self) -> Scenario:
         """The ragged scenario as the probe takes it: only a setup that freezes parameters still matters there."""
-        keeps = (self.ragged.setup or "").endswith(":frozen")
+        keeps = (self.ragged.setup or "").endswith((":frozen", ":adapters"))
         return replace(self.ragged, name=f"{self.name}/probe", setup=self.ragged.setup if keeps else None)
 
     @cached_property
@@ -64,6 +69,11 @@ class Cell:
         except ConfigError as error:
             return str(error)
         return None
+
+    @property
+    def not_run(self) -> str | None:
+        """Why the cell can't be run here, None where it can."""
+        return None if self.variant.needs is None else self.variant.needs.missing
 
     @property
     def left_out(self) -> dict[str, str]:

@@ -39,6 +39,11 @@ FAULTS = {
             "corrected: the loss is scaled",
         ),
         KnownFault(
+            "expert_norm_zero0",
+            "experts on different ranks: clips by the mean of the ranks' norms, each of a rank's own experts",
+            "corrected: clipped by the norm of all experts",
+        ),
+        KnownFault(
             "autocast_fp16_clipping",
             "clipping acts on the gradient that is still scaled, so each step is cut to the limit / 65536",
             "corrected: unscaled before the clip",

@@ -17,6 +17,7 @@ MEANINGS = {
     Status.RIGHT: "loss, learning rate, gradient norm and weights of each step are those of the references.",
     Status.CORRECTED: "DeepSpeed itself is wrong with this configuration, and ds_parity is right.",
     Status.REFUSED: "ds_parity raises an error for this configuration, which gives the reason.",
+    Status.NOT_RUN: "a package that it needs is missing here; the note says which.",
     Status.DIFFERS: "a step of ds_parity is not equal to that of a reference.",
     Status.FAILED: "a run raised an error, or did not come to an end.",
 }
@@ -24,6 +25,7 @@ _SAID = {
     Status.RIGHT: ("is right", "are right"),
     Status.CORRECTED: ("is corrected", "are corrected"),
     Status.REFUSED: ("is refused with the reason", "are refused with the reason"),
+    Status.NOT_RUN: ("was not run", "were not run"),
     Status.DIFFERS: ("differs", "differ"),
     Status.FAILED: ("failed", "failed"),
 }

@@ -29,6 +29,7 @@ class Status(StrEnum):
     RIGHT = "right"
     CORRECTED = "corrected"
     REFUSED = "refused"
+    NOT_RUN = "not run"
     LEFT_OUT = "left out"
     DIFFERS = "differs"
     FAILED = "failed"
@@ -54,14 +55,14 @@ class Result:
     @property
     def status(self) -> Status:
         """The worst status of its checks."""
-        order = (Status.FAILED, Status.DIFFERS, Status.REFUSED, Status.CORRECTED, Status.RIGHT)
+        order = (Status.FAILED, Status.DIFFERS, Status.NOT_RUN, Status.REFUSED, Status.CORRECTED, Status.RIGHT)
         statuses = {finding.status for finding in self.findings}
         return next((status for status in order if status in statuses), Status.FAILED)
 
     @property
     def good(self) -> bool:
-        """Whether the cell is right, or refused as it should be."""
-        return self.status in (Status.RIGHT, Status.CORRECTED, Status.REFUSED)
+        """Whether the cell is right, or refused as it should be, or can't be run here."""
+        return self.status in (Status.RIGHT, Status.CORRECTED, Status.REFUSED, Status.NOT_RUN)
 
     @property
     def why(self) -> str:
@@ -78,6 +79,8 @@ def judge(cell: Cell, answers: Answers, folder: Path, here: Release | None = Non
         folder: where traces lie.
         here: the DeepSpeed that they were made with; None: one of which nothing is known.
     """
+    if cell.not_run is not None:
+        return Result(cell, (CellFinding("not run", Status.NOT_RUN, cell.not_run),), 0.0)
     mine = {at: answers[at] for at in (one.title for one in calls_of(cell, folder)) if at in answers}
     seconds = sum(answer.get("seconds", 0.0) for answer in mine.values())
     refused = cell.refusal or _engine_refusal(cell, mine)
@@ -204,10 +207,15 @@ def _memory(cell: Cell, answers: Answers, known: str | None) -> CellFinding:
 
 def _gradient_bytes(scenario: Scenario, parameters: int) -> float:
     stage = scenario.config["zero_optimization"]["stage"]
-    return parameters * (4 if scenario.storage == "fp32" else 2) / (scenario.ranks if stage >= 2 else 1)
+    return (
+        parameters
+        * (4 if scenario.storage == "fp32" else 2)
+        / (scenario.ranks * scenario.sequence_parallel if stage >= 2 else 1)
+    )
 
 
 def equal(results: Iterable[Result]) -> bool:
-    """Whether there are cells, and all are good."""
+    """Whether cells were run, and all are good."""
     every = list(results)
-    return bool(every) and all(result.good for result in every)
+    run = [result for result in every if result.status is not Status.NOT_RUN]
+    return bool(run) and all(result.good for result in every)

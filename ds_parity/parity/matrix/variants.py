@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_parity.parity.matrix.caller_rows import CALLER
 from ds_parity.parity.matrix.deepspeed_rows import COMMUNICATION, MODEL, OPTIMIZER, SCHEDULER, STEP
 from ds_parity.parity.matrix.loop_rows import LOOPS
+from ds_parity.parity.matrix.model_rows import MODELS
 from ds_parity.parity.matrix.precision_rows import OFFLOAD, PRECISION
 from ds_parity.parity.matrix.window_rows import LOSSES, RANKS, WINDOW
 
@@ -14,6 +15,7 @@ VARIANTS = (
     *COMMUNICATION,
     *STEP,
     *MODEL,
+    *MODELS,
     *OPTIMIZER,
     *SCHEDULER,
     *WINDOW,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -84,6 +86,9 @@ class Scenario:
         objective: `policy_gradient` or `nll`.
         setup: `package.module:function`, called with the model, returns keywords of `initialize` (parameters, a
             client's optimizer, a client's scheduler), None: all parameters of the model.
+        context: `package.module:function`, called with a copy of the configuration, returns a context manager in which
+            engines build their model (`deepspeed.zero.Init`). References in plain torch build theirs outside of it.
+            None: no context.
         sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
             processes run.
         collation: `padded` or `packed`.
@@ -108,6 +113,7 @@ class Scenario:
     short: int = 0
     objective: str = "policy_gradient"
     setup: str | None = None
+    context: str | None = None
     sequence_parallel: int = 1
     collation: Literal["padded", "packed"] = "padded"
     micro_batch_tokens: int = 1024
@@ -242,6 +248,11 @@ class Scenario:
             return SeveralTerms(policy, units, settings.loss_reduction, self.objective)
         unit = _MEANS.get(settings.loss_weight, settings.loss_weight)
         return PolicyGradient(policy, unit, settings.loss_reduction, self.objective)
+
+    def build_for_engine(self) -> nn.Module:
+        """Return what `build` does, built where an engine's model is to be built."""
+        with nullcontext() if self.context is None else resolve(self.context)(copy.deepcopy(self.config)):
+            return self.build()
 
     def keywords(self, module: nn.Module) -> dict[str, Any]:
         """Return what `initialize` is given beside the model and the configuration."""

@@ -97,6 +97,7 @@ def _counted(engine: Any, scenario: Scenario) -> Iterator[int]:
             _measure(engine, batch)
             weight = {} if batch.weight is None else {"weight": batch.weight}
             engine.backward(loss, rollouts=batch.rollouts, prompts=batch.prompts, tokens=batch.tokens, **weight)
+            del loss  # its graph lives as long
         elif scenario.drive != "uneven":
             engine.idle(engine(**idle.inputs))
         yield index
@@ -129,6 +130,7 @@ def _handed_out(engine: Any, scenario: Scenario) -> Iterator[int]:
             loss = _divided(loss, batch, next(windows))
         _measure(engine, batch)
         engine.backward(loss)
+        del loss  # its graph lives as long
         yield index
 
 

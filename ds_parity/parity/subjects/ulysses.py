@@ -26,7 +26,7 @@ def placed(scenario: Scenario) -> tuple[nn.Module, Any]:
         ConfigError: the model is not the bundled decoder, and can't be sliced.
     """
     groups.mpu = None  # DeepSpeed keeps that of the engine before
-    module = scenario.build()
+    module = scenario.build_for_engine()
     if scenario.sequence_parallel == 1:
         return module, None
     mpu = _mpu(scenario.sequence_parallel)

@@ -1,17 +1,27 @@
 """The cells of the matrix: what is in it, and that each cell holds what its name says. No ranks are started."""
 
+import configparser
+from pathlib import Path
+
 import pytest
 
+from ds_parity.parity.matrix.cell_runs import calls_of
 from ds_parity.parity.matrix.cells import CHECKS, Cell, cells, merged
 from ds_parity.parity.matrix.known_faults import FAULTS
-from ds_parity.parity.matrix.variant import STAGES
+from ds_parity.parity.matrix.variant import STAGES, Extra, Variant
 from ds_parity.parity.matrix.variants import VARIANTS
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.subjects.oracle import windows_of
 
 ALL = cells()
 # What engine/ refuses can only be seen with an engine.
-BY_THE_ENGINE = ("client's ReduceLROnPlateau, by rollout", "a module used twice, checkpointed with reentry")
+BY_THE_ENGINE = {
+    "client's ReduceLROnPlateau, by rollout",
+    "a module used twice, checkpointed with reentry",
+    "zero.Init, other stages",
+    "DeepSpeed's MoE, ep_size 1",
+    "DeepSpeed's MoE, ep_size 2",
+}
 
 
 def by_name(name, stage):
@@ -51,7 +61,7 @@ def test_what_a_variant_names_exists(variant):
     assert all(len(reason) > 5 for reason in variant.left_out.values())
     assert set(variant.faults.values()) <= set(FAULTS)
     assert set(variant.refused) | set(variant.faults) <= set(variant.stages)
-    for name in ("model", "setup", "train"):
+    for name in ("model", "setup", "train", "context"):
         if name in variant.fields:
             assert resolve(variant.fields[name])
 
@@ -82,7 +92,23 @@ def test_windows_of_one_pass_and_of_forty():
 
 def test_the_probe_keeps_a_setup_that_freezes_and_no_other():
     assert by_name("frozen parameters", 1).probed.setup.endswith(":frozen")
+    assert by_name("reentrant checkpointing", 1).probed.setup.endswith(":adapters")
     assert by_name("client's torch SGD", 1).probed.setup is None
+
+
+def test_a_row_whose_packages_are_missing_is_not_run_and_says_what_to_install():
+    absent = Cell(Variant("model", "far off", needs=Extra("peft", ("json", "no_such_package_of_ours"))), 2)
+    assert absent.not_run == "no_such_package_of_ours is missing: install ds_parity[peft]"
+    assert calls_of(absent, Path("nowhere")) == ()
+    assert Cell(Variant("model", "here", needs=Extra("peft", ("json",))), 2).not_run is None
+
+
+def test_the_extras_that_rows_need_exist(pytestconfig):
+    known = configparser.ConfigParser()
+    known.read(pytestconfig.rootpath / "setup.cfg")
+    needed = {variant.needs.name for variant in VARIANTS if variant.needs}
+    assert "peft" in needed
+    assert needed <= {*known["options.extras_require"]}
 
 
 def test_a_patch_is_merged_section_by_section_and_none_removes():

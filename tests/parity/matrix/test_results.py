@@ -10,7 +10,7 @@ from ds_parity.config.releases import release
 from ds_parity.parity.matrix import pages, summary
 from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.matrix.results import Status, equal, judge
-from ds_parity.parity.matrix.variant import Variant
+from ds_parity.parity.matrix.variant import Extra, Variant
 from ds_parity.trace import Header, StepRecord, TraceWriter, Weights
 from tests.parity.report.reported import Page
 
@@ -132,6 +132,17 @@ def test_a_check_that_is_left_out_says_why(ran):
     without = Cell(replace(PLAIN.variant, left_out={"torch": "for a reason"}), 2)
     finding = next(f for f in judge(without, *ran).findings if f.check == "torch")
     assert (finding.status, finding.detail) == (Status.LEFT_OUT, "for a reason")
+
+
+def test_what_was_not_run_fails_nothing_and_proves_nothing(ran):
+    absent = Cell(Variant("model", "far off", needs=Extra("peft", ("no_such_package_of_ours",))), 2)
+    result = judge(absent, *ran)
+    assert (result.status, result.good) == (Status.NOT_RUN, True)
+    assert "install ds_parity[peft]" in result.why
+    assert equal([judge(PLAIN, *ran), result])
+    assert not equal([result])
+    assert "| far off | - | - | not run [1] | - |" in summary.markdown([result], "deepspeed 1.2.3")
+    assert "1. not run: no_such_package_of_ours is missing" in summary.markdown([result], "deepspeed 1.2.3")
 
 
 def test_refusals_are_good_only_where_the_matrix_expects_them(tmp_path):

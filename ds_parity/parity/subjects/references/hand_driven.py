@@ -28,6 +28,7 @@ from ds_parity.parity.subjects.oracle import (
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
 from ds_parity.parity.subjects.references.private_state import (
     averages_over_ranks,
+    clip_by_all_experts,
     corrected_step,
     missing_loss_scale,
     scales_losses,
@@ -79,6 +80,8 @@ class HandDriven:
         self.scenario, self._settings, self._record = scenario, scenario.settings, record
         self._corrects = corrects
         self.engine = initialize(scenario)
+        if corrects:
+            clip_by_all_experts(self.engine)
         begin(record, self.engine.module)
         batches = scenario.batches()
         self._own = own_batches(scenario, batches)

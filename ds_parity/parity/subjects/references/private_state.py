@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -41,6 +44,33 @@ def keep_clip_norm(engine: Any) -> None:
         engine._global_grad_norm = clip_grad_norm_(
             parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
         )
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def clip_by_all_experts(engine: Any) -> None:
+    """Let the engine clip by the norm of the whole gradient where experts lie on different ranks, on ZeRO 0 in fp32.
+
+    DeepSpeed takes the mean of the ranks' norms, each of a rank's own experts and of what all have
+    (tools/deepspeed_faults/expert_norm_zero0.py).
+    """
+    layers = [one for one in engine.module.modules() if isinstance(one, MOELayer) and one.ep_size > 1]
+    if not layers or engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
+        return
+    group = layers[0].ep_group  # the harness has no model of layers that are shared by other ranks each
+
+    def clip_fp32_gradients() -> None:
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        common, own = torch.zeros(()), torch.zeros(())
+        for parameter in trained:
+            square = parameter.grad.float().pow(2).sum()
+            common, own = (common + square, own) if getattr(parameter, "allreduce", True) else (common, own + square)
+        dist.all_reduce(own, group=group)
+        norm = (common + own).sqrt()
+        factor = torch.clamp(engine.gradient_clipping() / (norm + 1e-6), max=1.0)
+        for parameter in trained:
+            parameter.grad.mul_(factor)
+        engine._global_grad_norm = norm
 
     engine.clip_fp32_gradients = clip_fp32_gradients
 
