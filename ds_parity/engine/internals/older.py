@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.guards import ENGINE, INIT, ZERO12, source
 from ds_parity.engine.internals.installed import before
+from ds_parity.engine.internals.older_overflow import supply_overflow
 from ds_parity.engine.internals.older_surface import OlderBf16, OlderHalf
 from ds_parity.engine.internals.older_zero3 import supply_zero3
 from ds_parity.engine.internals.older_zero12 import supply_zero12
@@ -101,6 +102,8 @@ def supply(engine: Engine) -> None:
     ):
         # Up to 0.18.5 a backward's end counts it, and nothing is left for the forward to clear.
         optimizer.clear_backward_seen_flag = _nothing
+    if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        supply_overflow(engine, optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         supply_zero12(optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):

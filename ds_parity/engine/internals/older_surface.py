@@ -71,6 +71,9 @@ class OlderZero3(Protocol):
     optimizer_swapper: Swapper
     partition_grads: Callable[..., Any]
     get_param_id: Callable[[Zero3Parameter], int]
+    dtype: torch.dtype
+    check_overflow: Callable[[], None]
+    _overflow_check_and_loss_scale_update: Callable[[], bool]
     _pre_step: Callable[[], None]
     _constant_buffered_norm2: Callable[[torch.Tensor], Any]
     _swappable_optimizer_subgroup: Callable[[int], bool]
@@ -84,11 +87,14 @@ class OlderZero3(Protocol):
 
 
 class OlderBf16(Protocol):
-    """BF16_Optimizer before 0.19.0."""
+    """BF16_Optimizer before 0.19.8."""
 
     scale_if_loss: Callable[[Any], Any]
     backward_epilogue: Callable[..., None]
     clear_lp_grads: Callable[..., None]
+    clear_hp_grads: Callable[..., None]
+    get_grads_for_norm: Callable[..., tuple[list[torch.Tensor], Any]]
+    step: Callable[..., None]
 
 
 class OlderHalf(Protocol):

@@ -77,6 +77,7 @@ class Engine(Protocol):
 
     # DeepSpeed's own.
     basic_optimizer: Any
+    config: Any  # what it was given: a dictionary, or None
     checkpoint_engine: CheckpointEngine
     gradient_average: bool
     has_moe_layers: bool
