@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ds_parity.config import Settings, parse, refuse_misspelt
+from ds_parity.config.autotp import autotp_size
 from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.rollouts import informative, line_turns, load_rollouts, shorten
@@ -84,8 +85,10 @@ class Scenario:
         objective: `policy_gradient` or `nll`.
         setup: `package.module:function`, called with the model, returns keywords of `initialize` (parameters, a
             client's optimizer, a client's scheduler), None: all parameters of the model.
-        sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
-            processes run.
+        built: `package.module:function`, called with every engine once it is built (`engine.compile()`), None: nothing.
+        between: `package.module:function`, called with every engine after each window (`engine.offload_states()`),
+            None: nothing. References in plain torch have no engine, and call neither.
+        sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1).
         collation: `padded` or `packed`.
         micro_batch_tokens: the most tokens in a planned micro-batch (>= 1).
         turns: planned rollouts are cut into one sequence for each turn (a line of the completion).
@@ -108,6 +111,8 @@ class Scenario:
     short: int = 0
     objective: str = "policy_gradient"
     setup: str | None = None
+    built: str | None = None
+    between: str | None = None
     sequence_parallel: int = 1
     collation: Literal["padded", "packed"] = "padded"
     micro_batch_tokens: int = 1024
@@ -174,6 +179,16 @@ class Scenario:
     def _totals_known(self) -> bool:
         settings = parse(self.config)
         return settings is None or of_one_unit(settings) or settings.lookahead == "window"
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share a micro-batch, by sequence parallelism or by the configuration's AutoTP."""
+        return self.sequence_parallel * autotp_size(self.config)
+
+    @property
+    def processes(self) -> int:
+        """How many processes run it: the data-parallel ranks, and those that share their micro-batches."""
+        return self.ranks * self.sharing
 
     @property
     def dtype(self) -> str:
