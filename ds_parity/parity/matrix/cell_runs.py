@@ -22,7 +22,7 @@ _ATTEMPT = "ds_parity.parity.matrix.attempt"
 
 def calls_of(cell: Cell, folder: Path) -> tuple[Call, ...]:
     """Return what ranks run for a cell; titles say which answer is whose."""
-    if cell.refusal is not None:
+    if cell.lacking is not None or cell.refusal is not None:
         return ()
     if cell.stage in cell.variant.refused:
         return (Call(f"{cell.name}: refusal", f"{_ATTEMPT}:attempt_engine", {"scenario": cell.ragged.to_json()}),)
@@ -49,7 +49,7 @@ def run_cells(
         patience: seconds that a single call may take.
     """
     answers: Answers = {}
-    for ranks, group in groupby(sorted(cells, key=lambda cell: cell.ranks), key=lambda cell: cell.ranks):
+    for ranks, group in groupby(sorted(cells, key=lambda cell: cell.processes), key=lambda cell: cell.processes):
         calls = [call for cell in group for call in calls_of(cell, folder)]
         launches = 0
         while calls:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
+from ds_parity.parity.matrix.needed import lacking
 from ds_parity.parity.matrix.variant import Variant
 from ds_parity.parity.matrix.variants import VARIANTS
 from ds_parity.parity.running.scenario import Scenario
@@ -36,6 +37,11 @@ class Cell:
     def ranks(self) -> int:
         """Data-parallel ranks."""
         return int(self.variant.fields.get("ranks", 2))
+
+    @property
+    def processes(self) -> int:
+        """All ranks that run it."""
+        return self.ragged.processes
 
     @cached_property
     def ragged(self) -> Scenario:
@@ -64,6 +70,11 @@ class Cell:
         except ConfigError as error:
             return str(error)
         return None
+
+    @property
+    def lacking(self) -> str | None:
+        """What is not installed and would be needed to run it, None where nothing is missing."""
+        return lacking(self.variant.needs)
 
     @property
     def left_out(self) -> dict[str, str]:

@@ -56,12 +56,14 @@ class Result:
         """The worst status of its checks."""
         order = (Status.FAILED, Status.DIFFERS, Status.REFUSED, Status.CORRECTED, Status.RIGHT)
         statuses = {finding.status for finding in self.findings}
+        if statuses == {Status.LEFT_OUT} and self.cell.lacking is not None:
+            return Status.LEFT_OUT
         return next((status for status in order if status in statuses), Status.FAILED)
 
     @property
     def good(self) -> bool:
-        """Whether the cell is right, or refused as it should be."""
-        return self.status in (Status.RIGHT, Status.CORRECTED, Status.REFUSED)
+        """Whether the cell is right, or refused as it should be, or needs what is not installed."""
+        return self.status in (Status.RIGHT, Status.CORRECTED, Status.REFUSED, Status.LEFT_OUT)
 
     @property
     def why(self) -> str:
@@ -78,6 +80,8 @@ def judge(cell: Cell, answers: Answers, folder: Path, here: Release | None = Non
         folder: where traces lie.
         here: the DeepSpeed that they were made with; None: one of which nothing is known.
     """
+    if cell.lacking is not None:
+        return Result(cell, (CellFinding("all", Status.LEFT_OUT, cell.lacking),), 0.0)
     mine = {at: answers[at] for at in (one.title for one in calls_of(cell, folder)) if at in answers}
     seconds = sum(answer.get("seconds", 0.0) for answer in mine.values())
     refused = cell.refusal or _engine_refusal(cell, mine)

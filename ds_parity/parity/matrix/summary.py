@@ -16,6 +16,7 @@ _STYLES = {
     Status.RIGHT: "green",
     Status.CORRECTED: "cyan",
     Status.REFUSED: "yellow",
+    Status.LEFT_OUT: "dim",
     Status.DIFFERS: "bold red",
     Status.FAILED: "bold red",
 }

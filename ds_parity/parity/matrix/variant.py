@@ -39,6 +39,7 @@ class Variant:
         left_out: check to the reason why it is not made.
         faults: stage to the fault of DeepSpeed (`matrix.faults`), which shows in the comparison with `deepspeed`.
         refused: stages on which ds_parity refuses the configuration.
+        needs: what must be installed beside ds_parity (`matrix.needed`); where it is not, the row is shown as left out.
         quick: stages that belong to the quick subset.
     """
 
@@ -52,6 +53,7 @@ class Variant:
     left_out: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
+    needs: tuple[str, ...] = ()
     quick: tuple[int, ...] = ()
 
 

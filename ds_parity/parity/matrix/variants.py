@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_parity.parity.matrix.caller_rows import CALLER
 from ds_parity.parity.matrix.deepspeed_rows import COMMUNICATION, MODEL, OPTIMIZER, SCHEDULER, STEP
+from ds_parity.parity.matrix.engine_rows import AUTOTP, COMPILED, MOVED, SWAPPED
 from ds_parity.parity.matrix.precision_rows import OFFLOAD, PRECISION
 from ds_parity.parity.matrix.window_rows import LOSSES, RANKS, WINDOW
 
@@ -18,5 +19,9 @@ VARIANTS = (
     *WINDOW,
     *LOSSES,
     *CALLER,
+    *AUTOTP,
+    *MOVED,
+    *COMPILED,
+    *SWAPPED,
     *RANKS,
 )
