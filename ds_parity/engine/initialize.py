@@ -22,7 +22,7 @@ from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.older import building
-from ds_parity.engine.internals.tensor_groups import ranks_apart, with_recorded
+from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_remembered, with_recorded
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
@@ -273,6 +273,8 @@ def data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> int
     """
     if autotp_size(config) > 1:
         return ranks_apart(config, mpu, mesh_param)
+    if mpu is None and not mesh_param:
+        refuse_remembered()
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
     sequence = sequence_parallel_size(mpu, mesh_param, config)

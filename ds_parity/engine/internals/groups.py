@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.engine.internals.surface import Engine
-from ds_parity.engine.internals.tensor_groups import peers_of, refuse_remembered
+from ds_parity.engine.internals.tensor_groups import peers_of
 from ds_parity.engine.ranks.wire import Peers
 from ds_parity.errors import ConfigError
 
@@ -86,7 +86,6 @@ def members_of(engine: Engine, size: int) -> Members:
         )
     # Without sequence parallelism DeepSpeed leaves the other two groups unset.
     if size == 1:
-        refuse_remembered(engine)
         group = engine.data_parallel_group
         return Members(group, dist.get_world_size(group), Peers())
     group, peers = engine.seq_data_parallel_group, dist.get_process_group_ranks(engine.seq_parallel_group)

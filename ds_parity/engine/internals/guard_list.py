@@ -528,7 +528,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         RUNTIME + "config:DeepSpeedConfig",
         "__init__",
-        "config/rewrite.py",
+        "internals/tensor_groups.py",
         "the batch is checked by all ranks, AutoTP's too, so none is written there",
         ("self.world_size = dist.get_world_size()",),
     ),

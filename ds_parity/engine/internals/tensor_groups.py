@@ -22,7 +22,7 @@ from ds_parity.errors import ConfigError
 _HEAD_NORM: Final = re.compile(r"\b(?:q|k|query|key)_?(?:layer)?_?norm\b")
 _REMEMBERED: Final = (
     "deepspeed.utils.groups keeps the groups of an earlier AutoTP engine of this process; start a new process for "
-    "engines of another tensor_parallel.autotp_size"
+    "engines of another size"
 )
 
 
@@ -85,18 +85,16 @@ def peers_of(engine: Engine, size: int) -> list[int]:
     return peers
 
 
-def refuse_remembered(engine: Engine) -> None:
-    """Raise ConfigError where an engine without AutoTP has taken the groups of an earlier one that had it.
+def refuse_remembered() -> None:
+    """Raise ConfigError where DeepSpeed would give an engine without AutoTP the groups of an earlier one that had it.
 
-    Args:
-        engine: the bare engine.
+    It would end in DeepSpeed's own AttributeError (runtime/engine.py, _configure_distributed_model).
     """
     groups = deepspeed.utils.groups
-    if engine.mpu is None and groups.mpu is groups and groups.mesh_device is None:
+    if groups.mpu is groups and groups.mesh_device is None:
         raise ConfigError(
-            "the configuration has no tensor_parallel.autotp_size, but DeepSpeed sums gradients over "
-            f"{dist.get_world_size(engine.data_parallel_group)} of {dist.get_world_size()} ranks: {_REMEMBERED}, or "
-            "set deepspeed.utils.groups.mpu to None before initialize()"
+            "the configuration has no tensor_parallel.autotp_size, but an earlier engine of this process had it: "
+            f"{_REMEMBERED}, or set deepspeed.utils.groups.mpu to None before initialize()"
         )
 
 
