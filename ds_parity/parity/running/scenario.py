@@ -153,6 +153,21 @@ class Scenario:
                 "bundled attention takes whole rows there; choose collation 'padded'"
             )
 
+        if (shared := autotp_size(self.config)) > 1:
+            self._refuse_undivided(shared)
+
+    def _refuse_undivided(self, shared: int) -> None:
+        if self.sequence_parallel > 1:
+            raise ConfigError(
+                f"scenario {self.name!r}: tensor_parallel.autotp_size = {shared} and sequence_parallel "
+                f"{self.sequence_parallel}: DeepSpeed forgets the groups of one of them; choose one"
+            )
+        if self.model.startswith("ds_parity.parity.data.model:"):
+            raise ConfigError(
+                f"scenario {self.name!r}: tensor_parallel.autotp_size = {shared} with the bundled decoder, which "
+                "AutoTP has no plan for; give a model of transformers (--model hf:config.json), or a function of your own"
+            )
+
     @property
     def settings(self) -> Settings:
         """The extra keys.

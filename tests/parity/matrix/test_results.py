@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ds_parity.config.releases import release
-from ds_parity.parity.matrix import pages, summary
+from ds_parity.parity.matrix import needed, pages, summary
+from ds_parity.parity.matrix.cell_runs import calls_of
 from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.matrix.results import Status, equal, judge
 from ds_parity.parity.matrix.variant import Variant
@@ -27,6 +28,18 @@ GOOD_PROBE = {
     "error": 0.0,
     "pattern": "as expected",
 }
+
+
+def test_a_cell_that_needs_what_is_not_installed_is_left_out_by_name(monkeypatch, tmp_path):
+    """It is neither right nor wrong, no rank runs it, and the table says what it needs."""
+    monkeypatch.setitem(needed._CHECKS, "transformers", lambda: False)
+    cell = Cell(Variant("AutoTP", "divided", needs=("transformers",)), 2)
+    assert calls_of(cell, tmp_path) == ()
+    result = judge(cell, {}, tmp_path)
+    assert (result.status, result.good) == (Status.LEFT_OUT, True)
+    text = summary.markdown([result], "deepspeed 1.2.3")
+    assert "1 cells: 1 left out (deepspeed 1.2.3)." in text
+    assert "1. all: not run: transformers would be needed, and can't be found here" in text
 
 
 def step(number, **changes):
