@@ -165,7 +165,7 @@ class Scenario:
         if self.model.startswith("ds_parity.parity.data.model:"):
             raise ConfigError(
                 f"scenario {self.name!r}: tensor_parallel.autotp_size = {shared} with the bundled decoder, which "
-                "AutoTP has no plan for; give a model of transformers (--model hf:config.json), or a function of your own"
+                "AutoTP has no plan for; give a model of transformers (--model hf:config.json), or one of your own"
             )
 
     @property
