@@ -1,4 +1,4 @@
-"""Every weight of a model, whatever ZeRO stage has it, in the precision in which the engine keeps it.
+"""Every weight of a model, whatever ZeRO stage or AutoTP rank has it, in the precision in which the engine keeps it.
 
 Engines of bf16 and fp16 train a copy in fp32 (master weights), and the model runs a rounded one. What training has
 changed since the start is often smaller than that rounding: the copy alone shows it.
@@ -48,7 +48,7 @@ def every_stored(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor
     for parameter in module.parameters():
         # One at a time, so that never more than one parameter is whole on the device.
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            stored = parameter.detach().flatten().cpu().clone()
+            stored = _whole(parameter, parameter.detach()).flatten().cpu().clone()
         yield parameter, stored
 
 
@@ -101,4 +101,21 @@ def _master(parameter: nn.Parameter) -> torch.Tensor | None:
         whole = safe_get_full_fp32_param(parameter)
     except (KeyError, AttributeError):  # ZeRO 3 looks up every parameter, and its optimizer was not given this one
         return None
-    return None if whole is None else whole.detach().flatten().float().cpu()
+    return None if whole is None else _whole(parameter, whole.detach()).flatten().float().cpu()
+
+
+def _whole(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """Return a parameter over all ranks that hold parts of it by AutoTP; without AutoTP, the part is the whole.
+
+    Args:
+        parameter: of the model.
+        part: this rank's values of it, whole but for AutoTP.
+    """
+    gather = getattr(parameter, "gather_params", None)
+    if gather is None:
+        return part
+    # It puts what it gathers into the tensor that it is given. DeepSpeed's own context (GatherReplacedLayerParams)
+    # gives it the parameter, which is then no longer a part of BF16_Optimizer's buffer, and is stepped no more.
+    copied = part.clone().view(getattr(parameter, "ds_shape", parameter.shape))
+    gather([copied])
+    return copied

@@ -88,10 +88,8 @@ class RankSet:
 
     def train(self, scenario, *engines):
         """Register runs of a scenario, one with each engine, that leave traces; several modules may ask for one."""
-        if scenario.ranks * scenario.sequence_parallel != self.ranks:
-            raise ValueError(
-                f"{scenario.name} takes {scenario.ranks * scenario.sequence_parallel} ranks, not {self.ranks}"
-            )
+        if scenario.processes != self.ranks:
+            raise ValueError(f"{scenario.name} takes {scenario.processes} ranks, not {self.ranks}")
         for engine in engines:
             self._register(title(scenario, engine), scenario, lambda folder, _, by=engine: call(scenario, by, folder))
 

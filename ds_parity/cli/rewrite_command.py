@@ -13,10 +13,11 @@ def rewrite(config: Config, ranks: Ranks = 1) -> None:
     """Print the plain DeepSpeed JSON to standard output, and what was changed and why to standard error."""
     from ds_parity.config import load_config, refuse_misspelt
     from ds_parity.config import rewrite as rewritten
+    from ds_parity.config.autotp import data_parallel_ranks
 
     extended = load_config(config)
     refuse_misspelt(extended)
-    result = rewritten(extended, ranks)
+    result = rewritten(extended, data_parallel_ranks(extended, ranks))
     sys.stdout.write(json.dumps(result.config, indent=2) + "\n")
     for change in result.changes:
         line = f"{change.key}: {change.before!r} -> {change.after!r}: {change.why}"

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ds_parity.config.autotp import AUTOTP as SIZE_OF_AUTOTP
+from ds_parity.config.autotp import autotp_size
 from ds_parity.config.faults import ABSENT
 from ds_parity.config.refusals import FP32_NAMES
 from ds_parity.config.settings import AUTO, SECTION
@@ -138,6 +140,7 @@ SCATTERED: Final = Feature(
     ),
     "zero_optimization.contiguous_gradients",
 )
+AUTOTP: Final = Feature("AutoTP", lambda asked: autotp_size(asked.config) > 1, SIZE_OF_AUTOTP)
 CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")
 COALESCED: Final = Feature("coalesce_grad_reduction()", _never, "")
 LEFT_OUT: Final = Feature("parameters that some passes leave out", _never, "")
@@ -149,6 +152,7 @@ FEATURES: Final = (
     *(_autocast(stage, precision) for stage in range(4) for precision in ("bf16", "fp16")),
     OVERLAP,
     SCATTERED,
+    AUTOTP,
     CALLERS,
     COALESCED,
     LEFT_OUT,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ds_parity.config.autotp import AUTOTP
 from ds_parity.config.faults import ABSENT, Fault
 from ds_parity.config.settings import AUTO
 
@@ -151,15 +152,9 @@ def _reduction(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     if reader.text("gradient_allreduce_op") == "sum" and stage == 3:
         rule = "ZeRO stage 3 can only average over ranks, and DeepSpeed refuses it"
         yield Fault("gradient_allreduce_op", "sum", rule, 'write "mean": ds_parity undoes the mean')
-    if (ranks := reader.number("tensor_parallel.autotp_size", 0)) > 1:
-        rule = (
-            "AutoTP is not supported: its ranks share each micro-batch, and counts would be summed once for each of "
-            "them (DeepSpeed checks the batch size by another number of data-parallel ranks there, too)"
-        )
-        way_out = (
-            "leave tensor_parallel out, and use ZeRO stage 3 for the weights, or sequence parallelism for long rows"
-        )
-        yield Fault("tensor_parallel.autotp_size", ranks, rule, way_out)
+    shared = reader.number(AUTOTP, 0)
+    if shared < 0 or shared != int(shared):
+        yield Fault(AUTOTP, shared, "must be a whole number from 0", "write how many ranks share a model, 0 for none")
     size = reader.number("sequence_parallel_size", 1)
     if size < 1 or size != int(size):
         yield Fault(

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_parity.config.autotp import autotp_size
 from ds_parity.config.faults import ABSENT, Fault, refuse
 from ds_parity.config.load import plain_copy
 from ds_parity.config.refusals import refusals
@@ -26,6 +27,10 @@ _CLIPPING_WHY = (
 )
 _MANAGED_WHY = (
     "ds_parity sets the boundary itself, and DeepSpeed's set_gradient_accumulation_boundary asserts without it"
+)
+_AUTOTP_WHY = (
+    "DeepSpeed checks it by all ranks, and on ZeRO 3 once more by the data-parallel ones, which AutoTP makes fewer; it "
+    "computes the number itself"
 )
 _AUTO_WHY = 'left as it is while train_micro_batch_size_per_gpu is "auto": what fills that in settles the batch'
 
@@ -72,7 +77,7 @@ def rewrite(config: Mapping[str, Any], dp_world_size: int) -> Rewrite:
     if not is_count(dp_world_size):
         refuse([Fault("dp_world_size", dp_world_size, COUNT_RULE, "give the number of data-parallel ranks")])
     assert settings is not None
-    batch = _Batch(settings, dp_world_size)
+    batch = _Batch(settings, dp_world_size, autotp_size(config))
     refuse([*batch.faults(config), *refusals(config)])
     draft = _Draft(plain_copy(config))
     draft.remove(PASSES, "read by ds_parity; it is no key of DeepSpeed")
@@ -111,10 +116,19 @@ class _Draft:
 
 @dataclass(frozen=True)
 class _Batch:
-    """DeepSpeed's batch triple for a number of passes, and the arithmetic behind it."""
+    """DeepSpeed's batch triple for a number of passes, and the arithmetic behind it.
+
+    Attributes:
+        settings: the extra keys.
+        ranks: data-parallel ranks.
+        sharing: ranks that share each micro-batch by AutoTP. DeepSpeed takes them for data-parallel ones where it
+            checks `train_batch_size` (runtime/config.py, 0.19.8), but for the second look that ZeRO 3 takes at it
+            (zero/partition_parameters.py, Init). So none is written.
+    """
 
     settings: Settings
     ranks: int
+    sharing: int = 1
 
     @property
     def passes(self) -> int:
@@ -130,7 +144,7 @@ class _Batch:
     def train_batch_size(self) -> int | None:
         """What DeepSpeed is given; None while the micro-batch size is "auto". May be greater than any count."""
         micro = self.settings.train_micro_batch_size_per_gpu
-        return micro * self.steps * self.ranks if isinstance(micro, int) else None
+        return micro * self.steps * self.ranks * self.sharing if isinstance(micro, int) else None
 
     @property
     def steps_why(self) -> str:
@@ -163,12 +177,13 @@ class _Batch:
     def _batch_faults(self, given: int) -> Iterator[Fault]:
         micro = self.settings.train_micro_batch_size_per_gpu
         if not isinstance(micro, int):
-            if given % self.passes and given % (self.steps * self.ranks):
+            if given % self.passes and given % (self.steps * self.ranks * self.sharing):
                 rule = f"no micro-batch size fits: {given} / {self.passes} passes = {given / self.passes:.4g}"
                 yield Fault(BATCH, given, rule, f"write a multiple of {self.passes}, or leave it out")
             return
         if not self.settings.passes:
-            rule = f"is not {micro} a micro-batch x {self.ranks} ranks = {self.train_batch_size}: {self.steps_why}"
+            ranks = self.ranks * self.sharing
+            rule = f"is not {micro} a micro-batch x {ranks} ranks = {self.train_batch_size}: {self.steps_why}"
             yield Fault(BATCH, given, rule, "leave it out")
             return
         target = self.settings.target
@@ -198,4 +213,7 @@ class _Batch:
         uneven = "" if self.passes % self.ranks == 0 else f"; {self.steps_why}"
         draft.set(MICRO, micro, f"{BATCH} / {PASSES} = {draft.config.get(BATCH)} / {self.passes} = {micro}")
         draft.set(STEPS, self.steps, self.steps_why)
-        draft.set(BATCH, batch, batch_why + uneven)
+        if self.sharing > 1:
+            draft.remove(BATCH, _AUTOTP_WHY)
+        else:
+            draft.set(BATCH, batch, batch_why + uneven)

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ds_parity.config.faults import Fault
-from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, SCATTERED, Feature, Wanted, named
+from ds_parity.config.features import AUTOTP, COALESCED, FEATURES, LEFT_OUT, SCATTERED, Feature, Wanted, named
 from ds_parity.config.releases import Release, release
 
 OLDEST: Final = release("0.18.4")
@@ -144,6 +144,14 @@ ENTRIES: Final = (
         "0.19.7 were not measured",
         right_from=release("0.19.8"),
         way_out="leave contiguous_gradients out, which is true then",
+    ),
+    Entry(
+        (AUTOTP.name,),
+        Verdict.REFUSED,
+        "its gradients and norms were not measured there",
+        "measured on 0.19.8 alone, where they are right but for a norm on ZeRO 0",
+        right_from=release("0.19.8"),
+        way_out="leave tensor_parallel out",
     ),
     Entry(
         (COALESCED.name,),

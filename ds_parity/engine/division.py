@@ -28,7 +28,7 @@ class Division:
         adapter: of the engine's optimizer wrapper.
         meter: where the window's loss is summed.
         ranks: data-parallel ranks (>= 1).
-        peers: ranks that share a micro-batch, 1 without sequence parallelism.
+        peers: ranks that share a micro-batch and whose gradients DeepSpeed adds up, 1 without sequence parallelism.
     """
 
     def __init__(self, adapter: Adapter, meter: Meter, ranks: int, peers: int) -> None:

@@ -98,7 +98,7 @@ class Driver(AmongRanks):
         self.meter = Meter(torch.device(engine.device), members.group, over, peers.size)
         by_rollout = settings.lr_progress == "rollout"
         self.boundary = Boundary(self.adapter, self.ledger, self.meter, by_rollout=by_rollout)
-        self._division = Division(self.adapter, self.meter, self.ranks, peers.size)
+        self._division = Division(self.adapter, self.meter, self.ranks, members.summed)
         self._stepped = True
         self._lost = ""  # why the open window can't go on: something in it has raised
         self._finished = False

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_parity.config import Settings, load_config, misspelt, parse, rewrite, versions
+from ds_parity.config.autotp import autotp_size
 from ds_parity.config.faults import refuse
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
@@ -21,6 +22,7 @@ from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.older import building
+from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_remembered, with_recorded
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
@@ -153,7 +155,7 @@ def honoured(
         ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right.
         RankDesyncError: ranks were given different configurations or models, or another one raised.
     """
-    mpu, mesh_param = keywords.get("mpu"), keywords.get("mesh_param")
+    mpu, mesh_param, extended = keywords.get("mpu"), keywords.get("mesh_param"), with_recorded(extended)
     optimizer, sequence = _optimizer_of(keywords, extended), 1
     with telling(mpu):
         if optimizer is not None:
@@ -273,8 +275,15 @@ def _without_config(args: Any) -> Any:
 def data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> int:
     """Return how many ranks hold different micro-batches, as DeepSpeed counts them when it checks the batch size.
 
-    runtime/config.py, 0.19.8. The process group must be there.
+    runtime/config.py, 0.19.8, which knows nothing of AutoTP: `rewrite` does. The process group must be there.
+
+    Raises:
+        ConfigError: AutoTP or sequence parallelism can't be right as they are asked for.
     """
+    if autotp_size(config) > 1:
+        return ranks_apart(config, mpu, mesh_param)
+    if mpu is None and not mesh_param:
+        refuse_remembered()
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
     sequence = sequence_parallel_size(mpu, mesh_param, config)

@@ -170,7 +170,8 @@ REFUSED = [
     ({"elasticity": {"enabled": True}}, "elasticity.enabled = true", "remove the section"),
     ({"autotuning": {"enabled": True}}, "autotuning.enabled = true", "remove the section"),
     ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled = true", "set it to false"),
-    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size = 2", "sequence parallelism"),
+    ({"tensor_parallel": {"autotp_size": -1}}, "tensor_parallel.autotp_size = -1", "how many ranks share a model"),
+    ({"tensor_parallel": {"autotp_size": 1.5}}, "tensor_parallel.autotp_size = 1.5", "how many ranks share a model"),
     ({"sequence_parallel_size": 0}, "sequence_parallel_size = 0", "how many ranks share a sequence"),
     ({"sequence_parallel_size": 1.5}, "sequence_parallel_size = 1.5", "how many ranks share a sequence"),
     (

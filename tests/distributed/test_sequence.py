@@ -207,9 +207,7 @@ class TestCounts:
 
     def test_a_rank_that_differs_from_its_peer_ends_in_an_error_on_every_rank(self, four_ranks):
         for said in four_ranks.of(different_counts)["one"]:
-            assert said.startswith(
-                "RankDesyncError: sequence-parallel ranks of one group passed different counts: rank 2 "
-            )
+            assert said.startswith("RankDesyncError: ranks that share a micro-batch passed different counts: rank 2 ")
             assert "tokens=10); rank 3 Counts(rollouts=1, prompts=0, tokens=11)." in said
             assert "rank 0" not in said
 

@@ -99,6 +99,7 @@ OTHERS = {
     *("last_epoch", "mul_", "narrow", "nominal", "optim", "param_groups", "parameters", "passes"),
     *("register_step_post_hook", "remove", "resolves_data_dependency", "rollouts", "state", "synchronize"),
     *("target", "values", "view", "whole", "zero_", "zeros", "zeros_like"),
+    *("compile", "get_tensor_model_parallel_group", "index", "mesh_device", "search"),
     *("WeakSet", "_stepped", "add", "begin", "discard", "end", "explain", "refuse"),
     *("append", "clear", "copy_", "data", "device_name", "numel", "proxy", "setdefault", "view_as", "waits"),
     *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),

@@ -232,3 +232,29 @@ def test_what_verify_runs_writes_nothing_that_the_configuration_names():
         assert scenario.config["ds_parity"] == {"loss_weight": "token"}
         assert "csv_monitor" not in scenario.config
     assert config["ds_parity"]["trace"] == "run.jsonl"
+
+
+DIVIDED = {
+    "tensor_parallel": {"autotp_size": 2},
+    "gradient_accumulation_passes": 4,
+    "train_micro_batch_size_per_gpu": 1,
+}
+
+
+def test_ranks_that_share_a_model_are_processes_of_their_own():
+    model = "ds_parity.parity.matrix.engine_setups:llama"
+    scenario = Scenario("divided", DIVIDED, ranks=2, model=model)
+    assert (scenario.sharing, scenario.processes) == (2, 4)
+    assert Scenario("whole", {**DIVIDED, "tensor_parallel": {}}, ranks=2).processes == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "with the bundled decoder, which AutoTP has no plan for"),
+        ({"model": "own:model", "sequence_parallel": 2}, "and sequence_parallel 2"),
+    ],
+)
+def test_what_autotp_can_not_divide_is_refused_before_a_rank_is_started(fields, says):
+    with pytest.raises(ConfigError, match=says):
+        Scenario("divided", DIVIDED, **fields)

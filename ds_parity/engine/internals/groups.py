@@ -1,4 +1,6 @@
-"""Sequence parallelism: ranks that hold slices of the same micro-batch, and count it once.
+"""Ranks that step together, and those among them that share a micro-batch and count it once.
+
+They share it by sequence parallelism, where each has a slice of it, or by AutoTP, where each has a part of the model.
 
 What is said of DeepSpeed here was read and measured in 0.19.8, on 4 ranks in groups of 2; tests/distributed/
 test_sequence.py measures it again. `ds_process_group` is what zero.Init leaves on a ZeRO 3 parameter.
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.internals.tensor_groups import peers_of
 from ds_parity.engine.ranks.wire import Peers
 from ds_parity.errors import ConfigError
 
@@ -24,14 +27,17 @@ class Members:
     """The ranks that step together.
 
     Attributes:
-        group: process group of all of them, data- x sequence-parallel.
+        group: process group of all of them, data- x sequence-parallel, or data- x tensor-parallel.
         ranks: data-parallel ranks (>= 1): as many micro-batches as a pass has.
         peers: this rank among those that share its micro-batch.
+        summed: how many of the peers' gradients DeepSpeed adds up: all with sequence parallelism, and of AutoTP's,
+            whose ranks have gradients of other parameters, each its own (1).
     """
 
     group: Any
     ranks: int
     peers: Peers
+    summed: int = 1
 
 
 def sequence_parallel_size(mpu: Any, mesh_param: Any, config: Mapping[str, Any]) -> int:
@@ -68,6 +74,10 @@ def members_of(engine: Engine, size: int) -> Members:
     Raises:
         ConfigError: the engine has groups of another size, or sums gradients wrongly over them.
     """
+    if (tensor := max(1, engine.autotp_size())) > 1:
+        own = peers_of(engine, tensor)
+        here = Peers(tensor, own.index(dist.get_rank()), own[0])
+        return Members(dist.group.WORLD, dist.get_world_size() // tensor, here)
     if engine.sequence_parallel_size != size:
         raise ConfigError(
             f"DeepSpeed took a sequence-parallel size of {engine.sequence_parallel_size}, but {size} was asked for: it "
@@ -81,7 +91,7 @@ def members_of(engine: Engine, size: int) -> Members:
     group, peers = engine.seq_data_parallel_group, dist.get_process_group_ranks(engine.seq_parallel_group)
     _refuse_wrong_sums(engine, set(peers))
     here = Peers(size, dist.get_rank(engine.seq_parallel_group), peers[0])
-    return Members(group, dist.get_world_size(group) // size, here)
+    return Members(group, dist.get_world_size(group) // size, here, size)
 
 
 def groups_of(engine: Engine) -> list[Any]:

@@ -495,6 +495,55 @@ GUARDS: tuple[Guard, ...] = (
         "sequence-parallel one; if this fails, it may be right now",
         ("tensor_mp_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)",),
     ),
+    # AutoTP; the steps are measured in tests/distributed/test_autotp.py and in the matrix.
+    Guard(
+        ENGINE,
+        "_configure_tensor_parallel_states",
+        "internals/tensor_groups.py",
+        "AutoTP replaces the mpu by groups of its own, so that one that is given is refused",
+        ("self.mpu = groups", "self.mpu._init_tp_mesh_device(tensor_model_parallel_size=self.autotp_size())"),
+        since="0.19.8",
+    ),
+    Guard(
+        "deepspeed.utils.groups:",
+        "",
+        "internals/tensor_groups.py",
+        "groups of AutoTP are made once a process, and those of another size are refused",
+        ("if _TENSOR_MODEL_PARALLEL_GROUP is not None:\n        return",),
+        since="0.19.8",
+    ),
+    Guard(
+        RUNTIME + "tensor_parallel.init_utils:",
+        "",
+        "internals/tensor_groups.py",
+        "tp_model_init() records a size and a group, which enter every later configuration",
+        ("_TP_MODEL_INIT_ARGS = None", '"tp_size": tp_size', '"tp_group": tp_group', "config_autotp_size is None"),
+        since="0.19.8",
+    ),
+    Guard(
+        UNFUSED,
+        "step",
+        "internals/tensor_groups.py",
+        "the norm is that of gradients, which carry no mark of AutoTP, so that later ranks leave all of them out, and "
+        "it is refused; if this fails, it may be right now",
+        ("get_weight_norm(grads_for_norm, mpu=self.mpu)",),
+        since="0.19.8",
+    ),
+    Guard(
+        "deepspeed.module_inject.auto_tp:AutoTP",
+        "register_replicated_grad_hooks",
+        "internals/tensor_groups.py",
+        "gradients of norms of heads are summed over AutoTP ranks where a plan names them, and marked then",
+        ("self.partition_config is None", "param._ds_grad_allreduce_registered = True"),
+        since="0.19.8",
+    ),
+    Guard(
+        RUNTIME + "config:DeepSpeedConfig",
+        "__init__",
+        "internals/tensor_groups.py",
+        "the batch is checked by all ranks, AutoTP's too, so none is written there",
+        ("self.world_size = dist.get_world_size()",),
+    ),
 )
 
 

@@ -99,6 +99,9 @@ class Engine(Protocol):
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Reduce once at the end of the block, for all of its backwards; ZeRO 1 to 3."""
 
+    def autotp_size(self) -> int:
+        """How many ranks hold a part of the model each; 0 or 1 where AutoTP is off."""
+
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
 

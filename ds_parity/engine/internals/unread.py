@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from ds_parity.config.faults import Fault
-from ds_parity.config.features import Wanted
+from ds_parity.config.features import AUTOTP, Wanted
 from ds_parity.config.versions import MEASURED
 from ds_parity.engine.internals.guard_list import Changed, changed
 from ds_parity.engine.internals.guards import BF16, CLASSES, FP16, INIT, UNFUSED, ZERO3, ZERO12
@@ -54,6 +54,7 @@ _BY_FILE: Final[Mapping[str, _Touches]] = {
     # What it does to ZeRO 1 to 3 rests on their classes, which are looked up first.
     "older.py": lambda asked: _half(asked) or _BY_OWNER[BF16](asked),
     "callers_driver.py": lambda asked: asked.callers,
+    "tensor_groups.py": AUTOTP.met,
     "groups.py": lambda asked: isinstance(asked.value("sequence_parallel_size"), int),
 }
 # A change there makes a number wrong that is logged, and no step.

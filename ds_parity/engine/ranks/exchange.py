@@ -153,8 +153,9 @@ class Exchange:
             if first in differing
         )
         return RankDesyncError(
-            f"sequence-parallel ranks of one group passed different counts: {lines}. They hold slices of the same "
-            "micro-batch, which counts once; pass the counts of the whole micro-batch on each of them"
+            f"ranks that share a micro-batch passed different counts: {lines}. By sequence parallelism they hold "
+            "slices of it, by AutoTP all of it, and it counts once; pass the counts of the whole micro-batch on each "
+            "of them"
         )
 
     def _gone(self, place: Place, error: RuntimeError) -> RankDesyncError:

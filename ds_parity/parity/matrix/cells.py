@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_parity.config import rewrite
 from ds_parity.errors import ConfigError
+from ds_parity.parity.matrix.needed import lacking
 from ds_parity.parity.matrix.variant import Variant
 from ds_parity.parity.matrix.variants import VARIANTS
 from ds_parity.parity.running.scenario import Scenario
@@ -39,8 +40,8 @@ class Cell:
 
     @property
     def processes(self) -> int:
-        """Processes that run it: ranks that share a micro-batch count once as ranks."""
-        return self.ranks * self.ragged.sequence_parallel
+        """All ranks that run it."""
+        return self.ragged.processes
 
     @cached_property
     def ragged(self) -> Scenario:
@@ -73,7 +74,7 @@ class Cell:
     @property
     def not_run(self) -> str | None:
         """Why the cell can't be run here, None where it can."""
-        return None if self.variant.needs is None else self.variant.needs.missing
+        return lacking(self.variant.needs)
 
     @property
     def left_out(self) -> dict[str, str]:

@@ -12,7 +12,6 @@ from ds_parity.parity.matrix.variant import (
     OFFLOADED,
     SETUPS,
     SHARDED,
-    Extra,
     Variant,
     fp16,
     section,
@@ -24,8 +23,8 @@ ROUTED_BY_ROUNDING = dict.fromkeys(
     ("probe", "torch"), "which expert a token enters depends on how bf16 rounds; the rows in fp32 are compared so"
 )
 
-_PEFT = Extra("peft", ("peft", "transformers", "accelerate"))
-_HF = Extra("hf", ("transformers", "accelerate"))
+_PEFT = ("ds_parity[peft]",)
+_HF = ("ds_parity[hf]",)
 _STREAMS = {"drive": "passes"}
 # Every rank has data in every pass: an idle pass is refused where experts lie on different ranks.
 _FULL = {"shape": "full"}

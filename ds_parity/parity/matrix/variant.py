@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 STAGES = (0, 1, 2, 3)
@@ -26,25 +25,6 @@ NOT_OF_TERMS = "bare DeepSpeed has one denominator for all terms, and each has i
 
 
 @dataclass(frozen=True)
-class Extra:
-    """What a row needs beside what ds_parity is installed with.
-
-    Attributes:
-        name: of the extra.
-        packages: that are imported.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-
-    @property
-    def missing(self) -> str | None:
-        """Why a row that needs it is not run here, and how it is; None where it can be."""
-        absent = [package for package in self.packages if find_spec(package) is None]
-        return f"{', '.join(absent)} is missing: install ds_parity[{self.name}]" if absent else None
-
-
-@dataclass(frozen=True)
 class Variant:
     """One row.
 
@@ -60,7 +40,7 @@ class Variant:
         faults: stage to the fault of DeepSpeed (`matrix.faults`), which shows in the comparison with `deepspeed`.
         refused: stages on which ds_parity refuses the configuration.
         quick: stages that belong to the quick subset.
-        needs: packages that the row imports, and the extra of ds_parity that has them.
+        needs: what must be installed beside ds_parity (`matrix.needed`); where it is not, the row is not run.
     """
 
     group: str
@@ -73,8 +53,8 @@ class Variant:
     left_out: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
+    needs: tuple[str, ...] = ()
     quick: tuple[int, ...] = ()
-    needs: Extra | None = None
 
 
 def zero(**options: Any) -> dict[str, Any]:

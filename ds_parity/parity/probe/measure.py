@@ -69,7 +69,7 @@ def _gradients(scenario: Scenario, passes: int) -> tuple[torch.Tensor, np.ndarra
     own = [_gradients_of(batch, model, scenario.settings) for batch in own_batches(scenario)[:passes]]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, np.stack(own))
-    return start, np.stack(everyone[:: scenario.sequence_parallel], axis=1).reshape(-1, len(start))
+    return start, np.stack(everyone[:: scenario.sharing], axis=1).reshape(-1, len(start))
 
 
 def _gradients_of(batch: MicroBatch, model: torch.nn.Module, settings: Settings) -> np.ndarray:

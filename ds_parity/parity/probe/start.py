@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_parity.config.autotp import data_parallel_ranks
 from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
 from ds_parity.parity.probe.probed_data import EVERYWHERE, probed_data
 from ds_parity.parity.running.functions import refuse_unknown
@@ -70,7 +71,9 @@ def probe_config(
         ConfigError: the configuration can't be run.
         HarnessError: a rank failed, or time ran out.
     """
-    base = Scenario("probe", without_outputs(config), ranks, shape="overshoot", windows=2, **options)
+    base = Scenario(
+        "probe", without_outputs(config), data_parallel_ranks(config, ranks), shape="overshoot", windows=2, **options
+    )
     refuse_unknown(subject)
     refuse_unknown_model(base.model)
     # Its ConfigError comes before any rank is started.

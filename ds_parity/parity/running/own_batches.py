@@ -6,12 +6,14 @@ The engine under test and the references both take these from here, so that neit
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_parity.collation import collate, to_device
+from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.layouts import Passes
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.planning.rollout import MicroBatch
@@ -26,6 +28,18 @@ def begin(record: Record, module: nn.Module) -> None:
     getattr(record, "begin", _nothing)(module)
 
 
+def after_building(scenario: Scenario, engine: Any) -> None:
+    """Call what a scenario has for every engine that is built."""
+    if scenario.built is not None:
+        resolve(scenario.built)(engine)
+
+
+def after_window(scenario: Scenario, engine: Any) -> None:
+    """Call what a scenario has for every engine after each window."""
+    if scenario.between is not None:
+        resolve(scenario.between)(engine)
+
+
 def _nothing(module: nn.Module) -> None:
     """Take the place of a `begin` that is not there: what is handed a step may be any function."""
 
@@ -37,7 +51,7 @@ def sketches(record: Record) -> Callable[[Tensor], tuple[float, ...]] | None:
 
 def own_rank(scenario: Scenario) -> int:
     """Return this rank's number among those that hold different micro-batches."""
-    return dist.get_rank() // scenario.sequence_parallel
+    return dist.get_rank() // scenario.sharing
 
 
 def own_batches(scenario: Scenario, passes: Passes | None = None) -> list[MicroBatch]:

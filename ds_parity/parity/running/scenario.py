@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ds_parity.config import Settings, parse, refuse_misspelt
+from ds_parity.config.autotp import autotp_size
 from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.rollouts import informative, line_turns, load_rollouts, shorten
@@ -89,6 +90,9 @@ class Scenario:
         context: `package.module:function`, called with a copy of the configuration, returns a context manager in which
             engines build their model (`deepspeed.zero.Init`). References in plain torch build theirs outside of it.
             None: no context.
+        built: `package.module:function`, called with every engine once it is built (`engine.compile()`), None: nothing.
+        between: `package.module:function`, called with every engine after each window (`engine.offload_states()`),
+            None: nothing. References in plain torch have no engine, and call neither.
         sequence_parallel: ranks that share a micro-batch, each with a slice of its tokens (>= 1): `ranks` times as many
             processes run.
         collation: `padded` or `packed`.
@@ -114,6 +118,8 @@ class Scenario:
     objective: str = "policy_gradient"
     setup: str | None = None
     context: str | None = None
+    built: str | None = None
+    between: str | None = None
     sequence_parallel: int = 1
     collation: Literal["padded", "packed"] = "padded"
     micro_batch_tokens: int = 1024
@@ -154,6 +160,21 @@ class Scenario:
                 "bundled attention takes whole rows there; choose collation 'padded'"
             )
 
+        if (shared := autotp_size(self.config)) > 1:
+            self._refuse_undivided(shared)
+
+    def _refuse_undivided(self, shared: int) -> None:
+        if self.sequence_parallel > 1:
+            raise ConfigError(
+                f"scenario {self.name!r}: tensor_parallel.autotp_size = {shared} and sequence_parallel "
+                f"{self.sequence_parallel}: DeepSpeed forgets the groups of one of them; choose one"
+            )
+        if self.model.startswith("ds_parity.parity.data.model:"):
+            raise ConfigError(
+                f"scenario {self.name!r}: tensor_parallel.autotp_size = {shared} with the bundled decoder, which "
+                "AutoTP has no plan for; give a model of transformers (--model hf:config.json), or one of your own"
+            )
+
     @property
     def settings(self) -> Settings:
         """The extra keys.
@@ -180,6 +201,16 @@ class Scenario:
     def _totals_known(self) -> bool:
         settings = parse(self.config)
         return settings is None or of_one_unit(settings) or settings.lookahead == "window"
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share a micro-batch, by sequence parallelism or by the configuration's AutoTP."""
+        return self.sequence_parallel * autotp_size(self.config)
+
+    @property
+    def processes(self) -> int:
+        """How many processes run it: the data-parallel ranks, and those that share their micro-batches."""
+        return self.ranks * self.sharing
 
     @property
     def dtype(self) -> str:

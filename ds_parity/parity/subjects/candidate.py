@@ -11,7 +11,7 @@ import ds_parity
 from ds_parity.engine.record.finished import Finished
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.layouts import of_one_unit
-from ds_parity.parity.running.own_batches import Record, begin, own_batches, stand_in
+from ds_parity.parity.running.own_batches import Record, after_building, after_window, begin, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import ulysses
 from ds_parity.parity.subjects.oracle import PlannedWindow, given_share, weights_of_terms, windows_of
@@ -31,11 +31,13 @@ def run(scenario: Scenario, record: Record, config: dict[str, Any] | None = None
         model=module, config=config or scenario.config, mpu=mpu, **scenario.keywords(module)
     )
     begin(record, engine.module)
+    after_building(scenario, engine)
     if scenario.train is not None:
         return _trained(engine, scenario, record)
     drive = _ending_windows if scenario.settings.by_caller else _BY_DRIVE[scenario.drive]
     for _ in drive(engine, scenario):
-        _note(engine, record)
+        if _note(engine, record):
+            after_window(scenario, engine)
     engine.finish()
     _note(engine, record)
     return engine
@@ -149,8 +151,11 @@ def _measure(engine: Any, batch: MicroBatch) -> None:
     )
 
 
-def _note(engine: Any, record: Record) -> None:
+def _note(engine: Any, record: Record) -> bool:
+    """Hand over the step that has just been taken; False where there is none."""
     step = engine.last_step if engine.window.passes == 0 else None
-    if step is not None and step.step != getattr(record, "noted", 0):
-        record.noted = step.step  # type: ignore[attr-defined]
-        record(step, engine.module)
+    if step is None or step.step == getattr(record, "noted", 0):
+        return False
+    record.noted = step.step  # type: ignore[attr-defined]
+    record(step, engine.module)
+    return True

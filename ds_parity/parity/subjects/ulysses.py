@@ -12,11 +12,13 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from ds_parity.config.autotp import autotp_size
 from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.model import TinyDecoder, causal_attention
 from ds_parity.parity.data.rollouts import PAD
 from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.references.private_state import forget_tensor_groups
 
 
 def placed(scenario: Scenario) -> tuple[nn.Module, Any]:
@@ -27,10 +29,24 @@ def placed(scenario: Scenario) -> tuple[nn.Module, Any]:
     """
     groups.mpu = None  # DeepSpeed keeps that of the engine before
     module = scenario.build_for_engine()
+    if autotp_size(scenario.config) > 1:
+        return dividable(module, autotp_size(scenario.config)), None
     if scenario.sequence_parallel == 1:
         return module, None
     mpu = _mpu(scenario.sequence_parallel)
     return SequenceParallel(module, mpu.get_sequence_parallel_group()), mpu
+
+
+def dividable(module: nn.Module, size: int) -> nn.Module:
+    """Return a scenario's model as DeepSpeed's AutoTP takes it, whose groups are of `size` ranks from here on.
+
+    AutoTP reads the plan of a model of transformers from `config` of the module that it is given.
+    """
+    config = getattr(getattr(module, "policy", None), "config", None)
+    if config is not None:
+        module.config = config
+    forget_tensor_groups(size)
+    return module
 
 
 @cache

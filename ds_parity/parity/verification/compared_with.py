@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ds_parity.config.autotp import data_parallel_ranks
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.running.layouts import cut_by
@@ -98,6 +99,7 @@ def of_bare(
 def _possible(
     config: dict[str, Any], ranks: int, judges_loss: bool, **options: Any
 ) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[LeftOut]]:
+    ranks = data_parallel_ranks(config, ranks)
     ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
     # Where going beyond the target is an error, windows contain it exactly.
     shape = "ragged" if ragged.settings.overshoot == "error" else ragged.shape

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from ds_parity.parity.matrix import needed
 from ds_parity.parity.matrix.cell_runs import calls_of
 from ds_parity.parity.matrix.cells import CHECKS, Cell, cells, merged
 from ds_parity.parity.matrix.known_faults import FAULTS
-from ds_parity.parity.matrix.variant import STAGES, Extra, Variant
+from ds_parity.parity.matrix.variant import STAGES, Variant
 from ds_parity.parity.matrix.variants import VARIANTS
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.subjects.oracle import windows_of
@@ -16,11 +17,12 @@ from ds_parity.parity.subjects.oracle import windows_of
 ALL = cells()
 # What engine/ refuses can only be seen with an engine.
 BY_THE_ENGINE = {
-    "client's ReduceLROnPlateau, by rollout",
-    "a module used twice, checkpointed with reentry",
-    "zero.Init, other stages",
-    "DeepSpeed's MoE, ep_size 1",
-    "DeepSpeed's MoE, ep_size 2",
+    "scheduler": ("client's ReduceLROnPlateau, by rollout",),
+    "loop": ("a module used twice, checkpointed with reentry",),
+    "born partitioned": ("zero.Init, other stages",),
+    "experts": ("DeepSpeed's MoE, ep_size 1", "DeepSpeed's MoE, ep_size 2"),
+    "AutoTP": ("2 ranks of one model, bf16", "2 groups of 2 ranks, bf16, AdamW (torch_adam)"),
+    "offload_states": ("fp32", "bf16, fp32 accumulation"),
 }
 
 
@@ -47,7 +49,8 @@ def test_the_quick_subset_holds_every_stage_of_a_few_rows_of_most_groups():
 
 @pytest.mark.parametrize("cell", ALL, ids=lambda cell: cell.name)
 def test_a_cell_is_refused_where_the_matrix_says_so_and_can_be_laid_out_elsewhere(cell):
-    expected = cell.stage in cell.variant.refused and cell.variant.name not in BY_THE_ENGINE
+    by_the_engine = cell.variant.name in BY_THE_ENGINE.get(cell.variant.group, ())
+    expected = cell.stage in cell.variant.refused and not by_the_engine
     assert (cell.refusal is not None) == expected
     if cell.refusal is None:
         assert len(cell.ragged.layout()) > 1
@@ -61,7 +64,7 @@ def test_what_a_variant_names_exists(variant):
     assert all(len(reason) > 5 for reason in variant.left_out.values())
     assert set(variant.faults.values()) <= set(FAULTS)
     assert set(variant.refused) | set(variant.faults) <= set(variant.stages)
-    for name in ("model", "setup", "train", "context"):
+    for name in ("model", "setup", "train", "context", "built", "between"):
         if name in variant.fields:
             assert resolve(variant.fields[name])
 
@@ -96,19 +99,27 @@ def test_the_probe_keeps_a_setup_that_freezes_and_no_other():
     assert by_name("client's torch SGD", 1).probed.setup is None
 
 
-def test_a_row_whose_packages_are_missing_is_not_run_and_says_what_to_install():
-    absent = Cell(Variant("model", "far off", needs=Extra("peft", ("json", "no_such_package_of_ours"))), 2)
+def test_a_row_whose_packages_are_missing_is_not_run_and_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(needed.EXTRAS, "ds_parity[peft]", ("json", "no_such_package_of_ours"))
+    monkeypatch.setitem(needed.EXTRAS, "ds_parity[hf]", ("json",))
+    absent = Cell(Variant("model", "far off", needs=("ds_parity[peft]",)), 2)
     assert absent.not_run == "no_such_package_of_ours is missing: install ds_parity[peft]"
     assert calls_of(absent, Path("nowhere")) == ()
-    assert Cell(Variant("model", "here", needs=Extra("peft", ("json",))), 2).not_run is None
+    assert Cell(Variant("model", "here", needs=("ds_parity[hf]",)), 2).not_run is None
+
+
+def test_a_row_whose_compiler_is_missing_is_not_run(monkeypatch):
+    monkeypatch.setattr(needed, "_has_compiler", lambda: False)
+    assert "C++ compiler can't be found here" in Cell(Variant("compile", "x", needs=(needed.COMPILER,)), 2).not_run
 
 
 def test_the_extras_that_rows_need_exist(pytestconfig):
     known = configparser.ConfigParser()
     known.read(pytestconfig.rootpath / "setup.cfg")
-    needed = {variant.needs.name for variant in VARIANTS if variant.needs}
-    assert "peft" in needed
-    assert needed <= {*known["options.extras_require"]}
+    asked = {name for variant in VARIANTS for name in variant.needs if name.startswith("ds_parity[")}
+    assert "ds_parity[peft]" in asked
+    assert asked <= set(needed.EXTRAS)
+    assert {name.removeprefix("ds_parity[").removesuffix("]") for name in asked} <= {*known["options.extras_require"]}
 
 
 def test_a_patch_is_merged_section_by_section_and_none_removes():

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ds_parity.config.releases import release
-from ds_parity.parity.matrix import pages, summary
+from ds_parity.parity.matrix import needed, pages, summary
 from ds_parity.parity.matrix.cells import Cell
 from ds_parity.parity.matrix.results import Status, equal, judge
-from ds_parity.parity.matrix.variant import Extra, Variant
+from ds_parity.parity.matrix.variant import Variant
 from ds_parity.trace import Header, StepRecord, TraceWriter, Weights
 from tests.parity.report.reported import Page
 
@@ -134,8 +134,9 @@ def test_a_check_that_is_left_out_says_why(ran):
     assert (finding.status, finding.detail) == (Status.LEFT_OUT, "for a reason")
 
 
-def test_what_was_not_run_fails_nothing_and_proves_nothing(ran):
-    absent = Cell(Variant("model", "far off", needs=Extra("peft", ("no_such_package_of_ours",))), 2)
+def test_what_was_not_run_fails_nothing_and_proves_nothing(ran, monkeypatch):
+    monkeypatch.setitem(needed.EXTRAS, "ds_parity[peft]", ("no_such_package_of_ours",))
+    absent = Cell(Variant("model", "far off", needs=("ds_parity[peft]",)), 2)
     result = judge(absent, *ran)
     assert (result.status, result.good) == (Status.NOT_RUN, True)
     assert "install ds_parity[peft]" in result.why

@@ -31,8 +31,8 @@ def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = Non
     module, mpu = ulysses.placed(scenario)
     plain = rewrite(scenario.config, scenario.ranks).config
     if gradient_accumulation_steps is not None:
-        batch = plain["train_micro_batch_size_per_gpu"] * gradient_accumulation_steps * scenario.ranks
-        plain |= {"gradient_accumulation_steps": gradient_accumulation_steps, "train_batch_size": batch}
+        plain.pop("train_batch_size", None)  # DeepSpeed computes it, of all ranks
+        plain["gradient_accumulation_steps"] = gradient_accumulation_steps
     if not managed:
         plain["managed_gradient_accumulation"] = False
     engine, *_ = deepspeed.initialize(model=module, config=plain, mpu=mpu, **scenario.keywords(module))
@@ -64,7 +64,7 @@ class StepNotes:
         self._settings = scenario.settings
         self._passes = passes
         self._leaves_idle_out = scenario.drive == "uneven"
-        self._sequence_parallel = scenario.sequence_parallel
+        self._sharing = scenario.sharing
         self._sum = torch.zeros((), dtype=torch.float64, device="cpu")
         self._terms: dict[str, list[float]] = {}
 
@@ -93,7 +93,7 @@ class StepNotes:
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, (total, terms[0]))
             # Ranks that share a micro-batch have gathered the same loss of it.
-            apart = gathered[:: self._sequence_parallel]
+            apart = gathered[:: self._sharing]
             total, terms = torch.stack([one[0] for one in apart]).sum(), [one[1] for one in apart]
         rows = self._passes[window.first : window.last + 1]
         batches = [batch for row in rows for batch in row]

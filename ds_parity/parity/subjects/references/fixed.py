@@ -7,7 +7,7 @@ from typing import Any
 import deepspeed
 
 from ds_parity.parity.running.layouts import cut_by
-from ds_parity.parity.running.own_batches import Record, begin, own_batches
+from ds_parity.parity.running.own_batches import Record, after_building, after_window, begin, own_batches
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import windows_of
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
@@ -26,6 +26,7 @@ def run_with_fixed_steps(scenario: Scenario, record: Record) -> Any:
         steps = cut_by(scenario.settings).passes // scenario.ranks  # DeepSpeed's own loop needs to be told how many
     engine = initialize(scenario, steps, managed=managed)
     begin(record, engine.module)
+    after_building(scenario, engine)
     passes = scenario.batches()
     windows = iter(windows_of(passes, scenario.settings))
     notes = StepNotes(engine, scenario, passes)
@@ -43,4 +44,5 @@ def run_with_fixed_steps(scenario: Scenario, record: Record) -> Any:
         if engine.global_steps != steps:
             norm, applied = engine.get_global_grad_norm(), engine.was_step_applied()
             record(notes.record(engine.global_steps, next(windows), lr, norm, applied), engine.module)
+            after_window(scenario, engine)
     return engine

@@ -16,7 +16,7 @@ from ds_parity.config import Settings
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.layouts import of_one_unit
-from ds_parity.parity.running.own_batches import Record, begin, own_batches, stand_in
+from ds_parity.parity.running.own_batches import Record, after_building, after_window, begin, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import (
     PlannedWindow,
@@ -83,6 +83,7 @@ class HandDriven:
         if corrects:
             clip_by_all_experts(self.engine)
         begin(record, self.engine.module)
+        after_building(scenario, self.engine)
         batches = scenario.batches()
         self._own = own_batches(scenario, batches)
         self.passes = len(batches)
@@ -150,6 +151,7 @@ class HandDriven:
             # A training function records metrics of its own, which this reference does not know.
             line = line.model_copy(update={"metrics": {}})
         self._record(line, self.engine.module)
+        after_window(self.scenario, self.engine)
 
 
 class TrainableEngine(wrapt.ObjectProxy[Any]):

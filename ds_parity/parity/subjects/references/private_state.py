@@ -17,6 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.utils import groups
 
 
 def schedule_of(kind: str) -> Any:
@@ -194,6 +195,19 @@ def lose_gradients(engine: Any) -> None:
 def lose_optimizer_state(engine: Any) -> None:
     """Make the optimizer begin anew, with no momentum, on the weights as they are."""
     engine.basic_optimizer.state.clear()
+
+
+def forget_tensor_groups(size: int) -> None:
+    """Let the next AutoTP engine make groups of its own, where an earlier one has made some of another size.
+
+    DeepSpeed makes them once a process, and takes them for every later engine (utils/groups.py, _init_tp_mesh_device).
+
+    Args:
+        size: ranks that share a model (>= 1).
+    """
+    made = groups._TENSOR_MODEL_PARALLEL_GROUP
+    if made is not None and dist.get_world_size(made) != size:
+        groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
 
 
 def averages_over_ranks(engine: Any) -> bool:

@@ -1,0 +1,137 @@
+"""AutoTP: ranks that hold parts of one model, run the same micro-batch, and count it once.
+
+What is said of DeepSpeed here was read and measured in 0.19.8, on 2 and 4 ranks; tests/distributed/test_autotp.py
+measures it again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import deepspeed
+import torch.distributed as dist
+
+from ds_parity.config.autotp import autotp_size, data_parallel_ranks
+from ds_parity.engine.internals.surface import Engine
+from ds_parity.errors import ConfigError
+
+# Norms of the heads of queries and keys: each rank applies them to its own heads alone.
+_HEAD_NORM: Final = re.compile(r"\b(?:q|k|query|key)_?(?:layer)?_?norm\b")
+_REMEMBERED: Final = (
+    "deepspeed.utils.groups keeps the groups of an earlier AutoTP engine of this process; start a new process for "
+    "engines of another size"
+)
+
+
+def with_recorded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the size that `deepspeed.tp_model_init` has recorded, where it names none.
+
+    DeepSpeed puts it into the configuration of every engine that is built after the call (runtime/tensor_parallel/
+    init_utils.py, merge_tp_model_init_into_config).
+    """
+    module = sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils")
+    recorded = getattr(module, "_TP_MODEL_INIT_ARGS", None)
+    section = config.get("tensor_parallel") or {}
+    if recorded is None or not isinstance(section, Mapping) or section.get("autotp_size") is not None:
+        return dict(config)
+    return {**config, "tensor_parallel": {**section, "autotp_size": recorded["tp_size"]}}
+
+
+def ranks_apart(config: Mapping[str, Any], mpu: Any, mesh_param: Any) -> int:
+    """Return how many data-parallel ranks there are under AutoTP; the process group must be there.
+
+    Args:
+        config: which switches it on.
+        mpu: what the caller gives.
+        mesh_param: likewise.
+
+    Raises:
+        ConfigError: DeepSpeed would take other groups than the caller thinks, or can't form them.
+    """
+    given = "mpu=" if mpu is not None else "mesh_param=" if mesh_param else None
+    if given is not None:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {autotp_size(config)} with {given}: AutoTP makes groups of its own and "
+            "forgets those (DeepSpeed runtime/engine.py, _configure_tensor_parallel_states), so that sequence "
+            f"parallelism or another division of the ranks would be lost; leave {given} out, or AutoTP"
+        )
+    return data_parallel_ranks(config, dist.get_world_size())
+
+
+def peers_of(engine: Engine, size: int) -> list[int]:
+    """Return the ranks that share this rank's micro-batch, itself included.
+
+    Args:
+        engine: the bare engine.
+        size: of AutoTP (>= 1).
+
+    Raises:
+        ConfigError: the engine has groups of another size, or would step wrongly over them.
+    """
+    world = dist.get_world_size()
+    if size == 1:
+        return [dist.get_rank()]
+    peers = dist.get_process_group_ranks(engine.mpu.get_tensor_model_parallel_group())
+    if len(peers) != size or dist.get_world_size(engine.data_parallel_group) * size != world:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {size}, but DeepSpeed took groups of {len(peers)} ranks: {_REMEMBERED}"
+        )
+    _refuse_group_given(engine, peers)
+    _refuse_norm_of_part(engine)
+    _refuse_partial_norms(engine)
+    return peers
+
+
+def refuse_remembered() -> None:
+    """Raise ConfigError where DeepSpeed would give an engine without AutoTP the groups of an earlier one that had it.
+
+    It would end in DeepSpeed's own AttributeError (runtime/engine.py, _configure_distributed_model).
+    """
+    groups = deepspeed.utils.groups
+    if groups.mpu is groups and groups.mesh_device is None:
+        raise ConfigError(
+            "the configuration has no tensor_parallel.autotp_size, but an earlier engine of this process had it: "
+            f"{_REMEMBERED}, or set deepspeed.utils.groups.mpu to None before initialize()"
+        )
+
+
+def _refuse_group_given(engine: Engine, peers: list[int]) -> None:
+    module = sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils")
+    group = (getattr(module, "_TP_MODEL_INIT_ARGS", None) or {}).get("tp_group")
+    if group is not None and (given := dist.get_process_group_ranks(group)) != peers:
+        raise ConfigError(
+            f"tp_model_init() was given a tp_group of ranks {given}, and DeepSpeed sums gradients as if ranks {peers} "
+            "shared a model (utils/groups.py, _init_tp_mesh_device): weights of different parts would be averaged; "
+            "leave tp_group out, or give groups of ranks that follow each other"
+        )
+
+
+def _refuse_norm_of_part(engine: Engine) -> None:
+    if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {engine.autotp_size()} on ZeRO stage 0 in fp16 or bf16 with "
+            f"{type(engine.basic_optimizer).__name__}: DeepSpeed takes the norm of the first rank's part of the model "
+            "alone (runtime/fp16/unfused_optimizer.py, step), so that clipping and the logged norm are wrong; use "
+            "Adam or AdamW, or ZeRO stage 1 or 2"
+        )
+
+
+def _refuse_partial_norms(engine: Engine) -> None:
+    apart = list(_norms_of_heads(engine))
+    if apart:
+        raise ConfigError(
+            f"{apart[0]} (and {len(apart) - 1} more): a norm of heads, of which each rank has its own, and DeepSpeed "
+            "does not sum its gradient over them, so that ranks' weights would differ without an error (module_inject/"
+            "auto_tp.py, register_replicated_grad_hooks, knows them from the model's plan alone). Give initialize() "
+            "the model of transformers itself, or set `config` of the module around it to the model's"
+        )
+
+
+def _norms_of_heads(engine: Engine) -> Iterator[str]:
+    for name, parameter in engine.module.named_parameters():
+        summed = getattr(parameter, "_ds_grad_allreduce_registered", False)
+        if _HEAD_NORM.search(name) and not summed and not hasattr(parameter, "gather_params"):
+            yield name

@@ -1,0 +1,268 @@
+"""AutoTP: ranks that hold parts of one model share each micro-batch, and count it once."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.tensor_parallel import init_utils
+from deepspeed.utils import groups
+
+import ds_parity
+from ds_parity.all_weights import every_weight
+from ds_parity.parity.running import weights
+from ds_parity.parity.subjects.references.private_state import forget_tensor_groups
+from ds_parity.planning.rollout import MicroBatch
+from ds_parity.trace import read_header
+from tests.distributed.cells import config
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sets import on_four_ranks, on_two_ranks
+
+pytestmark = pytest.mark.ranks
+
+PLAN = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*up\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+    ],
+}
+BF16 = {"bf16": {"enabled": True}}
+
+
+class Divided(torch.nn.Module):
+    """Two layers that AutoTP divides, around one that it leaves whole."""
+
+    def __init__(self, whole="between"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = torch.nn.Linear(4, 8)
+        self.named = whole
+        self.add_module(whole, torch.nn.Linear(1, 1))
+        self.down = torch.nn.Linear(8, 1, bias=False)
+
+    def forward(self, x):
+        between = getattr(self, self.named)
+        hidden = self.up(x)
+        return self.down(between(hidden.unsqueeze(-1)).squeeze(-1).tanh())
+
+
+@contextmanager
+def forgetting():
+    """DeepSpeed remembers the groups of an AutoTP engine; the next test must not find them."""
+    try:
+        yield
+    finally:
+        groups.mpu = init_utils._TP_MODEL_INIT_ARGS = None
+        forget_tensor_groups(0)
+
+
+def divided_config(stage, size=2, passes=4, **keys):
+    made = {**config(stage, passes=passes), "tensor_parallel": {"autotp_size": size, "partition_config": PLAN}, **keys}
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def build(extended, model=None, **keywords):
+    model = model or Divided()
+    engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=extended, **keywords)
+    return engine
+
+
+def loss_of(engine, seed):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    return engine(x.to(engine.device, next(engine.module.parameters()).dtype)).float().pow(2).mean()
+
+
+def one_pass(engine, seed, **counts):
+    engine.backward(loss_of(engine, seed), **counts)
+    engine.step()
+
+
+@on_two_ranks
+def refusals(folder):
+    """What can't be right, each alone."""
+    cases = {
+        "too many": lambda: build(divided_config(2, 4)),
+        "mpu": lambda: build(divided_config(2), mpu=SimpleNamespace()),
+        "mesh": lambda: build(divided_config(2), mesh_param=(2, 1)),
+        "norm": lambda: build(divided_config(0, **BF16)),
+        "heads": lambda: build(divided_config(2), Divided("q_norm")),
+    }
+    said = {}
+    for name, case in cases.items():
+        with forgetting():
+            said[name] = from_all(refusal(case))
+    with forgetting():
+        build(divided_config(2)).destroy()
+        said["remembered"] = from_all(refusal(lambda: build(config(2))))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("too many", "1 fault: tensor_parallel.autotp_size = 4: 2 ranks can't be divided into groups of 4"),
+        ("mpu", "tensor_parallel.autotp_size = 2 with mpu=: AutoTP makes groups of its own and forgets those"),
+        ("mesh", "tensor_parallel.autotp_size = 2 with mesh_param=: AutoTP makes groups of its own"),
+        ("norm", "tensor_parallel.autotp_size = 2 on ZeRO stage 0 in fp16 or bf16 with SGD: DeepSpeed takes the norm"),
+        ("heads", "q_norm.weight (and 1 more): a norm of heads, of which each rank has its own"),
+        (
+            "remembered",
+            "the configuration has no tensor_parallel.autotp_size, but an earlier engine of this process had it",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused_on_every_rank_with_the_reason(two_ranks, name, says):
+    for said in two_ranks.of(refusals)[name]:
+        assert said.startswith(f"ConfigError: {says}")
+
+
+@on_four_ranks
+def another_size(folder):
+    """An engine of groups of another size than those that DeepSpeed has made."""
+    with forgetting():
+        build(divided_config(2)).destroy()
+        return from_all(refusal(lambda: build(divided_config(2, 4))))
+
+
+def test_groups_that_deepspeed_has_made_once_are_not_taken_for_others(four_ranks):
+    for said in four_ranks.of(another_size):
+        assert said.startswith("ConfigError: tensor_parallel.autotp_size = 4, but DeepSpeed took groups of 2 ranks")
+
+
+@on_four_ranks
+def different_counts(folder):
+    """Ranks of a group that pass different counts, and streams of different lengths."""
+    results = {}
+    with forgetting():
+        engine = build(divided_config(2, passes=8, **{"ds_parity": {"loss_weight": "token"}}))
+        tokens = 10 + (dist.get_rank() == 3)
+        results["tokens"] = from_all(refusal(lambda: engine.backward(loss_of(engine, 0), rollouts=1, tokens=tokens)))
+        stream = [MicroBatch({}, rollouts=1, prompts=1, tokens=10)] * (2 if dist.get_rank() == 1 else 3)
+        results["streams"] = from_all(refusal(lambda: list(engine.passes(stream, lookahead=3))))
+        engine.backward(loss_of(engine, 0), rollouts=1, tokens=10)
+        results["goes on"] = (engine.window.rollouts, engine.window.tokens, engine.dp_world_size)
+        engine.destroy()
+    return results
+
+
+class TestCounts:
+    """A micro-batch that several ranks run counts once."""
+
+    @pytest.mark.parametrize("name", ["tokens", "streams"])
+    def test_a_rank_that_differs_from_its_group_ends_in_an_error_on_every_rank(self, four_ranks, name):
+        for said in four_ranks.of(different_counts)[name]:
+            assert said.startswith("RankDesyncError: ranks that share a micro-batch passed different counts: rank ")
+
+    def test_the_engine_goes_on_and_counts_two_micro_batches_of_four_ranks(self, four_ranks):
+        assert four_ranks.of(different_counts)["goes on"] == [2, 20, 2]
+
+
+def after_two_windows(engine):
+    """Norms of two windows of four rollouts, and all weights after them."""
+    norms = []
+    for seed in range(8 // engine.dp_world_size):
+        one_pass(engine, 10 * (dist.get_rank() // 2) + seed)
+        if engine.window.passes == 0:
+            norms.append(engine.last_step.grad_norm)
+    return norms, weights.vector(engine.module).tolist()
+
+
+@on_two_ranks
+def by_function(folder):
+    """An engine whose division stands in the configuration, and one for which tp_model_init() has recorded it."""
+    results = {}
+    with forgetting():
+        engine = build(divided_config(2))
+        results["section"] = after_two_windows(engine)
+        engine.destroy()
+    with forgetting():
+        model = deepspeed.tp_model_init(Divided(), tp_size=2, dtype=torch.float32)
+        recorded = divided_config(2)
+        del recorded["tensor_parallel"]["autotp_size"]
+        engine = build(recorded, model)
+        results["recorded"], results["ranks"] = after_two_windows(engine), engine.dp_world_size
+        engine.destroy()
+    return results
+
+
+def test_a_size_that_tp_model_init_has_recorded_is_that_of_the_configuration(two_ranks):
+    result = two_ranks.of(by_function)
+    assert result["ranks"] == 1
+    assert result["recorded"] == result["section"]
+    assert len(result["section"][0]) == 2
+
+
+@on_two_ranks
+def read_whole(folder):
+    """All weights of a divided model, read before and after a step, and the start that a trace tells of."""
+    results = {}
+    extra = {"plain": {}, "summed": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}}
+    for name, keys in extra.items():
+        with forgetting():
+            trace = f"{folder}/{name}.jsonl"
+            engine = build(divided_config(1, **keys, **{"ds_parity": {"trace": trace}}))
+            start = weights.trained(engine.module)
+            norms, after = after_two_windows(engine)
+            moved = torch.cat([one.values for one in every_weight(engine.module)])
+            results[name] = {
+                "start": start.tolist(),
+                "moved": from_all(moved.tolist()),
+                "norm": float(start.double().norm()),
+                "after": after,
+                "norms": norms,
+            }
+            engine.finish()
+            engine.destroy()
+            if dist.get_rank() == 0:
+                results[name]["header"] = read_header(trace).start.norm
+    return results
+
+
+class TestWholeWeights:
+    """What reads weights for traces and comparisons gathers them, and leaves the engine as it is."""
+
+    @pytest.mark.parametrize("name", ["plain", "summed"])
+    def test_they_are_those_of_the_undivided_model_on_every_rank(self, two_ranks, name):
+        result = two_ranks.of(read_whole)[name]
+        undivided = torch.cat([p.detach().flatten() for p in Divided().parameters()])
+        torch.testing.assert_close(
+            torch.tensor(result["start"]), undivided, rtol=0, atol=0 if name == "plain" else 2e-3
+        )
+        assert result["moved"][0] == result["moved"][1]
+        assert result["header"] == pytest.approx(result["norm"], rel=1e-6)
+
+    @pytest.mark.parametrize("name", ["plain", "summed"])
+    def test_training_goes_on_behind_the_reading(self, two_ranks, name):
+        """DeepSpeed's own context for it takes parameters out of BF16_Optimizer's buffer: they are stepped no more."""
+        result = two_ranks.of(read_whole)[name]
+        assert max(abs(a - b) for a, b in zip(result["start"], result["after"], strict=True)) > 0.01
+        assert result["norms"][0] != result["norms"][1]
+
+
+@on_four_ranks
+def resumed(folder):
+    """A run of two windows, and one that goes on from the checkpoint behind the first in a fresh engine."""
+    results = {}
+    for stage in (0, 1, 2):
+        with forgetting():
+            engine = build(divided_config(stage))
+            for seed in range(2):
+                one_pass(engine, 10 * (dist.get_rank() // 2) + seed)
+            engine.save_checkpoint(f"{folder}/divided{stage}")
+            whole = after_two_windows(engine)
+            engine.destroy()
+            fresh = build(divided_config(stage))
+            fresh.load_checkpoint(f"{folder}/divided{stage}")
+            results[str(stage)] = {"whole": whole, "resumed": after_two_windows(fresh), "step": fresh.last_step.step}
+            fresh.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_a_checkpoint_goes_on_bit_for_bit(four_ranks, stage):
+    result = four_ranks.of(resumed)[stage]
+    assert result["resumed"] == result["whole"]
+    assert result["step"] == 3
