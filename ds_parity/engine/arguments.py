@@ -135,6 +135,25 @@ def refuse_forgotten(before: Set[str], given: Mapping[str, int], counts: Counts)
         )
 
 
+def refuse_left_behind(left: Counts, given: Mapping[str, int], counts: Counts) -> None:
+    """Raise WindowError where the counts of a pass may have gone with the `passes()` that handed its micro-batch out.
+
+    Args:
+        left: what the micro-batch contains that had no backward when its `passes()` was left.
+        given: the counts that this pass gives.
+        counts: what it would count as.
+    """
+    counted = {"rollouts", *(name for name in COUNTED if getattr(left, name))}
+    missing = [f"{name}=" for name in COUNTED if name in counted and name not in given]
+    if missing:
+        raise WindowError(
+            f"{_called(given)} behind a passes() that was left (break, close(), a generator that nobody holds, or "
+            f"another passes() inside it) before the micro-batch that it handed out last, of {left}, had its "
+            f"backward(): these counts are gone with it, and this pass would count {counts}. Run backward() and step() "
+            f"inside the loop over passes(), or pass {' and '.join(missing)} here; finish() ends the data"
+        )
+
+
 def _called(given: Mapping[str, int]) -> str:
     return f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any, Final
 
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.wire import Place, heads_agree
-from ds_parity.errors import RankDesyncError
+from ds_parity.errors import RankDesyncError, WindowError
 
 CAPACITY: Final = 128  # numbers of 8 bytes: 20 passes, or 60 metrics; more memory would show beside small models
 _HEADS: Final = 2  # what Place.head returns
@@ -243,6 +243,7 @@ class Sum:
         self._message = torch.cat([heads, vector.view(torch.int64)])
         self._sent: list[Callable[[], object]] = []
         self._result: Future[torch.Tensor] | None = None
+        self._worker: int | None = None
         self._interrupted = False
 
     def begin(self) -> None:
@@ -272,7 +273,14 @@ class Sum:
         Raises:
             RuntimeError: a rank is gone, or did not come in time.
             RankDesyncError: ranks are in different places.
+            WindowError: this thread is inside the sum already: a signal handler was called there.
         """
+        if self._worker == get_ident():
+            raise WindowError(
+                "a call that talks to other ranks was made in a signal handler, while the loop itself waits for them: "
+                "neither could go on; set a flag in the handler, or call engine.stop(), and let the loop see to it "
+                "between two passes"
+            )
         # Without proceed() the waiting thread does the rounds itself.
         if self._result is None:
             self._result = Future()
@@ -285,6 +293,7 @@ class Sum:
                 self._over.ended(self)
 
     def _come_to_an_end(self, result: Future[torch.Tensor]) -> None:
+        self._worker = get_ident()
         try:
             result.set_result(self._summed())
         except RuntimeError as error:
@@ -296,6 +305,8 @@ class Sum:
             self._interrupted = True
             result.set_exception(RuntimeError("an exchange was interrupted, and no other can follow it: start again"))
             raise
+        finally:
+            self._worker = None
 
     def _summed(self) -> torch.Tensor:
         first = self._rounds(self._message[:CAPACITY], 0)

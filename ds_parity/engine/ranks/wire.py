@@ -18,11 +18,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
 _HEAD = 1  # who asks to stop
 _FIELDS = 6  # of a pass
+ANYWHERE: Final = -1
+"""The window of a place where ranks may come from different ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Place:
 
     Attributes:
         kind: what it does, as a verb phrase ("runs a pass").
-        window: index of its open window (>= 0).
+        window: index of its open window (>= 0), or ANYWHERE.
         pass_index: passes that it has counted (>= 0).
         configuration: 24 bits of its settings.
         engine: number of its engine, as the ranks have agreed on it (>= 1); 0 where there is no engine yet.
@@ -78,7 +81,8 @@ class Place:
 
     def __str__(self) -> str:
         does = f"has raised {self.error} (it {self.kind}" if self.error else self.kind
-        place = f" in window {self.window}, pass {self.pass_index}, engine {self.engine}, configuration"
+        window = "" if self.window == ANYWHERE else f"window {self.window}, pass {self.pass_index}, "
+        place = f" in {window}engine {self.engine}, configuration"
         where = f"{place} {self.configuration:06x}" if self.engine else ""
         where += f", with gradients of parameters {self.used:06x}" if self.used else ""
         return f"{does}{where}{')' if self.error else ''}"
