@@ -127,7 +127,7 @@ def _environment(**values):
 
 
 VARIABLES = {
-    "gone": dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+    "gone": dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),  # DeepSpeed needs LOCAL_RANK
     "wrong": {"RANK": "0", "LOCAL_RANK": "7", "WORLD_SIZE": "64", "MASTER_PORT": "1"},
     "text": {"RANK": "x", "LOCAL_RANK": "", "WORLD_SIZE": "many"},
 }
@@ -316,18 +316,17 @@ class Interrupted:
                 self.watched.engine.step()
         except ds_parity.DsParityError:
             return None
-        except RuntimeError:  # ZeRO 3 leaves parameters gathered where DeepSpeed's own backward is interrupted
-            if self.case.cell.stage == 3:
-                return None
-            raise
         self.watched.steps()
         return self.watched.apart() < 1e-6
 
 
 @play.right([Cell(0)], ["rollouts-1", "caller-1"])
-@play.right(STAGES[1:], ["rollouts-9", "caller-9"])
+@play.right(STAGES[1:3], ["rollouts-9", "caller-9"])
 def an_interrupt_comes_at_every_line(case):
-    """Of a pass, or at every ninth; the loop catches it and goes on. What was counted is in the step, or is refused."""
+    """Of a pass, or at every ninth; the loop catches it and goes on. What was counted is in the step, or is refused.
+
+    On ZeRO 3 DeepSpeed's own backward can't be interrupted: it leaves parameters gathered, and the next forward raises.
+    """
     mode, every = case.variant.split("-")
     played, wrong, number, right = Interrupted(replace(case, variant=mode)), [], 1, 0
     while True:
