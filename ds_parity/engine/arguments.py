@@ -143,14 +143,14 @@ def refuse_left_behind(left: Counts, given: Mapping[str, int], counts: Counts) -
         given: the counts that this pass gives.
         counts: what it would count as.
     """
-    counted = {"rollouts", *(name for name in COUNTED if getattr(left, name))}
-    missing = [f"{name}=" for name in COUNTED if name in counted and name not in given]
-    if missing:
+    # Tokens, prompts and weights are asked for where something is counted or weighed by them.
+    if "rollouts" not in given:
         raise WindowError(
             f"{_called(given)} behind a passes() that was left (break, close(), a generator that nobody holds, or "
             f"another passes() inside it) before the micro-batch that it handed out last, of {left}, had its "
             f"backward(): these counts are gone with it, and this pass would count {counts}. Run backward() and step() "
-            f"inside the loop over passes(), or pass {' and '.join(missing)} here; finish() ends the data"
+            "inside the loop over passes(), or pass rollouts= here, and tokens= and prompts= with it; finish() ends "
+            "the data"
         )
 
 

@@ -67,7 +67,7 @@ def counts_that_are_gone(folder):
 def test_a_pass_behind_its_generator_is_not_counted_as_a_usual_one(two_ranks, how):
     said, counted = two_ranks.of(counts_that_are_gone)[how]
     assert said.startswith("WindowError: backward(loss) behind a passes() that was left")
-    assert "rollouts= " in said
+    assert "pass rollouts= here" in said
     assert counted == 4, "with its counts it runs"
 
 

@@ -346,6 +346,45 @@ def an_interrupt_comes_at_every_line(case):
     return Found(got=[wrong, right > 3, number > 50], right=[[], True, True])
 
 
+@play.right([Cell(0)], ["rollouts-1", "caller-1"])
+@play.right(STAGES[1:3], ["rollouts-13", "caller-13"])
+def an_interrupt_comes_at_every_line_of_a_step(case):
+    """Of the pass that closes a window, or of the caller's step(); the loop catches it, and ends the window again."""
+    mode, every = case.variant.split("-")
+    played, wrong, number, taken = Interrupted(replace(case, variant=mode)), [], 1, 0
+    while True:
+        engine, before = played.watched.engine, played.watched.engine.global_steps
+        for index in range(1 + played.caller):
+            played.run(index)
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as met:
+            engine.step() if played.caller else played.run(1)
+        if not met:
+            break
+        second, refused = 1, False
+        if engine.window.index == 0:
+            try:
+                if played.caller:
+                    engine.step()
+                else:
+                    second = 2
+                    played.run(2)
+            except ds_parity.DsParityError:
+                refused = True
+        if not refused:
+            played.watched.has(0)
+            played.watched.has(second)
+            played.watched.steps()
+            taken += 1
+            if played.watched.apart() > 1e-6 or engine.global_steps != before + 1:
+                wrong.append([number, met])
+        if refused and case.cell.stage:
+            played.build()
+        else:
+            played.back()
+        number += int(every)
+    return Found(got=[wrong, taken > 3, number > 50], right=[[], True, True])
+
+
 @pytest.mark.parametrize("case", play.cases("right"), ids=str)
 def test_every_rank_steps_as_the_oracle_does(outcomes, case):
     outcomes.assert_right(case)
