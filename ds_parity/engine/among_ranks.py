@@ -19,13 +19,11 @@ from ds_parity.engine.ranks.hostgroups import group_of
 from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming
-from ds_parity.engine.ranks.wire import ANYWHERE, Announcement, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVES, Announcement, Place
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
 
 RUNS = "runs a pass"
-SAVES = "saves a checkpoint"
-LOADS = "loads a checkpoint"
 
 
 class AmongRanks:

@@ -11,11 +11,10 @@ import torch
 
 from ds_parity.config import versions
 from ds_parity.config.features import COALESCED
-from ds_parity.engine.among_ranks import SAVES
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import PARTLY_THERE, CallersBoundary, Driver
 from ds_parity.engine.internals.installed import installed
-from ds_parity.engine.ranks.wire import Place
+from ds_parity.engine.ranks.wire import SAVES, Place
 from ds_parity.errors import CheckpointError, ConfigError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
 

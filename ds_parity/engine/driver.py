@@ -10,7 +10,7 @@ from typing import Any, Final, SupportsIndex, overload
 import torch
 
 from ds_parity.config import Settings
-from ds_parity.engine.among_ranks import RUNS, SAVES, AmongRanks
+from ds_parity.engine.among_ranks import RUNS, AmongRanks
 from ds_parity.engine.arguments import (
     counts_by_name,
     counts_of,
@@ -28,7 +28,7 @@ from ds_parity.engine.expecting import promised
 from ds_parity.engine.internals.groups import members_of
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
-from ds_parity.engine.ranks.wire import Announcement
+from ds_parity.engine.ranks.wire import SAVES, Announcement
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, PassTotals, Promise, Window

@@ -100,6 +100,7 @@ def test_a_rank_that_saves_or_loads_alone_and_the_others_are_told_at_once(two_ra
     for said, seconds in two_ranks.of(checkpoints_of_one_rank)[f"{name}-{stage}"]:
         assert said.startswith("RankDesyncError: ranks are not in the same place: rank 0 " + does + " a checkpoint in ")
         assert "rank 1 runs a pass in window 0" in said
+        assert "Every rank must call save_checkpoint() and load_checkpoint()" in said
         assert seconds < 20
 
 

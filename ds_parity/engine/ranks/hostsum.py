@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.engine.ranks.limits import Limit
-from ds_parity.engine.ranks.wire import Place, heads_agree
+from ds_parity.engine.ranks.wire import LOADS, SAVES, Place, heads_agree
 from ds_parity.errors import RankDesyncError, WindowError
 
 CAPACITY: Final = 128  # numbers of 8 bytes: 20 passes, or 60 metrics; more memory would show beside small models
@@ -118,6 +118,11 @@ class HostSum:
             rule = (
                 "Every rank must initialize its engines, and run their passes, in the same order: engine 1 is the one "
                 "that was initialized first"
+            )
+        elif len(kinds := {where.kind for where in places}) > 1 and kinds & {SAVES, LOADS}:
+            rule = (
+                "Every rank must call save_checkpoint() and load_checkpoint(), at the same place of its loop, because "
+                "each writes and reads a part: leave conditions such as `if rank == 0` out"
             )
         elif len({replace(where, used=0) for where in places}) == 1 and len(set(places)) > 1:
             rule = (

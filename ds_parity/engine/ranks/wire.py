@@ -24,6 +24,8 @@ from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
 _HEAD = 1  # who asks to stop
 _FIELDS = 6  # of a pass
+SAVES: Final = "saves a checkpoint"
+LOADS: Final = "loads a checkpoint"
 ANYWHERE: Final = -1
 """The window of a place where ranks may come from different ones."""
 
