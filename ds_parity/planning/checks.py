@@ -162,7 +162,7 @@ def check_prompt(sequence: Rollout) -> None:
     """Raise ConfigError where a sequence has no prompt token, or more of them than tokens."""
     length, own = len(sequence.tokens), sequence.prompt_length
     said = f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {own!r}, must be"
-    if whole(own) is None or getattr(own, "ndim", 0):
+    if whole(own) is None or getattr(own, "ndim", False):
         raise ConfigError(f"{said} a whole number; give how many of its {length} tokens belong to the prompt")
     if not 1 <= own <= length:
         raise ConfigError(
