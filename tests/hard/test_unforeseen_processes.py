@@ -388,8 +388,3 @@ def an_interrupt_comes_at_every_line_of_a_step(case):
 @pytest.mark.parametrize("case", play.cases("right"), ids=str)
 def test_every_rank_steps_as_the_oracle_does(outcomes, case):
     outcomes.assert_right(case)
-
-
-@pytest.mark.parametrize("case", play.cases("refused"), ids=str)
-def test_every_rank_refuses(outcomes, case):
-    outcomes.assert_refused(case)
