@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from ds_parity.config import Settings
 from ds_parity.engine.arguments import weighting_of
 from ds_parity.engine.internals.adapter import choose
@@ -17,7 +19,7 @@ from ds_parity.engine.ranks.hostgroups import group_of
 from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming
-from ds_parity.engine.ranks.wire import Announcement, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVES, Announcement, Place
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
 
@@ -55,6 +57,8 @@ class AmongRanks:
         self.ledger = Ledger(rules, weighting)
         together, wait = self.ranks * members.peers.size, settings.exchange_timeout
         self.over = HostSum(group_of(members.group), wait) if together > 1 else None
+        # Before a checkpoint ranks may have done other things for a while, and no pass waits for them.
+        self._patient = None if self.over is None else HostSum(group_of(members.group))
         self.exchange = Exchange(self.over, together, slots, wait, members.peers, weights=weighting.brought)
         self.adapter = choose(engine)
         self.queue: Upcoming | None = None
@@ -102,6 +106,26 @@ class AmongRanks:
                     same(self.over, self._place("begins passes() with another look-ahead"), "look-ahead", passes)
             self.exchange.slots = passes
 
+    def meet(self, place: Place) -> None:
+        """Wait until all ranks come for the same: what follows would leave one alone in DeepSpeed, for half an hour.
+
+        Args:
+            place: where all must be.
+
+        Raises:
+            RankDesyncError: ranks are out of sync.
+        """
+        if self._patient is not None:
+            self._patient.start(torch.zeros(0, dtype=torch.int64, device="cpu"), place).wait()
+
+    def refuse_saving(self, error: Exception) -> None:
+        """Tell the other ranks, which come to save a checkpoint, that this one has raised in place of it."""
+        self.exchange.refuse(self._place(SAVES), error)
+
+    def meet_to_load(self) -> None:
+        """Wait until all ranks come to load a checkpoint, wherever they are: it may be the way out of an error."""
+        self.meet(replace(self._place(LOADS), window=ANYWHERE, pass_index=0))
+
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one has raised in place of announcing its next passes.
 
@@ -136,8 +160,14 @@ class AmongRanks:
             self.exchange.refuse(self._place(RUNS), error)
             raise
 
-    def _refuse_ending_in_no_sync(self) -> None:
-        """Raise WindowError for `step()` and `finish()` inside no_sync(), for which DeepSpeed has an assertion."""
+    def _refuse_ending_here(self) -> None:
+        """Raise WindowError for `step()` and `finish()` where DeepSpeed can't step: it has an assertion, or breaks."""
+        if torch.is_inference_mode_enabled() and self.engine.zero_optimization_stage() == 3:
+            raise WindowError(
+                f"step() or finish() under torch.inference_mode(), in window {self.ledger.window.index}, on ZeRO stage "
+                "3: the weights that DeepSpeed gathers from there on could not be trained any more (torch: Inference "
+                "tensors cannot be saved for backward); call it outside, or under torch.no_grad()"
+            )
         if self.adapter.inside_no_sync:
             raise WindowError(
                 f"step() or finish() inside no_sync(), in window {self.ledger.window.index}: DeepSpeed does not step "

@@ -135,6 +135,25 @@ def refuse_forgotten(before: Set[str], given: Mapping[str, int], counts: Counts)
         )
 
 
+def refuse_left_behind(left: Counts, given: Mapping[str, int], counts: Counts) -> None:
+    """Raise WindowError where the counts of a pass may have gone with the `passes()` that handed its micro-batch out.
+
+    Args:
+        left: what the micro-batch contains that had no backward when its `passes()` was left.
+        given: the counts that this pass gives.
+        counts: what it would count as.
+    """
+    # Tokens, prompts and weights are asked for where something is counted or weighed by them.
+    if "rollouts" not in given:
+        raise WindowError(
+            f"{_called(given)} behind a passes() that was left (break, close(), a generator that nobody holds, or "
+            f"another passes() inside it) before the micro-batch that it handed out last, of {left}, had its "
+            f"backward(): these counts are gone with it, and this pass would count {counts}. Run backward() and step() "
+            "inside the loop over passes(), or pass rollouts= here, and tokens= and prompts= with it; finish() ends "
+            "the data"
+        )
+
+
 def _called(given: Mapping[str, int]) -> str:
     return f"backward({', '.join(f'{name}={count}' for name, count in given.items()) or 'loss'})"
 

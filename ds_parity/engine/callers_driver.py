@@ -14,11 +14,11 @@ from ds_parity.config.features import COALESCED
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import PARTLY_THERE, CallersBoundary, Driver
 from ds_parity.engine.internals.installed import installed
-from ds_parity.engine.ranks.wire import Place
+from ds_parity.engine.ranks.wire import SAVES, Place
 from ds_parity.errors import CheckpointError, ConfigError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
 
-OPENS, ENDS, FINISHES, SAVES = "opens its first window", "ends a window", "finishes", "saves a checkpoint"
+OPENS, ENDS, FINISHES = "opens its first window", "ends a window", "finishes"
 
 
 class CallersDriver(Driver):
@@ -71,10 +71,10 @@ class CallersDriver(Driver):
         self.boundary.mark(self.announced and not self._coalesces)
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
-        self._lost = ""
         self._reduced = self.announced and not self._coalesces
         if window.passes == 1:
             self.adapter.forget_last_window(self.announced or self._coalesces)
+        self._lost = ""
         return accumulated
 
     def _refuse_no_sync(self) -> None:
@@ -186,7 +186,7 @@ class CallersDriver(Driver):
         with self._telling():
             self._refuse_lost()
             self._refuse_block()
-            self._refuse_ending_in_no_sync()
+            self._refuse_ending_here()
         self._refuse_strays(newcomers=True)
         if self.announced and not self._reduced and (self.ledger.window.passes or self.adapter.silent_inside_windows):
             # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
@@ -213,13 +213,13 @@ class CallersDriver(Driver):
         with self._telling():
             self._refuse_lost()
             self._refuse_block()
-            self._refuse_ending_in_no_sync()
+            self._refuse_ending_here()
         drop = self.settings.last_window == "drop"
         self._open()
         ledger = self.ledger
         window, counted, last_total = ledger.window, ledger.passes, ledger.last_total
         passes = self._passes_over_ranks(FINISHES, drop=drop)
-        self._finished = True
+        self._finished, self._left = True, None
         if passes == 0:
             self._keep_open()
             return
@@ -315,6 +315,9 @@ class CallersDriver(Driver):
                 return 0
             self._open(first)
         return self.exchange.whole_window(self._place(SAVES), self.ledger.window).passes
+
+    def meet_to_save(self) -> None:
+        """Do nothing: all ranks have met where they said what they have run."""
 
     def abandon(self) -> None:
         """Throw the open window away; ranks may have run different numbers of its passes, which are uncounted."""

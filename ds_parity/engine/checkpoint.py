@@ -26,17 +26,19 @@ _CONVERT = (
 def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
     """Return the client state with the window's beside it.
 
+    All ranks meet here, so that one that saves alone is not left waiting in DeepSpeed.
+
     Raises:
         CheckpointError: a window is open, or the client state is no mapping, or has a value of the caller's own under
             our name.
+        RankDesyncError: not every rank saves.
     """
     client_state = {} if client_state is None else client_state
-    if not isinstance(client_state, Mapping):
-        raise CheckpointError(
-            f"save_checkpoint(client_state={client_state!r}): must be a dict, beside whose values the state of the "
-            'windows is saved; write for example {"own": ...}'
-        )
-    _refuse_what_would_be_replaced(driver, client_state)
+    try:
+        _refuse_what_would_be_replaced(driver, client_state)
+    except CheckpointError as error:
+        driver.refuse_saving(error)
+        raise
     window = driver.ledger.window
     passes = driver.passes_pending()
     if passes:
@@ -49,11 +51,17 @@ def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
             f"save_checkpoint() inside window {window.index}: {pending}, and DeepSpeed doesn't save partial gradients; "
             f"save after the step() that closes the window{where}, or call finish() first"
         )
+    driver.meet_to_save()
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
     return {**client_state, _KEY: {**driver.ledger.state(), **settings, "groups": _groups(driver)}}
 
 
-def _refuse_what_would_be_replaced(driver: Driver, client_state: Mapping[str, Any]) -> None:
+def _refuse_what_would_be_replaced(driver: Driver, client_state: Any) -> None:
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(
+            f"save_checkpoint(client_state={client_state!r}): must be a dict, beside whose values the state of the "
+            'windows is saved; write for example {"own": ...}'
+        )
     # What load_checkpoint() returned holds our state of then, and is often saved again with more in it.
     given = client_state.get(_KEY)
     ours = isinstance(given, dict) and set(driver.ledger.state()) - {"last_total"} <= set(given)

@@ -17,6 +17,7 @@ from ds_parity.engine.arguments import (
     parts_of,
     refuse_contradiction,
     refuse_forgotten,
+    refuse_left_behind,
     refuse_mean_of_parts,
     refuse_missing_terms,
     refuse_what_is_no_loss,
@@ -27,7 +28,7 @@ from ds_parity.engine.expecting import promised
 from ds_parity.engine.internals.groups import members_of
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
-from ds_parity.engine.ranks.wire import Announcement
+from ds_parity.engine.ranks.wire import SAVES, Announcement
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, PassTotals, Promise, Window
@@ -102,6 +103,8 @@ class Driver(AmongRanks):
         self._stepped = True
         self._lost = ""  # why the open window can't go on: something in it has raised
         self._finished = False
+        self._left: Counts | None = None  # of a micro-batch whose passes() was left before its backward
+        self._open_queues: list[Upcoming] = []  # of all passes() that are not at their end: one may stand in another
         self._ran_in: int | None = None
         self.adapter.prepare()
         # DeepSpeed's own boundary follows from its counter; from here on it is marked by hand before every backward.
@@ -160,7 +163,11 @@ class Driver(AmongRanks):
         # An idle pass contains nothing, whether its loop counts or not.
         if counts.active:
             refuse_forgotten(self._gave, given, counts)
+            waiting = (one.handed for one in self._open_queues if one.handed is not None)
+            if (left := self._left or next(waiting, None)) is not None:
+                refuse_left_behind(left, given, counts)
             self._gave.update(given.keys() - {"weight"})
+        self._left = None
         return counts
 
     @overload
@@ -201,11 +208,11 @@ class Driver(AmongRanks):
         window = self._counted(totals, ahead, caller, whole=whole)
         if loss is None:
             self.engine.step()  # moves DeepSpeed's clocks; inside a window it does nothing else
+            self._lost = ""
             return None
         self._stepped = False
         # A window without weight takes no optimizer step, so DeepSpeed sees no boundary either.
         steps = window.closed and self.ledger.total() > 0
-        self._lost = PARTLY_THERE
         if steps and self.adapter.inside_no_sync:
             raise WindowError(
                 f"backward() inside no_sync() in the pass that closes window {window.index}: its gradients would not "
@@ -216,10 +223,10 @@ class Driver(AmongRanks):
         self.boundary.mark(steps)
         with self._telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
-        self._lost = ""
         self._ran_in = window.index
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
+        self._lost = ""
         return accumulated
 
     def _refuse_idle(self, counts: Counts) -> None:
@@ -262,7 +269,13 @@ class Driver(AmongRanks):
     ) -> Window:
         if caller is not None:
             caller.check(totals)
-        window = self.ledger.count(totals, ahead, whole=whole)
+        # Set before it is counted: Ctrl-C may come behind any line, and leave a pass that has no gradient.
+        self._lost = PARTLY_THERE
+        try:
+            window = self.ledger.count(totals, ahead, whole=whole)
+        except WindowError:  # it was not
+            self._lost = ""
+            raise
         return self.ledger.end() if caller is not None and caller.ends else window
 
     def step(self, **kwargs: Any) -> None:
@@ -277,7 +290,7 @@ class Driver(AmongRanks):
         self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
-            self._refuse_ending_in_no_sync()
+            self._refuse_ending_here()
         if self._stepped:
             raise WindowError(
                 f"step() in window {self.ledger.window.index} without a backward() before it: one step() ends one "
@@ -375,14 +388,16 @@ class Driver(AmongRanks):
     @contextmanager
     def taking_from(self, queue: Upcoming) -> Iterator[None]:
         """Take the passes inside from `queue`, which has announced them."""
-        self.queue = queue
+        self.queue, self._left = queue, None
+        self._open_queues.append(queue)
         self.exchange.early = queue.early is not None
         try:
             yield
         finally:
+            self._open_queues.remove(queue)
             # An older generator that is closed late must not end a newer one.
             if self.queue is queue:
-                self.queue = None
+                self.queue, self._left = None, queue.handed
                 self.exchange.early = False
 
     def may_skip(self, totals: PassTotals) -> bool:
@@ -410,12 +425,12 @@ class Driver(AmongRanks):
             self.adapter.kept.refuse_ended()
         with self._telling():
             self._refuse_lost()
-            self._refuse_ending_in_no_sync()
+            self._refuse_ending_here()
         if not self._stepped:
             raise WindowError("finish() between a backward() and its step(): call step() first")
         # All ranks must end here: one that still runs passes would wait in its own exchange.
         self.exchange.start(self._place("finishes"), []).wait()
-        self._finished = True
+        self._finished, self._left = True, None
         window = self.ledger.window
         if window.passes == 0:
             return
@@ -445,6 +460,10 @@ class Driver(AmongRanks):
         """Return how many passes of the open window have run."""
         return self.ledger.window.passes
 
+    def meet_to_save(self) -> None:
+        """Wait until all ranks come to save a checkpoint."""
+        self.meet(self._place(SAVES))
+
     def refuse_loading(self) -> None:
         """Raise CheckpointError where nothing can be loaded now; here it can at any time."""
 
@@ -459,7 +478,7 @@ class Driver(AmongRanks):
             self.boundary.counters.consumed(self.ledger.window.rollouts)
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
-        self._stepped, self._lost = True, ""
+        self._stepped, self._lost, self._left = True, "", None
         self._ran_in = None
         self.boundary.mark(False)
 

@@ -417,10 +417,11 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             CheckpointError: a window is open: gradients of its passes would be lost; or `client_state` has a value of
                 the caller's own under `ds_parity` (one that was loaded may stay: it is replaced).
-            RankDesyncError: another rank ended before it had saved.
+            RankDesyncError: another rank ended before it had saved, or does something else: all ranks save.
         """
         driver: Driver = self._self_driver
-        state = checkpoint.with_window(driver, client_state)
+        with naming_lost_ranks("save_checkpoint()"):
+            state = checkpoint.with_window(driver, client_state)
         tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
         # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
         names_latest = save_latest and not driver.adapter.writes_latest_itself
@@ -451,12 +452,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             CheckpointError: the checkpoint counted something else, towards another target or moved its LR otherwise, or
                 another number of ranks saved it; or `load_module_only` on ZeRO 3, where DeepSpeed loads nothing.
-            RankDesyncError: another rank ended before it had loaded.
+            RankDesyncError: another rank ended before it had loaded, or does something else: all ranks load.
         """
         driver: Driver = self._self_driver
         driver.refuse_loading()
         if load_module_only:
             checkpoint.refuse_module_alone(driver)
+        with naming_lost_ranks("load_checkpoint()"):
+            driver.meet_to_load()
         with naming_lost_ranks("load_checkpoint()"), checkpoint.explained(driver, load_dir, tag):
             path, state = self.__wrapped__.load_checkpoint(
                 load_dir,

@@ -18,6 +18,7 @@ from ds_parity.config.faults import refuse
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
+from ds_parity.engine.foreign_parameters import held, refuse_foreign_parameters
 from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
@@ -172,6 +173,8 @@ def honoured(
         if optimizer is None:
             _refuse_stage_without_optimizer(extended)
         else:
+            keywords = {**keywords, "model_parameters": held(keywords.get("model_parameters"))}
+            refuse_foreign_parameters(keywords)
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
             _refuse_by_release({**extended, **rewritten.config})

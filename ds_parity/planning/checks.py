@@ -44,7 +44,7 @@ def listed(rollouts: Iterable[Any]) -> list[Unit]:
     """Return rollouts, turns or pairs as a list.
 
     Raises:
-        ConfigError: one of them is none of these, or has no tokens that could be counted.
+        ConfigError: one of them is none of these, or has no tokens that could be counted, or an id that is no key.
     """
     if isinstance(rollouts, str | bytes | Mapping) or not isinstance(rollouts, Iterable):
         raise ConfigError(
@@ -60,7 +60,31 @@ def listed(rollouts: Iterable[Any]) -> list[Unit]:
                 check_rollout(f"{name} of a pair of prompt {_prompt_of(unit)!r}", getattr(unit, name))
         else:
             check_rollout(f"rollout {index}", unit)
+    for name in ("prompt_id", "rollout_id"):
+        _check_keys(name, [getattr(unit, name) for unit in units])
     return units
+
+
+def _check_keys(name: str, keys: Sequence[Any]) -> None:
+    try:
+        set(keys)
+    except TypeError:
+        for index, key in enumerate(keys):
+            if not _can_be_a_key(key):
+                raise ConfigError(
+                    f"rollout {index}: {name} is {reprlib.repr(key)} ({type(key).__name__}), which can be no key of a "
+                    "dict: rollouts are put together by it; give a text or a number, or where it is a list of messages "
+                    "or token ids, their text or tuple(ids)"
+                ) from None
+        raise
+
+
+def _can_be_a_key(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def check_rollout(said: str, given: Any) -> None:
@@ -138,7 +162,7 @@ def check_prompt(sequence: Rollout) -> None:
     """Raise ConfigError where a sequence has no prompt token, or more of them than tokens."""
     length, own = len(sequence.tokens), sequence.prompt_length
     said = f"rollout of prompt {sequence.prompt_id!r}: prompt_length is {own!r}, must be"
-    if whole(own) is None:
+    if whole(own) is None or getattr(own, "ndim", False):
         raise ConfigError(f"{said} a whole number; give how many of its {length} tokens belong to the prompt")
     if not 1 <= own <= length:
         raise ConfigError(

@@ -10,6 +10,7 @@ from ds_parity.engine.arguments import (
     counts_of,
     refuse_contradiction,
     refuse_forgotten,
+    refuse_left_behind,
     refuse_mean_of_parts,
     refuse_what_is_no_loss,
 )
@@ -70,6 +71,16 @@ def test_what_earlier_passes_gave_is_asked_for():
         "backward(prompts=1) without rollouts= and tokens=, which earlier passes of this engine gave"
     )
     assert "it would count 3 rollouts and 0 tokens" in said
+
+
+def test_counts_that_went_with_passes_are_asked_for():
+    refuse_left_behind(Counts(2, 0, 7), {"rollouts": 2}, Counts(2))
+    with pytest.raises(
+        WindowError, match=r"that was left .*Counts\(rollouts=2, prompts=0, tokens=7\).* pass rollouts="
+    ):
+        refuse_left_behind(Counts(2, 0, 7), {"tokens": 7}, Counts(1, 0, 7))
+    with pytest.raises(WindowError, match="pass rollouts= here"):
+        refuse_left_behind(Counts(), {}, Counts(1))
 
 
 def test_in_an_idle_pass_the_stand_ins_counts_are_no_contradiction():

@@ -25,6 +25,8 @@ def driver():
     return SimpleNamespace(
         ledger=Ledger(Rules(8, 1)),
         passes_pending=lambda: 0,
+        meet_to_save=lambda: None,
+        refuse_saving=lambda error: None,
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),
         engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"params": [], "lr": 0.1}])),
     )

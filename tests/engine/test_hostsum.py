@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.hostsum import CAPACITY, HostSum, PlacedSum, core_of
 from ds_parity.engine.ranks.wire import Place
-from ds_parity.errors import RankDesyncError
+from ds_parity.errors import RankDesyncError, WindowError
 
 PLACE = Place("runs a pass", window=3, pass_index=17, configuration=0xABCDEF, engine=1)
 
@@ -228,3 +228,29 @@ def test_a_gather_finds_its_ranks_by_a_sum_and_both_are_counted_as_one():
         thread.join()
     assert results == [[{"rank": 0}, {"rank": 1}]] * 2
     assert [member.collectives for member in members] == [1, 1]
+
+
+class Handler(Line):
+    """A rank in whose wait a signal handler starts a sum of its own."""
+
+    said = ""
+
+    def receive(self, length, source, tag):
+        if not self.said:
+            self.said = "nothing was raised"
+            try:
+                self.start(torch.ones(1, dtype=torch.int64), PLACE).wait()
+            except WindowError as error:
+                self.said = str(error)
+        return super().receive(length, source, tag)
+
+
+def test_a_sum_that_a_signal_handler_starts_inside_another_is_refused_and_does_not_hang():
+    lines = Lines()
+    ranks = [Handler(0, 2, lines), Line(1, 2, lines)]
+    sums = [rank.start(torch.tensor([number + 1]), PLACE) for number, rank in enumerate(ranks)]
+    other = threading.Thread(target=sums[1].wait, daemon=True)
+    other.start()
+    assert sums[0].wait().tolist() == [3]
+    other.join(10)
+    assert ranks[0].said.startswith("a call that talks to other ranks was made in a signal handler")

@@ -57,6 +57,7 @@ OTHERS = {
     *("float16", "master", "where", "zero"),
     *(
         "_version",
+        "add_param_group",
         "cached_property",
         "count_nonzero",
         "engine",

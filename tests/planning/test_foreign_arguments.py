@@ -42,6 +42,13 @@ class TestWhatIsNoRollout:
         with pytest.raises(ConfigError, match=r"prompt 'p': tokens are .*, must be a sequence of token ids.*tokenizer"):
             take([GOOD, Rollout("p", tokens, 1)])
 
+    @pytest.mark.parametrize("key", [[{"role": "user", "content": "1 + 1"}], {"text": "a"}, [1, 2]])
+    @pytest.mark.parametrize("name", ["prompt_id", "rollout_id"])
+    def test_are_no_keys(self, take, name, key):
+        wrong = Rollout(**{"prompt_id": "p", "tokens": (1, 2, 3), "prompt_length": 1, name: key})
+        with pytest.raises(ConfigError, match=rf"rollout 1: {name} is .* which can be no key .* their text or tuple"):
+            take([GOOD, wrong])
+
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("tokens", [(1.5, 2, 3), (1, None), ("a", "b"), ((1, 2), (3, 4)), (1, 2**70)])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_parity.engine.internals.newcomers import Newcomers, names_of
-from ds_parity.engine.internals.stepped import guard_step
+from ds_parity.engine.internals.stepped import guard_step, refuse_groups
 from ds_parity.errors import WindowError
 
 if TYPE_CHECKING:
@@ -88,6 +88,9 @@ class KeptGradients:
         if engine.basic_optimizer is not engine.optimizer:
             self._guard_one(engine.basic_optimizer, always=True)
             guard_step(self, engine.basic_optimizer, always=True)
+            where = f"ZeRO stage {engine.zero_optimization_stage()} ({type(engine.optimizer).__name__})"
+            for owner in (engine.basic_optimizer, engine.optimizer):
+                refuse_groups(self, owner, where)
         guard_step(self, engine.optimizer, always=not isinstance(engine.optimizer, torch.optim.Optimizer))
 
     def keeps_steps(self, *, always: bool) -> bool:

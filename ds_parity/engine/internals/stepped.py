@@ -1,8 +1,11 @@
-"""`step()` of an engine's optimizers: the engine's own step may call it, and nobody else.
+"""`step()` of an engine's optimizers: the engine's own step may call it, and nobody else; and groups that come late.
 
 A step that a loop takes itself uses gradients before they are reduced, so that ranks' weights part on ZeRO 0 without a
 word. ZeRO 1 to 3 have nothing in place for it between an engine's steps: it ends in a KeyError, or, with offload, takes
 the last gradient once more.
+
+A group that is added to an optimizer inside a wrapper is no part of the partitions or copies that the wrapper steps: it
+is never trained on ZeRO 1 and 2, without a word, and ends in a RuntimeError of torch on ZeRO 3.
 """
 
 from __future__ import annotations
@@ -44,3 +47,28 @@ def guard_step(watcher: KeptGradients, owner: Any, *, always: bool) -> None:
 
     # A bound method, because torch's schedulers take the function out of it, and GradScaler looks at its signature.
     owner.step = types.MethodType(guarded, owner)
+
+
+def refuse_groups(watcher: KeptGradients, owner: Any, where: str) -> None:
+    """Make `owner.add_param_group()` raise WindowError: DeepSpeed has divided, or copied, the groups that there are.
+
+    Args:
+        watcher: of the engine, as in `guard_step`.
+        owner: an optimizer inside a wrapper, or the wrapper.
+        where: the stage and the wrapper, for the message.
+    """
+    add: Callable[..., Any] | None = getattr(owner, "add_param_group", None)
+    watching = weakref.ref(watcher)
+
+    def refused(_: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = watching()
+        if add is not None and (kept is None or not kept.keeps_steps(always=True)):
+            return add(*args, **kwargs)
+        raise WindowError(
+            f"add_param_group() on {where}: DeepSpeed took the parameters of its groups when the engine was built, so "
+            "that a group which comes later would never be trained; give the optimizer all that will ever be "
+            "trained before initialize(), with lr 0 for as long as a group is to rest, or build a new engine (ZeRO "
+            "stage 0 in fp32 takes new groups)"
+        )
+
+    owner.add_param_group = types.MethodType(refused, owner)

@@ -17,15 +17,15 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from ds_parity.engine.ranks.limits import Limit
-from ds_parity.engine.ranks.wire import Place, heads_agree
-from ds_parity.errors import RankDesyncError
+from ds_parity.engine.ranks.wire import LOADS, SAVES, Place, heads_agree
+from ds_parity.errors import RankDesyncError, WindowError
 
 CAPACITY: Final = 128  # numbers of 8 bytes: 20 passes, or 60 metrics; more memory would show beside small models
 _HEADS: Final = 2  # what Place.head returns
@@ -118,6 +118,11 @@ class HostSum:
             rule = (
                 "Every rank must initialize its engines, and run their passes, in the same order: engine 1 is the one "
                 "that was initialized first"
+            )
+        elif len(kinds := {where.kind for where in places}) > 1 and kinds & {SAVES, LOADS}:
+            rule = (
+                "Every rank must call save_checkpoint() and load_checkpoint(), at the same place of its loop, because "
+                "each writes and reads a part: leave conditions such as `if rank == 0` out"
             )
         elif len({replace(where, used=0) for where in places}) == 1 and len(set(places)) > 1:
             rule = (
@@ -259,6 +264,7 @@ class Sum:
         self._message = torch.cat([heads, vector.view(torch.int64)])
         self._sent: list[Callable[[], object]] = []
         self._result: Future[torch.Tensor] | None = None
+        self._worker: int | None = None
         self._interrupted = False
 
     def begin(self) -> None:
@@ -288,7 +294,14 @@ class Sum:
         Raises:
             RuntimeError: a rank is gone, or did not come in time.
             RankDesyncError: ranks are in different places.
+            WindowError: this thread is inside the sum already: a signal handler was called there.
         """
+        if self._worker == get_ident():
+            raise WindowError(
+                "a call that talks to other ranks was made in a signal handler, while the loop itself waits for them: "
+                "neither could go on; set a flag in the handler, or call engine.stop(), and let the loop see to it "
+                "between two passes"
+            )
         # Without proceed() the waiting thread does the rounds itself.
         if self._result is None:
             self._result = Future()
@@ -301,6 +314,7 @@ class Sum:
                 self._over.ended(self)
 
     def _come_to_an_end(self, result: Future[torch.Tensor]) -> None:
+        self._worker = get_ident()
         try:
             result.set_result(self._summed())
         except RuntimeError as error:
@@ -312,6 +326,8 @@ class Sum:
             self._interrupted = True
             result.set_exception(RuntimeError("an exchange was interrupted, and no other can follow it: start again"))
             raise
+        finally:
+            self._worker = None
 
     def _summed(self) -> torch.Tensor:
         first = self._rounds(self._message[:CAPACITY], 0)

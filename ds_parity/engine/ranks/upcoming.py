@@ -57,6 +57,7 @@ class Upcoming:
         whole_windows: a window's passes are all known before its first one runs.
         settles: the window that the streams end in ends there, too; else it goes on with other passes.
         early: what knows the passes that come next before they are announced; None without such.
+        handed: what the micro-batch contains that was handed out and had no backward yet; None without such.
     """
 
     def __init__(self, start: Callable[[Sequence[Announcement]], Pending], ranks: int) -> None:
@@ -69,6 +70,7 @@ class Upcoming:
         self._passes: deque[UpcomingPass] = deque()
         self._pending: Pending | None = None
         self._announced: Sequence[UpcomingPass] = ()
+        self.handed: Counts | None = None
         self._handed: Counts | None = None
         self._handed_to: int | None = None
 
@@ -83,7 +85,8 @@ class Upcoming:
     def hand_out(self) -> Any:
         """Return the micro-batch of the pass that runs next, and let go of it: it is the loop's from now on."""
         first = self.first
-        self._handed, self._handed_to = first.counts, get_ident()
+        self.handed = self._handed = first.counts
+        self._handed_to = get_ident()
         batch, first.batch = first.batch, None
         return batch
 
@@ -177,7 +180,7 @@ class Upcoming:
             what it contains over all ranks, and what the passes after it do, as far as they are known.
         """
         self.learn()
-        taken = self._gathered(self._passes.popleft())
+        taken, self.handed = self._gathered(self._passes.popleft()), None
         later = [one.gathered.totals for one in islice(self._passes, ahead) if one.gathered is not None]
         return taken.totals, later
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
@@ -26,6 +27,10 @@ _HEAD = 1  # how many ranks ask to stop, and how many may be early
 _FIELDS = 6  # of a pass
 # Two counts share a number: each is below 2**21, so that the sum is exact in float64 too.
 _EARLY = 1 << 32
+SAVES: Final = "saves a checkpoint"
+LOADS: Final = "loads a checkpoint"
+ANYWHERE: Final = -1
+"""The window of a place where ranks may come from different ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Place:
 
     Attributes:
         kind: what it does, as a verb phrase ("runs a pass").
-        window: index of its open window (>= 0).
+        window: index of its open window (>= 0), or ANYWHERE.
         pass_index: passes that it has counted (>= 0).
         configuration: 24 bits of its settings.
         engine: number of its engine, as the ranks have agreed on it (>= 1); 0 where there is no engine yet.
@@ -81,7 +86,8 @@ class Place:
 
     def __str__(self) -> str:
         does = f"has raised {self.error} (it {self.kind}" if self.error else self.kind
-        place = f" in window {self.window}, pass {self.pass_index}, engine {self.engine}, configuration"
+        window = "" if self.window == ANYWHERE else f"window {self.window}, pass {self.pass_index}, "
+        place = f" in {window}engine {self.engine}, configuration"
         where = f"{place} {self.configuration:06x}" if self.engine else ""
         where += f", with gradients of parameters {self.used:06x}" if self.used else ""
         return f"{does}{where}{')' if self.error else ''}"

@@ -1,0 +1,63 @@
+"""Parameters that are given to be trained and are none of the model: nothing would ever train the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from ds_parity.errors import ConfigError
+
+_WAY_OUT: Final = (
+    "Take them from model.parameters(), after the model was copied, wrapped or changed; make a new optimizer in place "
+    "of one that another engine had, whose ZeRO has put partitions into it"
+)
+
+
+def held(parameters: Any) -> Any:
+    """Return `model_parameters` in a form that can be looked at twice: DeepSpeed makes a list of a generator, too."""
+    return list(parameters) if isinstance(parameters, Iterator) else parameters
+
+
+def refuse_foreign_parameters(keywords: Mapping[str, Any]) -> None:
+    """Raise ConfigError where an optimizer, or `model_parameters`, has parameters that are not the model's.
+
+    DeepSpeed reduces the gradients of the model's parameters. On ZeRO 0 it steps others without a word: a model beside
+    them is not trained, and they differ between ranks. On ZeRO 1 to 3 it ends in a KeyError or an AttributeError.
+
+    Args:
+        keywords: of `deepspeed.initialize`.
+    """
+    model = keywords.get("model")
+    if not isinstance(model, torch.nn.Module):
+        return
+    own = {id(one) for one in model.parameters()}
+    given = {
+        "optimizer=": getattr(keywords.get("optimizer"), "param_groups", None),
+        "model_parameters=": keywords.get("model_parameters"),
+    }
+    for name, groups in given.items():
+        parameters = list(_parameters(groups))
+        if name == "optimizer=" and groups is not None and not parameters:
+            raise ConfigError(f"optimizer= contains no parameters: nothing would be trained. {_WAY_OUT}")
+        foreign = [one for one in parameters if id(one) not in own]
+        if foreign:
+            raise ConfigError(
+                f"{name} contains {len(parameters)} parameters, of which {len(foreign)} (the first of shape "
+                f"{tuple(foreign[0].shape)}) are not in the {type(model).__name__} that initialize() is given: the "
+                f"model's own would not be trained by them, and these would not be reduced over ranks. {_WAY_OUT}"
+            )
+
+
+def _parameters(groups: Any) -> Iterator[torch.Tensor]:
+    if isinstance(groups, Iterator) or not isinstance(groups, Iterable):
+        return  # a generator inside a group can be read once only
+    for one in groups:
+        if isinstance(one, Mapping):
+            inside = one.get("params")
+            yield from _parameters([inside] if isinstance(inside, torch.Tensor) else inside)
+        elif isinstance(one, tuple) and len(one) == 2:  # a parameter with its name
+            yield from _parameters(one[1:])
+        elif isinstance(one, torch.Tensor):
+            yield one
