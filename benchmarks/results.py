@@ -30,7 +30,7 @@ window costs a rank, from 8 to 4,096 ranks" src="../docs/pictures/growth-light.s
 # As they are read; the order in which they are measured is the files'.
 ORDER = (
     *("by-hand", "callers", "whole-windows", "accelerate", "limit", "recipe", "online", "online-slow"),
-    *("passes", "ranks", "sizes", "memory", "import", "configuration"),
+    *("late", "passes", "ranks", "sizes", "memory", "import", "configuration"),
     *("planning", "quota", "waiting-0", "waiting-1", "waiting-2", "exchange", "scale", "prefetch", "traces"),
 )
 UNMEASURED = ("limit",)
