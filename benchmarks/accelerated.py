@@ -18,7 +18,7 @@ class Accelerated:
     def __init__(self, scenario):
         wanted = Scenario.from_json(scenario)
         module = wanted.build()
-        self.accelerator = _accelerator(rewrite(wanted.config, wanted.ranks).config)
+        self.accelerator = accelerator_of(rewrite(wanted.config, wanted.ranks).config)
         self.net, self.optimizer = self.accelerator.prepare(module, DummyOptim(module.parameters()))
         self.batches = own_batches(wanted)
 
@@ -31,7 +31,8 @@ class Accelerated:
                 optimizer.zero_grad()
 
 
-def _accelerator(plain):
+def accelerator_of(plain):
+    """Accelerate over a plain configuration."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     backend = get_accelerator().communication_backend_name()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -43,6 +43,7 @@ CHECKED = {
     "whole-windows": Kind("test_callers.py"),
     "accelerate": Kind("test_accelerate.py"),
     "recipe": Kind("test_recipe.py", more_is_better=True, usual=True),
+    "late": Kind("test_late.py", usual=True),
     "passes": Kind("test_growth.py"),
     "ranks": Kind("test_growth.py"),
     "sizes": Kind("test_growth.py"),

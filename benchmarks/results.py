@@ -29,10 +29,12 @@ window costs a rank, from 8 to 4,096 ranks" src="../docs/pictures/growth-light.s
 """
 # As they are read; the order in which they are measured is the files'.
 ORDER = (
-    *("by-hand", "callers", "whole-windows", "accelerate", "recipe", "online", "online-slow"),
-    *("passes", "ranks", "sizes", "memory", "import", "configuration"),
+    *("by-hand", "callers", "whole-windows", "accelerate", "limit", "recipe", "online", "online-slow"),
+    *("late", "passes", "ranks", "sizes", "memory", "import", "configuration"),
     *("planning", "quota", "waiting-0", "waiting-1", "waiting-2", "exchange", "scale", "prefetch", "traces"),
 )
+UNMEASURED = ("limit",)
+"""Sections whose benchmark is there, and whose figures wait for a machine that does nothing else."""
 _SECTION = re.compile(r"^<!-- (\S+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
 

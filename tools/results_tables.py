@@ -42,6 +42,15 @@ def time_of_a_window() -> str:
     return "\n".join(lines) + "\n"
 
 
+def late() -> str:
+    """Return the time of windows by where their counts are waited for."""
+    lines = ["| time of a window / without exchanges | waits in front | waits behind |", "|---|---|---|"]
+    for ranks, passes, *cells in rows("late"):
+        if passes != "alike":
+            lines.append(_row(f"{ranks} ranks, {passes} passes", *[cell.split()[0] for cell in cells[:2]]))
+    return "\n".join(lines) + "\n"
+
+
 def costs() -> str:
     """Return memory and imports."""
     peak = max(medians("memory")[1], key=float).lstrip("+")

@@ -36,6 +36,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "releases-matrix": (DOCS / "versions.md", lambda: versions_page.matrix(versions_page.results())),
     "releases-tests": (DOCS / "versions.md", lambda: versions_page.tests(versions_page.results())),
     "time": (DOCS / "performance.md", results_tables.time_of_a_window),
+    "late": (DOCS / "performance.md", results_tables.late),
     "costs": (DOCS / "performance.md", results_tables.costs),
     "quota": (DOCS / "performance.md", results_tables.quota),
     "waiting": (DOCS / "performance.md", results_tables.waiting),

@@ -204,6 +204,8 @@ class Driver(AmongRanks):
         self._refuse_strays(newcomers=self.ledger.window.passes == 1)
         self._refuse_idle(counts)
         self._finished = caller is not None  # a framework ends its last window, and never says that it was the last
+        if loss is not None and caller is None and self._may_wait_late():
+            return self._run_pass_late(loss, counts, **kwargs)
         totals, ahead, whole = self._exchanged(counts, caller)
         window = self._counted(totals, ahead, caller, whole=whole)
         if loss is None:
@@ -227,6 +229,42 @@ class Driver(AmongRanks):
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
         self._lost = ""
+        return accumulated
+
+    def _may_wait_late(self) -> bool:
+        """Whether the counts of this pass may be waited for behind its backward, which then does not end the window.
+
+        DeepSpeed must not talk to other ranks in it, or a rank that is elsewhere would be waited for there; and what
+        losses are divided by must be known, so the first pass of a window with a gradient waits in front. What may be
+        refused because of the counts is refused before there is a gradient.
+        """
+        ahead = self.queue is not None and (self.exchange.slots > 1 or self.queue.whole_windows)
+        # Ranks that share a micro-batch talk to each other inside the model.
+        alone = self.over is not None and self.meter.peers == 1
+        silent = alone and self.adapter.silent_inside_windows and not self.adapter.reduces_in_hooks
+        known = self.ledger.window.expected > 0 and self.settings.overshoot != "error"
+        return silent and known and not ahead and not self.adapter.inside_no_sync
+
+    def _run_pass_late(self, loss: Loss, counts: Counts, **kwargs: Any) -> torch.Tensor:
+        """Run a pass whose counts travel while its backward runs; where they close the window, reduce behind it."""
+        queue = self.queue
+        if queue is None:
+            queue = self.upcoming()
+            pending = queue.announce([UpcomingPass(Announcement(counts))])
+            # Between two ranks all has been sent; among more, others wait for what this one adds.
+            if self.ranks > 2:
+                pending.proceed()
+        self._stepped, self._lost = False, PARTLY_THERE
+        self.boundary.mark(False)
+        with self._telling():
+            accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
+        totals, _ = queue.take(0)
+        window = self._counted(totals, (), None, whole=False)
+        self._lost, self._ran_in = "", window.index
+        if window.closed and self.ledger.total() > 0:
+            self.boundary.mark(True)
+            self.adapter.reduce()
+            self.adapter.kept.after_backward()
         return accumulated
 
     def _refuse_idle(self, counts: Counts) -> None:

@@ -86,7 +86,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Run backward on the loss of one micro-batch and count what it contained.
 
         Waits for the counts of the other ranks, which decide whether this pass is the boundary, and never for the
-        accelerator. Where the caller ends windows it waits in the first one alone.
+        accelerator; on ZeRO 0 and 1 behind DeepSpeed's backward, but for a window's first pass. Where the caller ends
+        windows it waits in the first one alone.
 
         Losses are divided by the expected total, so the gradient that `p.grad` (ZeRO 0) or DeepSpeed's
         `safe_get_full_grad` shows between the boundary's `backward()` and its `step()` is that of the step only once it
