@@ -16,6 +16,7 @@ from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import ConfigError, WindowError
+from ds_parity.trace.records import DIVIDED_BY_TRAINER
 from ds_parity.window import PassTotals, Weighting
 
 _LOG = logging.getLogger("ds_parity")
@@ -126,7 +127,10 @@ class FrameworkEngine(ParityEngine):
         self._self_undivided = None
         self._settle_division(divided=not scale_wrt_gas, by=divided)
         if divided is not None:
-            loss = _whole(loss, divided)
+            assert isinstance(loss, torch.Tensor), "a trainer's loss is one number"
+            # What the trainer's own division makes of the step, for `ds-parity compare`.
+            driver.meter.record(DIVIDED_BY_TRAINER, loss.detach())
+            loss = loss.float() * divided.by
             rollouts, tokens = divided.rollouts, divided.tokens
         terms = loss.keys() if isinstance(loss, Mapping) else None
         counts = driver.counts_given(rollouts, prompts, tokens, weight, terms)
@@ -238,9 +242,3 @@ class FrameworkEngine(ParityEngine):
                 "own, once a step, and it can't be placed from here; write a `scheduler` section (a Trainer hands its "
                 "own scheduler over where there is an `optimizer` section), or choose 'optimizer_step'"
             )
-
-
-def _whole(loss: Loss, divided: Divided) -> torch.Tensor:
-    """Return the sum over a micro-batch's units, of which a trainer has made a share of the step."""
-    assert isinstance(loss, torch.Tensor), "a trainer's loss is one number"
-    return loss.float() * divided.by
