@@ -22,6 +22,11 @@ from ds_parity.window import PassTotals, Weighting
 _LOG = logging.getLogger("ds_parity")
 # Ranks that say different things end in a RankDesyncError, which shows these.
 _DOING = {True: "ends the window with its pass", False: "goes on after its pass"}
+_UNHEARD = (
+    "install(normalise=...): the trainer's loss can be divided by what its step contains only where the trainer has "
+    "divided it itself (scale_wrt_gas=False) and ends windows itself, and ds_parity.boundary is 'rollouts'; leave "
+    "normalise out, or take a release of transformers and accelerate that does so"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,10 @@ class FrameworkEngine(ParityEngine):
         self._self_ended = False
         # Where step() alone ends windows, there is no boundary to check: losses are divided, or not, as everywhere.
         by_caller: bool = self._self_settings.by_caller
+        divided: Divided | None = self._self_undivided
+        self._self_undivided = None
+        if divided is not None and (scale_wrt_gas or by_caller or said is None):
+            raise WindowError(_UNHEARD)
         if by_caller or said is None or driver.queue is not None:
             self._settle_division(divided=by_caller and not scale_wrt_gas)
             scaling = scale_wrt_gas or by_caller
@@ -123,8 +132,6 @@ class FrameworkEngine(ParityEngine):
             )
         driver.refuse_no_loss(loss)
         driver.refuse_owed_step()
-        divided: Divided | None = None if scale_wrt_gas else self._self_undivided
-        self._self_undivided = None
         self._settle_division(divided=not scale_wrt_gas, by=divided)
         if divided is not None:
             assert isinstance(loss, torch.Tensor), "a trainer's loss is one number"
