@@ -16,11 +16,17 @@ from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import ConfigError, WindowError
+from ds_parity.trace.records import DIVIDED_BY_TRAINER
 from ds_parity.window import PassTotals, Weighting
 
 _LOG = logging.getLogger("ds_parity")
 # Ranks that say different things end in a RankDesyncError, which shows these.
 _DOING = {True: "ends the window with its pass", False: "goes on after its pass"}
+_UNHEARD = (
+    "install(normalise=...): the trainer's loss can be divided by what its step contains only where the trainer has "
+    "divided it itself (scale_wrt_gas=False) and ends windows itself, and ds_parity.boundary is 'rollouts'; leave "
+    "normalise out, or take a release of transformers and accelerate that does so"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,10 @@ class FrameworkEngine(ParityEngine):
         self._self_ended = False
         # Where step() alone ends windows, there is no boundary to check: losses are divided, or not, as everywhere.
         by_caller: bool = self._self_settings.by_caller
+        divided: Divided | None = self._self_undivided
+        self._self_undivided = None
+        if divided is not None and (scale_wrt_gas or by_caller or said is None):
+            raise WindowError(_UNHEARD)
         if by_caller or said is None or driver.queue is not None:
             self._settle_division(divided=by_caller and not scale_wrt_gas)
             scaling = scale_wrt_gas or by_caller
@@ -122,11 +132,12 @@ class FrameworkEngine(ParityEngine):
             )
         driver.refuse_no_loss(loss)
         driver.refuse_owed_step()
-        divided: Divided | None = None if scale_wrt_gas else self._self_undivided
-        self._self_undivided = None
         self._settle_division(divided=not scale_wrt_gas, by=divided)
         if divided is not None:
-            loss = _whole(loss, divided)
+            assert isinstance(loss, torch.Tensor), "a trainer's loss is one number"
+            # What the trainer's own division makes of the step, for `ds-parity compare`.
+            driver.meter.record(DIVIDED_BY_TRAINER, loss.detach())
+            loss = loss.float() * divided.by
             rollouts, tokens = divided.rollouts, divided.tokens
         terms = loss.keys() if isinstance(loss, Mapping) else None
         counts = driver.counts_given(rollouts, prompts, tokens, weight, terms)
@@ -238,9 +249,3 @@ class FrameworkEngine(ParityEngine):
                 "own, once a step, and it can't be placed from here; write a `scheduler` section (a Trainer hands its "
                 "own scheduler over where there is an `optimizer` section), or choose 'optimizer_step'"
             )
-
-
-def _whole(loss: Loss, divided: Divided) -> torch.Tensor:
-    """Return the sum over a micro-batch's units, of which a trainer has made a share of the step."""
-    assert isinstance(loss, torch.Tensor), "a trainer's loss is one number"
-    return loss.float() * divided.by

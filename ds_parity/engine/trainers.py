@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ds_parity.engine.framework import Divided, FrameworkEngine
@@ -60,7 +61,11 @@ def _noting(own: Callable[..., Any], unit: str) -> Callable[..., Any]:
     @functools.wraps(own)
     def training_step(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, FrameworkEngine):
-            return own(trainer, model, *args, **kwargs)
+            raise ConfigError(
+                f"install(normalise={unit!r}): {type(trainer).__name__} trains a {type(model).__name__}, and no engine "
+                "of ds_parity that could divide its loss; write gradient_accumulation_passes into its DeepSpeed "
+                "configuration, or leave normalise out"
+            )
         before, compute = vars(trainer).get("compute_loss"), trainer.compute_loss
 
         def compute_loss(model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
@@ -114,7 +119,9 @@ def divided_by(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
             f"install(normalise={unit!r}): the loss has a router's term or an entropy bonus beside its own, with a "
             "denominator of its own, and one factor can't repair both; switch the term off, or leave normalise out"
         )
-    return rule(trainer, inputs, items, unit)
+    found = rule(trainer, inputs, items, unit)
+    # Rows that are packed are not the rollouts of a micro-batch; where tokens weigh, the usual number of these counts.
+    return found if unit == "rollout" else replace(found, rollouts=None)
 
 
 def _loss_of(trainer: Any) -> type:
@@ -150,13 +157,17 @@ def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
     labels = inputs.get("shift_labels", inputs.get("labels"))
     if labels is None:
         raise ConfigError(f"install(normalise={unit!r}): the micro-batch has no labels, by which its loss is divided")
-    _refuse_other_unit(
-        unit, "token" if labels.ndim > 1 else "rollout", f"a loss over labels of {labels.ndim} dimensions"
-    )
+    of = f"a loss over labels of {labels.ndim} dimensions"
+    _refuse_other_unit(unit, "token" if labels.ndim > 1 else "rollout", of)
+    if any(getattr(trainer, name, int)() > 1 for name in ("get_sp_size", "get_cp_size")):
+        raise ConfigError(
+            f"install(normalise={unit!r}): ranks share sequences, and labels of a slice are not those that the Trainer "
+            "divides by; leave normalise out where sequences are shared"
+        )
     if labels.ndim > 1 and "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", True):
         labels = labels[..., 1:]
     rows, tokens = len(labels), int(labels.ne(-100).sum())
-    scaled = trainer.loss_is_scaled_for_ga
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # older releases of transformers have none
     if scaled is None:
         scaled = items is not None and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
     if not scaled:

@@ -29,6 +29,8 @@ def _number(value: object) -> object:
 # Strict floats refuse every string, and pydantic writes NaN and the infinities as strings.
 Float = Annotated[float, BeforeValidator(_number)]
 HYPOTHESES = "hypotheses"  # the one field that most lines lack
+DIVIDED_BY_TRAINER = "divided-by-trainer"
+"""The hypothesis of a step whose loss a trainer has divided itself: what its own division makes of the loss."""
 METRIC = "metrics."  # what stands before the name of a metric, where fields are named
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FieldName = Literal[
@@ -155,8 +157,9 @@ class StepRecord(_Line):
         weights: after the step; None where they weren't taken.
         metrics: name to weighted mean.
         hypotheses: what the step would have been under known faults, by their names (`diagnosis/meanings.py`). Only the
-            torch reference of the harness computes them, for small models, and only those that make a difference. None:
-            not computed; the line then lacks the key.
+            torch reference of the harness computes them, for small models, and only those that make a difference; an
+            engine that divides in a trainer's place says what the trainer's division makes of the loss
+            (`DIVIDED_BY_TRAINER`). None: not computed; the line then lacks the key.
     """
 
     step: int = Field(ge=1, lt=2**63)

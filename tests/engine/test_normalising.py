@@ -59,7 +59,8 @@ class TestGRPO:
     def test_a_loss_times_what_it_was_divided_by_is_the_sum_over_its_units(self, loss_type, unit, by):
         inputs = {"completion_mask": MASK, "num_items_in_batch": torch.tensor(40)}
         divided = divided_by(grpo(loss_type), inputs, None, unit)
-        assert (divided.by, divided.rollouts, divided.tokens) == (by, 2, 5)
+        assert (divided.by, divided.tokens) == (by, 5)
+        assert divided.rollouts == (2 if unit == "rollout" else None), "where tokens weigh, the usual number counts"
 
     def test_tokens_of_tools_carry_no_loss(self):
         inputs = {"completion_mask": MASK, "tool_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])}
@@ -82,7 +83,7 @@ class TestLabels:
 
     def test_by_the_items_of_the_step_on_all_ranks(self):
         divided = divided_by(labelled(), {"labels": LABELS}, torch.tensor(30), "token")
-        assert (divided.by, divided.rollouts, divided.tokens) == (30 / 2, 2, 3)
+        assert (divided.by, divided.rollouts, divided.tokens) == (30 / 2, None, 3)
 
     def test_by_the_items_of_the_step_on_this_rank(self):
         trainer = labelled(args=SimpleNamespace(average_tokens_across_devices=False))
@@ -103,6 +104,10 @@ class TestLabels:
     def test_a_loss_that_is_said_to_be_divided_by_what_nobody_counted_is_refused(self):
         with pytest.raises(ConfigError, match="num_items_in_batch"):
             divided_by(labelled(loss_is_scaled_for_ga=True), {"labels": LABELS}, None, "token")
+
+    def test_slices_of_sequences_are_refused(self):
+        with pytest.raises(ConfigError, match="ranks share sequences"):
+            divided_by(labelled(get_sp_size=lambda: 2), {"labels": LABELS}, torch.tensor(30), "token")
 
     def test_without_labels_nothing_can_be_counted(self):
         with pytest.raises(ConfigError, match="no labels"):
@@ -164,11 +169,12 @@ class TestInstall:
         with ds_parity.install(normalise="token"), pytest.raises(ConfigError, match="undo the outer one first"):
             ds_parity.install()
 
-    def test_a_model_that_is_no_engine_of_ds_parity_is_left_alone(self):
+    def test_a_model_that_is_no_engine_of_ds_parity_is_refused(self):
+        """DeepSpeed's own engine, whose configuration lacks the keys, would train with the trainer's division."""
+
         class Stub(transformers.Trainer):
             def __init__(self):
                 pass
 
-        # It gets as far as the Trainer's own step.
-        with ds_parity.install(normalise="token"), pytest.raises(AttributeError):
+        with ds_parity.install(normalise="token"), pytest.raises(ConfigError, match="gradient_accumulation_passes"):
             Stub().training_step(torch.nn.Linear(1, 1), {})

@@ -87,6 +87,11 @@ def test_normalised_both_losses_are_one(ran):
         assert ran["compared"][f"{loss}, normalised"]["equal"]
 
 
+@pytest.mark.parametrize("loss", ["bnpo", "dapo"])
+def test_compare_names_the_division_of_trl_between_traces_of_engines(ran, loss):
+    assert "divided-by-trainer" in ran["compared"][f"{loss}, traces of the engine"]["cause"]
+
+
 class TestTrainer:
     """Where `num_items_in_batch` is not the number of labels of the step, and normalised."""
 

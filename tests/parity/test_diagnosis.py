@@ -13,7 +13,7 @@ from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import CLASSES, Cause, Fit, diagnose, grouped, kind_of
 from ds_parity.parity.diagnosis.causes import REMEDIES
 from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
-from ds_parity.trace import Header, StepRecord, Trace, Weights
+from ds_parity.trace import Header, Hypothesis, StepRecord, Trace, Weights
 
 ROLLOUTS = (13, 14, 13, 8, 12, 7)
 LR = (0.025, 0.0275, 0.03, 0.0325, 0.035, 0.0375)
@@ -293,6 +293,41 @@ def test_a_loss_that_was_divided_by_each_ranks_share_is_named_too():
 def test_another_total_of_the_same_data_is_no_missing_weight_where_tokens_or_rollouts_weigh():
     found = causes(scaled(lambda n: 0.8, total=lambda n: 4.5), reference=lambda n: {"total": float(ROLLOUTS[n - 1])})
     assert "weight-left-out" not in [cause.name for cause in found]
+
+
+def with_a_trainer(number):
+    """A reference that divides in a trainer's place, and says what that would have made of its loss."""
+    shared = Hypothesis(loss=0.7 + number - 1, grad_norm=None, along=None)
+    return {"hypotheses": {"divided-by-trainer": shared}}
+
+
+def of_the_trainer(loss):
+    return lambda n: {
+        "loss": loss + n - 1,
+        "grad_norm": 1.1 * NORMS[n - 1],
+        "weights": weights(n, float(n)),
+        "total": 2.0,
+    }
+
+
+def test_a_trainers_own_division_is_named_by_the_loss_that_it_makes():
+    found = causes(of_the_trainer(0.7), reference=with_a_trainer)
+    assert found[0].name == "divided-by-trainer"
+    assert "predicted 0.7, by the step's own total 0.5" in found[0].evidence
+    assert "normalise" in found[0].remedy
+    assert found[0].kind == "gradient"
+
+
+@pytest.mark.parametrize("loss", [0.69, 0.71, 0.9])
+def test_another_loss_is_not_that_of_the_trainer(loss):
+    found = causes(of_the_trainer(loss), reference=with_a_trainer)
+    assert "divided-by-trainer" not in {cause.name for cause in found}
+
+
+def test_what_a_trainer_would_have_made_of_a_loss_excludes_no_other_fault():
+    """It says nothing of gradients: it is no reference that has computed what known faults come to."""
+    change, _ = UNKNOWN["mean-of-micro-batches"]
+    assert "mean-of-micro-batches" in diagnosed(change, reference=with_a_trainer).not_excluded
 
 
 SHORT_AT_THE_END_OF_EPOCHS = (8, 8, 4, 8, 8, 4)

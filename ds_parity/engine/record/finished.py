@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from ds_parity.engine.record.metrics import Sums
-from ds_parity.trace import StepRecord
+from ds_parity.trace import Hypothesis, StepRecord
+from ds_parity.trace.records import DIVIDED_BY_TRAINER
 from ds_parity.window import Window
 
 
@@ -38,6 +39,9 @@ class Finished:
         """The step as a line of a trace."""
         window = self.window
         loss, metrics = self.sums.read()
+        # A mean over ranks and passes, of shares that add up over passes.
+        share = metrics.pop(DIVIDED_BY_TRAINER, None)
+        supposed = None if share is None else Hypothesis(loss=share * window.passes, grad_norm=None, along=None)
         return StepRecord(
             step=window.index + 1,
             passes=window.passes,
@@ -52,4 +56,5 @@ class Finished:
             loss_scale=None if self.loss_scale is None else float(self.loss_scale),
             skipped=self.skipped,
             metrics=metrics,
+            hypotheses=None if supposed is None else {DIVIDED_BY_TRAINER: supposed},
         )

@@ -66,6 +66,7 @@ REMEDIES = {
     "gradient-not-zeroed": "set gradients to zero after every step",
     "weighed-by-another-unit": "weigh each micro-batch's mean by the units that the configuration names "
     "(ds_parity.loss_weight)",
+    "divided-by-trainer": "have the engine divide by what the step contains: ds_parity.install(normalise=...)",
     "mask-left-out": "apply the loss mask, in the numerator and in the denominator",
     "advantages-left-out": "multiply each token's loss by the advantage of its rollout",
     "late-boundary": "set the boundary flag before the last backward, not before step()",
@@ -140,7 +141,7 @@ _OF_CLASS = {
         "mean-of-micro-batches", "half-broadcast", "aux-term-scaled-apart", "last-backward-only",
         "last-backward-by-caller", "late-boundary", "sticky-boundary", "first-passes-lost", "last-pass-lost",
         "rank-left-out", "gradient-not-zeroed", "weighed-by-another-unit", "mid-window-checkpoint", "idle-nan",
-        "zero-denominator",
+        "zero-denominator", "divided-by-trainer",
     ),
 }  # fmt: skip
 _KINDS = {name: kind for kind, names in _OF_CLASS.items() for name in names}

@@ -95,7 +95,8 @@ class FirstStep:
         view = self.view
         if view.first == len(view.pairs) or not view.at_first or not view.at_first <= {"loss", "grad_norm", "weights"}:
             return {}
-        return view.pairs[view.first][0].hypotheses or {}
+        found = view.pairs[view.first][0].hypotheses or {}
+        return {name: it for name, it in found.items() if name.partition(":")[0] in MEANINGS}
 
     @cached_property
     def fitting(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from ds_parity.parity.diagnosis import (
     learning_rate,
     reporting,
     term_factors,
+    trainers_division,
     updates,
     windows,
 )
@@ -25,7 +26,7 @@ from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile
 
-_ROOMS = (computed, learning_rate, gradient, data, term_factors, updates, reporting)
+_ROOMS = (computed, trainers_division, learning_rate, gradient, data, term_factors, updates, reporting)
 _BEFORE, _LOOKED_AT = 250, 1000  # steps
 
 

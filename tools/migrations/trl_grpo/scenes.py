@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.distributed as dist
+from trl import GRPOTrainer
 
+import ds_parity
 from tools.migrations.common import Found, compared, configuration
 from tools.migrations.trl_grpo import after, before
+from tools.migrations.trl_grpo.before import GAS, PER_GENERATION, STEPS
+from tools.migrations.trl_grpo.task import ended, trainer_of, watched
 
 LOSSES = ("bnpo", "dapo")
 
@@ -26,4 +30,17 @@ def found(folder: Path) -> Found:
     own = folder / "after.jsonl"
     result["compared"] = {loss: compared(own, folder / f"{loss}.jsonl") for loss in LOSSES}
     result["compared"] |= {f"{loss}, normalised": compared(own, folder / f"{loss}.right.jsonl") for loss in LOSSES}
+    result["compared"] |= {f"{loss}, traces of the engine": _named(probing, loss, folder) for loss in LOSSES}
     return result
+
+
+def _named(config: Found, loss: str, folder: Path) -> Found:
+    """Return what compare says of two traces that engines of ds_parity have written: divided by them, and by TRL."""
+    right, theirs = folder / f"{loss}.engine.jsonl", folder / f"{loss}.trl.jsonl"
+    after.train(config | {"ds_parity": {"trace": str(right)}}, loss)
+    own = config | {"ds_parity": {"trace": str(theirs)}}
+    with ds_parity.install():
+        trainer = trainer_of(watched(GRPOTrainer, probe=False), own, loss, STEPS, GAS, PER_GENERATION, probe=False)
+        ended(trainer)
+    dist.barrier()
+    return compared(right, theirs)
