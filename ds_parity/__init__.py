@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ds_parity.engine.initialize import initialize
     from ds_parity.engine.install import install
     from ds_parity.engine.measuring import measure_cost
+    from ds_parity.engine.pipeline import PipelinedEngine
 
 __all__ = [
     "CheckpointError",
@@ -35,6 +36,7 @@ __all__ = [
     "HarnessError",
     "MicroBatch",
     "ParityEngine",
+    "PipelinedEngine",
     "Plan",
     "PreferencePair",
     "RankDesyncError",
@@ -57,6 +59,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "ParityEngine": "ds_parity.engine.engine",
+    "PipelinedEngine": "ds_parity.engine.pipeline",
     "collate": "ds_parity.collation",
     "initialize": "ds_parity.engine.initialize",
     "install": "ds_parity.engine.install",

@@ -30,6 +30,8 @@ RUN = {
     "tutorial": "tests/distributed/test_tutorial.py",
     "training_loop": "tests/distributed/test_page_blocks.py",
     "loops": "tests/distributed/test_loops_page.py",
+    "several_engines": "tests/distributed/test_several_engines_page.py",
+    "pipelines": "tests/distributed/test_pipelines.py",
     "frameworks": "tests/frameworks/test_frameworks_page.py",
     "planning": "tests/distributed/test_page_blocks.py",
     "own_model": "tests/distributed/test_page_blocks.py",

@@ -26,6 +26,7 @@ from ds_parity.engine.internals.older import building
 from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_remembered, with_recorded
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
+from ds_parity.engine.pipeline import PipelinedEngine, refuse_in_pipelines
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
 from ds_parity.engine.unfit import refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
@@ -59,6 +60,8 @@ def initialize(
     `gradient_accumulation_passes` in the configuration it returns precisely what `deepspeed.initialize` returns: the
     bare engine. The type says `ParityEngine` all the same, so that editors and type checkers know the engine that there
     is with the key.
+
+    With a `deepspeed.PipelineModule` it returns a `PipelinedEngine`, whose `train_window()` trains one window.
 
     Without an optimizer, neither `optimizer=` nor a section `optimizer`, as for a reference model with the actor's
     configuration, the engine is DeepSpeed's own too, and a warning says so: it runs forward, and counts nothing.
@@ -143,7 +146,7 @@ def source_of(keywords: Mapping[str, Any]) -> Any:
 
 def honoured(
     keywords: Mapping[str, Any], extended: dict[str, Any], bare: Initialize, kind: type[ParityEngine]
-) -> tuple[ParityEngine, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
     """Initialize with the extra keys.
 
     Args:
@@ -158,10 +161,14 @@ def honoured(
     """
     mpu, mesh_param, extended = keywords.get("mpu"), keywords.get("mesh_param"), with_recorded(extended)
     optimizer, sequence = _optimizer_of(keywords, extended), 1
+    pipeline = isinstance(keywords.get("model"), deepspeed.PipelineModule)
     with telling(mpu):
         if optimizer is not None:
-            _refuse_pipeline(keywords.get("model"))
+            if pipeline:
+                refuse_in_pipelines(parse(extended), extended, plain=kind is ParityEngine)
             sequence = sequence_parallel_size(mpu, mesh_param, extended)
+    if pipeline:
+        mpu = keywords["model"].mpu()  # the ranks that hold the same layers
     with saying_what_is_waited_for():
         deepspeed.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),
@@ -191,6 +198,8 @@ def honoured(
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with saying_what_is_waited_for(), building():
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
+    if pipeline:
+        return PipelinedEngine(engine, rewritten.settings, number), wrapper, loader, engine.lr_scheduler
     wrapped = kind(engine, rewritten.settings, sequence, number)
     show(wrapped._self_driver)
     start = start_of_trace(everybody, rewritten.settings.trace, engine.module)
@@ -293,11 +302,3 @@ def data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> int
     if sequence > 1:
         return dist.get_world_size() // sequence
     return int(mesh_param[0]) if mesh_param else dist.get_world_size()
-
-
-def _refuse_pipeline(model: Any) -> None:
-    if isinstance(model, deepspeed.PipelineModule):
-        raise ConfigError(
-            "model is a PipelineModule: its train_batch() owns the micro-batches and the boundary, so passes can't be "
-            "counted; use ZeRO without pipeline parallelism, or drop gradient_accumulation_passes"
-        )

@@ -11,6 +11,7 @@ from ds_parity.engine.internals.guards import (
     BF16,
     ENGINE,
     FP16,
+    PIPELINE,
     RUNTIME,
     TIMER,
     UNFUSED,
@@ -179,6 +180,21 @@ GUARDS: tuple[Guard, ...] = (
         "internals/base.py",
         "a growing scale is read after it grew, which is why every fp16 step is corrected",
         first=("self._update_scale(self.overflow)", "self.unscale_and_clip_grads("),
+    ),
+    # Pipelines: pipeline.py and internals/stages.py.
+    Guard(
+        PIPELINE,
+        "_exec_forward_pass",
+        "pipeline.py",
+        "the last stage takes its loss from the module's loss_fn, once for each micro-batch, in their order",
+        ("self.loss = self.module.loss_fn(outputs, labels)",),
+    ),
+    Guard(
+        PIPELINE,
+        "_exec_optimizer_step",
+        "internals/stages.py",
+        "a pipeline steps as any engine does, which clips fp32 gradients by a method that is looked up on the object",
+        ("self._take_model_step(lr_kwargs)",),
     ),
     # Other wrappers.
     *(

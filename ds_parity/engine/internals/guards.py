@@ -30,6 +30,7 @@ RUNTIME = "deepspeed.runtime."
 ENGINE = RUNTIME + "engine:DeepSpeedEngine"
 ZERO12 = RUNTIME + "zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO3 = RUNTIME + "zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+PIPELINE = RUNTIME + "pipe.engine:PipelineEngine"
 BF16 = RUNTIME + "bf16_optimizer:BF16_Optimizer"
 FP16 = RUNTIME + "fp16.fused_optimizer:FP16_Optimizer"
 UNFUSED = RUNTIME + "fp16.unfused_optimizer:FP16_UnfusedOptimizer"
@@ -54,6 +55,9 @@ CLASSES = {
     "OlderZero3": (ZERO3,),
     "OlderBf16": (BF16,),
     "OlderHalf": (FP16, UNFUSED),
+    "Grid": (RUNTIME + "pipe.topology:PipelineParallelGrid",),
+    "Pipeline": (PIPELINE,),
+    "Stages": (RUNTIME + "pipe.module:PipelineModule",),
     "Swapper": (
         RUNTIME + "swap_tensor.partitioned_optimizer_swapper:PartitionedOptimizerSwapper",
         RUNTIME + "swap_tensor.pipelined_optimizer_swapper:PipelinedOptimizerSwapper",

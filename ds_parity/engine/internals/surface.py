@@ -313,3 +313,23 @@ class LowPrecisionOptimizer(Protocol):
 
     def _update_scale(self, skip: bool) -> None:
         """Move a dynamic scale by what the step came to."""
+
+
+class Grid(Protocol):
+    """PipelineParallelGrid: which ranks have which stage of a pipeline."""
+
+    def get_pipe_parallel_group(self) -> Any:
+        """The ranks that share a micro-batch: all stages of a column."""
+
+
+class Pipeline(Protocol):
+    """PipelineEngine."""
+
+    grid: Grid
+    global_rank: int
+
+
+class Stages(Protocol):
+    """PipelineModule."""
+
+    tied_comms: Mapping[str, Mapping[str, Any]]

@@ -160,6 +160,15 @@ def test_an_engine_that_refuses_says_so(tmp_path):
     assert judge(cell, answers, tmp_path).status is Status.DIFFERS
 
 
+@pytest.mark.parametrize(("refused", "status"), [((2,), Status.REFUSED), ((), Status.FAILED)])
+def test_a_loop_may_be_refused_where_it_runs_if_the_matrix_says_so(tmp_path, refused, status):
+    cell = Cell(Variant("loop", "twice", refused=refused), 2)
+    calls = [f"{cell.name}: refusal", f"{cell.ragged.name}: ds_parity"]
+    result = judge(cell, {key: {"raised": "WindowError: it came twice"} for key in calls}, tmp_path)
+    assert result.status is status
+    assert not refused or result.why == "refusal: it came twice"
+
+
 def test_a_refusal_that_the_matrix_does_not_expect_is_a_difference(ran):
     answers = {**ran[0], f"{PLAIN.ragged.name}: ds_parity": {"raised": "ConfigError: no such thing here"}}
     assert judge(PLAIN, answers, ran[1]).status is Status.DIFFERS

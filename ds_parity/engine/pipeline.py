@@ -1,0 +1,302 @@
+"""A DeepSpeed PipelineModule: one call trains one window, whose micro-batches are all known.
+
+DeepSpeed's `train_batch()` owns the micro-batches and the boundary (runtime/pipe/engine.py, 0.19.8), so a window is one
+`train_batch()` of so many micro-batches. The columns of the pipeline, its data-parallel ranks, meet where gradients are
+reduced, behind the last micro-batch of each: so each may have another number of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+import wrapt
+
+from ds_parity.config import Settings
+from ds_parity.engine.arguments import counts_in, refuse_what_is_no_loss, weighting_of
+from ds_parity.engine.division import silenced
+from ds_parity.engine.internals.stages import averaged_over, clip_over_stages
+from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
+from ds_parity.engine.ranks.hostgroups import everybody
+from ds_parity.engine.ranks.hostsum import HostSum
+from ds_parity.engine.ranks.wire import Place
+from ds_parity.errors import ConfigError, RankDesyncError, WindowError
+from ds_parity.planning.rollout import MicroBatch
+from ds_parity.trace import StepRecord
+from ds_parity.window import Counts
+
+_LOG = logging.getLogger("ds_parity")
+_HALVES = (torch.bfloat16, torch.float16)
+_KEYS = {"inputs", "labels"}
+_STAGES = (0, 1)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """What one rank says of its column of the pipeline.
+
+    Attributes:
+        number: of the column, the data-parallel rank.
+        counts: of each micro-batch.
+        runs: whether there is anything that it could run.
+    """
+
+    number: int
+    counts: tuple[Counts, ...]
+    runs: bool
+
+
+class PipelinedEngine(wrapt.ObjectProxy[Any]):
+    """DeepSpeed's PipelineEngine, which trains one window with each `train_window()`.
+
+    Everything that is not listed here is DeepSpeed's own.
+
+    Args:
+        engine: DeepSpeed's.
+        settings: the extra keys.
+        number: of the engine among those of this process, the same on every rank (>= 1).
+    """
+
+    def __init__(self, engine: Any, settings: Settings, number: int = 1) -> None:
+        super().__init__(engine)
+        if engine.is_model_parallel:
+            raise ConfigError(
+                f"a pipeline whose stages are split over {engine.grid.model_parallel_size} tensor-parallel ranks: what "
+                "they share is not counted once in the norm of the gradient; use stages of one rank each"
+            )
+        clip_over_stages(engine)
+        self._self_settings, self._self_number = settings, number
+        self._self_columns: int = engine.dp_world_size
+        self._self_weighting = weighting_of(settings, self._self_columns)
+        self._self_over = HostSum(everybody(), settings.exchange_timeout)
+        self._self_last: StepRecord | None = None
+        self._self_stand_in: MicroBatch | None = None
+        self._self_empty = 0
+        # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
+        engine.dynamic_shape = True
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last window, over all columns; None before the first one."""
+        return self._self_last
+
+    def train_window(self, micro_batches: Iterable[MicroBatch]) -> StepRecord:
+        """Train one window: forward and backward of every micro-batch on every stage, and one optimizer step.
+
+        The step is divided by the sum of the weights of all columns. All ranks of a column give the same micro-batches
+        (those of its data-parallel rank); columns may give different numbers of them, also none. Only the first stage
+        reads `inputs["inputs"]`, and only the last one `inputs["labels"]`; other ranks may leave these out.
+
+        Args:
+            micro_batches: with `inputs` (`inputs` and `labels`, a tensor or a tuple of tensors each) and counts.
+
+        Returns:
+            The record of the step, the same on every rank.
+
+        Raises:
+            WindowError: a micro-batch is wrong, or a column without one has never had any to stand in for it.
+            RankDesyncError: ranks are not in the same window, ranks of a column gave different micro-batches, or
+                another rank raised.
+        """
+        batches, gathered = self._exchanged(micro_batches)
+        columns = {one.number: one.counts for one in gathered}
+        total = self._total(columns.values())
+        step, samples = self._windows + 1, self.global_samples + sum(one.rollouts for one in _all(columns))
+        lr, loss, norm, applied = tuple(map(float, self.get_lr())), None, None, False
+        if total:
+            loss = self._trained(batches, columns[self._own_column], total, samples)
+            applied = bool(self.was_step_applied())
+            norm = self.get_global_grad_norm() if applied else None
+        else:
+            self._self_empty += 1
+            _LOG.warning("window %d has a total of 0: no optimizer step is taken for it", step - 1)
+        self.__wrapped__.global_samples = samples
+        self._self_last = self._counted(columns).model_copy(
+            update={
+                "step": step, "total": total, "loss": loss, "lr": lr, "skipped": not applied,
+                "grad_norm": None if norm is None else float(norm),
+            }
+        )  # fmt: skip
+        return self._self_last
+
+    def train_batch(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse DeepSpeed's own call, whose step is divided by a fixed number of micro-batches."""
+        raise WindowError(
+            "train_batch() of a pipeline with ds_parity: its step would be divided by gradient_accumulation_steps; "
+            "call train_window(micro_batches), which divides by what the window contains"
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
+        """Refuse it: `train_window` sets it for every window."""
+        raise WindowError(
+            f"set_train_batch_size({train_batch_size}): train_window(micro_batches) sets it for every window; give "
+            "that call the micro-batches of the window"
+        )
+
+    # The exchange.
+
+    @property
+    def _windows(self) -> int:
+        """How many there were; a window that took no step is none of DeepSpeed's steps."""
+        return int(self.global_steps) + self._self_empty
+
+    @property
+    def _own_column(self) -> int:
+        return int(self.grid.get_data_parallel_id())
+
+    def _exchanged(self, micro_batches: Iterable[MicroBatch]) -> tuple[list[MicroBatch], list[_Column]]:
+        """Return this rank's micro-batches, and what every rank said of its own."""
+        settings, over = self._self_settings, self._self_over
+        place = Place("trains a window", self._windows, 0, settings.fingerprint, self._self_number)
+        try:
+            batches = list(micro_batches)
+            counts = tuple(counts_in(one, self._self_weighting) for one in batches)
+            self._refuse_inputs(batches)
+        except Exception as error:
+            with suppress(RankDesyncError, RuntimeError):
+                over.gather(None, replace(place, error=in_short(error)))
+            raise
+        said = _Column(self._own_column, counts, bool(batches) or self._self_stand_in is not None)
+        with naming_lost_ranks("train_window()"):
+            gathered: list[_Column] = over.gather(said, place)
+        for rank, one in enumerate(gathered):
+            first = next(other for other in gathered if other.number == one.number)
+            if first != one:
+                raise RankDesyncError(
+                    f"rank {rank} gave {len(one.counts)} micro-batches of {one.counts}, and another stage of its "
+                    f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
+                    "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
+                )
+        if not all(one.runs for one in gathered):
+            raise WindowError(
+                "a column of the pipeline has no micro-batch in its first window, so nothing can run there, and the "
+                "others wait for it where gradients are reduced; give each column one in the first window, if need be "
+                "one with rollouts=0 and tokens=0"
+            )
+        return batches, gathered
+
+    def _refuse_inputs(self, batches: Sequence[Any]) -> None:
+        needed = ({"inputs"} if self.is_first_stage() else set()) | ({"labels"} if self.is_last_stage() else set())
+        for number, batch in enumerate(batches):
+            planned_for = getattr(batch, "planned_for", None)
+            if planned_for not in (None, self._self_columns):
+                raise ConfigError(
+                    f"micro-batch {number} of train_window() is of a plan for {planned_for} data-parallel ranks, and "
+                    f"this pipeline has {self._self_columns} columns: some of the plan's micro-batches would run "
+                    "nowhere; plan with dp_world_size=engine.dp_world_size"
+                )
+            inputs = batch.inputs
+            if not isinstance(inputs, Mapping) or not needed <= inputs.keys() or inputs.keys() - _KEYS:
+                keys = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+                raise WindowError(
+                    f"micro-batch {number} of train_window() has inputs {keys}: a pipeline takes 'inputs' at its first "
+                    "stage and 'labels' at its last; give MicroBatch({'inputs': ..., 'labels': ...}, rollouts=...)"
+                )
+
+    def _counted(self, columns: Mapping[int, Sequence[Counts]]) -> StepRecord:
+        """Return a record with what the columns contain."""
+        counts = _all(columns)
+        active = [sum(not self._self_weighting.silences(one) for one in column) for column in columns.values()]
+        return StepRecord(
+            step=1,
+            passes=max(active),
+            idle_passes=sum(max(active) - one for one in active),
+            rollouts=sum(one.rollouts for one in counts),
+            prompts=sum(one.prompts for one in counts),
+            tokens=sum(one.tokens for one in counts),
+            total=None,
+            loss=None,
+            lr=None,
+            grad_norm=None,
+        )
+
+    def _total(self, columns: Iterable[Sequence[Counts]]) -> float:
+        weighting = self._self_weighting
+        total = math.fsum(weighting.of(one) for column in columns for one in column)
+        return weighting.constant if total and weighting.constant is not None else total
+
+    # The window.
+
+    def _trained(self, batches: list[MicroBatch], counts: Sequence[Counts], total: float, samples: int) -> float:
+        """Run DeepSpeed's train_batch on the micro-batches that weigh something, or silence this column."""
+        weighting, engine = self._self_weighting, self.__wrapped__
+        weighs = [not weighting.silences(one) for one in counts]
+        runs = [batch for batch, one in zip(batches, weighs, strict=True) if one]
+        # DeepSpeed divides by the column's own number of micro-batches, and averages over columns.
+        averaged = averaged_over(engine, self._self_columns)
+        shares: list[float | None] = [
+            weighting.divisor(total, own, averaged) / len(runs) for own, one in zip(counts, weighs, strict=True) if one
+        ]
+        idle = not runs
+        if batches and (idle or self._self_stand_in is None):
+            self._self_stand_in = (runs or batches)[0]
+        if idle:
+            assert self._self_stand_in is not None, "ranks have agreed that there is one"
+            runs, shares = [self._self_stand_in], [None]
+        engine.set_train_batch_size(len(runs) * engine.train_micro_batch_size_per_gpu() * self._self_columns)
+        # DeepSpeed adds its batch size in the step, and its monitors write there.
+        engine.global_samples = samples - engine.train_batch_size()
+        data = iter([(batch.inputs.get("inputs"), batch.inputs.get("labels")) for batch in runs])
+        with self._weighed(shares), silenced(engine.module) if idle else nullcontext():
+            return float(engine.train_batch(data))
+
+    @contextmanager
+    def _weighed(self, shares: Iterable[float | None]) -> Iterator[None]:
+        """Divide the losses of the micro-batches, in their order, by these; None silences."""
+        module, left = self.module, iter(shares)
+        given = module.loss_fn
+
+        def loss_fn(outputs: Any, labels: Any) -> Any:
+            loss = outputs if given is None else given(outputs, labels)
+            refuse_what_is_no_loss(loss)
+            share = next(left)
+            loss = loss.float() if loss.dtype in _HALVES else loss
+            if share is not None:
+                return loss / share
+            # Zero, and a gradient of zero, also where the loss is not finite.
+            return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
+
+        module.loss_fn = loss_fn
+        try:
+            yield
+        finally:
+            module.loss_fn = given
+
+
+def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *, plain: bool) -> None:
+    """Raise ConfigError for what a pipeline can't do with ds_parity.
+
+    Args:
+        settings: the extra keys.
+        config: the extended configuration.
+        plain: the engine is built by `ds_parity.initialize`, and not for a framework.
+    """
+    assert settings is not None, "the configuration has the extra keys"
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    halves = bool((config.get("fp16") or {}).get("enabled"))
+    refused = (
+        (not plain, "install()", "frameworks drive passes", "call ds_parity.initialize"),
+        (
+            not settings.by_caller,
+            "ds_parity.boundary 'rollouts'",
+            "DeepSpeed's train_batch() runs all micro-batches of a step at once, so they must be known before",
+            "set ds_parity.boundary to 'caller', and give each window of a plan to engine.train_window(micro_batches)",
+        ),
+        (stage not in _STAGES, f"zero_optimization.stage {stage}", "DeepSpeed's pipelines take 0 and 1", "choose 1"),
+        (settings.terms is not None, "ds_parity.terms", "a pipeline has one loss", "add the terms up in loss_fn"),
+        (settings.trace is not None, "ds_parity.trace", "no trace is written", "write engine.last_step yourself"),
+        (settings.lr_progress == "rollout", "lr_progress 'rollout'", "the scheduler is DeepSpeed's", "leave it out"),
+        (halves, "fp16", "its loss scale was not verified over stages", "use bf16, or fp32"),
+    )
+    for refuse, what, why, way_out in refused:
+        if refuse:
+            raise ConfigError(f"model is a PipelineModule, with {what}: {why}; {way_out}")
+
+
+def _all(columns: Mapping[int, Sequence[Counts]]) -> list[Counts]:
+    return [one for column in columns.values() for one in column]

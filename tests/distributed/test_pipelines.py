@@ -1,0 +1,334 @@
+"""A PipelineModule of two stages on two data-parallel ranks takes the steps of an fp64 reference, window by window."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from contextlib import chdir
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+import ds_parity
+from ds_parity.parity.data.rollouts import VOCAB, load_rollouts, shorten
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sets import on_four_ranks
+from tests.pages import blocks
+
+pytestmark = pytest.mark.ranks
+# By window and column, the rollouts of each micro-batch: columns have other numbers of micro-batches, and one has none.
+WINDOWS = [[[1, 3, 2], [2, 2]], [[2], [1, 1, 3, 2]], [[2, 1], [3, 3]], [[1, 1, 1, 1, 2], [4]], [[1, 2], []], [[], [2]]]
+HALVES = {"bf16": {"enabled": True}}
+KINDS = {
+    "fp32": {},
+    "bf16": HALVES,
+    "activation-checkpointing": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
+}
+SHARDED = {
+    "fp32-sums": {**HALVES, "data_types": {"grad_accum_dtype": "fp32"}},
+    "overlap_comm": {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+    "offloaded": {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+}
+CASES = [(stage, kind) for stage in (0, 1) for kind in KINDS] + [(1, kind) for kind in SHARDED]
+# fp32 beside fp64, and bf16 rounds a weight of about 1 by 0.004.
+BOUNDS = {"bf16": 0.03, "fp32-sums": 0.03}
+
+
+def layers():
+    torch.manual_seed(0)
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)]
+
+
+def squares(outputs, labels):
+    return (outputs.float().squeeze(-1) - labels.float()).pow(2).mean()
+
+
+def sample(column, window, index, size):
+    draw = torch.Generator().manual_seed(1000 * column + 100 * window + index)
+    return torch.randn(size, 6, generator=draw), torch.randn(size, generator=draw)
+
+
+def config(stage, section=None, **more):
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "ds_parity": {"boundary": "caller", "exchange_timeout": 30.0, **(section or {})},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_type": "linear"}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def module():
+    return deepspeed.PipelineModule(layers(), num_stages=2, loss_fn=squares, partition_method="uniform")
+
+
+def build(extended, initialize=ds_parity.initialize):
+    pipeline = module()
+    return initialize(model=pipeline, model_parameters=list(pipeline.parameters()), config=extended)[0]
+
+
+def micro_batches(engine, window, sizes):
+    device, column = get_accelerator().current_device_name(), engine.grid.get_data_parallel_id()
+    kind = next(engine.module.parameters()).dtype
+    for index, size in enumerate(sizes[column]):
+        x, y = (one.to(device) for one in sample(column, window, index, size))
+        yield ds_parity.MicroBatch({"inputs": x.to(kind), "labels": y}, rollouts=size, tokens=2 * size)
+
+
+def stepped(engine, record, model):
+    """Take the reference's step at the rate that the engine has used; returns how far a weight is from it."""
+    model.optimizer.param_groups[0]["lr"] = record.lr[0]
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+    right = model.module.state_dict()
+    return max(float((one.double().cpu() - right[name]).abs().max()) for name, one in engine.module.named_parameters())
+
+
+class Alone:
+    """The model in fp64."""
+
+    def __init__(self):
+        self.module = nn.Sequential(*layers()).double()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
+
+    def gradient(self, number, columns):
+        """Leave the clipped gradient of a window; returns its loss and its norm."""
+        total, summed = sum(map(sum, columns)), 0.0
+        for column, sizes in enumerate(columns):
+            for index, size in enumerate(sizes):
+                x, y = (one.double() for one in sample(column, number, index, size))
+                loss = (self.module(x).squeeze(-1) - y).pow(2).mean() * size / total
+                loss.backward()
+                summed += float(loss.detach())
+        return summed, float(nn.utils.clip_grad_norm_(self.module.parameters(), 0.5))
+
+
+def alone_in_the_process(task):
+    """Let no later task's engine find the grid of this one's: DeepSpeed remembers it."""
+
+    @functools.wraps(task)
+    def run(folder):
+        try:
+            return task(folder)
+        finally:
+            deepspeed.utils.groups.mpu = None
+
+    return run
+
+
+@on_four_ranks
+@alone_in_the_process
+def ragged_windows(folder):
+    """By case and rank: the greatest distance of a weight, of a loss and of a norm, and what was counted."""
+    found = {}
+    for stage, kind in CASES:
+        engine, alone = build(config(stage, {"loss_weight": "token"}, **(KINDS | SHARDED)[kind])), Alone()
+        off, records = [0.0, 0.0, 0.0], []
+        for number, columns in enumerate(WINDOWS):
+            record = engine.train_window(micro_batches(engine, number, columns))
+            loss, norm = alone.gradient(number, columns)
+            off[0] = max(off[0], stepped(engine, record, alone))
+            off[1] = max(off[1], abs(record.loss - loss))
+            off[2] = max(off[2], abs(record.grad_norm - norm))
+            records.append([record.rollouts, record.total, record.passes, record.idle_passes, record.skipped])
+        counted = [engine.global_steps, engine.global_samples, records]
+        found[f"{stage}-{kind}"] = from_all([off, counted])
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "kind"), CASES)
+def test_ragged_windows_step_as_the_reference_does(four_ranks, stage, kind):
+    records = [
+        [sum(map(sum, columns)), 2 * sum(map(sum, columns)), longest, 2 * longest - sum(map(len, columns)), False]
+        for columns in WINDOWS
+        for longest in [max(map(len, columns))]
+    ]
+    for off, counted in four_ranks.of(ragged_windows)[f"{stage}-{kind}"]:
+        assert max(off) <= BOUNDS.get(kind, 1e-6), off
+        assert counted == [len(WINDOWS), sum(record[0] for record in records), records]
+
+
+@on_four_ranks
+@alone_in_the_process
+def uniform_windows(folder):
+    """By stage: whether all weights are those of DeepSpeed's own train_batch, bit for bit."""
+    found = {}
+    for stage in (0, 1):
+        # On ZeRO 0 in fp32 DeepSpeed clips by the norm of the first stage.
+        clip = {"gradient_clipping": 0.5 * stage}
+        plain = config(stage, gradient_accumulation_steps=3, **clip)
+        del plain["ds_parity"]
+        bare, ours = build(plain, deepspeed.initialize), build(config(stage, **clip))
+        losses = []
+        for number in range(4):
+            sizes = [[2, 2, 2], [2, 2, 2]]
+            own = list(micro_batches(ours, number, sizes))
+            right = bare.train_batch(iter([(one.inputs["inputs"], one.inputs["labels"]) for one in own]))
+            losses.append([ours.train_window(own).loss, float(right)])
+        pairs = zip(ours.module.parameters(), bare.module.parameters(), strict=True)
+        found[stage] = from_all([all(bool((one == other).all()) for one, other in pairs), losses])
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_uniform_windows_are_deepspeeds_own_bit_for_bit(four_ranks, stage):
+    for equal, losses in four_ranks.of(uniform_windows)[str(stage)]:
+        assert equal
+        assert all(ours == right for ours, right in losses)
+
+
+def of_nothing(engine, size=2, value=math.nan):
+    """A micro-batch that weighs nothing, and whose loss is not finite."""
+    device, kind = get_accelerator().current_device_name(), next(engine.module.parameters()).dtype
+    inputs = {"inputs": torch.full((size, 6), value, dtype=kind, device=device)}
+    return ds_parity.MicroBatch({**inputs, "labels": torch.zeros(size, device=device)}, rollouts=0, tokens=0)
+
+
+@on_four_ranks
+@alone_in_the_process
+def nothing_that_is_not_finite(folder):
+    """By stage: how far weights are where one column has nothing but NaN; and a window that has nothing at all."""
+    found = {}
+    for stage in (0, 1):
+        engine, alone = build(config(stage, {"loss_weight": "token"})), Alone()
+        off = 0.0
+        for number, columns in enumerate([[[2, 1], [3]], [[2, 2], []], [[1], [2, 2]]]):
+            own = list(micro_batches(engine, number, columns))
+            record = engine.train_window([of_nothing(engine), *own])
+            alone.gradient(number, columns)
+            off = max(off, stepped(engine, record, alone))
+        before = [one.detach().clone() for one in engine.module.parameters()]
+        empty = engine.train_window([of_nothing(engine)])
+        kept = all(bool((one == other).all()) for one, other in zip(before, engine.module.parameters(), strict=True))
+        lost = engine.train_window([dataclasses.replace(of_nothing(engine), rollouts=1, tokens=1)])
+        kept = kept and all(bool(one.isfinite().all()) for one in engine.module.parameters()) and lost.skipped
+        found[stage] = from_all([off, empty.skipped, empty.loss, kept, record.loss])
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_weighs_nothing_does_not_enter_the_step_whatever_it_holds(four_ranks, stage):
+    for off, skipped, loss, kept, last in four_ranks.of(nothing_that_is_not_finite)[str(stage)]:
+        assert off <= 1e-6
+        assert math.isfinite(last)
+        assert (skipped, loss, kept) == (True, None, True)
+
+
+@on_four_ranks
+@alone_in_the_process
+def resumed(folder):
+    """Whether weights are the same, bit for bit, where an engine goes on from a checkpoint."""
+    whole = build(config(1))
+    for number, columns in enumerate(WINDOWS[:4]):
+        whole.train_window(micro_batches(whole, number, columns))
+        if number == 1:
+            whole.save_checkpoint(folder)
+    again = build(config(1))
+    again.load_checkpoint(folder)
+    for number, columns in enumerate(WINDOWS[2:4], start=2):
+        again.train_window(micro_batches(again, number, columns))
+    pairs = zip(whole.module.parameters(), again.module.parameters(), strict=True)
+    equal = all(bool((one == other).all()) for one, other in pairs)
+    return from_all([equal, again.global_steps, again.global_samples, whole.global_samples, again.last_step.step])
+
+
+def test_a_checkpoint_resumes_bit_for_bit(four_ranks):
+    rollouts = sum(sum(map(sum, columns)) for columns in WINDOWS[:4])
+    assert four_ranks.of(resumed) == [[True, 4, rollouts, rollouts, 4]] * 4
+
+
+@on_four_ranks
+@alone_in_the_process
+def refused(folder):
+    """By what is wrong: what each rank is answered."""
+    engine, rank = build(config(1)), dist.get_rank()
+    own = list(micro_batches(engine, 0, [[1, 2], [2]]))
+    found = {
+        "train_batch": refusal(lambda: engine.train_batch(iter([]))),
+        "batch-size": refusal(lambda: engine.set_train_batch_size(4)),
+        "no-first": refusal(lambda: engine.train_window(own if engine.grid.get_data_parallel_id() else [])),
+        "keys": refusal(lambda: engine.train_window([ds_parity.MicroBatch({"input_ids": 1})])),
+        "column": refusal(lambda: engine.train_window(own[:-1] if rank == 0 else own)),
+        "raised": refusal(lambda: engine.train_window(["x"] if rank == 3 else own)),
+    }
+    found["then"] = refusal(lambda: engine.train_window(own))
+    for name, extended in {
+        "boundary": config(1, {"boundary": "rollouts"}, gradient_accumulation_passes=8),
+        "stage": config(2),
+        "trace": config(1, {"trace": f"{folder}/trace.jsonl"}),
+        "fp16": config(1, fp16={"enabled": True}),
+    }.items():
+        found[name] = refusal(lambda extended=extended: build(extended))
+    return from_all(found)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("train_batch", "WindowError: train_batch() of a pipeline"),
+        ("batch-size", "WindowError: set_train_batch_size(4)"),
+        ("no-first", "WindowError: a column of the pipeline has no micro-batch in its first window"),
+        ("keys", "WindowError: micro-batch 0 of train_window() has inputs ['input_ids']"),
+        ("column", "RankDesyncError: rank"),
+        ("then", "nothing was raised"),
+        ("boundary", "ConfigError: model is a PipelineModule, with ds_parity.boundary 'rollouts'"),
+        ("stage", "ConfigError: model is a PipelineModule, with zero_optimization.stage 2"),
+        ("trace", "ConfigError: model is a PipelineModule, with ds_parity.trace"),
+        ("fp16", "ConfigError: model is a PipelineModule, with fp16"),
+    ],
+)
+def test_what_a_pipeline_refuses_it_refuses_on_every_rank(four_ranks, what, says):
+    for answers in four_ranks.of(refused):
+        assert answers[what].startswith(says), answers[what]
+
+
+def test_what_one_rank_raises_the_others_are_told(four_ranks):
+    answers = [one["raised"] for one in four_ranks.of(refused)]
+    assert answers[3].startswith("WindowError: ")
+    assert all(one.startswith("RankDesyncError: ") and "WindowError" in one for one in answers[:3]), answers
+
+
+class Embedded(nn.Embedding):
+    """The first layer of the page's model."""
+
+    def __init__(self, vocab):
+        super().__init__(vocab, 8)
+
+
+@on_four_ranks
+@alone_in_the_process
+def page(folder):
+    """What the engine of docs/pipelines.md has counted."""
+    torch.manual_seed(0)
+    extended = json.loads(blocks("pipelines", "json")[0])
+    extended["optimizer"]["params"]["torch_adam"] = True  # else DeepSpeed compiles its own, for minutes
+    (code,) = blocks("pipelines", "python")
+    names = {"dataclasses": dataclasses, "itertools": itertools, "deepspeed": deepspeed, "ds_parity": ds_parity}
+    names |= {
+        "rollouts": shorten(load_rollouts()[:128], 48),
+        "layers": [Embedded(VOCAB), nn.Tanh(), nn.Linear(8, VOCAB)],
+    }
+    place = Path(folder) / f"rank{dist.get_rank()}"
+    place.mkdir(parents=True)
+    with chdir(place):
+        Path("ds_config.json").write_text(json.dumps(extended))
+        exec(compile(code, "pipelines", "exec"), names)
+    record = names["record"]
+    return from_all([names["engine"].global_steps, record.step, record.rollouts, record.tokens == record.total])
+
+
+def test_the_page_trains_its_windows(four_ranks):
+    assert four_ranks.of(page) == [[2, 2, 64, True]] * 4
