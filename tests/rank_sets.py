@@ -72,7 +72,8 @@ class RankSet:
 
         def register(task):
             def make(folder, earlier):
-                left = {name: str(earlier.folder_of(other)) for name, other in tasks.items()}
+                # Whether it was run well is for the task itself to find.
+                left = {name: str(_folder(earlier.folder, other)) for name, other in tasks.items()}
                 return _task(task, folder, **left)
 
             self.goes_on = True
@@ -192,6 +193,8 @@ def run_all(job, progress=lambda *_: None):
             if not start and not all(heard):
                 raise
             finished = min(sum("finished" in line for line in lines) for lines in heard)
+            if len(results) + finished == len(job.calls):  # they ended badly behind the last one, which is nobody's
+                raise
             results += [*[line["result"] for line in heard[0] if "finished" in line][:finished], error]
             if len(results) == len(job.calls):
                 return results

@@ -110,6 +110,16 @@ class TestRanksThatRunBesideABlock:
 class TestRanksThatEndInACall:
     """The second rank fails in the first and in the third task; the first one has finished the third by then."""
 
+    def test_cost_no_set_that_goes_on_its_other_tasks(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(rank_sets, "run_all", lambda job: [HarnessError("rank 1 failed")] * len(job.calls))
+        pair, four = RankSet(2), RankSet(4)
+        pair(task)
+        earlier = pair.launch(tmp_path / "pair")
+        four.after(saved=task)(another)
+        monkeypatch.setattr(rank_sets, "run_all", lambda job: list(job.calls))
+        result = four.launch(tmp_path / "four", earlier)
+        assert result.of(another).arguments["saved"].startswith(str(tmp_path / "pair"))
+
     @pytest.fixture
     def run(self, monkeypatch):
         """Runs jobs of numbered calls, and gives the numbers that each start was to run."""
@@ -142,6 +152,17 @@ class TestRanksThatEndInACall:
         results = rank_sets.run_all(Job(calls, tmp_path / "ranks", 2))
         assert [str(one) for one in results] == ["rank 1 failed in 0"] * 50
         assert len(run) == rank_sets.MOST_STARTS
+
+    def test_that_end_badly_behind_the_last_call_say_so(self, monkeypatch, tmp_path):
+        def run(job, progress):
+            job.folder.mkdir(parents=True)
+            for rank in range(2):
+                (job.folder / f"rank{rank}.jsonl").write_text('{"started": 0}\n{"finished": 0, "result": 7}\n')
+            raise HarnessError("a rank ended with code 1")
+
+        monkeypatch.setattr(rank_sets, "run_job", run)
+        with pytest.raises(HarnessError, match="ended with code 1"):
+            rank_sets.run_all(Job((Call("a call", "x:y"),), tmp_path / "ranks", 2))
 
     def test_that_never_began_are_not_started_again(self, monkeypatch, tmp_path):
         starts = []

@@ -125,7 +125,7 @@ class Division:
         except IndexError as error:
             self._adapter.kept.explain_backward(error)
             raise
-        except AssertionError as error:
+        except (AssertionError, AttributeError) as error:
             explain(error, self._engine.zero_optimization_stage())
             raise
         self._adapter.end_backward()

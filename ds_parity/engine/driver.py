@@ -242,7 +242,8 @@ class Driver(AmongRanks):
         # Ranks that share a micro-batch talk to each other inside the model.
         alone = self.over is not None and self.meter.peers == 1
         silent = alone and self.adapter.silent_inside_windows and not self.adapter.reduces_in_hooks
-        known = self.ledger.window.expected > 0 and self.settings.overshoot != "error"
+        window = self.ledger.window
+        known = window.passes > 0 and window.expected > 0 and self.settings.overshoot != "error"
         return silent and known and not ahead and not self.adapter.inside_no_sync
 
     def _run_pass_late(self, loss: Loss, counts: Counts, **kwargs: Any) -> torch.Tensor:
@@ -357,7 +358,7 @@ class Driver(AmongRanks):
         """
         exchange, queue = self.exchange, self.queue
         wanted = queue is not None and not queue.all_out_of_data and len(queue) < exchange.slots
-        if self.over is None or queue is None or not wanted or not exchange.all_early or exchange.stopping:
+        if self.over is None or queue is None or not wanted or not exchange.may_be_early or exchange.stopping:
             yield
             return
         passes = None if queue.early is None else queue.early.known()
@@ -398,8 +399,10 @@ class Driver(AmongRanks):
 
     def _refuse_lost(self) -> None:
         if self._lost:
+            anew = "" if self.adapter.clears_strays else " (into a new engine, if it was the backward that raised)"
             raise WindowError(
                 f"window {self.ledger.window.index} has {self._lost}: load a checkpoint, which throws the window away"
+                f"{anew}"
             )
 
     # What a window will contain.

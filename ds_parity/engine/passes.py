@@ -153,6 +153,7 @@ class PassQueue:
             self.upcoming.learn()
 
     def _next_chunk(self) -> list[UpcomingPass]:
+        self._known = None  # what was not taken is read again
         try:
             read = self._read()
         except Exception as error:
@@ -216,7 +217,7 @@ class PassQueue:
     def take(self) -> None:
         """Take what `known` has returned last."""
         assert self._known is not None
-        self._smallest, taken = self._known
+        (self._smallest, taken), self._known = self._known, None
         for _ in range(taken):
             next(self._stream)
         # Where a stream has fewer, its end has been made, too.

@@ -236,15 +236,17 @@ def early_ends(folder):
 
     handed = []
 
-    def drive(stream, stop_at=None):
+    def drive(stream, stop_at=None, stop_behind=None):
         for number, _ in enumerate(engine.passes(stream, prefetch=4)):
             handed.append(number)
             if number == stop_at and dist.get_rank():
                 engine.stop()
             engine.backward(forward(engine, 1))
-            if number % 4 == 3 and not (number > 4 and stop_at is None):
+            if number % 4 == 3 and not (number > 4 and stop_at is None and stop_behind is None):
                 _until_made(engine)
             engine.step()
+            if number == stop_behind and dist.get_rank():
+                engine.stop()
 
     try:
         drive(breaks())
@@ -253,7 +255,10 @@ def early_ends(folder):
     engine = build(config(1, passes=8, lookahead=4))
     ran, handed = handed, []
     drive((Batch() for _ in range(40)), stop_at=5)
-    return {"said": from_all(said), "ran": from_all(ran), "stopped": from_all(handed), "step": engine.global_steps}
+    inside, handed = handed, []
+    engine = build(config(1, passes=8, lookahead=4))
+    drive((Batch() for _ in range(40)), stop_behind=7)
+    return {"said": from_all(said), "ran": from_all(ran), "inside": from_all(inside), "behind": from_all(handed)}
 
 
 def test_a_stream_that_raises_is_heard_of_between_windows_also_where_counts_travel_early(two_ranks):
@@ -263,11 +268,11 @@ def test_a_stream_that_raises_is_heard_of_between_windows_also_where_counts_trav
     assert ended["said"][1] == "ValueError: no more of them"
 
 
-def test_a_rank_that_asks_to_stop_stops_all_at_the_same_boundary_as_without_early_counts(two_ranks):
-    """It asks in the second window, and is heard with the counts of the third."""
+def test_a_rank_that_asks_to_stop_stops_all_at_the_next_boundary_that_hears_of_it(two_ranks):
+    """Inside the second window, its step brings the counts that say so; behind it, the step of the third."""
     ended = two_ranks.of(early_ends)
-    assert ended["stopped"] == [[*range(12)]] * 2
-    assert ended["step"] == 3
+    assert ended["inside"] == [[*range(8)]] * 2
+    assert ended["behind"] == [[*range(12)]] * 2
 
 
 @on_two_ranks

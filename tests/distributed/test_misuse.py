@@ -63,6 +63,11 @@ def misuse(folder):
         one_pass(doubled, 1)
         results["two backwards"] = refusal(lambda: doubled.backward(forward(doubled, 1)))
         results["foretell in passes"] = refusal(doubled.is_gradient_accumulation_boundary)
+    ahead = build(config(1, passes=20))
+    for _ in ahead.passes([Batch() for _ in range(4)], lookahead=4, finish=False):
+        one_pass(ahead, 1)
+        results["two backwards ahead"] = refusal(lambda: ahead.backward(forward(ahead, 1)))
+        break
     contradicted = build(config(1, passes=4))
     for _ in contradicted.passes([Batch(), Batch()]):
         wrong = refusal(lambda: contradicted.backward(forward(contradicted, 1), rollouts=7))
@@ -112,6 +117,7 @@ MISUSE = {
     "no step in passes": "waits for its step",
     "no backward": "before the last had its backward.*left out of the stream",
     "two backwards": "had its backward\\(\\) already",
+    "two backwards ahead": "had its backward\\(\\) already",
     "foretell in passes": "between two micro-batches of passes",
     "finish": "call step\\(\\) first",
     "no tokens": "without tokens=.*pass tokens=",

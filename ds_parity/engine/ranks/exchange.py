@@ -58,6 +58,7 @@ class Exchange:
         self.stopping = False
         self.early = False
         self.all_early = False
+        self._fits: dict[int, bool] = {}
         self._peers = peers
         self._over = over
         self._timeout = timeout
@@ -91,6 +92,13 @@ class Exchange:
         packed = [float(number) for number in message.pack()]
         numbers = [1.0, *packed] if knows else [0.0] * (1 + len(packed))
         return Early(self, place, message, Rider(torch.tensor(numbers, dtype=torch.float64, device="cpu")))
+
+    @property
+    def may_be_early(self) -> bool:
+        """Whether all ranks may be early, and have room for what they would say; all know both alike."""
+        if self.all_early and self.slots not in self._fits:
+            self._fits[self.slots] = 1 + len(self._message(()).pack()) < ROOM
+        return self.all_early and self._fits[self.slots]
 
     def _message(self, passes: Sequence[Announcement]) -> Message:
         padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
@@ -223,6 +231,8 @@ class Early:
         if self.rider.summed is None:
             return None
         knowing, *sums = self.rider.summed.tolist()
-        if knowing != self.exchange.ranks or not self.message.unpack(sums).peers_agree:
+        if knowing != self.exchange.ranks or not (answer := self.message.unpack(sums)).peers_agree:
             return None
+        # Now, and not where the passes are learned: the window ends here, and nothing may be asked for behind it.
+        self.exchange.stopping = self.exchange.stopping or answer.stopping
         return Pending(self.exchange, self.place, self.message, self.rider.summed[1:])

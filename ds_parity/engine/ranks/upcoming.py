@@ -145,7 +145,8 @@ class Upcoming:
         Raises:
             WindowError: it had its backward() already.
         """
-        if not self._passes:
+        # Look-ahead knows further passes, which belong to micro-batches that nobody has yet.
+        if self.handed is None:
             raise WindowError(
                 "backward() inside passes(), but the micro-batch it handed out had its backward() already"
             )
@@ -157,12 +158,12 @@ class Upcoming:
         Raises:
             WindowError: no pass is handed out.
         """
+        self.learn()
         if not self._passes:
             raise WindowError(
                 "is_gradient_accumulation_boundary() between two micro-batches of passes(): the next one's counts are "
                 "not known yet; ask between backward() and step()"
             )
-        self.learn()
         return self._gathered(self.first).totals
 
     def known(self) -> list[PassTotals]:

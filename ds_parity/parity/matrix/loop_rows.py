@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from ds_parity.parity.matrix.variant import ADAMW, BF16, FP32_ACCUMULATION, OFFLOADED, SHARDED, Variant, zero
@@ -79,9 +78,15 @@ _BESIDE = (
         left_out={**_OWN_LOOP, "torch": _STEPPED_BY_ZEROS},
     ),
 )
-# transformers is an extra.
+_NEEDS = ("ds_parity[hf]",)
 _GENERATION = (
-    Variant("loop", "generation between passes", fields=_loop("generated", "of_transformers"), left_out=_OWN_LOOP),
+    Variant(
+        "loop",
+        "generation between passes",
+        fields=_loop("generated", "of_transformers"),
+        left_out=_OWN_LOOP,
+        needs=_NEEDS,
+    ),
     Variant(
         "loop",
         "generation between passes, bf16",
@@ -89,7 +94,8 @@ _GENERATION = (
         (2, 3),
         fields=_loop("generated", "of_transformers"),
         left_out=_OWN_LOOP,
+        needs=_NEEDS,
     ),
 )
 
-LOOPS = (*_REACHED, *_BESIDE, *(_GENERATION if find_spec("transformers") else ()))
+LOOPS = (*_REACHED, *_BESIDE, *_GENERATION)
