@@ -101,6 +101,7 @@ OTHERS = {
     *("target", "values", "view", "whole", "zero_", "zeros", "zeros_like"),
     *("WeakSet", "_stepped", "add", "begin", "discard", "end", "explain", "refuse"),
     *("append", "clear", "copy_", "data", "device_name", "numel", "proxy", "setdefault", "view_as", "waits"),
+    *("all_reduce", "clip_grads_with_norm_", "pow", "sqrt", "stack", "sum"),
     *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),
 }
 
