@@ -39,8 +39,9 @@ def models_page(folder):
     place.mkdir(parents=True)
     torch.manual_seed(0)
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, pad_token_id=None, **SIZES))
-    llama.save_pretrained(place / "pretrained")
-    names = {"MODEL": str(place / "pretrained"), "build": born}
+    llama.save_pretrained(Path(folder) / "pretrained", is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    names = {"MODEL": str(Path(folder) / "pretrained"), "build": born}
     found = []
     try:
         with chdir(place):

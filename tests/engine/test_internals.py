@@ -103,8 +103,8 @@ OTHERS = {
     *("compile", "get_tensor_model_parallel_group", "index", "mesh_device", "search"),
     *("WeakSet", "_stepped", "add", "begin", "discard", "end", "explain", "refuse"),
     *("append", "clear", "copy_", "data", "device_name", "numel", "proxy", "setdefault", "view_as", "waits"),
-    *("__traceback__", "all_reduce", "clamp", "co_name", "f_code", "pow", "split", "sqrt", "stack", "sum"),
-    *("tb_frame", "tb_next"),
+    *("__traceback__", "all_reduce", "clamp", "clip_grads_with_norm_", "co_name", "f_code", "pow", "split", "sqrt"),
+    *("stack", "sum", "tb_frame", "tb_next"),
     *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),
 }
 

@@ -482,6 +482,13 @@ GUARDS: tuple[Guard, ...] = (
         ("dp_world_size = dist.get_world_size(dp_group) / float(self.sequence_parallel_size)",),
     ),
     Guard(
+        ENGINE,
+        "_reduce_expert_gradients",
+        "internals/base.py",
+        "experts are divided by all data-parallel ranks, as the rest is, so that one correction is for both",
+        ("dp_world_size = dist.get_world_size(groups._get_data_parallel_group())",),
+    ),
+    Guard(
         ZERO12,
         "average_tensor",
         "internals/base.py",

@@ -48,6 +48,7 @@ CLASSES = {
     "Zero3Parameter": (),  # torch's parameters, to which zero.Init adds what guard_list.py checks
     "LossScaleConfig": (RUNTIME + "fp16.loss_scaler:LossScaleConfig",),
     "ThroughputTimer": (TIMER,),
+    "ExpertLayer": ("deepspeed.moe.sharded_moe:MOELayer",),
     "Monitor": ("deepspeed.monitor.monitor:MonitorMaster",),
     "CheckpointEngine": (RUNTIME + "checkpoint_engine.checkpoint_engine:CheckpointEngine",),
     "GradScaler": ("torch.amp.grad_scaler:GradScaler",),

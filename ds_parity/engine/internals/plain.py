@@ -13,7 +13,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from ds_parity.engine.internals.base import Adapter
-from ds_parity.engine.internals.surface import Parameter
+from ds_parity.engine.internals.surface import ExpertLayer, Parameter
 
 _LOG = logging.getLogger("ds_parity")
 
@@ -67,7 +67,7 @@ class Plain(Adapter):
 
     def _clip_with_experts(self, parameters: list[torch.Tensor]) -> torch.Tensor:
         """Clip by the norm of all experts' gradients, of which a rank has its own, and return that norm."""
-        layers = [one for one in self.engine.module.modules() if isinstance(one, MOELayer)]
+        layers: list[ExpertLayer] = [one for one in self.engine.module.modules() if isinstance(one, MOELayer)]
         groups = {id(p): one.ep_group for one in layers for p in one.experts.parameters()}
         squares: dict[Any, torch.Tensor] = {}
         for one in parameters:

@@ -232,6 +232,14 @@ class Zero12Optimizer(ZeroOptimizer, Protocol):
         """Give a gradient to the optimizer."""
 
 
+class ExpertLayer(Protocol):
+    """What is inside DeepSpeed's own layer of experts (`MoE`)."""
+
+    ep_group: Any
+    ep_size: int
+    experts: torch.nn.Module
+
+
 class Zero3Parameter(Protocol):
     """A parameter that zero.Init has partitioned."""
 

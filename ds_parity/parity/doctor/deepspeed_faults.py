@@ -237,6 +237,14 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "ranks use different parameters in one step",
     ),
     DeepSpeedFault(
+        "experts_without_leaves",
+        "weights and gradients of different experts are mixed",
+        "make the layer of experts a leaf module (zero_optimization.leaf_module)",
+        lambda c: c.stage == 3,
+        "ranks use different experts, or adapters, of the same size in one pass",
+        kept_from=False,
+    ),
+    DeepSpeedFault(
         "expert_norm_zero0",
         "clips by the mean of the ranks' norms, which is smaller than the norm of the gradient",
         "use ZeRO 1 or 2, or bf16",

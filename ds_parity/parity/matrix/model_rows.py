@@ -1,4 +1,4 @@
-"""Rows on models that people train: LoRA, models that are born partitioned, mixtures of experts."""
+"""Rows on models that people train: LoRA, models that are born partitioned, hpZ, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,11 @@ _EXPERTS = (
     _leaves("", zero(**_LEAVES)),
     _leaves(", bf16", BF16 | zero(**_LEAVES), left_out=ROUTED_BY_ROUNDING),
     _leaves(", streams", zero(**_LEAVES), ragged=_STREAMS),
-    _leaves(", offloaded", NO_SCHEDULE | zero(**_LEAVES, **OFFLOADED), setup=f"{SETUPS}:client_optimizer"),
+    _leaves(
+        ", offloaded, client's SGD",
+        NO_SCHEDULE | {"zero_force_ds_cpu_optimizer": False} | zero(**_LEAVES, **OFFLOADED),
+        setup=f"{SETUPS}:client_optimizer",
+    ),
     Variant("experts", "DeepSpeed's MoE, ep_size 1", fields=_EVERYWHERE, refused=(3,)),
     Variant("experts", "DeepSpeed's MoE, ep_size 1, streams", {}, _WITHOUT_3, _EVERYWHERE, _STREAMS),
     Variant(
@@ -113,4 +117,22 @@ _EXPERTS = (
     _apart(", 4 ranks", ranks=4, faults={0: "expert_norm_zero0"}),
 )
 
-MODELS = (*_LORA, *_PARTITIONED, *_EXPERTS)
+_HPZ_OPTIONS = {"zero_hpz_partition_size": 2}
+_FOUR = {"ranks": 4}
+_HPZ = (
+    Variant("hpZ", "fp32", zero(**_HPZ_OPTIONS), (3,), _FOUR),
+    Variant("hpZ", "bf16", BF16 | zero(**_HPZ_OPTIONS), (3,), _FOUR),
+    Variant("hpZ", "bf16, streams", BF16 | zero(**_HPZ_OPTIONS), (3,), _FOUR, _STREAMS),
+    Variant("hpZ", "bf16, zero.Init", BF16 | zero(**_HPZ_OPTIONS), (3,), _FOUR | _BORN),
+    Variant("hpZ", "bf16, fp32 accumulation", BF16 | FP32_ACCUMULATION | zero(**_HPZ_OPTIONS), (3,), _FOUR | _BORN),
+    Variant(
+        "hpZ",
+        "zero.Init, bf16, fp32 accumulation, sequence parallelism",
+        BF16 | FP32_ACCUMULATION | zero(**_HPZ_OPTIONS),
+        (3,),
+        _BORN | {"ranks": 2, "sequence_parallel": 2},
+    ),
+    Variant("hpZ", "offloaded", ADAMW | zero(**_HPZ_OPTIONS, **OFFLOADED), (3,), _FOUR),
+)
+
+MODELS = (*_LORA, *_PARTITIONED, *_EXPERTS, *_HPZ)

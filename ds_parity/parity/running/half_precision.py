@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 
 try:
     from deepspeed.runtime import torch_autocast
@@ -23,6 +24,7 @@ _EMULATED = ", fp16 computed by torch although DeepSpeed says that this processo
 def experiment() -> Iterator[None]:
     """Inside, an engine of any precision is built and run as in a process of its own."""
     forget_autocast()
+    forget_hpz()
     with fp16_allowed():
         yield
 
@@ -49,6 +51,15 @@ def fp16_allowed() -> Iterator[None]:
     finally:
         if denied:
             del accelerator.is_fp16_supported
+
+
+def forget_hpz() -> None:
+    """Undo what an engine with `zero_hpz_partition_size` leaves behind in its process (utils/groups.py, 0.19.8).
+
+    A later `zero.Init` with that option raises because the group is there, and a later engine without it gets the group
+    all the same (engine.py, _configure_zero_optimizer).
+    """
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def forget_autocast() -> None:
