@@ -104,7 +104,7 @@ def refusals(folder):
     [
         (
             "too many",
-            "the configuration is refused:\n  tensor_parallel.autotp_size = 4: 2 ranks can't be divided into groups of 4",
+            "the configuration is refused:\n  tensor_parallel.autotp_size = 4: 2 ranks can't be divided into groups",
         ),
         ("mpu", "tensor_parallel.autotp_size = 2 with mpu=: AutoTP makes groups of its own and forgets those"),
         ("mesh", "tensor_parallel.autotp_size = 2 with mesh_param=: AutoTP makes groups of its own"),
