@@ -11,7 +11,7 @@ pytestmark = pytest.mark.ranks
 
 # On ZeRO 3 DeepSpeed moves the states of its own Adam alone.
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.05}}, "scheduler": None}
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+PRECISIONS = {"fp32": {}, "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}
 
 
 def trained(stage, keys, moves):

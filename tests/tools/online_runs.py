@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from ds_parity.parity.running.launch import _free_shared_memory, free_port
+from ds_parity.parity.running.launch import free_port
+from ds_parity.parity.running.left_behind import free_shared_memory
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "train_online.py"
@@ -66,7 +67,7 @@ class OnlineRun:
         for process in self.processes:
             process.kill()
             process.join()
-        _free_shared_memory(self.port)
+        free_shared_memory(self.port)
         gone = wait_until(lambda: not self.actors(), 30)
         for one in self.actors():
             one.kill()
