@@ -90,7 +90,8 @@ def serve():
     import pytest  # noqa: F401
     import torch
 
-    from ds_parity.parity.running.launch import _free_shared_memory, free_port
+    from ds_parity.parity.running.launch import free_port
+    from ds_parity.parity.running.left_behind import free_shared_memory
 
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -98,7 +99,7 @@ def serve():
         folder, port = Path(tempfile.mkdtemp()), free_port()  # no context: ranks would leave it, too
         children = [_fork(rank, request, port, folder) for rank in range(request["ranks"])]
         outcomes = _wait(children, request["timeout"], folder)
-        _free_shared_memory(port)
+        free_shared_memory(port)
         shutil.rmtree(folder)
         answers.write(json.dumps(outcomes) + "\n")
         answers.flush()

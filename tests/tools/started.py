@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from ds_parity.parity.running.launch import _free_shared_memory, free_port
+from ds_parity.parity.running.launch import free_port
+from ds_parity.parity.running.left_behind import free_shared_memory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -67,7 +68,7 @@ class Started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        _free_shared_memory(self.port)
+        free_shared_memory(self.port)
 
     def code(self):
         """The exit code, None while it runs."""
@@ -150,7 +151,7 @@ class Forked(Started):
         for process in self._ranks:
             process.kill()
             process.join()
-        _free_shared_memory(self.port)
+        free_shared_memory(self.port)
 
     def code(self):
         codes = [process.exitcode for process in self._ranks]
