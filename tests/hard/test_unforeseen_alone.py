@@ -57,10 +57,6 @@ def alone(rank, stage, what, caller, folder):
     return [said, seconds]
 
 
-# There the other waits in DeepSpeed's reduction, and the first, whose wait has no limit of ours, hears when it ends.
-LATE = {(3, "caller", "load"), (3, "caller", "initialize")}
-
-
 @pytest.mark.parametrize("what", CALLS)
 @pytest.mark.parametrize("mode", ["rollouts", "caller"])
 @pytest.mark.parametrize("stage", [0, 3])
@@ -69,5 +65,6 @@ def test_a_rank_that_does_something_alone_and_the_others_are_told(forks, tmp_pat
     assert [one.how for one in outcomes] == ["returned"] * 2, outcomes
     for said, seconds in (one.value for one in outcomes):
         assert said.startswith(("RankDesyncError: ", "WindowError: ")), outcomes
-        waits = 3 * LIVES_ON if (stage, mode, what) in LATE else LIVES_ON
+        # On ZeRO 3 the other may wait inside DeepSpeed; the first, whose wait has no limit of ours, hears when it ends.
+        waits = 3 * LIVES_ON if stage == 3 else LIVES_ON
         assert seconds < waits, "it was told, and did not wait for the other's end"
