@@ -103,6 +103,7 @@ BESIDE = {
     "fp16_growing_scale": FP16_ZERO0,
     "fp16_zero0_unscaled_loss": FP16_ZERO0,
     "clip_norm_lost": {"gradient_clipping": 1.0},
+    "expert_norm_zero0": {"gradient_clipping": 1.0},
     "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},
 }
 
