@@ -18,6 +18,7 @@ class OlderZero12(Protocol):
     """DeepSpeedZeroOptimizer before 0.19.5."""
 
     cpu_offload: bool
+    check_grad_overflow: bool
     micro_step_id: int
     is_gradient_accumulation_boundary: bool
     use_grad_accum_attribute: bool

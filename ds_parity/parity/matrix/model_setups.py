@@ -269,7 +269,7 @@ def _whole_name(name: str, first: int) -> str:
 
 def _drawn(name: str, shape: torch.Size, seed: int) -> Tensor:
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
     # By numpy: zero.Init rounds what torch draws, and it would be rounded once more. (A text's own hash differs from
     # process to process.)
     generator = np.random.default_rng([seed, *name.encode()])

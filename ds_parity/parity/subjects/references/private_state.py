@@ -62,7 +62,7 @@ def clip_by_all_experts(engine: Any) -> None:
 
     def clip_fp32_gradients() -> None:
         trained = [p for p in engine.module.parameters() if p.requires_grad]
-        common, own = torch.zeros(()), torch.zeros(())
+        common, own = (torch.zeros((), device=engine.device) for _ in range(2))
         for parameter in trained:
             square = parameter.grad.float().pow(2).sum()
             common, own = (common + square, own) if getattr(parameter, "allreduce", True) else (common, own + square)
