@@ -24,6 +24,7 @@ from ds_parity.engine.arguments import (
 )
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division, Loss
+from ds_parity.engine.early import announced_early
 from ds_parity.engine.expecting import promised
 from ds_parity.engine.internals.groups import members_of
 from ds_parity.engine.internals.surface import Engine
@@ -343,37 +344,13 @@ class Driver(AmongRanks):
             if not self.ledger.window.closed:
                 self.engine.step(**kwargs)
                 return
-            with self._announcing_early():
+            queue = None if self.over is None else self.queue  # alone there is nobody to tell
+            with announced_early(self.exchange, queue, self.meter, lambda: self._place(RUNS)):
                 if self.ledger.total() > 0:
                     self.boundary.update(**kwargs)
                 else:
                     self.engine.step(**kwargs)
                     self.boundary.skip()
-
-    @contextmanager
-    def _announcing_early(self) -> Iterator[None]:
-        """Announce the passes behind the window with the sum of its step, where threads have made them on all ranks.
-
-        All ranks have announced as many passes, and know alike whether every rank may be early.
-        """
-        exchange, queue = self.exchange, self.queue
-        wanted = queue is not None and not queue.all_out_of_data and len(queue) < exchange.slots
-        if self.over is None or queue is None or not wanted or not exchange.may_be_early or exchange.stopping:
-            yield
-            return
-        passes = None if queue.early is None else queue.early.known()
-        announced = None if passes is None else [one.announcement for one in passes]
-        early = exchange.start_early(self._place(RUNS), announced)
-        self.meter.company = early.rider
-        try:
-            yield
-        finally:
-            # Also behind a step that raised: the other ranks have heard of these passes.
-            self.meter.company = None
-            arrived = early.arrived()
-            if arrived is not None and passes is not None and queue.early is not None:
-                queue.early.take()
-                queue.announced(passes, arrived)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
