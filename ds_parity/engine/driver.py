@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, SupportsIndex, overload
 
@@ -31,7 +31,7 @@ from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
 from ds_parity.engine.ranks.wire import SAVES, Announcement
 from ds_parity.engine.record.metrics import Meter
-from ds_parity.errors import WindowError
+from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, PassTotals, Promise, Window
 
 _SHARED_EXPERTS = (
@@ -244,29 +244,34 @@ class Driver(AmongRanks):
         alone = self.over is not None and self.meter.peers == 1
         silent = alone and self.adapter.silent_inside_windows and not self.adapter.reduces_in_hooks
         window = self.ledger.window
-        known = window.passes > 0 and window.expected > 0 and self.settings.overshoot != "error"
-        return silent and known and not ahead and not self.adapter.inside_no_sync
+        known = window.passes > 0 and window.expected > 0
+        refusable = bool(self.settings.overshoot == "error" or self.ledger.promised or self.ledger.weighting.terms)
+        return silent and known and not refusable and not ahead and not self.adapter.inside_no_sync
 
     def _run_pass_late(self, loss: Loss, counts: Counts, **kwargs: Any) -> torch.Tensor:
         """Run a pass whose counts travel while its backward runs; where they close the window, reduce behind it."""
         queue = self.queue
         if queue is None:
             queue = self.upcoming()
-            pending = queue.announce([UpcomingPass(Announcement(counts))])
-            # Between two ranks all has been sent; among more, others wait for what this one adds.
-            if self.ranks > 2:
-                pending.proceed()
+            # Also between two ranks: gloo ends a send where the other one receives.
+            queue.announce([UpcomingPass(Announcement(counts))]).proceed()
         self._stepped, self._lost = False, PARTLY_THERE
         self.boundary.mark(False)
-        with self._telling():
-            accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
-        totals, _ = queue.take(0)
-        window = self._counted(totals, (), None, whole=False)
-        self._lost, self._ran_in = "", window.index
+        try:
+            with self._telling():
+                accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
+        except Exception:
+            # Counted all the same, as on the other ranks: what is loaded over it goes on from the same pass.
+            with suppress(RankDesyncError, WindowError):
+                self.ledger.count(queue.take(0)[0])
+            raise
+        window = self.ledger.count(queue.take(0)[0])  # a refusal leaves the window lost: the gradient is there
+        self._ran_in = window.index
         if window.closed and self.ledger.total() > 0:
             self.boundary.mark(True)
             self.adapter.reduce()
             self.adapter.kept.after_backward()
+        self._lost = ""
         return accumulated
 
     def _refuse_idle(self, counts: Counts) -> None:

@@ -18,9 +18,10 @@ import torch
 import wrapt
 
 from ds_parity.config import Settings
-from ds_parity.engine.arguments import counts_in, refuse_what_is_no_loss, weighting_of
+from ds_parity.config.features import Wanted
+from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
 from ds_parity.engine.division import silenced
-from ds_parity.engine.internals.stages import averaged_over, clip_over_stages
+from ds_parity.engine.internals.stages import averaged_over, buffers_of_every_type, clip_over_stages
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
@@ -79,6 +80,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_empty = 0
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
         engine.dynamic_shape = True
+        buffers_of_every_type(engine)
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -104,6 +106,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 another rank raised.
         """
         batches, gathered = self._exchanged(micro_batches)
+        if batches and self._self_stand_in is None:
+            self._self_stand_in = batches[0]
         columns = {one.number: one.counts for one in gathered}
         total = self._total(columns.values())
         step, samples = self._windows + 1, self.global_samples + sum(one.rollouts for one in _all(columns))
@@ -156,6 +160,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         try:
             batches = list(micro_batches)
             counts = tuple(counts_in(one, self._self_weighting) for one in batches)
+            for batch, own in zip(batches, counts, strict=True):
+                refuse_mean_of_parts(self._self_weighting, own, len(getattr(batch, "held", ())))
             self._refuse_inputs(batches)
         except Exception as error:
             with suppress(RankDesyncError, RuntimeError):
@@ -181,7 +187,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         return batches, gathered
 
     def _refuse_inputs(self, batches: Sequence[Any]) -> None:
-        needed = ({"inputs"} if self.is_first_stage() else set()) | ({"labels"} if self.is_last_stage() else set())
+        labelled = self.is_last_stage() and self.module.loss_fn is not None
+        needed = ({"inputs"} if self.is_first_stage() else set()) | ({"labels"} if labelled else set())
         for number, batch in enumerate(batches):
             planned_for = getattr(batch, "planned_for", None)
             if planned_for not in (None, self._self_columns):
@@ -196,6 +203,17 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 raise WindowError(
                     f"micro-batch {number} of train_window() has inputs {keys}: a pipeline takes 'inputs' at its first "
                     "stage and 'labels' at its last; give MicroBatch({'inputs': ..., 'labels': ...}, rollouts=...)"
+                )
+            self._refuse_values(number, {key: inputs[key] for key in needed})
+
+    def _refuse_values(self, number: int, values: Mapping[str, Any]) -> None:
+        # One stage that raised inside DeepSpeed's train_batch() would leave the others waiting there.
+        for key, value in values.items():
+            parts = value if isinstance(value, tuple | list) else (value,)
+            if not all(isinstance(one, torch.Tensor) for one in parts):
+                raise WindowError(
+                    f"micro-batch {number} of train_window() has {key} of {type(value).__name__}: a pipeline takes a "
+                    "tensor, or a tuple of tensors"
                 )
 
     def _counted(self, columns: Mapping[int, Sequence[Counts]]) -> StepRecord:
@@ -238,12 +256,17 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         if idle:
             assert self._self_stand_in is not None, "ranks have agreed that there is one"
             runs, shares = [self._self_stand_in], [None]
+        before = engine.train_batch_size()
         engine.set_train_batch_size(len(runs) * engine.train_micro_batch_size_per_gpu() * self._self_columns)
         # DeepSpeed adds its batch size in the step, and its monitors write there.
         engine.global_samples = samples - engine.train_batch_size()
         data = iter([(batch.inputs.get("inputs"), batch.inputs.get("labels")) for batch in runs])
-        with self._weighed(shares), silenced(engine.module) if idle else nullcontext():
-            return float(engine.train_batch(data))
+        try:
+            with self._weighed(shares), silenced(engine.module) if idle else nullcontext():
+                # DeepSpeed averages losses over columns also where it adds their gradients up.
+                return float(engine.train_batch(data)) * (self._self_columns // averaged)
+        finally:
+            engine.set_train_batch_size(before)
 
     @contextmanager
     def _weighed(self, shares: Iterable[float | None]) -> Iterator[None]:
@@ -277,8 +300,8 @@ def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *,
         plain: the engine is built by `ds_parity.initialize`, and not for a framework.
     """
     assert settings is not None, "the configuration has the extra keys"
-    stage = (config.get("zero_optimization") or {}).get("stage", 0)
-    halves = bool((config.get("fp16") or {}).get("enabled"))
+    asked = Wanted(config)
+    stage, halves = asked.stage, asked.precision == "fp16" or asked.autocast == "fp16"
     refused = (
         (not plain, "install()", "frameworks drive passes", "call ds_parity.initialize"),
         (

@@ -114,7 +114,8 @@ def divided_by(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
             "what it divides by; leave normalise out, and divide by the step's total there, or train with one of "
             f"{', '.join(name for _, name in known)} itself"
         )
-    if getattr(trainer, "aux_loss_enabled", False) or getattr(trainer, "_entropy_bonus_enabled", False):
+    routed = kind.__name__ == "Trainer" and _of_model(trainer, "output_router_logits")
+    if routed or getattr(trainer, "aux_loss_enabled", False) or getattr(trainer, "_entropy_bonus_enabled", False):
         raise ConfigError(
             f"install(normalise={unit!r}): the loss has a router's term or an entropy bonus beside its own, with a "
             "denominator of its own, and one factor can't repair both; switch the term off, or leave normalise out"
@@ -122,6 +123,10 @@ def divided_by(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
     found = rule(trainer, inputs, items, unit)
     # Rows that are packed are not the rollouts of a micro-batch; where tokens weigh, the usual number of these counts.
     return found if unit == "rollout" else replace(found, rollouts=None)
+
+
+def _of_model(trainer: Any, name: str) -> bool:
+    return bool(getattr(getattr(getattr(trainer, "model", None), "config", None), name, False))
 
 
 def _loss_of(trainer: Any) -> type:
@@ -176,6 +181,12 @@ def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
         raise ConfigError(
             f"install(normalise={unit!r}): the Trainer takes its loss for one that is divided by the step, but has not "
             "counted the step's items (num_items_in_batch); set loss_is_scaled_for_ga = False where the loss is a mean"
+        )
+    if _loss_of(trainer).__module__.startswith("transformers") and not getattr(trainer, "_loss_shifts_labels", True):
+        raise ConfigError(
+            f"install(normalise={unit!r}): it is not known whether {type(trainer.model).__name__} divides its loss by "
+            "num_items_in_batch, and many that take **kwargs do not; set accepts_loss_kwargs = False on the model "
+            "before the Trainer is built, if it does not, or leave normalise out"
         )
     ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
     return Divided(unit, float(items) / (ranks if trainer.args.average_tokens_across_devices else 1), rows, tokens)

@@ -104,7 +104,7 @@ OTHERS = {
     *("WeakSet", "_stepped", "add", "begin", "discard", "end", "explain", "refuse"),
     *("append", "clear", "copy_", "data", "device_name", "numel", "proxy", "setdefault", "view_as", "waits"),
     *("__traceback__", "all_reduce", "clamp", "clip_grads_with_norm_", "co_name", "f_code", "pow", "split", "sqrt"),
-    *("finfo", "float32", "full", "stack", "sum", "tb_frame", "tb_next", "tiny"),
+    *("full", "stack", "sum", "tb_frame", "tb_next"),
     *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),
 }
 

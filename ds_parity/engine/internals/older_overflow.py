@@ -18,6 +18,7 @@ from ds_parity.engine.internals.older_surface import OlderBf16, OlderZero3
 from ds_parity.engine.internals.surface import Engine
 
 _SKIPS = "is_invalid_grad_norm"
+_LEAST = 1e-18
 _OVERFLOW = "overflow"  # by which an engine counts a step as skipped, and this wrapper has none
 
 
@@ -66,7 +67,8 @@ def _step_by_norm(optimizer: OlderBf16) -> None:
         if for_clipping:
             return found
         some, experts = found
-        least = torch.full((1,), torch.finfo(torch.float32).tiny, device=get_accelerator().current_device_name())
+        # Its square is above 0 in fp32, too.
+        least = torch.full((1,), _LEAST, device=get_accelerator().current_device_name())
         return [*some, least], experts
 
     def stepped() -> None:

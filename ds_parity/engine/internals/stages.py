@@ -1,4 +1,4 @@
-"""Clips fp32 gradients of a pipeline by the norm of all its stages."""
+"""Makes DeepSpeed's pipelines right: the norm by which they clip, and the buffers that they receive in."""
 
 from __future__ import annotations
 
@@ -16,6 +16,23 @@ def averaged_over(engine: Any, columns: int) -> int:
         columns: data-parallel ranks (>= 1).
     """
     return columns if engine.gradient_average else 1
+
+
+def buffers_of_every_type(engine: Any) -> None:
+    """Let a pipeline's engine receive each tensor in a buffer of its own.
+
+    With shapes that change, DeepSpeed has one buffer for what it receives from the stage before and behind, whatever
+    types these are: three stages that pass on a mask of whole numbers end the process (runtime/pipe/engine.py,
+    _allocate_or_extend_buffers, 0.19.8).
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+    """
+
+    def allocate(_: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=engine.device)
+
+    engine._allocate_or_extend_buffers = allocate
 
 
 def clip_over_stages(engine: Any) -> None:

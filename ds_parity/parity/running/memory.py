@@ -66,7 +66,7 @@ class Peaks:
 
     Attributes:
         bytes: for each window, the most that lived after its last backward or reduction, above what lived at its start.
-        parameters: how many numbers the model has.
+        parameters: how many numbers of the model are trained.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Peaks:
 
     def after(self, module: nn.Module) -> None:
         """Begin one."""
-        self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+        self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if p.requires_grad)
         if len(self.bytes) < 2:
             # Garbage of the window before would be freed in this one and hide what it allocates.
             gc.collect()
