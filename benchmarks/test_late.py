@@ -48,8 +48,7 @@ class Rank:
             return
         pending = self.exchange.start(place, [Announcement(Counts(1, 0, 10))])
         if way == "behind" and place.pass_index:
-            if self.exchange.ranks > 2:
-                pending.proceed()
+            pending.proceed()
             time.sleep(2 * length)
             pending.wait()
         else:
