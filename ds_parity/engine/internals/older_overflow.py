@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_parity.engine.internals.guards import BF16, ZERO3, ZERO12, source
-from ds_parity.engine.internals.older_surface import OlderBf16, OlderZero3
+from ds_parity.engine.internals.older_surface import OlderBf16, OlderZero3, OlderZero12
 from ds_parity.engine.internals.surface import Engine
 
 _SKIPS = "is_invalid_grad_norm"
@@ -31,9 +31,12 @@ def supply_overflow(engine: Engine, optimizer: Any) -> None:
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         if _SKIPS not in source(ZERO12, "step") and not _switched_off(engine.config):
+            if not optimizer.check_grad_overflow:
+                _look_without_a_copy(optimizer)
             optimizer.check_grad_overflow = True
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         if _SKIPS not in source(ZERO3, "step") and optimizer.dtype is not torch.float16:
+            _look_without_a_copy(optimizer)
             _check_before_update(optimizer)
     # Experts and tensor-parallel ranks have gradients of their own, so one rank can't decide there.
     elif _SKIPS not in source(BF16, "step") and engine.mpu is None and not engine.has_moe_layers:
@@ -44,6 +47,17 @@ def _switched_off(config: Any) -> bool:
     # A switch of bf16's own, which 0.19.8 obeys on ZeRO 1 and 2; in older releases it is off where it is not given.
     sections = [config.get(name) for name in ("bf16", "bfloat16")] if isinstance(config, dict) else []
     return any(isinstance(one, dict) and one.get("check_grad_overflow") is False for one in sections)
+
+
+def _look_without_a_copy(optimizer: OlderZero12 | OlderZero3) -> None:
+    """Let a gradient be searched where it lies; DeepSpeed's own search copies it in fp32, which bf16 has not paid."""
+
+    def has_inf_or_nan(gradient: torch.Tensor, _: Any = None) -> torch.Tensor:
+        # The largest number's absolute value; a NaN wins over all others.
+        largest = torch.linalg.vector_norm(gradient, torch.inf) if gradient.numel() else gradient.new_zeros(())
+        return largest.isfinite().logical_not().float()
+
+    optimizer._has_inf_or_nan = has_inf_or_nan
 
 
 def _check_before_update(optimizer: OlderZero3) -> None:

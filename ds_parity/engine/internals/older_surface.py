@@ -19,6 +19,7 @@ class OlderZero12(Protocol):
 
     cpu_offload: bool
     check_grad_overflow: bool
+    _has_inf_or_nan: Callable[..., torch.Tensor]
     micro_step_id: int
     is_gradient_accumulation_boundary: bool
     use_grad_accum_attribute: bool
@@ -74,6 +75,7 @@ class OlderZero3(Protocol):
     get_param_id: Callable[[Zero3Parameter], int]
     dtype: torch.dtype
     check_overflow: Callable[[], None]
+    _has_inf_or_nan: Callable[..., torch.Tensor]
     _overflow_check_and_loss_scale_update: Callable[[], bool]
     _pre_step: Callable[[], None]
     _constant_buffered_norm2: Callable[[torch.Tensor], Any]
