@@ -251,8 +251,6 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             weighting.divisor(total, own, averaged) / len(runs) for own, one in zip(counts, weighs, strict=True) if one
         ]
         idle = not runs
-        if batches and (idle or self._self_stand_in is None):
-            self._self_stand_in = (runs or batches)[0]
         if idle:
             assert self._self_stand_in is not None, "ranks have agreed that there is one"
             runs, shares = [self._self_stand_in], [None]

@@ -105,7 +105,6 @@ OTHERS = {
     *("append", "clear", "copy_", "data", "device_name", "numel", "proxy", "setdefault", "view_as", "waits"),
     *("__traceback__", "all_reduce", "clamp", "clip_grads_with_norm_", "co_name", "f_code", "pow", "split", "sqrt"),
     *("full", "stack", "sum", "tb_frame", "tb_next"),
-    "_allocate_or_extend_buffers",  # of PipelineEngine, which has no protocol; test_pipelines.py needs it
     *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),
 }
 

@@ -196,6 +196,13 @@ GUARDS: tuple[Guard, ...] = (
         "a pipeline steps as any engine does, which clips fp32 gradients by a method that is looked up on the object",
         ("self._take_model_step(lr_kwargs)",),
     ),
+    Guard(
+        PIPELINE,
+        "_recv_tensor_meta",
+        "internals/stages.py",
+        "what a stage receives in is made by a method that is looked up on the object, with the tensor's own type",
+        ("buffers.append(self._allocate_or_extend_buffers(idx, recv_shape, recv_dtype))",),
+    ),
     # Other wrappers.
     *(
         guard

@@ -335,6 +335,7 @@ class Pipeline(Protocol):
 
     grid: Grid
     global_rank: int
+    _allocate_or_extend_buffers: Callable[..., Any]
 
 
 class Stages(Protocol):
