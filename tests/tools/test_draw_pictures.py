@@ -35,10 +35,29 @@ def contrast(one, other):
     return (lighter + 0.05) / (darker + 0.05)
 
 
+def is_kept(draw, name, theme):
+    """Assert that the picture in the folder is the one that `draw` makes."""
+    kept = draw_pictures.FOLDER / f"{name}-{theme}.svg"
+    assert kept.read_text(encoding="utf-8") == draw(Sheet(theme)), "the script changed: run `make pictures`"
+
+
+def is_readable_on_a_phone(draw):
+    """Assert that no text of a picture is small, lies outside it, or touches another one, and that themes agree."""
+    light, dark = (draw(Sheet(theme)) for theme in THEMES)
+    assert texts(light) == texts(dark)
+    assert min(float(size) for size in re.findall(r'font-size="([\d.]+)"', light)) * 360 / 480 >= 10
+    root = ET.fromstring(light)
+    lines = [(element.text, extent(element)) for element in root.iter() if element.tag.endswith("}text")]
+    for words, (left, right, _, foot) in lines:
+        assert 4 <= left < right <= 476, words
+        assert foot < float(root.get("height")) - 5, words
+    for (one, a), (other, b) in combinations(lines, 2):
+        assert a[1] + 4 < b[0] or b[1] + 4 < a[0] or a[3] < b[2] or b[3] < a[2], (one, other)
+
+
 @pytest.mark.parametrize(("name", "theme"), KEPT)
 def test_the_picture_that_is_kept_is_the_one_that_the_script_draws(name, theme):
-    kept = draw_pictures.FOLDER / f"{name}-{theme}.svg"
-    assert kept.read_text(encoding="utf-8") == PICTURES[name](Sheet(theme)), "the script changed: run `make pictures`"
+    is_kept(PICTURES[name], name, theme)
 
 
 @pytest.mark.parametrize(("name", "theme"), KEPT)
