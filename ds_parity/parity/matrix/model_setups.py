@@ -46,11 +46,8 @@ _APART: ContextVar[int | None] = ContextVar("apart", default=None)
 
 def lora(seed: int = 0) -> nn.Module:
     """Return a small Llama with LoRA adapters of peft on a frozen base."""
-    from peft import LoraConfig, get_peft_model
-
     torch.manual_seed(seed)
-    base = _llama(seed)
-    return get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=_ADAPTED, task_type="CAUSAL_LM"))
+    return _adapted(_llama(seed))
 
 
 def lora_checkpointed(seed: int = 0) -> nn.Module:
@@ -85,11 +82,9 @@ def pretrained(seed: int = 0) -> nn.Module:
 
 def pretrained_lora(seed: int = 0) -> nn.Module:
     """Return the same with LoRA adapters."""
-    from peft import LoraConfig, get_peft_model
-
     base = pretrained(seed)
     torch.manual_seed(seed)
-    return get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=_ADAPTED, task_type="CAUSAL_LM"))
+    return _adapted(base)
 
 
 def zero_init(config: dict[str, Any]) -> Any:
@@ -293,6 +288,12 @@ def _loaded(model: Any) -> nn.Module:
         save_file(model.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
         loaded: nn.Module = type(model).from_pretrained(folder, dtype=torch.float32)
     return loaded
+
+
+def _adapted(base: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=_ADAPTED, task_type="CAUSAL_LM"))
 
 
 def _checkpointed(model: Any, *, reentrant: bool) -> nn.Module:
