@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.state import AcceleratorState, PartialState
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from tools.migrations.common import Found, Watch
-from tools.migrations.trl_grpo.task import VOCAB, Stepped, model
+from tools.migrations.trl_grpo.task import ROWS, VOCAB, Stepped, model, on_deepspeed
 
-ROWS, GAS, STEPS, LONGEST = 2, 2, 4, 24
-"""Sequences of a micro-batch, micro-batches of a rank in a step, steps, and tokens of the longest sequence."""
+GAS, STEPS, LONGEST = 2, 4, 24
+"""Micro-batches of a rank in a step, steps, and tokens of the longest sequence."""
 KINDS = ("own", "means", "right")
 
 
@@ -42,28 +38,8 @@ def trainer_of(config: Found, kind: str, probe: bool) -> Any:
         kind: `own`: each rank divides by its own tokens; `means`: the model takes no num_items_in_batch; `right`.
         probe: train by plain SGD, without clipping.
     """
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend=get_accelerator().communication_backend_name())
     given = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
-        deepspeed=config,
-        accelerator_config={"use_configured_state": True},
-        average_tokens_across_devices=kind != "own",
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=GAS,
-        max_steps=STEPS,
-        optim="sgd" if probe else "adamw_torch",
-        learning_rate=0.1 if probe else 1e-2,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0 if probe else 1.0,
-        bf16=False,
-        use_cpu=get_accelerator().device_name() == "cpu",
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        seed=3,
+        **on_deepspeed(config, STEPS, GAS, probe), average_tokens_across_devices=kind != "own"
     )
     trainer = transformers.Trainer(model=model(), args=given, train_dataset=data())
     if kind == "means":

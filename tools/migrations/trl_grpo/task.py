@@ -67,6 +67,39 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
     return [float(text.split()[-1].strip("w[]PADEOSB") or 0) if text.split() else 0.0 for text in completions]
 
 
+def on_deepspeed(config: Found, steps: int, gas: int, probe: bool) -> Found:
+    """Let accelerate start DeepSpeed in this process anew, and return the arguments of every trainer.
+
+    Args:
+        config: of DeepSpeed; the framework fills in its batch.
+        steps: optimizer steps.
+        gas: micro-batches of a rank in a step.
+        probe: train by plain SGD, without clipping.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend=get_accelerator().communication_backend_name())
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "deepspeed": config,
+        "accelerator_config": {"use_configured_state": True},
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": gas,
+        "max_steps": steps,
+        "optim": "sgd" if probe else "adamw_torch",
+        "learning_rate": 0.1 if probe else 1e-2,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0 if probe else 1.0,
+        "bf16": False,
+        "use_cpu": get_accelerator().device_name() == "cpu",
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+
+
 def trainer_of(
     kind: Trainer, config: Found, loss: str, steps: int, gas: int, per_generation: int, probe: bool
 ) -> GRPOTrainer:
@@ -81,31 +114,12 @@ def trainer_of(
         per_generation: micro-batches of a rank that are generated together.
         probe: train by plain SGD, without clipping.
     """
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend=get_accelerator().communication_backend_name())
     given = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        deepspeed=config,
-        accelerator_config={"use_configured_state": True},
+        **on_deepspeed(config, steps, gas, probe),
         loss_type=loss,
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=gas,
         steps_per_generation=per_generation,
         num_generations=GROUP,
         max_completion_length=LONGEST,
-        max_steps=steps,
-        optim="sgd" if probe else "adamw_torch",
-        learning_rate=0.1 if probe else 1e-2,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0 if probe else 1.0,
-        bf16=False,
-        use_cpu=get_accelerator().device_name() == "cpu",
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        seed=3,
     )
     return kind(
         model=model(),
