@@ -42,6 +42,7 @@ CHECKED = {
     "callers": Kind("test_callers.py", usual=True),
     "whole-windows": Kind("test_callers.py"),
     "accelerate": Kind("test_accelerate.py"),
+    "limit": Kind("test_limit.py", more_is_better=True),
     "recipe": Kind("test_recipe.py", more_is_better=True, usual=True),
     "late": Kind("test_late.py", usual=True),
     "passes": Kind("test_growth.py"),

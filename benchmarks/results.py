@@ -33,8 +33,6 @@ ORDER = (
     *("late", "passes", "ranks", "sizes", "memory", "import", "configuration"),
     *("planning", "quota", "waiting-0", "waiting-1", "waiting-2", "exchange", "scale", "prefetch", "traces"),
 )
-UNMEASURED = ("limit",)
-"""Sections whose benchmark is there, and whose figures wait for a machine that does nothing else."""
 _SECTION = re.compile(r"^<!-- (\S+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
 

@@ -3,7 +3,7 @@
 from benchmarks.results import Section, shown
 from benchmarks.setups import STAGES, ZERO, launched
 
-TARGET, MAX_TOKENS, ROUNDS = 16, 2048, 3
+TARGET, MAX_TOKENS, ROUNDS = 16, 2048, 9
 LENGTHS = {2: ("GSM8K", "log-normal"), 1: ("GSM8K",)}
 RIVALS = {
     "ds_parity": "ds_parity, planned",

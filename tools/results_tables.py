@@ -51,6 +51,13 @@ def late() -> str:
     return "\n".join(lines) + "\n"
 
 
+def limit() -> str:
+    """Return the share of a window's time that is the model's own work, by lengths, ranks and loop."""
+    lines = [f"| the model's own work | {_STAGES} |", "|---|---|---|---|---|"]
+    lines += [_row(row[0], *cells) for row, cells in zip(rows("limit"), medians("limit"), strict=True)]
+    return "\n".join(lines) + "\n"
+
+
 def costs() -> str:
     """Return memory and imports."""
     peak = max(medians("memory")[1], key=float).lstrip("+")

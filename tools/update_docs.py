@@ -37,6 +37,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "releases-tests": (DOCS / "versions.md", lambda: versions_page.tests(versions_page.results())),
     "time": (DOCS / "performance.md", results_tables.time_of_a_window),
     "late": (DOCS / "performance.md", results_tables.late),
+    "limit": (DOCS / "performance.md", results_tables.limit),
     "costs": (DOCS / "performance.md", results_tables.costs),
     "quota": (DOCS / "performance.md", results_tables.quota),
     "waiting": (DOCS / "performance.md", results_tables.waiting),
