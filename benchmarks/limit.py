@@ -7,13 +7,13 @@ micro-batches, while other ranks wait: nothing is padded, nobody waits, nothing 
 import gc
 import random
 import time
-from itertools import islice
 
 import torch.distributed as dist
 from accelerate.utils import DummyOptim
 from deepspeed.accelerator import get_accelerator
 from quotas import packed, padded
 
+from benchmarks import trained
 from benchmarks.accelerated import accelerator_of
 from benchmarks.recipe import ByQuota, Planned
 from ds_parity.collation import collate, micro_batches, to_device
@@ -99,16 +99,18 @@ def measure(config, rounds, max_tokens, lengths):
         "accelerate": Accelerate(config, rows),
     }
     taken = {name: [] for name in rivals}
-    left = iter(source)
-    gc.disable()
-    for number in range(rounds + 1):
-        rollouts = tuple(islice(left, config["gradient_accumulation_passes"]))
+    target = config["gradient_accumulation_passes"]
+
+    def run_others(number):
+        window = tuple(source[number * target : (number + 1) * target])
         for name in list(rivals)[:: 1 if number % 2 else -1]:
             dist.barrier()
             begun = time.perf_counter()
-            rivals[name].window(rollouts)
+            rivals[name].window(window)
             dist.barrier()
-            if number:
-                taken[name].append(time.perf_counter() - begun)
+            taken[name].append(time.perf_counter() - begun)
+
+    gc.disable()
+    taken["trainer"] = trained.windows(config, rows, source, rounds + 1, dist.get_world_size(), run_others)
     gc.enable()
-    return {"seconds": taken, "ranks": dist.get_world_size()}
+    return {"seconds": {name: of[1:] for name, of in taken.items()}, "ranks": dist.get_world_size()}

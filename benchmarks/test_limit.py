@@ -10,14 +10,15 @@ RIVALS = {
     "packed": "the recipe, packed",
     "padded": "the recipe, padded",
     "accelerate": "accelerate's loop, padded",
+    "trainer": "the Trainer under install(), padded",
 }
 SAID = f"""\
 The time of a window's rollouts on one rank without DeepSpeed, forward and backward in full micro-batches of at most
 {MAX_TOKENS:,} tokens, divided by the time of the window times its ranks. 1 would be the limit: nothing is padded,
 nobody waits, nothing is reduced, no step is taken. Windows of {TARGET} rollouts, 132,000 parameters, planning and
-collation included. The recipe is PipelineRL's (see below). GSM8K's rollouts of up to 1,024 tokens, or lengths from a
-log-normal distribution (median 160 tokens, longest 1,024). The ranks share 2 cores; one rank alone shares them with
-none."""
+collation included. The recipe is PipelineRL's (see below), and the Trainer that of transformers, on which TRL builds.
+GSM8K's rollouts of up to 1,024 tokens, or lengths from a log-normal distribution (median 160 tokens, longest 1,024).
+The ranks share 2 cores; one rank alone shares them with none."""
 
 
 def config(stage):

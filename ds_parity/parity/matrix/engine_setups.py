@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_parity.parity.data.model import build_tiny
@@ -74,7 +73,7 @@ def compile_to_code(engine: Any) -> None:
 
 def away_and_back(engine: Any) -> None:
     """Move an engine's states off the accelerator and back, as around the sampling of rollouts."""
-    engine.offload_states(pin_memory=_can_pin())
+    engine.offload_states(pin_memory=_can_pin(engine))
     engine.reload_states()
 
 
@@ -84,7 +83,8 @@ def away_unpinned(engine: Any) -> None:
     engine.reload_states()
 
 
-def _can_pin() -> bool:
+def _can_pin(engine: Any) -> bool:
     # Before 0.19.8, DeepSpeed asks torch to pin memory, and torch does so for an accelerator only.
-    asks_torch = "pin_memory()" in inspect.getsource(DeepSpeedZeroOptimizer.offload_states)
-    return torch.accelerator.is_available() or not asks_torch
+    if torch.accelerator.is_available() or not hasattr(engine.optimizer, "offload_states"):
+        return True
+    return "pin_memory()" not in inspect.getsource(type(engine.optimizer).offload_states)
