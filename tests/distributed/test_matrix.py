@@ -12,7 +12,8 @@ from ds_parity.parity.matrix.variant import Variant
 from ds_parity.parity.running.launch import Call
 from tests.beside import Errand, begun_with_the_session
 
-pytestmark = pytest.mark.ranks
+# Slow, because what people train with every day has tests of its own: the matrix tells what else is right.
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 QUICK = cells(quick=True)
 HERE = str(Path(__file__).parent)
 
@@ -50,7 +51,6 @@ def test_the_run_passes_and_leaves_its_report(quick):
     assert json.loads((folder / "matrix" / "matrix.json").read_text())["equal"] is True
 
 
-@pytest.mark.slow
 def test_a_cell_that_ends_its_ranks_costs_no_other_its_answer(tmp_path, monkeypatch):
     """One cell kills a rank, one hangs; those before and behind them are answered."""
     names = ["first", "killed", "between", "hangs", "last"]
