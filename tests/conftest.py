@@ -1,9 +1,11 @@
-"""Settings of hypothesis, and the order of a session: the largest set of ranks runs beside all tests without ranks."""
+"""Settings of hypothesis, and the order of a session: ranks run beside all tests that need none."""
 
 import os
 
 import pytest
 from hypothesis import settings
+
+from tests.beside import BEGUN, Beside, wanted
 
 # Two ranks run beside the tests. Threads of one operator that wait for a core which a rank has make it ten times slower
 # (measured on 2 cores); torch reads this when it is loaded.
@@ -15,17 +17,23 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items):
-    """Move tests of ranks behind all others, which run while two ranks do."""
-    items.sort(key=lambda item: item.get_closest_marker("ranks") is not None)  # stable: else they keep their order
+    """Tests without ranks first, then those that start some, then those that wait for the ones that were begun."""
+    fixtures = list(BEGUN)
+
+    def place(item):
+        waits_for = [fixtures.index(name) for name in getattr(item, "fixturenames", ()) if name in BEGUN]
+        return 2 + max(waits_for) if waits_for else item.get_closest_marker("ranks") is not None
+
+    items.sort(key=place)  # stable: else they keep their order
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_ranks_begun(request, tmp_path_factory):
-    """Start two ranks for the tests that are last, beside those that need none; None where no test names them."""
-    if not any("two_ranks" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        yield None
+def begun(request, tmp_path_factory):
+    """What runs beside the tests: the errands of all fixtures that a test of this session names."""
+    fixtures = wanted(name for item in request.session.items for name in getattr(item, "fixturenames", ()))
+    beside = Beside(tmp_path_factory.mktemp("beside"), fixtures)
+    if not fixtures:
+        yield beside
         return
-    from tests.distributed.sets import on_two_ranks
-
-    with on_two_ranks.begun(tmp_path_factory.mktemp("two")) as begun:
-        yield begun
+    with beside:
+        yield beside

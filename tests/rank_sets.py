@@ -16,21 +16,18 @@ Ranks import the test module to find the function. What a test module does on im
 not touch the accelerator or the process group.
 """
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from ds_parity.errors import HarnessError
 from ds_parity.parity.probe.decomposition import ProbeResult
-from ds_parity.parity.running.launch import Call, Job, run_job, said
+from ds_parity.parity.running.launch import Call, Job
 from ds_parity.parity.verification.verify import call, title
 from ds_parity.trace import read_trace
+from tests.beside import Errand
+from tests.starts import run_all
 
 ROOT = str(Path(__file__).parents[1])
 CANDIDATE = "ds_parity.parity.subjects.candidate:run"
-MOST_STARTS = 5  # of one set: ranks that end in every call are not started for each
 
 
 class RankSet:
@@ -73,7 +70,7 @@ class RankSet:
         def register(task):
             def make(folder, earlier):
                 # Whether it was run well is for the task itself to find.
-                left = {name: str(_folder(earlier.folder, other)) for name, other in tasks.items()}
+                left = {name: str(_folder(earlier, other)) for name, other in tasks.items()}
                 return _task(task, folder, **left)
 
             self.goes_on = True
@@ -104,32 +101,20 @@ class RankSet:
 
         Args:
             folder: for all that the ranks leave.
-            earlier: the Launched from which tasks go on.
+            earlier: the folder of the set from which tasks go on.
         """
-        job = self._job(folder, earlier)
-        return Launched(folder, dict(zip(self._registered, run_all(job), strict=True)))
+        return self.launched(folder, run_all(self._job(folder, earlier)))
 
-    @contextmanager
-    def begun(self, folder):
-        """Start the ranks beside what the block does; yield a function that waits for them, and returns a Launched.
+    def errand(self, folder, earlier=None):
+        """Return the same as an errand, to be run beside the tests; `launched` makes a Launched of its result.
 
-        Ranks that nobody waited for are ended with the block.
+        None where nothing is registered.
         """
-        job, is_up, given_up = self._job(folder, None), threading.Event(), threading.Event()
+        return Errand("tests.starts:run_all", (self._job(folder, earlier),)) if self._registered else None
 
-        def progress(*_):
-            is_up.set()
-            if given_up.is_set():
-                raise InterruptedError("nobody waits for these ranks any more")
-
-        with ThreadPoolExecutor(1) as thread:
-            results = thread.submit(run_all, job, progress)
-            results.add_done_callback(lambda _: is_up.set())
-            is_up.wait()  # they have taken environment and folder, which a test may change
-            try:
-                yield lambda: Launched(folder, dict(zip(self._registered, results.result(), strict=True)))
-            finally:
-                given_up.set()
+    def launched(self, folder, results):
+        """Return what the ranks have left, from the folder and the results of all that is registered."""
+        return Launched(folder, dict(zip(self._registered, results, strict=True)))
 
     def _job(self, folder, earlier):
         calls = tuple(make(folder, earlier) for _, make in self._registered.values())
@@ -171,34 +156,6 @@ class Launched:
         if isinstance(self._results[name], HarnessError):
             raise self._results[name]
         return self._results[name]
-
-
-def run_all(job, progress=lambda *_: None):
-    """Run a job and return the results of its calls; what ended the ranks is the result of the call that they were in.
-
-    The calls behind it are run by ranks that are started anew, so that no other test loses its ranks. What ended
-    the last of `MOST_STARTS` is the result of each call behind it.
-
-    Raises:
-        HarnessError: the ranks could not be started.
-    """
-    results = []
-    for start in range(MOST_STARTS):
-        folder = job.folder.with_name(f"{job.folder.name}-{start}") if start else job.folder
-        part = replace(job, calls=job.calls[len(results) :], folder=folder)
-        try:
-            return results + run_job(part, progress)
-        except HarnessError as error:
-            heard = [list(said(folder, rank)) for rank in range(job.ranks)]
-            if not start and not all(heard):
-                raise
-            finished = min(sum("finished" in line for line in lines) for lines in heard)
-            if len(results) + finished == len(job.calls):  # they ended badly behind the last one, which is nobody's
-                raise
-            results += [*[line["result"] for line in heard[0] if "finished" in line][:finished], error]
-            if len(results) == len(job.calls):
-                return results
-    return [*results, *[results[-1]] * (len(job.calls) - len(results))]
 
 
 def _name(function):

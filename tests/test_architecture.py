@@ -56,8 +56,13 @@ def test_a_missing_folder_would_be_noticed():
     ]
 
 
-def test_every_name_of_the_package_in_the_glossary_is_there():
-    package = griffe.load("ds_parity", search_paths=[str(ROOT)], try_relative_path=False)
+@pytest.fixture(scope="module")
+def package():
+    """What is declared in the package, read and not imported."""
+    return griffe.load("ds_parity", search_paths=[str(ROOT)], try_relative_path=False)
+
+
+def test_every_name_of_the_package_in_the_glossary_is_there(package):
     names = {name.removeprefix("ds_parity.") for name in re.findall(r"`(ds_parity(?:\.\w+)+)`", GLOSSARY)}
     # Keys of the section ds_parity of a configuration.
     keys = {"overshoot", "last_window", "loss_weight", "lookahead", "boundary", "terms"}
@@ -66,8 +71,7 @@ def test_every_name_of_the_package_in_the_glossary_is_there():
         assert package[name], name
 
 
-def test_every_attribute_in_the_glossary_is_one_of_its_class():
-    package = griffe.load("ds_parity", search_paths=[str(ROOT)], try_relative_path=False)
+def test_every_attribute_in_the_glossary_is_one_of_its_class(package):
     rooms = {"Rollout": "", "Counts": "window.", "Window": "window.", "Settings": "config.", "StepRecord": "trace."}
     rooms |= {"ParityEngine": ""}
     pairs = re.findall(r"`([A-Z]\w+)\.(\w+)`", GLOSSARY)

@@ -1,45 +1,28 @@
 """The command line: exit codes, one message for bad input, never a traceback."""
 
-import contextlib
-import io
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from ds_parity.cli import main
+from ds_parity.cli import entry
 from ds_parity.trace import Header, StepRecord, TraceWriter
+from tests.commands import ds_parity, started
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "ds_configs" / "zero2_bf16.json"
 
 
-def ds_parity(*arguments, **environment):
-    command = [sys.executable, "-c", "from ds_parity.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, check=False
-    )
-
-
 def refused(*arguments, **environment):
-    """The message of a call that must end in exit code 2 and no traceback; in this process, which has torch loaded."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["ds-parity", *map(str, arguments)]),
-        mock.patch.dict(os.environ, environment),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main()
-    said = out.getvalue() + err.getvalue()
-    assert ended.value.code == 2, said
-    assert "Traceback" not in said
-    return err.getvalue()
+    """The message of a call that must end in exit code 2 and no traceback."""
+    ran = ds_parity(*arguments, **environment)
+    assert ran.returncode == 2, ran
+    assert "Traceback" not in ran.stdout + ran.stderr
+    return ran.stderr
 
 
 def trace(path, loss=1.0, engine="ds_parity", steps=2):
@@ -53,7 +36,7 @@ def trace(path, loss=1.0, engine="ds_parity", steps=2):
 
 class TestRewrite:
     def test_prints_plain_json_to_stdout_and_reasons_to_stderr(self):
-        ran = ds_parity("rewrite", CONFIG, "--ranks", 4)
+        ran = started("rewrite", CONFIG, "--ranks", 4)
         plain = json.loads(ran.stdout)
         assert ran.returncode == 0
         assert (plain["train_batch_size"], plain["gradient_accumulation_steps"]) == (12, 3)
@@ -151,16 +134,10 @@ class TestBadInput:
     def test_ranks_below_1(self):
         assert "--ranks" in refused("verify", CONFIG, "--ranks", 0)
 
-    def test_a_launcher_that_is_not_there(self, tmp_path):
+    def test_a_launcher_that_is_not_there(self, tmp_path, monkeypatch):
         """A Python without a launcher beside it, and none on PATH."""
-        code = "import sys; sys.executable = '/nowhere/python'; from ds_parity.cli import main; main()"
-        ran = subprocess.run(
-            [sys.executable, "-c", code, "verify", str(CONFIG), "--out", str(tmp_path)],
-            capture_output=True, text=True, timeout=300, env={**os.environ, "PATH": "/nowhere"}, check=False,
-        )  # fmt: skip
-        assert ran.returncode == 2
-        assert "no `deepspeed` launcher" in ran.stderr
-        assert "Traceback" not in ran.stderr
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        assert "no `deepspeed` launcher" in refused("verify", CONFIG, "--out", tmp_path, PATH="/nowhere")
 
     def test_a_trace_that_is_not_one(self, tmp_path):
         bad = tmp_path / "bad.jsonl"
@@ -180,12 +157,12 @@ class TestBadInput:
 
 class TestCompare:
     def test_equal_traces_exit_0(self, tmp_path):
-        ran = ds_parity("compare", trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl"))
+        ran = started("compare", trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl"))
         assert ran.returncode == 0
         assert "PASS: equal" in ran.stdout
 
     def test_different_traces_exit_1_and_name_the_first_difference(self, tmp_path):
-        ran = ds_parity("compare", trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl", loss=1.001))
+        ran = started("compare", trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl", loss=1.001))
         assert ran.returncode == 1
         assert "FAIL: the traces differ" in ran.stdout
         assert "step 1, loss" in ran.stdout
@@ -289,7 +266,7 @@ class TestVerify:
         ]
         (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         small = ["--windows", 2, "--model", "mine:build", "--rollouts", tmp_path / "mine.jsonl"]
-        ran = ds_parity("verify", CONFIG, "--out", tmp_path, *small, PYTHONPATH=str(tmp_path))
+        ran = started("verify", CONFIG, "--out", tmp_path, *small, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert "PASS: every step is equal" in ran.stdout
         for title in ("uniform against deepspeed", "ragged against deepspeed-loop", "ragged against torch"):
@@ -311,7 +288,7 @@ class TestVerify:
 @pytest.mark.ranks
 def test_probe_shows_a_faulty_loop_and_exits_1(tmp_path):
     subject = "ds_parity.parity.subjects.controls.boundary.last_backward_only:LastBackwardOnly.run"
-    ran = ds_parity("probe", ROOT / "ds_configs" / "zero2_fp32.json", "--subject", subject, "--out", tmp_path)
+    ran = started("probe", ROOT / "ds_configs" / "zero2_fp32.json", "--subject", subject, "--out", tmp_path)
     assert ran.returncode == 1, ran.stderr
     assert "rank 1" in ran.stdout
     assert "FAIL" in ran.stdout
@@ -333,26 +310,20 @@ def test_verify_without_a_configuration_says_what_to_give(tmp_path):
 class TestStart:
     """The command is `ds-parity` where its script is on the path, and `python -m ds_parity` everywhere."""
 
-    def module(self, *arguments, **environment):
-        command = [sys.executable, "-m", "ds_parity", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}, check=False
-        )
-
     def test_the_module_is_the_command(self):
-        assert self.module("--version").stdout == ds_parity("--version").stdout
-        assert self.module("--version").stdout.startswith("ds-parity 0.")
-        assert self.module("verify").returncode == 2
+        assert started("--version").stdout == ds_parity("--version").stdout
+        assert ds_parity("--version").stdout.startswith("ds-parity 0.")
+        assert started("verify").returncode == 2
 
     @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
     def test_a_shells_completion_script_is_printed(self, shell):
-        ran = self.module("--show-completion", shell)
+        ran = ds_parity("--show-completion", shell)
         assert ran.returncode == 0, ran.stderr
         assert "_COMPLETE=complete_" in ran.stdout
         assert "complete" in ran.stdout
 
     def test_completion_is_installed_for_the_command(self, tmp_path):
-        ran = self.module("--install-completion", "bash", HOME=str(tmp_path))
+        ran = started("--install-completion", "bash", HOME=str(tmp_path))
         assert ran.returncode == 0, ran.stderr
         (script,) = tmp_path.glob(".bash_completions/*")
         assert script.name == "ds-parity.sh"
@@ -372,16 +343,7 @@ class TestStart:
     )
     def test_a_command_and_an_option_are_completed(self, words, at, completed):
         asked = {"_DS_PARITY_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": at}
-        code = "import sys; sys.argv = ['ds-parity']; from ds_parity.cli import main; main()"
-        ran = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, **asked},
-            check=False,
-        )
-        assert ran.stdout.split() == completed
+        assert ds_parity(**asked).stdout.split() == completed
 
 
 class TestTheMachine:
@@ -399,11 +361,12 @@ class TestTheMachine:
         assert ran.returncode == 2
         assert "KeyError" in ran.stderr
 
-    def test_no_space_names_the_way_out(self):
-        code = "import errno\nfrom ds_parity.cli import entry\n"
-        code += "def full(*a, **k): raise OSError(errno.ENOSPC, 'No space left on device', '/x/trace.jsonl')\n"
-        code += "entry.app = full\nentry.main()"
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    def test_no_space_names_the_way_out(self, monkeypatch):
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device", "/x/trace.jsonl")
+
+        monkeypatch.setattr(entry, "app", full)
+        ran = ds_parity("verify")
         assert ran.returncode == 2
         assert ran.stderr.strip() == (
             "ds-parity: /x/trace.jsonl: No space left on device; free some space, or choose another folder with --out"

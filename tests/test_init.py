@@ -15,30 +15,15 @@ from ds_parity.cli.init_command import StartingPrecision
 from ds_parity.config import load_config, parse, rewrite
 from ds_parity.config.starting import PRECISIONS, starting
 from ds_parity.errors import ConfigError
+from tests.commands import ds_parity, started
 
 ROOT = Path(__file__).parent.parent
 STAGES = (0, 1, 2, 3)
 
 
-def ds_parity(*arguments, cwd, **environment):
-    """Start the command line in a folder."""
-    command = [sys.executable, "-m", "ds_parity", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=cwd,
-        env=environment,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 class TestFiles:
     def test_are_a_configuration_and_a_script_in_the_folder_and_the_next_commands_are_named(self, tmp_path):
-        ran = ds_parity("init", "mine/first", cwd=tmp_path)
+        ran = started("init", "mine/first", cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr
         folder = tmp_path / "mine" / "first"
         assert sorted(path.name for path in folder.iterdir()) == ["ds_config.json", "train.py"]
@@ -145,6 +130,6 @@ def test_what_it_writes_trains_on_two_ranks_and_is_verified(tmp_path):
     steps = [line for line in said.splitlines() if line.startswith("step ")]
     assert len(steps) == 8
     assert all(", 8 rollouts, " in step for step in steps)
-    verified = ds_parity("verify", "ds_config.json", "--windows", 2, cwd=tmp_path, OMP_NUM_THREADS="1")
+    verified = started("verify", "ds_config.json", "--windows", 2, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert "PASS: every step is equal" in verified.stdout

@@ -6,6 +6,7 @@ So a new version of DeepSpeed can break only these.
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,15 +84,23 @@ def touched(text: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((node.lineno, name) for name in _imported(node) if _ROOM.fullmatch(name))
         elif isinstance(node, ast.Attribute):
-            whole = _ROOM.fullmatch(ast.unparse(node))
+            whole = _ROOM.fullmatch(_dotted(node))
             if whole or node.attr in STATE or _is_foreign(node, own) or node in behind_proxies:
                 yield node.lineno, whole[0] if whole else node.attr
         elif isinstance(node, ast.Constant) and _names_it(node.value):
             yield node.lineno, str(node.value)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+        elif isinstance(node, ast.Call) and _dotted(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
             name = node.args[1]
             if isinstance(name, ast.Constant) and re.match(r"_(?!_)", str(name.value)):
                 yield node.lineno, str(name.value)
+
+
+def _dotted(node: ast.AST) -> str:
+    """Return a name with its attributes as it is written, and nothing of what is computed: unparsing takes long."""
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -119,8 +128,7 @@ def _names_it(value: object) -> bool:
 def _by_proxies(tree: ast.AST) -> set[ast.AST]:
     """Return the private attributes that a proxy reads of itself, which are those of what it stands for."""
     reads: set[ast.AST] = set()
-    proxy = ast.parse((PACKAGE / "engine" / "engine.py").read_text())
-    inherited = {node.name for node in ast.walk(proxy) if isinstance(node, ast.FunctionDef)}
+    inherited = _methods_of_proxies()
     for kind in ast.walk(tree):
         if isinstance(kind, ast.ClassDef) and any(_PROXY.search(ast.unparse(base)) for base in kind.bases):
             own = {node.name for node in kind.body if isinstance(node, ast.FunctionDef)} | inherited
@@ -135,6 +143,12 @@ def _by_proxies(tree: ast.AST) -> set[ast.AST]:
     return reads
 
 
+@cache
+def _methods_of_proxies() -> frozenset[str]:
+    proxy = ast.parse((PACKAGE / "engine" / "engine.py").read_text())
+    return frozenset(node.name for node in ast.walk(proxy) if isinstance(node, ast.FunctionDef))
+
+
 def _defined(tree: ast.AST) -> Iterator[str]:
     """Yield the names that a file defines itself: its functions, classes, variables, and attributes of its objects."""
     for node in ast.walk(tree):
@@ -144,6 +158,7 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
+@cache
 def package() -> dict[str, list[tuple[int, str]]]:
     """What each file of the package touches."""
     return {str(path.relative_to(PACKAGE)): list(touched(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))}

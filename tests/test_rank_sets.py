@@ -1,14 +1,13 @@
 """A set of ranks runs each registered call once, and says which calls nobody registered."""
 
 import json
-import threading
 
 import pytest
 
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running.launch import Call, Job
 from ds_parity.parity.running.scenario import Scenario
-from tests import rank_sets
+from tests import rank_sets, starts
 from tests.rank_sets import RankSet
 
 SCENARIO = Scenario("one", {"gradient_accumulation_passes": 4})
@@ -27,11 +26,11 @@ def launched(monkeypatch, tmp_path):
     """A function that launches a set without any rank: the result of a call is the call."""
     jobs = []
 
-    def run(job, progress):
+    def run(job):
         jobs.append(job)
         return list(job.calls)
 
-    monkeypatch.setattr(rank_sets, "run_job", run)
+    monkeypatch.setattr(starts, "run_job", run)
     return lambda rank_set, *earlier: (rank_set.launch(tmp_path, *earlier), jobs[-1])
 
 
@@ -61,50 +60,14 @@ def test_what_several_modules_ask_for_runs_once_in_the_order_of_registration(lau
     ]
 
 
-class TestRanksThatRunBesideABlock:
-    @pytest.fixture
-    def watched(self, monkeypatch):
-        """What a run of ranks does that says every moment how far it is; the titles of runs that were ended."""
-        ended, may_finish = [], threading.Event()
-
-        def run(job, progress):
-            try:
-                while not may_finish.wait(0.01):
-                    progress(0, "")
-            except BaseException:
-                ended.append(job.ranks)
-                raise
-            return list(job.calls)
-
-        monkeypatch.setattr(rank_sets, "run_job", run)
-        return ended, may_finish
-
-    def test_are_waited_for_where_their_results_are_read(self, watched, tmp_path):
-        ended, may_finish = watched
-        pair = RankSet(2)
-        pair(task)
-        with pair.begun(tmp_path) as results:
-            assert not may_finish.is_set()
-            may_finish.set()
-            assert results().of(task).function == "tests.test_rank_sets:task"
-            assert results().of(task) is results().of(task)
-        assert ended == []
-
-    def test_are_ended_where_nobody_waits(self, watched, tmp_path):
-        ended, _ = watched
-        pair = RankSet(2)
-        pair(task)
-        with pair.begun(tmp_path):
-            assert ended == []
-        assert ended == [2]
-
-    def test_say_why_they_failed(self, monkeypatch, tmp_path):
-        def fails(job, progress):
-            raise HarnessError("a rank died")
-
-        monkeypatch.setattr(rank_sets, "run_job", fails)
-        with RankSet(2).begun(tmp_path) as results, pytest.raises(HarnessError, match="a rank died"):
-            results()
+def test_an_errand_is_the_same_job_and_its_results_are_read_the_same_way(launched, tmp_path):
+    pair = RankSet(2)
+    assert pair.errand(tmp_path) is None
+    pair(task)
+    _, job = launched(pair)
+    errand = pair.errand(tmp_path)
+    assert (errand.function, errand.arguments) == ("tests.starts:run_all", (job,))
+    assert pair.launched(tmp_path, [7]).of(task) == 7
 
 
 class TestRanksThatEndInACall:
@@ -117,17 +80,17 @@ class TestRanksThatEndInACall:
         earlier = pair.launch(tmp_path / "pair")
         four.after(saved=task)(another)
         monkeypatch.setattr(rank_sets, "run_all", lambda job: list(job.calls))
-        result = four.launch(tmp_path / "four", earlier)
+        result = four.launch(tmp_path / "four", earlier.folder)
         assert result.of(another).arguments["saved"].startswith(str(tmp_path / "pair"))
 
     @pytest.fixture
     def run(self, monkeypatch):
         """Runs jobs of numbered calls, and gives the numbers that each start was to run."""
-        starts = []
+        begun = []
 
-        def run(job, progress):
+        def run(job):
             numbers = [call.arguments["number"] for call in job.calls]
-            starts.append(numbers)
+            begun.append(numbers)
             job.folder.mkdir(parents=True)
             fails = next((at for at, number in enumerate(numbers) if number in (0, 2)), None)
             for rank in range(2):
@@ -138,43 +101,43 @@ class TestRanksThatEndInACall:
                 raise HarnessError(f"rank 1 failed in {numbers[fails]}")
             return numbers
 
-        monkeypatch.setattr(rank_sets, "run_job", run)
-        return starts
+        monkeypatch.setattr(starts, "run_job", run)
+        return begun
 
     def test_cost_no_other_call_its_answer(self, run, tmp_path):
         calls = tuple(Call(f"call {number}", "x:y", {"number": number}) for number in range(5))
-        results = rank_sets.run_all(Job(calls, tmp_path / "ranks", 2))
+        results = starts.run_all(Job(calls, tmp_path / "ranks", 2))
         assert [str(one) for one in results] == ["rank 1 failed in 0", "1", "rank 1 failed in 2", "3", "4"]
         assert run == [[0, 1, 2, 3, 4], [1, 2, 3, 4], [3, 4]]
 
     def test_are_not_started_for_every_call(self, run, tmp_path):
         calls = tuple(Call(f"call {number}", "x:y", {"number": 0}) for number in range(50))
-        results = rank_sets.run_all(Job(calls, tmp_path / "ranks", 2))
+        results = starts.run_all(Job(calls, tmp_path / "ranks", 2))
         assert [str(one) for one in results] == ["rank 1 failed in 0"] * 50
-        assert len(run) == rank_sets.MOST_STARTS
+        assert len(run) == starts.MOST_STARTS
 
     def test_that_end_badly_behind_the_last_call_say_so(self, monkeypatch, tmp_path):
-        def run(job, progress):
+        def run(job):
             job.folder.mkdir(parents=True)
             for rank in range(2):
                 (job.folder / f"rank{rank}.jsonl").write_text('{"started": 0}\n{"finished": 0, "result": 7}\n')
             raise HarnessError("a rank ended with code 1")
 
-        monkeypatch.setattr(rank_sets, "run_job", run)
+        monkeypatch.setattr(starts, "run_job", run)
         with pytest.raises(HarnessError, match="ended with code 1"):
-            rank_sets.run_all(Job((Call("a call", "x:y"),), tmp_path / "ranks", 2))
+            starts.run_all(Job((Call("a call", "x:y"),), tmp_path / "ranks", 2))
 
     def test_that_never_began_are_not_started_again(self, monkeypatch, tmp_path):
-        starts = []
+        begun = []
 
-        def run(job, progress):
-            starts.append(job)
+        def run(job):
+            begun.append(job)
             raise HarnessError("there is no launcher")
 
-        monkeypatch.setattr(rank_sets, "run_job", run)
+        monkeypatch.setattr(starts, "run_job", run)
         with pytest.raises(HarnessError, match="there is no launcher"):
-            rank_sets.run_all(Job((Call("a call", "x:y"),), tmp_path / "ranks", 2))
-        assert len(starts) == 1
+            starts.run_all(Job((Call("a call", "x:y"),), tmp_path / "ranks", 2))
+        assert len(begun) == 1
 
     def test_the_test_of_the_call_says_why_and_no_other(self, monkeypatch, tmp_path):
         monkeypatch.setattr(rank_sets, "run_all", lambda job: [HarnessError("rank 1 failed in 'task'"), 7])
@@ -199,7 +162,7 @@ def test_a_task_goes_on_from_the_folder_of_an_earlier_set(launched):
     pair(task)
     four.after(saved=task)(another)
     earlier, _ = launched(pair)
-    result, _ = launched(four, earlier)
+    result, _ = launched(four, earlier.folder)
     assert (pair.goes_on, four.goes_on) == (False, True)
     assert result.of(another).arguments["saved"] == str(earlier.folder_of(task))
 

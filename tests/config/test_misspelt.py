@@ -9,6 +9,8 @@ import pytest
 
 from ds_parity.config import known_keys, load_config, misspelt, refuse_misspelt
 from ds_parity.errors import ConfigError
+from ds_parity.parity.running import launch
+from tests.commands import ds_parity
 from tests.config.mutated import CORPUS
 from tools import deepspeed_keys
 
@@ -99,7 +101,7 @@ def test_all_of_them_are_refused_in_one_message():
 
 class TestCommands:
     @pytest.mark.parametrize("command", ["rewrite", "verify", "probe", "controls"])
-    def test_refuse_with_exit_code_2(self, command, tmp_path):
+    def test_refuse_with_exit_code_2(self, command, tmp_path, monkeypatch):
         path = tmp_path / "misspelt.json"
         keys = {
             "train_micro_batch_size_per_gpu": 1,
@@ -108,12 +110,8 @@ class TestCommands:
         }
         path.write_text(json.dumps(keys))
         arguments = [command, str(path), *(["--out", str(tmp_path)] if command != "rewrite" else [])]
-        # No rank may be started for it.
-        code = "from ds_parity.parity.running import launch\ndel launch._command\n" if command != "rewrite" else ""
-        code += "from ds_parity.cli import main; main()"
-        ran = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=300
-        )
+        monkeypatch.delattr(launch, "_command")  # no rank may be started for it
+        ran = ds_parity(*arguments)
         assert ran.returncode == 2
         assert 'did you mean "zero_optimization"?' in ran.stderr
         assert ran.stdout == ""

@@ -8,6 +8,7 @@ from ds_parity.parity.diagnosis import grouped
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.verification.control_margins import margins, signal
 from ds_parity.parity.verification.control_runs import CLEAN, run_controls
+from tests.beside import Errand, begun_with_the_session
 from tests.distributed import cells
 from tools import update_docs
 
@@ -22,16 +23,16 @@ MOST_OTHERS = 1
 FAULTS = [name for name, control in known().items() if STAGE in control.stages]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("controls")
+@begun_with_the_session("findings")
+def controls(folder, _):
+    """All of them, and the clean engines."""
+    name = f"{run_controls.__module__}:{run_controls.__qualname__}"
+    return Errand(name, (cells.config(STAGE), folder), {"timeout": 400})
 
 
-@pytest.fixture(scope="module")
-def findings(folder):
-    return {
-        (results.name, results.scenario): results for results in run_controls(cells.config(STAGE), folder, timeout=400)
-    }
+@pytest.fixture(scope="session")
+def findings(begun):
+    return {(results.name, results.scenario): results for results in begun.result("findings")}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -65,8 +66,9 @@ def test_the_weakest_signal_lies_ten_times_above_the_greatest_noise(findings):
     assert min(result.values()) > 10, result
 
 
-def test_the_figures_of_the_pages_are_those_of_these_runs(findings, folder):
+def test_the_figures_of_the_pages_are_those_of_these_runs(findings, begun):
     """On another stage, so but for rounding."""
+    folder = begun.folder_of("findings")
     words, numbers = (re.compile(pattern) for pattern in (r"[0-9.]+", r"\d+(?:\.\d+)?"))
     for page, measured in update_docs.made_from_runs("figures", folder):
         shown = update_docs.shown(page, "figures")

@@ -1,7 +1,6 @@
 """The quick subset of the matrix, started as a user starts it, and what the matrix does when a cell ends its ranks."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,18 +10,25 @@ from ds_parity.parity.matrix import cell_runs as running
 from ds_parity.parity.matrix.cells import Cell, cells
 from ds_parity.parity.matrix.variant import Variant
 from ds_parity.parity.running.launch import Call
+from tests.beside import Errand, begun_with_the_session
 
-pytestmark = pytest.mark.ranks
+# Slow, because what people train with every day has tests of its own: the matrix tells what else is right.
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 QUICK = cells(quick=True)
 HERE = str(Path(__file__).parent)
 
 
+@begun_with_the_session("quick")
+def quick_matrix(folder, _):
+    """The command, in a process of its own."""
+    command = [sys.executable, "-m", "ds_parity", "verify", "--matrix", "quick", "--json", "--out", str(folder)]
+    return Errand("subprocess:run", (command,), {"capture_output": True, "text": True, "timeout": 1200})
+
+
 @pytest.fixture(scope="session")
-def quick(tmp_path_factory):
+def quick(begun):
     """The run's exit code, its cells by name and stage, and the folder."""
-    folder = tmp_path_factory.mktemp("matrix")
-    command = [sys.executable, "-c", "from ds_parity.cli import main; main()", "verify", "--matrix", "quick", "--json"]
-    ran = subprocess.run([*command, "--out", str(folder)], capture_output=True, text=True, timeout=1200, check=False)
+    folder, ran = begun.folder_of("quick"), begun.result("quick")
     assert ran.stdout, ran.stderr
     report = json.loads(ran.stdout)
     return ran.returncode, {(cell["group"], cell["name"], cell["stage"]): cell for cell in report["cells"]}, folder
@@ -45,7 +51,6 @@ def test_the_run_passes_and_leaves_its_report(quick):
     assert json.loads((folder / "matrix" / "matrix.json").read_text())["equal"] is True
 
 
-@pytest.mark.slow
 def test_a_cell_that_ends_its_ranks_costs_no_other_its_answer(tmp_path, monkeypatch):
     """One cell kills a rank, one hangs; those before and behind them are answered."""
     names = ["first", "killed", "between", "hangs", "last"]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ds_parity.errors import ConfigError
 from ds_parity.planning import Rollout
+from tests.beside import begun_with_the_session
 from tests.kept_figures import kept, same
 from tests.rank_sets import RankSet
 from tools.migrations import tables
@@ -32,40 +33,47 @@ def migrations(folder):
     return {name: measured(name, Path(folder) / name) for name in NAMES + BY_COUNTS}
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    return on_two_ranks.launch(tmp_path_factory.mktemp("migrations")).of(migrations)
+@begun_with_the_session("migrated")
+def all_migrations(folder, _):
+    """What the registered task leaves."""
+    return on_two_ranks.errand(folder)
+
+
+@pytest.fixture(scope="session")
+def migrated(begun):
+    folder = begun.folder_of("migrated")
+    return on_two_ranks.launched(folder, begun.result("migrated")).of(migrations)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_what_its_page_tells_is_what_it_comes_to(ran, name):
+def test_what_its_page_tells_is_what_it_comes_to(migrated, name):
     told = kept(name)
-    assert ran[name].keys() == told.keys()
+    assert migrated[name].keys() == told.keys()
     for part, value in told.items():
-        assert same(ran[name][part], value), f"{name}, {part}: run `make migrations`"
+        assert same(migrated[name][part], value), f"{name}, {part}: run `make migrations`"
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestOpenRLHF:
     @pytest.mark.parametrize("model", ["actor", "critic"])
-    def test_dynamic_batches_train_on_the_last_micro_batch_alone_below_zero_3(self, ran, model):
-        probed = ran["openrlhf"]["probed"]
+    def test_dynamic_batches_train_on_the_last_micro_batch_alone_below_zero_3(self, migrated, model):
+        probed = migrated["openrlhf"]["probed"]
         for stage, right in ((1, False), (2, False), (3, True)):
             old, new = (probed[f"dynamic, ZeRO {stage}, {when}"][model] for when in ("before", "after"))
             assert {step["pattern"] for step in new} == {"as expected"}
             assert all(("last-backward-only" in step["pattern"]) is not right for step in old)
             assert all((abs(tables.entered(step) - 1) < 1e-3) is right for step in old)
 
-    def test_on_zero_3_both_loops_make_the_same_steps_to_six_digits_and_the_same_weights(self, ran):
-        assert ran["openrlhf"]["same_weights"]["dynamic, ZeRO 3"] == {"actor": True, "critic": True}
-        trained = ran["openrlhf"]["trained"]
+    def test_on_zero_3_both_loops_make_the_same_steps_to_six_digits_and_the_same_weights(self, migrated):
+        assert migrated["openrlhf"]["same_weights"]["dynamic, ZeRO 3"] == {"actor": True, "critic": True}
+        trained = migrated["openrlhf"]["trained"]
         assert trained["dynamic, ZeRO 3, before"] == trained["dynamic, ZeRO 3, after"]
 
-    def test_fixed_batches_lose_their_windows_where_an_epoch_ends(self, ran):
-        probed, trained = ran["openrlhf"]["probed"], ran["openrlhf"]["trained"]
+    def test_fixed_batches_lose_their_windows_where_an_epoch_ends(self, migrated):
+        probed, trained = migrated["openrlhf"]["probed"], migrated["openrlhf"]["trained"]
         old, new = (probed[f"fixed, ZeRO 2, {when}"]["actor"] for when in ("before", "after"))
         assert [step["rollouts"] for step in old] == [8] * 5
         assert [step["rollouts"] for step in new] == [8, 8, 4] * 2
@@ -80,19 +88,19 @@ class TestOpenRLHF:
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestOpenInstruct:
-    def test_slices_are_right_on_zero_2_and_too_small_by_their_number_on_zero_3(self, ran):
-        probed = ran["open_instruct"]["probed"]
+    def test_slices_are_right_on_zero_2_and_too_small_by_their_number_on_zero_3(self, migrated):
+        probed = migrated["open_instruct"]["probed"]
         sums = {name: tables.entered(steps[0]) for name, steps in probed.items()}
         assert sums.pop("slices, ZeRO 3, before") == pytest.approx(0.5, abs=1e-4)
         assert [*sums.values()] == pytest.approx([1, 1, 1], abs=1e-4)
 
-    def test_over_the_same_packs_every_step_is_equal_bit_for_bit(self, ran):
-        assert ran["open_instruct"]["compared"]["after"]["equal"]
-        assert ran["open_instruct"]["same_weights"]
-        assert ran["open_instruct"]["trained"]["before"] == ran["open_instruct"]["trained"]["after"]
+    def test_over_the_same_packs_every_step_is_equal_bit_for_bit(self, migrated):
+        assert migrated["open_instruct"]["compared"]["after"]["equal"]
+        assert migrated["open_instruct"]["same_weights"]
+        assert migrated["open_instruct"]["trained"]["before"] == migrated["open_instruct"]["trained"]["after"]
 
-    def test_the_schedule_ends_where_the_data_ends_and_nothing_is_dropped(self, ran):
-        found = ran["open_instruct"]
+    def test_the_schedule_ends_where_the_data_ends_and_nothing_is_dropped(self, migrated):
+        found = migrated["open_instruct"]
         old, new = found["trained"]["before"], found["trained"]["planned"]
         everything = BATCH * BATCHES
         assert sum(step["rollouts"] for step in old) == everything - sum(found["cut"]["dropped"]) < everything
@@ -111,16 +119,16 @@ class TestRoll:
     def rates(self):
         return [roll.LR * roll.falling(at) for at in range(24)]
 
-    def test_the_schedule_ends_in_the_middle_of_the_data(self, ran, rates):
-        steps = ran["roll"]["trained"]["before"]
+    def test_the_schedule_ends_in_the_middle_of_the_data(self, migrated, rates):
+        steps = migrated["roll"]["trained"]["before"]
         cut = [step for batch in roll.generated() for step in batches.steps(batch, roll.RANKS, roll.MOST, roll.GAS)]
         assert [step["rollouts"] for step in steps] == [batches.rollouts_of(step) for step in cut]
         assert (len(steps), sum(step["rollouts"] for step in steps)) == (24, 192)
         assert [step["lr"] for step in steps] == pytest.approx(rates[:24], rel=1e-5)
         assert [step["lr"] for step in steps[12:]] == [0.0] * 12
 
-    def test_by_rollouts_it_ends_with_the_data(self, ran, rates):
-        steps = ran["roll"]["trained"]["after"]
+    def test_by_rollouts_it_ends_with_the_data(self, migrated, rates):
+        steps = migrated["roll"]["trained"]["after"]
         assert [step["rollouts"] for step in steps] == [16] * 12
         assert [step["lr"] for step in steps] == pytest.approx(rates[:12], rel=1e-5)
 
@@ -128,26 +136,26 @@ class TestRoll:
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestFastLlm:
-    def test_by_documents_its_rule_and_ours_are_equal_bit_for_bit(self, ran):
-        found = ran["fast_llm"]
+    def test_by_documents_its_rule_and_ours_are_equal_bit_for_bit(self, migrated):
+        found = migrated["fast_llm"]
         assert found["compared"]["documents, trace"]["equal"]
         assert found["same_weights"]["documents"]
         assert found["trained"]["documents, before"] == found["trained"]["documents, same"]
 
-    def test_its_log_is_read_beside_a_trace_of_deepspeed(self, ran):
-        compared = ran["fast_llm"]["compared"]
+    def test_its_log_is_read_beside_a_trace_of_deepspeed(self, migrated):
+        compared = migrated["fast_llm"]["compared"]
         assert compared["documents, log"]["equal"]
         assert {"grad_norm", "loss"} <= set(compared["labels, log"]["differ"])
 
-    def test_by_labels_a_step_is_too_large_by_its_passes(self, ran):
-        probed = ran["fast_llm"]["probed"]
+    def test_by_labels_a_step_is_too_large_by_its_passes(self, migrated):
+        probed = migrated["fast_llm"]["probed"]
         for step in probed["labels, before"]:
             assert tables.entered(step) == pytest.approx(step["passes"], abs=1e-3)
         for name in ("labels, after", "documents, before", "documents, after"):
             assert [tables.entered(step) for step in probed[name]] == pytest.approx([1] * 4, abs=1e-3)
 
-    def test_where_a_surplus_is_carried_the_steps_follow_from_the_documents(self, ran):
-        trained = ran["fast_llm"]["trained"]
+    def test_where_a_surplus_is_carried_the_steps_follow_from_the_documents(self, migrated):
+        trained = migrated["fast_llm"]["trained"]
         old, new = ([step["rollouts"] for step in trained[f"documents, {when}"]] for when in ("before", "after"))
         assert sum(new) == fast_llm.COUNT
         assert len(new) == fast_llm.COUNT // fast_llm.TARGET
@@ -158,45 +166,45 @@ class TestFastLlm:
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestSkyRL:
-    def test_by_prompts_the_steps_are_ours_but_for_rounding(self, ran):
-        assert ran["skyrl"]["compared"]["prompts"]["equal"]
-        old, new = (ran["skyrl"]["trained"][name] for name in ("prompts", "after"))
+    def test_by_prompts_the_steps_are_ours_but_for_rounding(self, migrated):
+        assert migrated["skyrl"]["compared"]["prompts"]["equal"]
+        old, new = (migrated["skyrl"]["trained"][name] for name in ("prompts", "after"))
         assert [step["rollouts"] for step in old] == [step["rollouts"] for step in new] == [8] * 12
         assert [step["lr"] for step in old] == [step["lr"] for step in new]
         assert sum(step["passes"] for step in new) < sum(step["passes"] for step in old)
 
-    def test_by_sequences_a_batch_of_two_turns_makes_twice_the_steps_and_the_schedule_ends_before(self, ran):
-        steps = ran["skyrl"]["trained"]["sequences"]
+    def test_by_sequences_a_batch_of_two_turns_makes_twice_the_steps_and_the_schedule_ends_before(self, migrated):
+        steps = migrated["skyrl"]["trained"]["sequences"]
         assert [step["rollouts"] for step in steps] == [8] * 4 + [4] * 8
         assert [step["lr"] for step in steps[8:]] == [0.0] * 4
-        assert not ran["skyrl"]["compared"]["sequences"]["equal"]
+        assert not migrated["skyrl"]["compared"]["sequences"]["equal"]
 
-    def test_sequences_that_are_no_multiple_are_refused(self, ran):
-        assert "130 sequences make no mini-batches of 8" in ran["skyrl"]["refused"]["message"]
+    def test_sequences_that_are_no_multiple_are_refused(self, migrated):
+        assert "130 sequences make no mini-batches of 8" in migrated["skyrl"]["refused"]["message"]
 
-    def test_fewer_sequences_than_ranks_are_equal_bit_for_bit(self, ran):
-        assert ran["skyrl"]["compared"]["few"]["equal"]
-        assert ran["skyrl"]["same_weights"]["few"]
-        assert [step["rollouts"] for step in ran["skyrl"]["trained"]["few, after"]] == [1] * 3
+    def test_fewer_sequences_than_ranks_are_equal_bit_for_bit(self, migrated):
+        assert migrated["skyrl"]["compared"]["few"]["equal"]
+        assert migrated["skyrl"]["same_weights"]["few"]
+        assert [step["rollouts"] for step in migrated["skyrl"]["trained"]["few, after"]] == [1] * 3
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestOpenInstructDPO:
-    def test_with_ds_parity_every_pair_weighs_the_same(self, ran):
-        steps = ran["open_instruct_dpo"]["probed"]["after"]
+    def test_with_ds_parity_every_pair_weighs_the_same(self, migrated):
+        steps = migrated["open_instruct_dpo"]["probed"]["after"]
         assert [step["rollouts"] for step in steps] == [10, 10, 10, 10, 4]
         assert {step["pattern"] for step in steps} == {"as expected"}
 
     @pytest.mark.parametrize("rule", ["alike", "tokens", "gas"])
-    def test_by_the_other_rules_pairs_have_other_shares(self, ran, rule):
-        steps = ran["open_instruct_dpo"]["probed"][rule]
+    def test_by_the_other_rules_pairs_have_other_shares(self, migrated, rule):
+        steps = migrated["open_instruct_dpo"]["probed"][rule]
         assert all("other shares" in step["pattern"] for step in steps[:4])
         last = 1 / 3 if rule == "gas" else 1
         assert tables.entered(steps[4]) == pytest.approx(last, abs=1e-3)
 
-    def test_the_accuracy_is_that_of_the_pairs(self, ran):
-        probed = ran["open_instruct_dpo"]["probed"]
+    def test_the_accuracy_is_that_of_the_pairs(self, migrated):
+        probed = migrated["open_instruct_dpo"]["probed"]
         first = {name: steps[0]["accuracy"] for name, steps in probed.items()}
         assert first["after"] == pytest.approx(0.2)
         assert all(abs(first[rule] - 0.2) > 0.03 for rule in ("alike", "tokens", "gas"))
@@ -205,14 +213,14 @@ class TestOpenInstructDPO:
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestOneVision:
-    def test_the_first_window_has_one_micro_batch_divided_by_four(self, ran):
-        steps = ran["onevision"]["trained"]["before"]
+    def test_the_first_window_has_one_micro_batch_divided_by_four(self, migrated):
+        steps = migrated["onevision"]["trained"]["before"]
         assert [step["passes"] for step in steps] == [1] + [4] * 7
-        assert tables.entered(ran["onevision"]["probed"]["before"][0]) == pytest.approx(1 / 4, abs=1e-3)
-        assert ran["onevision"]["left"] == {"before": 3, "half": 0, "merged": 0, "after": 0}
+        assert tables.entered(migrated["onevision"]["probed"]["before"][0]) == pytest.approx(1 / 4, abs=1e-3)
+        assert migrated["onevision"]["left"] == {"before": 3, "half": 0, "merged": 0, "after": 0}
 
-    def test_a_window_sees_four_learning_rates_and_half_mended_the_schedule_ends_at_a_quarter(self, ran):
-        trained = ran["onevision"]["trained"]
+    def test_a_window_sees_four_learning_rates_and_half_mended_the_schedule_ends_at_a_quarter(self, migrated):
+        trained = migrated["onevision"]["trained"]
         assert [len(set(step["rates"])) for step in trained["before"]] == [1] + [4] * 7
         assert [len(set(step["rates"])) for step in trained["half"]] == [1] * 8
         budget = onevision.TOTAL
@@ -220,20 +228,20 @@ class TestOneVision:
         assert [step["lr"] for step in trained["half"]] == pytest.approx(rates, rel=1e-5)
         assert trained["half"][-1]["lr"] > 0.7 * onevision.LR > 0.1 * onevision.LR > trained["after"][-1]["lr"]
 
-    def test_merged_and_with_ds_parity_all_is_equal_bit_for_bit(self, ran):
-        assert ran["onevision"]["compared"]["merged"]["equal"]
-        assert ran["onevision"]["same_weights"]["merged"]
+    def test_merged_and_with_ds_parity_all_is_equal_bit_for_bit(self, migrated):
+        assert migrated["onevision"]["compared"]["merged"]["equal"]
+        assert migrated["onevision"]["same_weights"]["merged"]
 
-    def test_compare_names_the_shifted_windows(self, ran):
-        assert "boundary-off-by-one" in ran["onevision"]["compared"]["before"]["cause"]
+    def test_compare_names_the_shifted_windows(self, migrated):
+        assert "boundary-off-by-one" in migrated["onevision"]["compared"]["before"]["cause"]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_no_cause_is_named_that_is_not_there(ran):
+def test_no_cause_is_named_that_is_not_there(migrated):
     """A short window at an epoch's end is no resume, and windows of which no passes are told have none to count."""
-    assert ran["openrlhf"]["compared"]["fixed, ZeRO 2"]["actor"]["cause"] == []
-    assert ran["skyrl"]["compared"]["sequences"]["cause"] == []
+    assert migrated["openrlhf"]["compared"]["fixed, ZeRO 2"]["actor"]["cause"] == []
+    assert migrated["skyrl"]["compared"]["sequences"]["cause"] == []
 
 
 class TestDocumentsOfAStep:

@@ -14,22 +14,22 @@ from pathlib import Path
 import pytest
 
 from ds_parity.config.versions import OLDEST
+from tests.beside import Errand, begun_with_the_session
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ds_parity"
 ROWS = ("precision: bf16", "offload_optimizer, fp32")
 
 
-@pytest.fixture(scope="module")
-def older():
-    """The environment variables of a process that imports the oldest DeepSpeed."""
+def environment():
+    """The environment variables of a process that imports the oldest DeepSpeed; or why it can't be installed."""
     package = CACHE / "deepspeed" / str(OLDEST)
     if not (package / "deepspeed").is_dir():
         wanted = ["--target", str(package), "--no-deps", f"deepspeed=={OLDEST}"]
         command = [sys.executable, "-m", "pip", "install", "--quiet", *wanted]
         made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
         if made.returncode:
-            pytest.skip(f"deepspeed=={OLDEST} can't be installed here: {made.stderr.strip().splitlines()[-1:]}")
+            return f"deepspeed=={OLDEST} can't be installed here: {made.stderr.strip().splitlines()[-1:]}"
     paths = [str(package), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     operators = os.environ.get("DS_PARITY_OLDER_OPERATORS", str(CACHE / "operators" / str(OLDEST)))
     # The launcher and ninja lie beside the interpreter.
@@ -37,12 +37,35 @@ def older():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_EXTENSIONS_DIR": operators, "PATH": found}
 
 
+def measured(folder):
+    """The command that measures the rows, run in a process of its own; or why it can't be."""
+    older = environment()
+    if isinstance(older, str):
+        return older
+    command = [sys.executable, "-m", "tools.versions.measure", "--matrix", *ROWS, "--into", str(folder)]
+    return subprocess.run(command, env=older, capture_output=True, text=True, timeout=850, check=False, cwd=ROOT)
+
+
+@begun_with_the_session("oldest_release")
+def oldest(folder, _):
+    """Beside the other tests: it takes as long as many of them."""
+    return Errand("tests.distributed.test_older_release:measured", (folder,))
+
+
+@pytest.fixture(scope="session")
+def oldest_release(begun):
+    """What the command ended in, and the folder of its results."""
+    ran = begun.result("oldest_release")
+    if isinstance(ran, str):
+        pytest.skip(ran)
+    return ran, begun.folder_of("oldest_release")
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_oldest_release_is_right_or_corrected_on_what_most_people_run(older, tmp_path):
-    command = [sys.executable, "-m", "tools.versions.measure", "--matrix", *ROWS, "--into", str(tmp_path)]
-    ran = subprocess.run(command, env=older, capture_output=True, text=True, timeout=850, check=False, cwd=ROOT)
-    results = tmp_path / f"{OLDEST}.json"
+@pytest.mark.timeout(1200)
+def test_the_oldest_release_is_right_or_corrected_on_what_most_people_run(oldest_release):
+    ran, folder = oldest_release
+    results = folder / f"{OLDEST}.json"
     assert results.exists(), ran.stdout[-2000:] + ran.stderr[-2000:]
     cells = json.loads(results.read_text())["cells"]
     statuses = {(cell["name"], cell["stage"]): cell["status"] for cell in cells}

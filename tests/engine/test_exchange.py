@@ -32,7 +32,7 @@ def fingerprints(draw):
 
 
 @pytest.fixture
-def two_ranks():
+def of_two_ranks():
     """An exchange whose other rank, here in the same process, sends what `other` makes of this rank's numbers."""
 
     def build(other):
@@ -171,12 +171,12 @@ def test_one_peer_with_other_counts_is_seen_by_all(data, ranks):
 # Two ranks.
 
 
-def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(two_ranks):
+def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(of_two_ranks):
     def other(numbers):
         numbers[:] = torch.tensor([0, 5, 1, 40, 1, 0, 0])
         return numbers
 
-    exchange = two_ranks(other)
+    exchange = of_two_ranks(other)
     assert exchange.start(PLACE, [Announcement(Counts(2, 1, 30))]).wait() == (GatheredPass(PassTotals(7, 2, 70, 2)),)
     assert exchange.collectives == 1
 
@@ -219,24 +219,24 @@ def test_what_travels_does_not_grow_with_the_ranks_one_number_and_six_a_pass():
     assert len(PLACE.head(7)) == 2
 
 
-def test_a_collective_that_fails_is_a_desync_with_the_place_and_the_time_limit(two_ranks, monkeypatch):
+def test_a_collective_that_fails_is_a_desync_with_the_place_and_the_time_limit(of_two_ranks, monkeypatch):
     def other(numbers):
         raise RuntimeError("Connection closed by peer\nand a long trace")
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     says = r"rank 0 waited in runs a pass, window 3, pass 17.*5 s .*\(Connection closed by peer\)$"
     with pytest.raises(RankDesyncError, match=says):
-        two_ranks(other).start(PLACE, [])
+        of_two_ranks(other).start(PLACE, [])
 
 
 @pytest.mark.parametrize(("own", "others", "known"), [(False, 0, False), (True, 0, True), (False, 1, True)])
-def test_a_rank_that_asks_to_stop_is_heard_by_all_and_stays_heard(two_ranks, own, others, known):
+def test_a_rank_that_asks_to_stop_is_heard_by_all_and_stays_heard(of_two_ranks, own, others, known):
     def other(numbers):
         numbers[0] = others if not heard else 0
         return numbers
 
     heard = []
-    exchange = two_ranks(other)
+    exchange = of_two_ranks(other)
     exchange.stop = own
     exchange.start(PLACE, []).wait()
     heard.append(exchange.stopping)

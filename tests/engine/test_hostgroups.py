@@ -67,15 +67,30 @@ def forked(ranks, folder):
     return [os.waitpid(child, 0)[1] for child in children]
 
 
-@pytest.mark.parametrize("ranks", [2, 5, 64])
-def test_a_rank_opens_a_connection_for_each_round_and_two_for_a_gather_and_not_one_for_each_rank(ranks, tmp_path):
-    """In processes that import no DeepSpeed, forked from one that has no threads yet."""
+# Of 24 ranks each talks to 5 in a sum, and to 1 more where they are beyond 16: far fewer than 23.
+RANKS = (2, 5, 24)
+
+
+@pytest.fixture(scope="module")
+def connected(tmp_path_factory):
+    """What each number of ranks has left, in processes that import no DeepSpeed.
+
+    All are forked from one process, which has no threads: torch is loaded once.
+    """
+    folder = tmp_path_factory.mktemp("connected")
+    for ranks in RANKS:
+        (folder / str(ranks)).mkdir()
     imports = "from pathlib import Path; from tests.engine.test_hostgroups import forked"
-    code = f"{imports}; assert not any(forked({ranks}, Path({str(tmp_path)!r})))"
+    code = f"{imports}; assert not any(any(forked(n, Path({str(folder)!r}, str(n)))) for n in {RANKS})"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=environment)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_rank_opens_a_connection_for_each_round_and_two_for_a_gather_and_not_one_for_each_rank(ranks, connected):
     partners = ceil(log2(ranks)) + 1  # a rank beyond the power of two is one more
-    opened = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
+    opened = [json.loads((connected / str(ranks) / str(rank)).read_text()) for rank in range(ranks)]
     # A gather connects each rank with two others at most, and one socket listens.
     assert 1 <= min(opened) <= max(opened) <= partners + 2 + 1
 

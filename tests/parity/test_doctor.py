@@ -14,6 +14,7 @@ import pytest
 
 from ds_parity.parity.doctor import asking, examination, machine
 from ds_parity.parity.doctor.findings import Finding, State
+from tests.commands import ds_parity, started
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,8 +166,7 @@ class TestPackages:
 
 
 class TestRanks:
-    def test_two_that_talk(self):
-        assert asking.ranks_talk(os.environ).state is State.FINE
+    """Two that talk are in `TestCommand`: each pair loads torch twice."""
 
     @pytest.mark.slow
     def test_a_port_that_is_taken(self):
@@ -212,24 +212,19 @@ class TestExitCodes:
 
 
 class TestCommand:
-    def doctor(self, *arguments, **environment):
-        command = [sys.executable, "-c", "from ds_parity.cli import main; main()", "doctor", *map(str, arguments)]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, check=False
-        )
-
     def test_a_configuration_that_a_fault_bites(self, tmp_path):
         path = tmp_path / "fp16.json"
         path.write_text('{"train_batch_size": 2, "fp16": {"enabled": true}}')
-        ran = self.doctor(path, TORCH_EXTENSIONS_DIR=str(tmp_path / "operators"))
+        ran = started("doctor", path, TORCH_EXTENSIONS_DIR=str(tmp_path / "operators"))
         assert ran.returncode == 1, ran
         assert "BITES tools/deepspeed_faults/fp16_zero0_unscaled_loss.py: the loss is not scaled" in ran.stdout
         assert "-> use ZeRO 1, 2 or 3, or bf16" in ran.stdout
+        assert "ok 2 ranks talk over gloo" in ran.stdout
 
     def test_a_misspelt_key(self, tmp_path):
         path = tmp_path / "misspelt.json"
         path.write_text('{"zero_optimisation": {"stage": 3}}')
-        ran = self.doctor(path)
+        ran = ds_parity("doctor", path)
         assert ran.returncode == 2
         assert 'did you mean "zero_optimization"?' in ran.stderr
 

@@ -72,8 +72,8 @@ def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_p
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_that_hang_are_ended_when_the_time_is_up(tmp_path):
-    with pytest.raises(HarnessError, match=r"did not finish within 25 s \(in 'hang'\): they were ended"):
-        run_job(job(tmp_path, "hang", timeout=25))
+    with pytest.raises(HarnessError, match=r"did not finish within 60 s \(in 'hang'\): they were ended"):
+        run_job(job(tmp_path, "hang", timeout=60))  # other ranks run beside it, and it may be up only after half of it
     assert not left_behind(tmp_path)
 
 

@@ -29,23 +29,28 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def project(pytester, monkeypatch):
-    """A committed project with a configuration; returns a function that runs a test body in it."""
+    """A committed project with a configuration; returns a function that runs a test body in it.
+
+    In this process, which has torch loaded, where no `start` asks for one of its own.
+    """
     (pytester.path / "ds_config.json").write_text(CONFIG)
     git(pytester.path, "init", "-q")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR") or str(COMPILED))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
 
-    def run(body, *arguments):
+    def run(body, *arguments, start=False):
         pytester.makepyfile(test_it=f"def test_parity(ds_parity_verify):\n    {body}\n")
         git(pytester.path, "add", "test_it.py", "ds_config.json")
         git(pytester.path, "commit", "-qm", "x", "--allow-empty")
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+        runs = pytester.runpytest_subprocess if start else pytester.runpytest_inprocess
+        return runs("-p", "no:cacheprovider", *arguments)
 
     return run
 
 
 def test_a_missing_configuration_is_told_without_ranks(project):
-    result = project('ds_parity_verify("nowhere.json")')
+    """The plugin is found by pytest alone, as in any environment in which ds_parity is installed."""
+    result = project('ds_parity_verify("nowhere.json")', start=True)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*nowhere.json*"])
 
@@ -69,7 +74,7 @@ def test_a_golden_is_written_from_a_clean_tree_only(project, pytester):
     pytester.makepyfile(
         test_it='def test_parity(ds_parity_verify):\n    ds_parity_verify("ds_config.json", golden="g")\n'
     )
-    dirty = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--ds-parity-update")
+    dirty = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--ds-parity-update")
     dirty.assert_outcomes(failed=1)
     dirty.stdout.fnmatch_lines(["*the tree has changes (*ds_config.json*"])
 
@@ -86,16 +91,16 @@ class TestWithRanks:
     def test_a_users_own_loop_runs_in_both_engines_and_its_golden_is_held(self, project, pytester):
         """Bit for bit against the engine driven by hand. Each call of the fixture starts ranks, so there are few."""
         call = f'ds_parity_verify("ds_config.json", {OPTIONS}, train="training:nll", golden="golden.jsonl")'
-        project(call, "--ds-parity-update").assert_outcomes(passed=1)
+        project(call, "--ds-parity-update", start=True).assert_outcomes(passed=1)
         golden = (pytester.path / "golden.jsonl").read_text()
         assert git(pytester.path, "rev-parse", "HEAD").strip() in golden
         (pytester.path / "golden.jsonl").write_text(golden.replace('"grad_norm":', '"grad_norm":1'))
-        held = project(call)
+        held = project(call, start=True)
         held.assert_outcomes(failed=1)
         held.stdout.fnmatch_lines(["*grad_norm*", "*was written at commit*"])
 
     def test_a_training_function_that_differs_fails_with_the_table_and_the_cause(self, project):
-        result = project(f'ds_parity_verify("ds_config.json", {OPTIONS}, train="training:halved")')
+        result = project(f'ds_parity_verify("ds_config.json", {OPTIONS}, train="training:halved")', start=True)
         result.assert_outcomes(failed=1)
         result.stdout.fnmatch_lines(
             ["*ragged against deepspeed-loop*", "*grad norm*", "*DIFFERS*", "*likely cause*", "*remedy*"]

@@ -1,14 +1,13 @@
 """A plan as people see it: figures that add up, a window as text, and as an image."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from matplotlib.figure import Figure
 
 from ds_parity.cli.picture import drawn, figures, table, write_png
 from ds_parity.planning import Rollout, plan
+from tests.commands import ds_parity, started
 
 
 def planned(lengths, **options):
@@ -41,8 +40,7 @@ def test_the_table_holds_twenty_windows_and_says_how_many_more():
 
 
 def command(*arguments):
-    run = [sys.executable, "-c", "from ds_parity.cli import main; main()", "plan", *map(str, arguments)]
-    return subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    return ds_parity("plan", *arguments)
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def rollouts(tmp_path):
 
 
 def test_the_command_shows_windows_and_leaves_pictures(rollouts, tmp_path):
-    ran = command(rollouts, "--target", 2, "--report", tmp_path / "report")
+    ran = started("plan", rollouts, "--target", 2, "--report", tmp_path / "report")
     assert ran.returncode == 0, ran.stderr
     assert "window 0:\nrank    0 |" in ran.stdout
     assert "passes: 2\n" in ran.stdout

@@ -239,14 +239,16 @@ def users(name: str) -> tuple[str, ...]:
     return tuple(
         str(path.relative_to(engine))
         for path in sorted(engine.rglob("*.py"))
-        if path.name not in ("surface.py", "older_surface.py", "guards.py", "guard_list.py")
-        and any(name in (getattr(node, "attr", None), getattr(node, "value", None)) for node in ast.walk(_tree(path)))
+        if path.name not in ("surface.py", "older_surface.py", "guards.py", "guard_list.py") and name in _names(path)
     )
 
 
+# A file is walked once, and not for every name.
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def _names(path: Path) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    found = (text for node in nodes for text in (getattr(node, "attr", None), getattr(node, "value", None)))
+    return frozenset(text for text in found if isinstance(text, str))
 
 
 # Classes of 4,000 lines are read once, and not for every name.

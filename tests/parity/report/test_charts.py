@@ -5,10 +5,17 @@ import math
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
 from ds_parity.parity.report.plots import pictures
 from ds_parity.trace import Trace
 from tests.parity.report.reported import EXACT, REASSOCIATED, compared, record, trace
+
+
+@pytest.fixture(autouse=True)
+def drawn_and_not_rendered(monkeypatch):
+    """Values are what is read here: pictures are composed, and test_report_plots.py looks at their pixels."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, to, **options: None)
 
 
 def charts(name, *arguments, **options):

@@ -1,0 +1,75 @@
+"""What runs beside the tests: errands in their order, what each comes to, and that nothing outlives the tests."""
+
+import time
+
+import psutil
+import pytest
+
+from ds_parity.errors import HarnessError
+from tests import beside
+from tests.beside import Beside, Errand, begun_with_the_session, wanted
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A function that begins errands, given by name, as a context."""
+
+    def begin(**errands):
+        made = Beside(tmp_path)
+        made.errands.update(errands)
+        return made
+
+    return begin
+
+
+def test_what_an_errand_returns_or_raises_is_what_its_name_stands_for(running):
+    with running(sum=Errand("operator:add", (1, 2)), failing=Errand("operator:truediv", (1, 0))) as begun:
+        assert begun.result("sum") == begun.result("sum") == 3
+        with pytest.raises(ZeroDivisionError):
+            begun.result("failing")
+
+
+def test_those_behind_one_that_ends_the_process_are_errors_and_no_wait(running):
+    with running(
+        before=Errand("operator:add", (1, 2)), ends=Errand("os:_exit", (3,)), behind=Errand("os:getpid")
+    ) as begun:
+        assert begun.result("before") == 3
+        for name in ("ends", "behind"):
+            with pytest.raises(HarnessError, match=f"has ended before '{name}'"):
+                begun.result(name)
+
+
+def test_nothing_is_left_where_nobody_waits(running):
+    """Neither the process nor what it has started."""
+    sleeper = Errand("subprocess:run", (["sleep", "600.25"],))
+    with running(pid=Errand("os:getpid"), sleeps=sleeper) as begun:
+        child = psutil.Process(begun.result("pid"))
+        limit = time.monotonic() + 20
+        while not child.children():
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        started = [child, *child.children()]
+    assert not psutil.wait_procs(started, timeout=10)[1]
+
+
+class TestWhatIsBegun:
+    @pytest.fixture(autouse=True)
+    def registered(self, monkeypatch):
+        monkeypatch.setattr(beside, "BEGUN", {})
+        for name in ("first", "second", "third"):
+            needs = {"third": ["first"]}.get(name, [])
+            begun_with_the_session(name, lambda needs=needs: needs)(
+                lambda folder, folder_of: Errand("os:listdir", (str(folder), str(folder_of("first"))))
+            )
+
+    def test_is_what_tests_name_and_what_that_needs_in_the_order_of_registration(self):
+        assert wanted(["tmp_path", "second"]) == ["second"]
+        assert wanted(["third", "tmp_path"]) == ["first", "third"]
+        assert wanted(["third", "second"]) == ["first", "second", "third"]
+        assert wanted([]) == []
+
+    def test_has_a_folder_of_its_own_and_knows_those_of_others(self, tmp_path):
+        made = Beside(tmp_path, ["third"])
+        assert list(made.errands) == ["third"]
+        assert made.errands["third"].arguments == (str(made.folder_of("third")), str(made.folder_of("first")))
+        assert made.folder_of("third").is_dir()
