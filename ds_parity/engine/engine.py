@@ -11,18 +11,14 @@ import wrapt
 
 from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
-from ds_parity.engine.arguments import (
-    chunk_of,
-    counts_of,
-    refuse_name_of_term,
-    refuse_scaling,
-)
+from ds_parity.engine.arguments import chunk_of, refuse_name_of_term, refuse_scaling
 from ds_parity.engine.callers_driver import CallersDriver
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.measuring import measured
 from ds_parity.engine.passes import PassQueue
+from ds_parity.engine.preconditions import refuse_no_loss
 from ds_parity.engine.proxying import METHODS
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.gathered_advantages import gathered_advantages
@@ -128,7 +124,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """
         refuse_scaling(scale_wrt_gas)
         driver: Driver = self._self_driver
-        driver.refuse_no_loss(loss)
+        refuse_no_loss(driver, loss)
         terms = loss.keys() if isinstance(loss, Mapping) else None
         counts = driver.counts_given(rollouts, prompts, tokens, weight, terms)
         with self._self_driver.waiting("backward()"):
@@ -251,7 +247,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         driver: Driver = self._self_driver
         queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle, prefetch=prefetch)
         queue.upcoming.settles = finish
-        with closing(queue), driver.taking_from(queue.upcoming):
+        with closing(queue), driver.given.taking_from(queue.upcoming):
             yield from queue
         if finish and not self.stopping:
             self.finish()
@@ -370,20 +366,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: it is asked before `backward` in a loop that passes counts, which nothing can foretell.
         """
-        driver: Driver = self._self_driver
-        if isinstance(driver, CallersDriver):
-            return driver.announced
-        if driver.awaits_step():
-            return driver.ledger.window.closed
-        if driver.queue is not None:
-            return driver.ledger.closes_with(driver.queue.next_totals())
-        if driver.loop_gives_counts:
-            raise WindowError(
-                "is_gradient_accumulation_boundary() before backward(): the counts of this pass are not known yet; ask "
-                "between backward() and step(), or take micro-batches from passes(stream, lookahead=...)"
-            )
-        usual = counts_of(driver.settings, driver.usual_rollouts, {})
-        return driver.ledger.closes_with(driver.on_every_rank(usual))
+        ends: bool = self._self_driver.at_boundary()
+        return ends
 
     @property
     def window(self) -> Window:
