@@ -62,7 +62,7 @@ class GivenCounts:
         # An idle pass contains nothing, whether its loop counts or not.
         if counts.active:
             refuse_forgotten(self._gave, given, counts)
-            waiting = (one.handed for one in self._open_queues if one.handed is not None)
+            waiting = (one.awaits_backward for one in self._open_queues if one.awaits_backward is not None)
             if (left := self._left or next(waiting, None)) is not None:
                 refuse_left_behind(left, given, counts)
             self._gave.update(given.keys() - {"weight"})
@@ -86,5 +86,5 @@ class GivenCounts:
             self._open_queues.remove(queue)
             # An older generator that is closed late must not end a newer one.
             if driver.queue is queue:
-                driver.queue, self._left = None, queue.handed
+                driver.queue, self._left = None, queue.awaits_backward
                 driver.exchange.early = False
