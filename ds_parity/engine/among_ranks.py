@@ -152,7 +152,7 @@ class AmongRanks:
         return None if self.queue is None else self.queue.failure()
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def telling(self) -> Iterator[None]:
         """Tell the other ranks what is raised inside: they wait for the counts of this pass, or in a step's sum."""
         try:
             yield
@@ -160,25 +160,11 @@ class AmongRanks:
             self.exchange.refuse(self._place(RUNS), error)
             raise
 
-    def _refuse_ending_here(self) -> None:
-        """Raise WindowError for `step()` and `finish()` where DeepSpeed can't step: it has an assertion, or breaks."""
-        if torch.is_inference_mode_enabled() and self.engine.zero_optimization_stage() == 3:
-            raise WindowError(
-                f"step() or finish() under torch.inference_mode(), in window {self.ledger.window.index}, on ZeRO stage "
-                "3: the weights that DeepSpeed gathers from there on could not be trained any more (torch: Inference "
-                "tensors cannot be saved for backward); call it outside, or under torch.no_grad()"
-            )
-        if self.adapter.inside_no_sync:
-            raise WindowError(
-                f"step() or finish() inside no_sync(), in window {self.ledger.window.index}: DeepSpeed does not step "
-                "there; call it behind the block, or leave no_sync() out: DeepSpeed communicates only where it must"
-            )
-
     def explain_forward(self, error: AttributeError) -> None:
         """Raise WindowError, on every rank, where a forward has raised because of a parameter that came later.
 
         Args:
             error: that the forward has raised.
         """
-        with self._telling():
+        with self.telling():
             self.adapter.kept.explain_forward(error)

@@ -65,6 +65,12 @@ class Boundary:
         """Tell DeepSpeed whether the coming backward and step end a window."""
         self._engine.set_gradient_accumulation_boundary(boundary)
 
+    def reduce(self) -> None:
+        """Reduce gradients whose backwards have all run unmarked: behind them, as at a boundary."""
+        self.mark(True)
+        self._adapter.reduce()
+        self._adapter.kept.after_backward()
+
     def update(self, **kwargs: Any) -> None:
         """Correct what was divided by a wrong total, step, and record.
 

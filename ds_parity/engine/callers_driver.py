@@ -12,8 +12,10 @@ import torch
 from ds_parity.config import versions
 from ds_parity.config.features import COALESCED
 from ds_parity.engine.division import Loss
-from ds_parity.engine.driver import PARTLY_THERE, CallersBoundary, Driver
+from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.internals.installed import installed
+from ds_parity.engine.pass_state import PARTLY_THERE
+from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_strays
 from ds_parity.engine.ranks.wire import SAVES, Place
 from ds_parity.errors import CheckpointError, ConfigError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
@@ -53,33 +55,33 @@ class CallersDriver(Driver):
             RankDesyncError: ranks are out of sync.
         """
         self.refuse_owed_step()
-        self._refuse_strays(newcomers=self.ledger.window.passes == 1)
-        self._refuse_idle(counts)
+        refuse_strays(self, newcomers=self.ledger.window.passes == 1)
+        refuse_idle(self, counts)
         self._finished = False
         self._refuse_no_sync()
-        with self._telling():
+        with self.telling():
             # Before anything is counted, so that expect() is still in time.
             self.ledger.refuse_unknown_totals()
             if not self._opens_together:
                 self._open()
         if self.queue is not None:
             self.queue.take(0)  # what it contains is summed with its window
-        self._lost = PARTLY_THERE
+        self.state.lost = PARTLY_THERE
         window = self.ledger.count_own(counts)
         self._open()
         # ZeRO 0 and 1 reduce in a boundary's backward; where none was announced, step() reduces.
         self.boundary.mark(self.announced and not self._coalesces)
-        with self._telling():
+        with self.telling():
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, self.ledger.window, **kwargs)
         self._reduced = self.announced and not self._coalesces
         if window.passes == 1:
             self.adapter.forget_last_window(self.announced or self._coalesces)
-        self._lost = ""
+        self.state.ran_backward()
         return accumulated
 
     def _refuse_no_sync(self) -> None:
         if self.announced and self.adapter.inside_no_sync and not self._coalesces:
-            with self._telling():
+            with self.telling():
                 raise WindowError(
                     f"the last backward() of window {self.ledger.window.index} inside no_sync(): its gradients would "
                     "not be reduced; leave no_sync() out, DeepSpeed communicates only where it must"
@@ -95,24 +97,24 @@ class CallersDriver(Driver):
             ConfigError: the installed DeepSpeed has no such block.
             RankDesyncError: another rank ended, is out of sync, or did not come in time.
         """
-        with self._telling():
+        with self.telling():
             _refuse_missing_block()
             self.refuse_owed_step()
             self._refuse_nesting()
-        self._refuse_strays(newcomers=False)
+        refuse_strays(self, newcomers=False)
         block, kept = self.adapter.engine.coalesce_grad_reduction(), self.adapter.kept
         block.__enter__()
         self._coalesces = self.adapter.keeps_whole_gradients = True
         kept.note_again()
         try:
             yield
-            self._refuse_strays(newcomers=True)
+            refuse_strays(self, newcomers=True)
         except BaseException:
             # DeepSpeed would reduce what is there, while other ranks wait elsewhere.
             with kept.released():
                 self.adapter.drop_whole_gradients()
                 self.adapter.discard()
-            self._lost = PARTLY_THERE
+            self.state.lost = PARTLY_THERE
             self._leave(block)
             raise
         with self.waiting("the end of coalesce_grad_reduction()"):
@@ -157,13 +159,17 @@ class CallersDriver(Driver):
 
     def refuse_owed_step(self) -> None:
         """Raise WindowError where nothing can be added to the window: it has been reduced, or a backward has raised."""
-        self._refuse_lost()
+        self.state.refuse_lost()
         if self._reduced:
             raise WindowError(
                 f"backward() in window {self.ledger.window.index} after its last one: its gradients have been reduced, "
                 "by the backward() that set_gradient_accumulation_boundary(True) announced as the last, or at the end "
                 "of coalesce_grad_reduction(); call step() first, or announce the last backward() alone"
             )
+
+    def at_boundary(self) -> bool:
+        """Whether the caller has announced the coming backward, or the one that has run, as its window's last."""
+        return self.announced
 
     def _refuse_block(self) -> None:
         if self._coalesces:
@@ -183,11 +189,11 @@ class CallersDriver(Driver):
             RankDesyncError: ranks are out of sync; on ZeRO 2 and 3 also where they ran other numbers of backwards.
         """
         self.adapter.kept.refuse_ended()
-        with self._telling():
-            self._refuse_lost()
+        with self.telling():
+            self.state.refuse_lost()
             self._refuse_block()
-            self._refuse_ending_here()
-        self._refuse_strays(newcomers=True)
+            refuse_ending_here(self)
+        refuse_strays(self, newcomers=True)
         if self.announced and not self._reduced and (self.ledger.window.passes or self.adapter.silent_inside_windows):
             # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
             self._open()
@@ -210,16 +216,17 @@ class CallersDriver(Driver):
         """
         if self.ledger.window.passes:
             self.adapter.kept.refuse_ended()
-        with self._telling():
-            self._refuse_lost()
+        with self.telling():
+            self.state.refuse_lost()
             self._refuse_block()
-            self._refuse_ending_here()
+            refuse_ending_here(self)
         drop = self.settings.last_window == "drop"
         self._open()
         ledger = self.ledger
         window, counted, last_total = ledger.window, ledger.passes, ledger.last_total
         passes = self._passes_over_ranks(FINISHES, drop=drop)
-        self._finished, self._left = True, None
+        self._finished = True
+        self.given.forget_left()
         if passes == 0:
             self._keep_open()
             return
@@ -231,11 +238,11 @@ class CallersDriver(Driver):
                 f"finish() in window {window.index}, which {passes} passes have run in and no step() has ended, and "
                 "ds_parity.last_window is 'error'; call step() after the window's backwards, or choose 'step' or 'drop'"
             )
-        self._refuse_strays(newcomers=True)
+        refuse_strays(self, newcomers=True)
         self._close(drop=drop)
 
     def _close(self, *, drop: bool = False, **kwargs: Any) -> None:
-        with self._ending():
+        with self.state.ending():
             self._settle(drop=drop, **kwargs)
 
     def _settle(self, *, drop: bool, **kwargs: Any) -> None:
@@ -252,9 +259,7 @@ class CallersDriver(Driver):
         self.boundary.update(**kwargs)
 
     def _reduce(self) -> None:
-        self.boundary.mark(True)
-        self.adapter.reduce()
-        self.adapter.kept.after_backward()
+        self.boundary.reduce()
         self._reduced = True
 
     @property

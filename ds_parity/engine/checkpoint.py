@@ -1,26 +1,74 @@
-"""The window's state in DeepSpeed's checkpoints: taken and put back between windows only."""
+"""Saving and loading with DeepSpeed's checkpoints, which keep the window's state: between windows only."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.internals.checkpoints import REFUSALS
+from ds_parity.engine.ranks.agreement import naming_lost_ranks
+from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
 
 _LOG = logging.getLogger("ds_parity")
 _KEY = "ds_parity"
 _SETTINGS = ("count", "lr_progress")
-_CONVERT = (
-    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder DIR/TAG "
-    "--output_folder DIR/universal"
-)
+
+
+def save(
+    driver: Driver, save_dir: str, tag: Any, client_state: Any, *, names_latest: bool, without_frozen: bool
+) -> Any:
+    """Save a checkpoint, as `ParityEngine.save_checkpoint` says; return what DeepSpeed returns.
+
+    Args:
+        driver: whose engine is saved.
+        save_dir: as in DeepSpeed.
+        tag: name of the checkpoint; None for one by DeepSpeed's count of steps.
+        client_state: the caller's own values; None for none.
+        names_latest: `latest` is to name the checkpoint.
+        without_frozen: leave frozen parameters out.
+    """
+    with naming_lost_ranks("save_checkpoint()"):
+        state = with_window(driver, client_state)
+    tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
+    # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
+    by_deepspeed = names_latest and driver.adapter.writes_latest_itself
+    with naming_lost_ranks("save_checkpoint()"):
+        saved = driver.engine.save_checkpoint(save_dir, tag, state, by_deepspeed, without_frozen)
+        if names_latest and not by_deepspeed:
+            name_latest(save_dir, str(tag))
+    return saved
+
+
+def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Load a checkpoint, as `ParityEngine.load_checkpoint` says; return what DeepSpeed returns.
+
+    Args:
+        driver: whose engine is loaded.
+        load_dir: as in DeepSpeed.
+        tag: likewise.
+        options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
+    """
+    module_only = options["load_module_only"]
+    driver.refuse_loading()
+    if module_only:
+        refuse_module_alone(driver)
+    with naming_lost_ranks("load_checkpoint()"):
+        driver.meet_to_load()
+    with naming_lost_ranks("load_checkpoint()"), explained(driver, load_dir, tag):
+        path, state = driver.engine.load_checkpoint(load_dir, tag, **options)
+    # Nothing was loaded, so the open window goes on as it was.
+    if path is None:
+        return path, state
+    driver.abandon()
+    if not module_only:
+        scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
+        resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
+    return path, state
 
 
 def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
@@ -99,67 +147,6 @@ def refuse_module_alone(driver: Driver) -> None:
             "weights are in the optimizer's files; leave load_module_only out and give load_optimizer_states=False and "
             "load_lr_scheduler_states=False, which loads the weights and the counts"
         )
-
-
-@contextmanager
-def explained(driver: Driver, load_dir: str, tag: Any = None) -> Iterator[None]:
-    """Add the way out to what DeepSpeed says where a ZeRO checkpoint meets another number of ranks, or another stage.
-
-    Raises:
-        CheckpointError: DeepSpeed refused the checkpoint (a rank that finds no file of its own: by a bare assertion).
-    """
-    try:
-        yield
-    except REFUSALS as error:
-        said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
-        if driver.engine.load_universal_checkpoint():
-            raise _of_universal(driver, load_dir, said) from error
-        raise CheckpointError(
-            f"load_checkpoint({load_dir!r}) on {driver.ranks} data-parallel ranks: DeepSpeed refused it ({said}). If "
-            f"another number of ranks saved it, convert it ({_CONVERT}) and load that with "
-            '"checkpoint": {"load_universal": true} in the configuration; loading ends half way, so start a new engine'
-        ) from error
-    except ValueError as error:
-        if not driver.engine.load_universal_checkpoint():
-            raise
-        raise CheckpointError(
-            f"load_checkpoint({load_dir!r}) with load_universal: DeepSpeed found no universal checkpoint ({error}); "
-            f"convert one ({_CONVERT}), or leave load_universal out"
-        ) from error
-    except (AttributeError, FileNotFoundError) as error:
-        stage = int(driver.engine.zero_optimization_stage())
-        if driver.engine.load_universal_checkpoint() and stage == 0:
-            raise _of_universal(driver, load_dir, f"{type(error).__name__}: {error}") from error
-        # On the other stages, what does not fit a universal checkpoint is the model.
-        if driver.engine.load_universal_checkpoint() or _partitioned(load_dir, tag) in (None, bool(stage)):
-            raise
-        raise CheckpointError(
-            f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved "
-            f"{'on stage 0' if stage else 'on stage 1, 2 or 3'}, and its optimizer states are in other files there "
-            f"({type(error).__name__}: {error}). Load it with the zero_optimization.stage that saved it, or load "
-            "its weights alone into the model before initialize() (zero_to_fp32.py beside it makes them of stages 1 to "
-            "3); loading ends half way, so start a new engine"
-        ) from error
-
-
-def _of_universal(driver: Driver, load_dir: str, said: str) -> CheckpointError:
-    stage = int(driver.engine.zero_optimization_stage())
-    return CheckpointError(
-        f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}, with load_universal: DeepSpeed refused it ({said}). It "
-        "loads a universal checkpoint on the stage that saved it, where 1 and 2 are alike, and none on stage 0. Set "
-        "zero_optimization.stage so, or load the weights alone into the model before initialize() (zero_to_fp32.py "
-        "beside the checkpoint makes them). If it is that stage, the tag names no universal checkpoint: load that, or "
-        "leave load_universal out. Loading ends half way, so start a new engine"
-    )
-
-
-def _partitioned(load_dir: str, tag: Any) -> bool | None:
-    """Whether ZeRO has partitioned the optimizer states of a checkpoint; None where there is no checkpoint."""
-    latest = Path(load_dir) / "latest"
-    if tag is None:
-        tag = latest.read_text().strip() if latest.exists() else None
-    folder = Path(load_dir) / str(tag)
-    return any(folder.glob("*zero_pp_rank_*_optim_states.pt")) if folder.is_dir() else None
 
 
 def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, optimizer: bool) -> None:

@@ -11,20 +11,15 @@ import wrapt
 
 from ds_parity.config import Settings
 from ds_parity.engine import checkpoint
-from ds_parity.engine.arguments import (
-    chunk_of,
-    counts_of,
-    refuse_name_of_term,
-    refuse_scaling,
-)
+from ds_parity.engine.arguments import chunk_of, refuse_name_of_term, refuse_scaling
 from ds_parity.engine.callers_driver import CallersDriver
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.measuring import measured
 from ds_parity.engine.passes import PassQueue
+from ds_parity.engine.preconditions import refuse_no_loss
 from ds_parity.engine.proxying import METHODS
-from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.gathered_advantages import gathered_advantages
 from ds_parity.engine.ranks.upcoming import Upcoming
 from ds_parity.errors import WindowError
@@ -128,7 +123,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """
         refuse_scaling(scale_wrt_gas)
         driver: Driver = self._self_driver
-        driver.refuse_no_loss(loss)
+        refuse_no_loss(driver, loss)
         terms = loss.keys() if isinstance(loss, Mapping) else None
         counts = driver.counts_given(rollouts, prompts, tokens, weight, terms)
         with self._self_driver.waiting("backward()"):
@@ -251,7 +246,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         driver: Driver = self._self_driver
         queue = PassQueue(driver, stream, ahead, idle, skip_idle=skip_idle, prefetch=prefetch)
         queue.upcoming.settles = finish
-        with closing(queue), driver.taking_from(queue.upcoming):
+        with closing(queue), driver.given.taking_from(queue.upcoming):
             yield from queue
         if finish and not self.stopping:
             self.finish()
@@ -370,20 +365,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: it is asked before `backward` in a loop that passes counts, which nothing can foretell.
         """
-        driver: Driver = self._self_driver
-        if isinstance(driver, CallersDriver):
-            return driver.announced
-        if driver.awaits_step():
-            return driver.ledger.window.closed
-        if driver.queue is not None:
-            return driver.ledger.closes_with(driver.queue.next_totals())
-        if driver.loop_gives_counts:
-            raise WindowError(
-                "is_gradient_accumulation_boundary() before backward(): the counts of this pass are not known yet; ask "
-                "between backward() and step(), or take micro-batches from passes(stream, lookahead=...)"
-            )
-        usual = counts_of(driver.settings, driver.usual_rollouts, {})
-        return driver.ledger.closes_with(driver.on_every_rank(usual))
+        ends: bool = self._self_driver.at_boundary()
+        return ends
 
     @property
     def window(self) -> Window:
@@ -420,19 +403,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 the caller's own under `ds_parity` (one that was loaded may stay: it is replaced).
             RankDesyncError: another rank ended before it had saved, or does something else: all ranks save.
         """
-        driver: Driver = self._self_driver
-        with naming_lost_ranks("save_checkpoint()"):
-            state = checkpoint.with_window(driver, client_state)
-        tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
-        # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
-        names_latest = save_latest and not driver.adapter.writes_latest_itself
-        with naming_lost_ranks("save_checkpoint()"):
-            saved = driver.engine.save_checkpoint(
-                save_dir, tag, state, save_latest and not names_latest, exclude_frozen_parameters
-            )
-            if names_latest:
-                checkpoint.name_latest(save_dir, str(tag))
-        return saved
+        return checkpoint.save(
+            self._self_driver,
+            save_dir,
+            tag,
+            client_state,
+            names_latest=save_latest,
+            without_frozen=exclude_frozen_parameters,
+        )
 
     def load_checkpoint(
         self,
@@ -455,29 +433,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 another number of ranks saved it; or `load_module_only` on ZeRO 3, where DeepSpeed loads nothing.
             RankDesyncError: another rank ended before it had loaded, or does something else: all ranks load.
         """
-        driver: Driver = self._self_driver
-        driver.refuse_loading()
-        if load_module_only:
-            checkpoint.refuse_module_alone(driver)
-        with naming_lost_ranks("load_checkpoint()"):
-            driver.meet_to_load()
-        with naming_lost_ranks("load_checkpoint()"), checkpoint.explained(driver, load_dir, tag):
-            path, state = self.__wrapped__.load_checkpoint(
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
-        # Nothing was loaded, so the open window goes on as it was.
-        if path is None:
-            return path, state
-        driver.abandon()
-        if not load_module_only:
-            checkpoint.resume(driver, state or {}, scheduler=load_lr_scheduler_states, optimizer=load_optimizer_states)
-        return path, state
+        options = {
+            "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "load_module_only": load_module_only,
+            "custom_load_fn": custom_load_fn,
+        }
+        return checkpoint.load(self._self_driver, load_dir, tag, options)
 
     def destroy(self) -> None:
         """Destroy the engine, as DeepSpeed does, and let its optimizers be anybody's: `zero_grad()` clears again."""

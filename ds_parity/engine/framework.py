@@ -15,6 +15,7 @@ from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.preconditions import refuse_no_loss
 from ds_parity.errors import ConfigError, WindowError
 from ds_parity.trace.records import DIVIDED_BY_TRAINER
 from ds_parity.window import PassTotals, Weighting
@@ -130,7 +131,7 @@ class FrameworkEngine(ParityEngine):
             return super().backward(
                 loss, retain_graph, scaling, rollouts=rollouts, prompts=prompts, tokens=tokens, weight=weight
             )
-        driver.refuse_no_loss(loss)
+        refuse_no_loss(driver, loss)
         driver.refuse_owed_step()
         self._settle_division(divided=not scale_wrt_gas, by=divided)
         if divided is not None:

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_parity.config import Settings, load_config, misspelt, parse, rewrite, versions
 from ds_parity.config.autotp import autotp_size
 from ds_parity.config.faults import refuse
+from ds_parity.config.features import Wanted
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
@@ -185,7 +186,7 @@ def honoured(
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
             _refuse_by_release({**extended, **rewritten.config})
-            refuse_unfit(keywords.get("model"), _stage_of(rewritten.config))
+            refuse_unfit(keywords.get("model"), rewritten.config)
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
     if optimizer is None:
@@ -235,21 +236,13 @@ def _refuse_by_release(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:
-    stage = _stage_of(extended)
+    stage = Wanted(extended).stage
     if stage in (1, 2):
         raise ConfigError(
             f"zero_optimization.stage = {stage} without an optimizer: DeepSpeed shards it there, and takes no "
             "engine without one; for a model that is only run forward (a reference model) choose stage 0 or 3, to "
             "train one give optimizer=, or a section `optimizer` with a type"
         )
-
-
-def _stage_of(config: Mapping[str, Any]) -> int | None:
-    """Return the ZeRO stage, None where something else is to fill it in."""
-    section = config.get("zero_optimization")
-    # A bool is DeepSpeed's old way to write stages 1 and 0.
-    stage = section.get("stage", 0) if isinstance(section, Mapping) else int(section is True)
-    return stage if isinstance(stage, int) else None
 
 
 def _say_what_it_is(model: Any, level: int) -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
 
+from ds_parity.config.features import Wanted
 from ds_parity.errors import ConfigError
 
 
-def refuse_unfit(model: Any, stage: int | None) -> None:
+def refuse_unfit(model: Any, config: Mapping[str, Any]) -> None:
     """Raise where a model and the ZeRO stage do not go together.
 
     Args:
         model: that an engine is to be built over; anything that is no `torch.nn.Module` passes.
-        stage: of ZeRO, 0 to 3; None where it is not known yet, and nothing is refused.
+        config: of DeepSpeed; where its ZeRO stage is "auto", nothing is refused.
 
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; or it has a MoE layer of DeepSpeed's on
             stage 3.
     """
+    stage = Wanted(config).stage
     if stage is None or not isinstance(model, torch.nn.Module):
         return
     if stage < 3:

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import time
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,18 @@ def listen():
 def exchanges_of(engine):
     """How many collectives have exchanged counts."""
     return engine._self_driver.exchange.collectives
+
+
+def sums_of(engine):
+    """How many sums and gathers on the host were no exchange of counts."""
+    return engine._self_driver.over.collectives - exchanges_of(engine)
+
+
+def until_made(engine):
+    """Wait until the thread that reads ahead has made what is announced next, or has ended without."""
+    early, end = engine._self_driver.queue.early, time.monotonic() + 60
+    while early is not None and early.known() is None and early._made._thread.is_alive() and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def ledger_of(engine):

@@ -2,6 +2,9 @@
 
 from contextlib import contextmanager
 
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
 from ds_parity.parity.running.scenario import Scenario
@@ -29,3 +32,13 @@ def remembering():
         yield ulysses._mpu(2)
     finally:
         groups.mpu = groups.mesh_device = None
+
+
+def loss_of(engine, seed, share=False):
+    """A loss over 6 samples of this data-parallel rank, of which a rank holds 3; gathered, or the own share times 2."""
+    generator = torch.Generator().manual_seed(seed + 100 * (dist.get_rank() // 2))
+    own = torch.randn(6, 4, generator=generator).chunk(2)[dist.get_rank() % 2]
+    mine = engine(own.to(engine.device)).pow(2).sum()
+    if share:
+        return 2 * mine / 6
+    return ulysses.gathered(mine, parallel_state_sp.get_sequence_parallel_group()).sum() / 6

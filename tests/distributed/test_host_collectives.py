@@ -14,7 +14,17 @@ from ds_parity.engine.ranks.limits import Limit
 from ds_parity.errors import RankDesyncError
 from ds_parity.parity.running import weights
 from tests.distributed.cells import config
-from tests.distributed.engines import Batch, build, exchanges_of, forward, from_all, one_pass, refusal
+from tests.distributed.engines import (
+    Batch,
+    build,
+    exchanges_of,
+    forward,
+    from_all,
+    one_pass,
+    refusal,
+    sums_of,
+    until_made,
+)
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -35,11 +45,6 @@ class Weighed(Batch):
     """A micro-batch that may bring its weight."""
 
     weight: float | None = None
-
-
-def sums_of(engine):
-    """How many sums and gathers on the host were no exchange of counts."""
-    return engine._self_driver.over.collectives - exchanges_of(engine)
 
 
 @on_two_ranks
@@ -142,7 +147,7 @@ def _windows(drive, ahead, prefetch=0, *, late=False):
     for number, _ in enumerate(passes):
         loss = engine.backward(forward(engine, 1), **counts)
         if prefetch and not late and number % 4 == 3:
-            _until_made(engine)
+            until_made(engine)
         # Another name in the third window, on one rank alone.
         engine.record("kl" if number // 4 == 2 and dist.get_rank() else "reward", loss)
         engine.step()
@@ -152,13 +157,6 @@ def _windows(drive, ahead, prefetch=0, *, late=False):
             before = now
             stream.allowed.release()
     return seen
-
-
-def _until_made(engine):
-    early = engine._self_driver.queue.early
-    end = time.monotonic() + 60
-    while early is not None and early.known() is None and time.monotonic() < end:
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(("case", "exchanges"), [("loop, ahead 0", 4), ("passes, ahead 0", 4), ("passes, ahead 4", 1)])
@@ -200,7 +198,7 @@ def early_or_not(folder):
                 engine.backward(forward(engine, batch.seed))
                 engine.record("seed", float(batch.seed), weight=2)
                 if prefetch and engine.window.closed:
-                    _until_made(engine)
+                    until_made(engine)
                 engine.step()
                 ran.append(batch.rollouts)
                 steps.append(engine.last_step and engine.last_step.model_dump())
@@ -243,7 +241,7 @@ def early_ends(folder):
                 engine.stop()
             engine.backward(forward(engine, 1))
             if number % 4 == 3 and not (number > 4 and stop_at is None and stop_behind is None):
-                _until_made(engine)
+                until_made(engine)
             engine.step()
             if number == stop_behind and dist.get_rank():
                 engine.stop()

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from ds_parity.engine.driver import Driver
+from ds_parity.engine.late_pass import LatePass
 from ds_parity.engine.ranks.upcoming import Upcoming
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
@@ -37,10 +37,10 @@ def _steps(case, drive, late):
     """What passes come to: every step, the weights, how many passes waited late, exchanges."""
     stage, more = CASES[case]
     engine = build({**config(stage, passes=8, loss_weight="token"), **more})
-    steps, run_late = [], Driver._run_pass_late
+    steps, run = [], LatePass.run
     with (
-        patch.object(Driver, "_run_pass_late", autospec=True, side_effect=run_late) as counted,
-        patch.object(Driver, "_may_wait_late", Driver._may_wait_late if late else lambda _: False),
+        patch.object(LatePass, "run", autospec=True, side_effect=run) as counted,
+        patch.object(LatePass, "is_possible", LatePass.is_possible if late else lambda _: False),
     ):
         own = _own(dist.get_rank())
         for one in engine.passes(own) if drive == "passes" else own[:25]:

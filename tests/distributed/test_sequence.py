@@ -11,11 +11,11 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
 
 from ds_parity.parity.running import weights
-from ds_parity.parity.subjects import candidate, ulysses
+from ds_parity.parity.subjects import candidate
 from ds_parity.planning.rollout import MicroBatch
 from tests.distributed.cells import DTYPES, STAGES, config
 from tests.distributed.engines import build, from_all, refusal
-from tests.distributed.sequence import BF16, FP32_ACCUMULATION, ragged, remembering
+from tests.distributed.sequence import BF16, FP32_ACCUMULATION, loss_of, ragged, remembering
 from tests.distributed.sets import on_four_ranks
 
 pytestmark = pytest.mark.ranks
@@ -165,16 +165,6 @@ class TestWhatDeepSpeedDoes:
 )
 def test_what_cannot_be_right_is_refused_with_the_reason(four_ranks, name, says):
     assert four_ranks.of(wrong_sums)[name]["said"].startswith(f"ConfigError: {says}")
-
-
-def loss_of(engine, seed, share=False):
-    """A loss over 6 samples of this data-parallel rank, of which a rank holds 3; gathered, or the own share times 2."""
-    generator = torch.Generator().manual_seed(seed + 100 * (dist.get_rank() // 2))
-    own = torch.randn(6, 4, generator=generator).chunk(2)[dist.get_rank() % 2]
-    mine = engine(own.to(engine.device)).pow(2).sum()
-    if share:
-        return 2 * mine / 6
-    return ulysses.gathered(mine, parallel_state_sp.get_sequence_parallel_group()).sum() / 6
 
 
 def one_pass(engine, seed, **options):

@@ -147,7 +147,7 @@ class Engine(Protocol):
     def save_checkpoint(self, save_dir: str, tag: Any, client_state: Any, save_latest: bool, exclude: bool) -> Any:
         """Save."""
 
-    def load_checkpoint(self, *args: Any) -> tuple[Any, Any]:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Load; return the path and the client state."""
 
 

@@ -57,7 +57,7 @@ class Upcoming:
         whole_windows: a window's passes are all known before its first one runs.
         settles: the window that the streams end in ends there, too; else it goes on with other passes.
         early: what knows the passes that come next before they are announced; None without such.
-        handed: what the micro-batch contains that was handed out and had no backward yet; None without such.
+        awaits_backward: counts of the micro-batch that was handed out and had no backward yet; None without such.
     """
 
     def __init__(self, start: Callable[[Sequence[Announcement]], Pending], ranks: int) -> None:
@@ -70,9 +70,10 @@ class Upcoming:
         self._passes: deque[UpcomingPass] = deque()
         self._pending: Pending | None = None
         self._announced: Sequence[UpcomingPass] = ()
-        self.handed: Counts | None = None
-        self._handed: Counts | None = None
-        self._handed_to: int | None = None
+        self.awaits_backward: Counts | None = None
+        # Also behind its backward: what is recorded then belongs to it.
+        self._handed_out_last: Counts | None = None
+        self._handed_out_to: int | None = None  # the thread that asked for it
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -85,15 +86,15 @@ class Upcoming:
     def hand_out(self) -> Any:
         """Return the micro-batch of the pass that runs next, and let go of it: it is the loop's from now on."""
         first = self.first
-        self.handed = self._handed = first.counts
-        self._handed_to = get_ident()
+        self.awaits_backward = self._handed_out_last = first.counts
+        self._handed_out_to = get_ident()
         batch, first.batch = first.batch, None
         return batch
 
     @property
     def idle(self) -> bool:
         """Whether the calling thread runs an idle pass: what was handed out to it last is a stand-in."""
-        return self._handed == Counts() and self._handed_to == get_ident()
+        return self._handed_out_last == Counts() and self._handed_out_to == get_ident()
 
     def announce(self, passes: Sequence[UpcomingPass]) -> Pending:
         """Start the exchange of these passes, which come after those that were announced before."""
@@ -146,7 +147,7 @@ class Upcoming:
             WindowError: it had its backward() already.
         """
         # Look-ahead knows further passes, which belong to micro-batches that nobody has yet.
-        if self.handed is None:
+        if self.awaits_backward is None:
             raise WindowError(
                 "backward() inside passes(), but the micro-batch it handed out had its backward() already"
             )
@@ -181,7 +182,7 @@ class Upcoming:
             what it contains over all ranks, and what the passes after it do, as far as they are known.
         """
         self.learn()
-        taken, self.handed = self._gathered(self._passes.popleft()), None
+        taken, self.awaits_backward = self._gathered(self._passes.popleft()), None
         later = [one.gathered.totals for one in islice(self._passes, ahead) if one.gathered is not None]
         return taken.totals, later
 
