@@ -174,8 +174,8 @@ class AmongRanks:
                 "there; call it behind the block, or leave no_sync() out: DeepSpeed communicates only where it must"
             )
 
-    def explain_forward(self, error: AttributeError) -> None:
-        """Raise WindowError, on every rank, where a forward has raised because of a parameter that came later.
+    def explain_forward(self, error: Exception) -> None:
+        """Raise WindowError, on every rank, where it is known why a forward of ZeRO 3 has raised.
 
         Args:
             error: that the forward has raised.
