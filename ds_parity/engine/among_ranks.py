@@ -160,8 +160,8 @@ class AmongRanks:
             self.exchange.refuse(self._place(RUNS), error)
             raise
 
-    def explain_forward(self, error: AttributeError) -> None:
-        """Raise WindowError, on every rank, where a forward has raised because of a parameter that came later.
+    def explain_forward(self, error: Exception) -> None:
+        """Raise WindowError, on every rank, where it is known why a forward of ZeRO 3 has raised.
 
         Args:
             error: that the forward has raised.

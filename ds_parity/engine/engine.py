@@ -55,13 +55,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Run the forward.
 
         Raises:
-            WindowError: on ZeRO 3, a parameter came after the engine was built, or torch.compile() gave the model.
+            WindowError: on ZeRO 3, a parameter came after the engine was built, torch.compile() gave the model, or
+                ranks have run other modules.
             RankDesyncError: another rank ended, or did not come in time.
         """
         with self._self_driver.waiting("a forward"):
             try:
                 return self.__wrapped__(*args, **kwargs)
-            except AttributeError as error:
+            except (AttributeError, RuntimeError) as error:
                 self._self_driver.explain_forward(error)
                 raise
 

@@ -2,6 +2,7 @@
 
 from itertools import pairwise, product
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,6 +133,53 @@ def test_ranks_may_use_other_parameters_where_that_is_right_and_are_refused_befo
     else:
         assert said == ["nothing was raised"] * 2
         assert moves == pytest.approx(RIGHT[use], abs=1e-6)
+
+
+class Around(torch.nn.Module):
+    """What has a Pair, because DeepSpeed wants a module around a leaf."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+
+    def forward(self, x, *numbers):
+        # DeepSpeed gathers a leaf for its backward where a gradient of its output flows back to an input.
+        return self.pair(x.requires_grad_(), *numbers)
+
+
+ZERO_3 = [kind for stage, kind in CELLS if stage == 3]
+
+
+@on_two_ranks
+def single_passes_on_zero_3(folder):
+    """By kind and whether the Pair is a leaf: what ranks are answered, and how far the weights have moved.
+
+    One pass a window: DeepSpeed itself notices other modules in the forward after them, which comes after the step.
+    """
+    results = {}
+    for kind, leaf in product(ZERO_3, (False, True)):
+        model = Around()
+        if leaf:
+            deepspeed.utils.set_z3_leaf_modules(model, [Pair])
+        config = {**extended(3, kind), "gradient_accumulation_passes": 2}
+        given = {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0), "config": config}
+        engine = ds_parity.initialize(model=model, model_parameters=model.parameters(), **given)[0]
+        own, factor = dist.get_rank(), 1 + 2 * dist.get_rank()
+        said = from_all(refusal(lambda engine=engine, own=own, factor=factor: one_pass(engine, own, factor=factor)))
+        results[f"{kind} {leaf}"] = [said, moved(engine)]
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("kind", "leaf"), list(product(ZERO_3, (False, True))))
+def test_zero_3_steps_no_window_in_which_ranks_used_other_parameters_that_are_no_leaf(two_ranks, kind, leaf):
+    said, moves = two_ranks.of(single_passes_on_zero_3)[f"{kind} {leaf}"]
+    if leaf:
+        assert said == ["nothing was raised"] * 2
+        assert moves == pytest.approx(RIGHT["own_adapter"], abs=1e-6)
+    else:
+        assert all(one.startswith("RankDesyncError: ") and "leaf_module" in one for one in said), said
+        assert moves == [0, 0]
 
 
 # ZeRO 0 and 1 reduce once a window, and fill zeros in for what a rank has not used.

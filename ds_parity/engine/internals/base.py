@@ -70,7 +70,7 @@ class Adapter(ABC):
     def used_parameters(self) -> int:
         """Return a checksum of the parameters that got gradients in the window; 0 where ranks need not agree on it.
 
-        ZeRO 0 fills zeros in, and ZeRO 3 reduces each parameter by itself.
+        ZeRO 0 fills zeros in.
         """
         return 0
 

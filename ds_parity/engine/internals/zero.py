@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -82,3 +83,11 @@ def _report_overflow(scaler: GradScaler, overflow: bool, device: torch.device | 
     shown.grad = torch.full_like(shown, float("inf") if overflow else 0.0)
     scaler.unscale_(torch.optim.SGD([shown], lr=0.0))
     scaler.update()
+
+
+def checksum(used: int, before: int = 0) -> int:
+    """Return 32 bits of a set of parameters, a bit each, behind those of the sets before it.
+
+    Python's own `hash` of a number is the number modulo 2**61 - 1: parameter n and n + 61 would be the same.
+    """
+    return zlib.crc32(used.to_bytes(used.bit_length() // 8 + 1, "little"), before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
-from ds_parity.engine.internals.zero import Zero
+from ds_parity.engine.internals.zero import Zero, checksum
 from ds_parity.errors import WindowError
 
 
@@ -211,11 +210,3 @@ class Zero12(Zero):
         # The keys stay: step() looks them up for every parameter group.
         for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             kept.update(dict.fromkeys(kept))
-
-
-def checksum(used: int, before: int = 0) -> int:
-    """Return 32 bits of a set of parameters, a bit each, behind those of the sets before it.
-
-    Python's own `hash` of a number is the number modulo 2**61 - 1: parameter n and n + 61 would be the same.
-    """
-    return zlib.crc32(used.to_bytes(used.bit_length() // 8 + 1, "little"), before)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import z3_leaf_parameter
 
 from ds_parity.engine.internals.surface import Engine, Parameter, Zero3Optimizer, Zero3Parameter
-from ds_parity.engine.internals.zero import Zero
+from ds_parity.engine.internals.zero import Zero, checksum
 
 
 class Zero3(Zero):
@@ -23,15 +25,19 @@ class Zero3(Zero):
         engine: the bare DeepSpeed engine.
     """
 
+    _pass = _sequence = 0  # what the backward that runs has used, and a checksum of those before it in the window
+    _coalesced = False
+
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._copied: set[int] = set()  # parameters whose gradient the window's first backward has copied
 
     def prepare(self) -> None:
-        """Add up what one backward brings twice, where DeepSpeed would copy the second gradient over the first.
+        """Note which parameters get gradients, and add up what one backward brings twice.
 
         Reentrant checkpointing runs a backward of its own for each use of a block: a module that is used twice, or two
-        forwards for one backward (tools/deepspeed_faults/reached_twice.py).
+        forwards for one backward. DeepSpeed would copy the second gradient over the first
+        (tools/deepspeed_faults/reached_twice.py).
         """
         super().prepare()
         optimizer, copied = self._optimizer, self._copied
@@ -52,15 +58,39 @@ class Zero3(Zero):
 
         optimizer.partition_grads = partition_grads  # type: ignore[method-assign]
 
+    def _note(self, number: int) -> None:
+        super()._note(number)
+        self._pass |= 1 << number
+
+    def begin_window(self) -> None:
+        """Forget what the last window used."""
+        self._sequence, self._coalesced = 0, False
+
+    def used_parameters(self) -> int:
+        """Return a checksum of what the window used, pass by pass; 0 where it is reduced together at its end.
+
+        Buckets are reduced in the parameters' order, and weights are gathered as modules run: where ranks use other
+        parameters of the same size, those of one are taken for those of another, and no error shows
+        (tools/deepspeed_faults/experts_without_leaves.py).
+        """
+        return 0 if self._coalesced else self._sequence & 0xFFFFFF
+
+    @functools.cached_property
+    def _together(self) -> int:
+        # DeepSpeed reduces those of a leaf module together, with zeros for what no token entered.
+        return sum(1 << number for number, p in enumerate(self._trained) if z3_leaf_parameter(p))
+
     @property
     def _optimizer(self) -> Zero3Optimizer:
         optimizer: Zero3Optimizer = self.engine.optimizer
         return optimizer
 
     def end_backward(self) -> None:
-        """Let the next backward begin anew."""
+        """Add what the backward used to what the window did, and let the next one begin anew."""
         super().end_backward()
         self._copied.clear()
+        self._sequence = checksum(self._pass & ~self._together, self._sequence)
+        self._pass, self._coalesced = 0, self._coalesced or self.keeps_whole_gradients
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""

@@ -127,9 +127,10 @@ class HostSum:
         elif len({replace(where, used=0) for where in places}) == 1 and len(set(places)) > 1:
             rule = (
                 "The passes of a window used different parameters on these ranks (each checksum stands for a set of "
-                "them), and ZeRO stage 1 and 2 add gradients up in their order, those of one parameter to those of "
+                "them), and ZeRO stage 1 to 3 add gradients up in their order, those of one parameter to those of "
                 "another. The weights are as they were. Use every parameter in every pass on every rank (add "
-                "0 * parameter.sum() to the loss), or ZeRO stage 0"
+                "0 * parameter.sum() to the loss; on stage 3, a layer of experts can be a leaf module: "
+                "zero_optimization.leaf_module), or ZeRO stage 0"
             )
         elif len(set(places)) == 1:
             lengths = ", ".join(f"rank {rank} {length}" for rank, _, length in gathered)

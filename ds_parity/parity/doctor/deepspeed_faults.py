@@ -242,7 +242,6 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "make the layer of experts a leaf module (zero_optimization.leaf_module)",
         lambda c: c.stage == 3,
         "ranks use different experts, or adapters, of the same size in one pass",
-        kept_from=False,
     ),
     DeepSpeedFault(
         "expert_norm_zero0",
