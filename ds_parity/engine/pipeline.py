@@ -158,7 +158,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         settings, over = self._self_settings, self._self_over
         place = Place("trains a window", self._windows, 0, settings.fingerprint, self._self_number)
         try:
-            batches = list(micro_batches)
+            batches = _listed(micro_batches)
             counts = tuple(counts_in(one, self._self_weighting) for one in batches)
             for batch, own in zip(batches, counts, strict=True):
                 refuse_mean_of_parts(self._self_weighting, own, len(getattr(batch, "held", ())))
@@ -317,6 +317,17 @@ def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *,
     for refuse, what, why, way_out in refused:
         if refuse:
             raise ConfigError(f"model is a PipelineModule, with {what}: {why}; {way_out}")
+
+
+def _listed(micro_batches: Any) -> list[Any]:
+    try:
+        there = iter(micro_batches)
+    except TypeError as error:
+        raise WindowError(
+            f"train_window() got a {type(micro_batches).__name__}, which can't be iterated ({error}): it takes the "
+            "micro-batches of one window; give a list of ds_parity.MicroBatch, which may be empty"
+        ) from error
+    return list(there)
 
 
 def _all(columns: Mapping[int, Sequence[Counts]]) -> list[Counts]:

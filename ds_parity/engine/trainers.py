@@ -174,9 +174,14 @@ def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
     rows, tokens = len(labels), int(labels.ne(-100).sum())
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # older releases of transformers have none
     if scaled is None:
-        scaled = items is not None and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+        _refuse_function(trainer, unit)
+        scaled = items is not None and bool(trainer.model_accepts_loss_kwargs)
+    # Wherever items are counted over ranks the loss is multiplied by these, also a mean of its own (compute_loss).
+    ranks = trainer.accelerator.num_processes // getattr(trainer, "get_tp_size", lambda: 1)()
+    times = ranks if trainer.args.average_tokens_across_devices and items is not None else 1
     if not scaled:
-        return Divided(unit, max(tokens, 1) * trainer.current_gradient_accumulation_steps, rows, tokens)
+        _refuse_unknown_shift(trainer, inputs, labels, unit)
+        return Divided(unit, max(tokens, 1) * trainer.current_gradient_accumulation_steps / times, rows, tokens)
     if items is None:
         raise ConfigError(
             f"install(normalise={unit!r}): the Trainer takes its loss for one that is divided by the step, but has not "
@@ -188,8 +193,33 @@ def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
             "num_items_in_batch, and many that take **kwargs do not; set accepts_loss_kwargs = False on the model "
             "before the Trainer is built, if it does not, or leave normalise out"
         )
-    ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
-    return Divided(unit, float(items) / (ranks if trainer.args.average_tokens_across_devices else 1), rows, tokens)
+    return Divided(unit, float(items) / times, rows, tokens)
+
+
+def _refuse_function(trainer: Any, unit: str) -> None:
+    if trainer.compute_loss_func is not None:
+        raise ConfigError(
+            f"install(normalise={unit!r}): compute_loss_func computes the loss, and it is not known what it divides "
+            "by; set trainer.loss_is_scaled_for_ga to True where it divides by num_items_in_batch, and to False where "
+            "it returns the mean of its micro-batch, or leave normalise out"
+        )
+
+
+def _refuse_unknown_shift(trainer: Any, inputs: Any, labels: Any, unit: str) -> None:
+    """Raise ConfigError where the first label of a row may be one that the model's loss never sees."""
+    if labels.ndim == 1 or "shift_labels" in inputs or getattr(trainer, "_loss_shifts_labels", True):
+        return
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    model = trainer.model
+    known = getattr(model, "loss_type", None) in LOSS_MAPPING or _of_model(trainer, "is_encoder_decoder")
+    if not known and bool(labels[..., :1].ne(-100).any()):
+        raise ConfigError(
+            f"install(normalise={unit!r}): it is not known whether the loss of {type(model).__name__} shifts its "
+            "labels, and so over how many tokens it is a mean; set the model's loss_type before the Trainer is built "
+            "('ForCausalLM' where it shifts them, 'ForTokenClassification' where it does not), give labels that begin "
+            "with -100, or leave normalise out"
+        )
 
 
 def _refuse_other_unit(wanted: str, own: str, what: str) -> None:

@@ -35,6 +35,9 @@ def explained(driver: AmongRanks, load_dir: str, tag: Any = None) -> Iterator[No
             f"another number of ranks saved it, convert it ({_CONVERT}) and load that with "
             '"checkpoint": {"load_universal": true} in the configuration; loading ends half way, so start a new engine'
         ) from error
+    except KeyError as error:
+        _explain_frozen(driver, load_dir, error)
+        raise
     except ValueError as error:
         if not driver.engine.load_universal_checkpoint():
             raise
@@ -55,6 +58,19 @@ def explained(driver: AmongRanks, load_dir: str, tag: Any = None) -> Iterator[No
             f"({type(error).__name__}: {error}). Load it with the zero_optimization.stage that saved it, or load "
             "its weights alone into the model before initialize() (zero_to_fp32.py beside it makes them of stages 1 to "
             "3); loading ends half way, so start a new engine"
+        ) from error
+
+
+def _explain_frozen(driver: AmongRanks, load_dir: str, error: KeyError) -> None:
+    """Raise CheckpointError where DeepSpeed looks for a frozen parameter that was trained when it was saved."""
+    # ZeRO 2 and 3 save a copy of each parameter that is frozen then, and look for one of each that is frozen now.
+    frozen = {name for name, one in driver.engine.module.named_parameters() if not one.requires_grad}
+    missing = frozen.intersection(error.args)
+    if missing:
+        raise CheckpointError(
+            f"load_checkpoint({load_dir!r}): {missing.pop()} is frozen, and was not when the checkpoint was saved, so "
+            f"that DeepSpeed's ZeRO stage {int(driver.engine.zero_optimization_stage())} finds no copy of it there. "
+            "Set requires_grad as it was then, load once more (loading ended half way), and freeze it behind that"
         ) from error
 
 

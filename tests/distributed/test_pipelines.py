@@ -261,6 +261,7 @@ def refused(folder):
         "batch-size": refusal(lambda: engine.set_train_batch_size(4)),
         "no-first": refusal(lambda: engine.train_window(own if engine.grid.get_data_parallel_id() else [])),
         "keys": refusal(lambda: engine.train_window([ds_parity.MicroBatch({"input_ids": 1})])),
+        "no-list": refusal(lambda: engine.train_window(ds_parity.MicroBatch({}))),
         "column": refusal(lambda: engine.train_window(own[:-1] if rank == 0 else own)),
         "raised": refusal(lambda: engine.train_window(["x"] if rank == 3 else own)),
     }
@@ -282,6 +283,7 @@ def refused(folder):
         ("batch-size", "WindowError: set_train_batch_size(4)"),
         ("no-first", "WindowError: a column of the pipeline has no micro-batch in its first window"),
         ("keys", "WindowError: micro-batch 0 of train_window() has inputs ['input_ids']"),
+        ("no-list", "WindowError: train_window() got a MicroBatch, which can't be iterated"),
         ("column", "RankDesyncError: rank"),
         ("then", "nothing was raised"),
         ("boundary", "ConfigError: model is a PipelineModule, with ds_parity.boundary 'rollouts'"),

@@ -93,6 +93,35 @@ class TestLabels:
         trainer = labelled(model_accepts_loss_kwargs=False)
         assert divided_by(trainer, {"labels": LABELS}, None, "token").by == 3 * 3
 
+    @pytest.mark.parametrize("averaged", [True, False])
+    def test_by_its_own_tokens_where_the_trainer_multiplies_a_mean_by_the_ranks(self, averaged):
+        """Trainer.compute_loss does so wherever it has counted items, also where the loss is no share of them."""
+        trainer = labelled(
+            model_accepts_loss_kwargs=False,
+            compute_loss_func=lambda *_, **__: None,
+            loss_is_scaled_for_ga=False,
+            args=SimpleNamespace(average_tokens_across_devices=averaged),
+        )
+        divided = divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token")
+        assert divided.by == 3 * 3 / (2 if averaged else 1)
+
+    def test_a_function_that_nobody_has_told_of_is_refused(self):
+        trainer = labelled(compute_loss_func=lambda *_, **__: None)
+        with pytest.raises(ConfigError, match="compute_loss_func"):
+            divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token")
+        trainer.loss_is_scaled_for_ga = True
+        assert divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token").by == 30 / 2
+
+    def test_a_model_of_which_nobody_knows_whether_it_shifts_labels_is_refused(self):
+        trainer = labelled(model_accepts_loss_kwargs=False, _loss_shifts_labels=False, model=torch.nn.Linear(1, 1))
+        with pytest.raises(ConfigError, match="whether the loss of Linear shifts its labels"):
+            divided_by(trainer, {"labels": LABELS}, None, "token")
+        first_masked = LABELS.clone()
+        first_masked[:, 0] = -100  # a loss that shifts never sees these
+        assert divided_by(trainer, {"labels": first_masked}, None, "token").by == 3 * 3
+        trainer.model.loss_type = "ForTokenClassification"
+        assert divided_by(trainer, {"labels": LABELS}, None, "token").by == 5 * 3
+
     def test_labels_that_are_shifted_already_are_taken_as_they_are(self):
         assert divided_by(labelled(), {"shift_labels": LABELS}, torch.tensor(30), "token").tokens == 5
 

@@ -112,6 +112,30 @@ def the_module_alone_is_not_there(case):
     watched.engine.load_checkpoint(case.folder, load_module_only=True)
 
 
+@play.right(STAGES, ["saved", "loaded"])
+def a_parameter_is_frozen_for_a_while(case):
+    """When a checkpoint is saved, or loaded: ZeRO 2 and 3 refuse that, and load it once the parameter trains."""
+    watched = Watched(case.cell, target=4)
+    frozen = watched.engine.module.head.bias
+    watched.passes(range(2))
+    frozen.requires_grad_(case.variant != "saved")
+    watched.engine.save_checkpoint(case.folder, "saved")
+    kept = watched.oracle_weights()
+    frozen.requires_grad_(True)
+    watched.passes(range(2, 4))
+    frozen.requires_grad_(case.variant != "loaded")
+    if case.variant == "loaded" and case.cell.stage > 1:
+        with pytest.raises(ds_parity.CheckpointError, match=r"head\.bias is frozen"):
+            watched.engine.load_checkpoint(case.folder)
+        frozen.requires_grad_(True)
+    watched.engine.load_checkpoint(case.folder)
+    frozen.requires_grad_(True)
+    load(watched, kept)
+    back = watched.apart()
+    watched.passes(range(10, 12))
+    return Found(max(back, watched.apart()))
+
+
 @play.right(CELLS)
 def the_optimizers_state_is_left_out(case):
     """Another engine, of other weights and some steps, takes weights and counts over."""
