@@ -13,7 +13,17 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ds_parity.config.faults import Fault
-from ds_parity.config.features import AUTOTP, COALESCED, FEATURES, LEFT_OUT, SCATTERED, Feature, Wanted, named
+from ds_parity.config.features import (
+    AUTOTP,
+    COALESCED,
+    FEATURES,
+    LEFT_OUT,
+    MOVED_OFFLOADED,
+    SCATTERED,
+    Feature,
+    Wanted,
+    named,
+)
 from ds_parity.config.releases import Release, release
 
 OLDEST: Final = release("0.18.4")
@@ -160,6 +170,14 @@ ENTRIES: Final = (
         "read in DeepSpeed",
         right_from=release("0.19.2"),
         way_out="leave the block out: the step is the same, and passes of ZeRO 2 and 3 reduce in each backward",
+    ),
+    Entry(
+        (MOVED_OFFLOADED.name,),
+        Verdict.REFUSED,
+        "it ends in an assertion, though weights and gradients could be moved",
+        "read in DeepSpeed, runtime/engine.py; a row of the matrix raised on 0.18.4",
+        right_from=release("0.19.0"),
+        way_out="leave the call out: the optimizer's states are not on the accelerator",
     ),
 )
 
