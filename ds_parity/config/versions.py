@@ -112,6 +112,13 @@ ENTRIES: Final = (
     Entry(
         (_BF16_OPTIMIZER,),
         Verdict.CORRECTED,
+        "it gets the optimizer of ZeRO 0, which sums in bf16, divides by fp16's loss scale and partitions nothing",
+        "read in DeepSpeed 0.18.4 and 0.18.9: runtime/constants.py gave BFLOAT16 and DDP_BFLOAT16 one value",
+        right_from=release("0.18.6"),
+    ),
+    Entry(
+        (_BF16_OPTIMIZER,),
+        Verdict.CORRECTED,
         "the last micro-batch of a window is not reduced between ranks",
         "DeepSpeed #7985",
         right_from=release("0.19.0"),

@@ -54,6 +54,7 @@ def test_every_entry_is_of_features_that_exist_and_has_its_evidence(entry):
         ("ZeRO 3 in bf16", "0.19.8", Verdict.RIGHT),
         ("ZeRO 1 under torch_autocast in bf16", "0.18.9", Verdict.CORRECTED),
         ("ZeRO 1 under torch_autocast in bf16", "0.18.4", Verdict.RIGHT),
+        ("ZeRO 1 in bf16 with fp32 accumulation", "0.18.4", Verdict.CORRECTED),
         ("ZeRO 1 in bf16 with fp32 accumulation", "0.18.9", Verdict.CORRECTED),
         ("ZeRO 1 in bf16 with fp32 accumulation", "0.19.0", Verdict.RIGHT),
         ("ZeRO 2 in bf16 with fp32 accumulation", "0.18.9", Verdict.CORRECTED),

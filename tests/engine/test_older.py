@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -266,6 +267,15 @@ def test_weights_are_gathered_one_after_the_other_where_the_last_alone_is_waited
     older._wait_for_every_gather()  # once is enough
     getattr(Init, older._GATHER)(None, ["a", "b"], 0)
     assert gathered == [(["a"], (0,)), (["b"], (0,))]
+
+
+def test_the_wrappers_of_bf16_have_two_names_while_an_engine_is_built(monkeypatch):
+    monkeypatch.setattr(deepspeed_engine, "DDP_BFLOAT16", "bf16")
+    with older.building():
+        assert deepspeed_engine.DDP_BFLOAT16 == "ddp_bf16"
+        assert deepspeed_engine.BFLOAT16 == "bf16"
+    # Bare engines beside it are built as they are.
+    assert deepspeed_engine.DDP_BFLOAT16 == "bf16"
 
 
 def test_the_newest_release_is_left_alone():
