@@ -16,18 +16,25 @@ Ranks import the test module to find the function. What a test module does on im
 not touch the accelerator or the process group.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
-from ds_parity.errors import HarnessError
+import pytest
+
+from ds_parity.engine.internals.installed import installed
+from ds_parity.errors import DsParityError, HarnessError
 from ds_parity.parity.probe.decomposition import ProbeResult
+from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.launch import Call, Job
 from ds_parity.parity.verification.verify import call, title
 from ds_parity.trace import read_trace
 from tests.beside import Errand
+from tests.older_refusals import is_older, refusal
 from tests.starts import run_all
 
 ROOT = str(Path(__file__).parents[1])
 CANDIDATE = "ds_parity.parity.subjects.candidate:run"
+REFUSED = "refused on this release of DeepSpeed"
 
 
 class RankSet:
@@ -118,6 +125,8 @@ class RankSet:
 
     def _job(self, folder, earlier):
         calls = tuple(make(folder, earlier) for _, make in self._registered.values())
+        if is_older(installed()):
+            calls = tuple(map(_refusable, calls))
         return Job(calls, folder / "ranks", self.ranks, import_from=(ROOT,), **self._options)
 
     def _register(self, name, what, make):
@@ -133,7 +142,10 @@ class Launched:
         self.folder, self._results = folder, results
 
     def of(self, function, **arguments):
-        """Return what a registered task, or a function that was registered with these arguments, returned."""
+        """Return what a registered task, or a function that was registered with these arguments, returned.
+
+        A test is skipped by it where an older DeepSpeed is installed and the table of releases refuses the call.
+        """
         return self._result(_title(function, **arguments))
 
     def folder_of(self, task):
@@ -153,9 +165,27 @@ class Launched:
     def _result(self, name):
         if name not in self._results:
             raise LookupError(f"{name} was not run: register it in the test module that asserts on it")
-        if isinstance(self._results[name], HarnessError):
-            raise self._results[name]
-        return self._results[name]
+        result = self._results[name]
+        if isinstance(result, HarnessError):
+            raise result
+        if isinstance(result, dict) and REFUSED in result:
+            pytest.skip(result[REFUSED])
+        return result
+
+
+def run_refusable(function, arguments):
+    """Run a call on ranks; what the table of releases refuses in it is its result, so that no rank ends in it."""
+    try:
+        return resolve(function)(**arguments)
+    except DsParityError as error:
+        if (why := refusal(error, installed())) is None:
+            raise
+        return {REFUSED: why}
+
+
+def _refusable(call):
+    arguments = {"function": call.function, "arguments": call.arguments}
+    return replace(call, function=f"{__name__}:{run_refusable.__name__}", arguments=arguments)
 
 
 def _name(function):

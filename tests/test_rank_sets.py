@@ -4,7 +4,11 @@ import json
 
 import pytest
 
-from ds_parity.errors import HarnessError
+from ds_parity.config import versions
+from ds_parity.config.faults import Fault, refuse
+from ds_parity.config.releases import release
+from ds_parity.errors import ConfigError, DsParityError, HarnessError, WindowError
+from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.launch import Call, Job
 from ds_parity.parity.running.scenario import Scenario
 from tests import rank_sets, starts
@@ -165,6 +169,94 @@ def test_a_task_goes_on_from_the_folder_of_an_earlier_set(launched):
     result, _ = launched(four, earlier.folder)
     assert (pair.goes_on, four.goes_on) == (False, True)
     assert result.of(another).arguments["saved"] == str(earlier.folder_of(task))
+
+
+class TestWhatTheTableOfReleasesRefuses:
+    """A call that an older DeepSpeed is refused for: its tests are skipped with the reason, and no rank ends in it."""
+
+    WHY = r"zero_optimization\.contiguous_gradients = false: DeepSpeed 0\.18\.4 is wrong on ZeRO 1 and 2 without"
+
+    @pytest.fixture
+    def with_release(self, monkeypatch):
+        """A function that has the set believe that another DeepSpeed is installed."""
+        return lambda name: monkeypatch.setattr(rank_sets, "installed", lambda: name and release(name))
+
+    @pytest.fixture
+    def ran(self, monkeypatch, tmp_path):
+        """A function that runs a set's calls in this process; the result of the one task that it registers."""
+        monkeypatch.setattr(rank_sets, "run_all", lambda job: [resolve(c.function)(**c.arguments) for c in job.calls])
+
+        def run(task):
+            pair = RankSet(2)
+            pair(task)
+            return pair.launch(tmp_path).of(task)
+
+        return run
+
+    def test_is_skipped_on_an_older_release(self, with_release, ran):
+        with_release("0.18.4")
+        with pytest.raises(pytest.skip.Exception, match=self.WHY):
+            ran(scattered)
+        with pytest.raises(pytest.skip.Exception, match=r"coalesce_grad_reduction\(\): DeepSpeed 0\.18\.4 is wrong on"):
+            ran(coalesced)
+
+    @pytest.mark.parametrize("newest", ["0.19.8", "0.20.0", None])
+    def test_is_an_error_on_the_newest_one(self, with_release, ran, newest):
+        with_release(newest)
+        with pytest.raises(ConfigError, match="contiguous_gradients"):
+            ran(scattered)
+
+    @pytest.mark.parametrize("task", ["refused_by_another_rule", "refused_by_both", "refused_by_a_window"])
+    def test_is_told_from_every_other_refusal(self, with_release, ran, task):
+        with_release("0.18.4")
+        with pytest.raises(DsParityError, match="another"):
+            ran(globals()[task])
+
+    def test_changes_no_result(self, with_release, ran):
+        with_release("0.18.4")
+        assert ran(answered) == {"seen": [3, 7, 11]}
+
+    def test_leaves_calls_as_they_are_on_the_newest_one(self, with_release, launched):
+        pair = RankSet(2)
+        pair(task)
+        with_release("0.19.8")
+        assert launched(pair)[1].calls[0].function == "tests.test_rank_sets:task"
+
+
+SCATTERED = {"zero_optimization": {"stage": 2, "contiguous_gradients": False}}
+
+
+def scattered(folder):
+    """A task whose engine the table refuses on 0.18.4."""
+    refuse(versions.refused(SCATTERED, release("0.18.4")))
+
+
+def coalesced(folder):
+    """A task that calls what the table refuses on 0.18.4."""
+    raise ConfigError(
+        f"coalesce_grad_reduction(): {versions.refused_by_call('coalesce_grad_reduction()', release('0.18.4'))}"
+    )
+
+
+def refused_by_another_rule(folder):
+    """A task that is refused on every release."""
+    refuse([Fault("stage", 7, "there is another rule", "choose 3")])
+
+
+def refused_by_both(folder):
+    """A task with two faults, of which one is not of the table."""
+    of_table = versions.refused(SCATTERED, release("0.18.4"))
+    refuse([Fault("stage", 7, "there is another rule", "choose 3"), *of_table])
+
+
+def refused_by_a_window(folder):
+    """A task that fails with the words of the table in another kind of error."""
+    raise WindowError(f"another error: {versions.refused_by_call('coalesce_grad_reduction()', release('0.18.4'))}")
+
+
+def answered(folder):
+    """A task with a result."""
+    return {"seen": [3, 7, 11]}
 
 
 def test_two_scenarios_of_one_name_are_refused():

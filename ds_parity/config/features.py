@@ -143,6 +143,7 @@ SCATTERED: Final = Feature(
 AUTOTP: Final = Feature("AutoTP", lambda asked: autotp_size(asked.config) > 1, SIZE_OF_AUTOTP)
 CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")
 COALESCED: Final = Feature("coalesce_grad_reduction()", _never, "")
+MOVED_OFFLOADED: Final = Feature("offload_states() with offloaded optimizer states", _never, "")
 LEFT_OUT: Final = Feature("parameters that some passes leave out", _never, "")
 
 FEATURES: Final = (
@@ -155,6 +156,7 @@ FEATURES: Final = (
     AUTOTP,
     CALLERS,
     COALESCED,
+    MOVED_OFFLOADED,
     LEFT_OUT,
 )
 """Every feature that has a row in the table of docs/versions.md, in its order."""

@@ -13,7 +13,17 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ds_parity.config.faults import Fault
-from ds_parity.config.features import AUTOTP, COALESCED, FEATURES, LEFT_OUT, SCATTERED, Feature, Wanted, named
+from ds_parity.config.features import (
+    AUTOTP,
+    COALESCED,
+    FEATURES,
+    LEFT_OUT,
+    MOVED_OFFLOADED,
+    SCATTERED,
+    Feature,
+    Wanted,
+    named,
+)
 from ds_parity.config.releases import Release, release
 
 OLDEST: Final = release("0.18.4")
@@ -102,6 +112,13 @@ ENTRIES: Final = (
     Entry(
         (_BF16_OPTIMIZER,),
         Verdict.CORRECTED,
+        "it gets the optimizer of ZeRO 0, which sums in bf16, divides by fp16's loss scale and partitions nothing",
+        "read in DeepSpeed 0.18.4 and 0.18.9: runtime/constants.py gave BFLOAT16 and DDP_BFLOAT16 one value",
+        right_from=release("0.18.6"),
+    ),
+    Entry(
+        (_BF16_OPTIMIZER,),
+        Verdict.CORRECTED,
         "the last micro-batch of a window is not reduced between ranks",
         "DeepSpeed #7985",
         right_from=release("0.19.0"),
@@ -160,6 +177,14 @@ ENTRIES: Final = (
         "read in DeepSpeed",
         right_from=release("0.19.2"),
         way_out="leave the block out: the step is the same, and passes of ZeRO 2 and 3 reduce in each backward",
+    ),
+    Entry(
+        (MOVED_OFFLOADED.name,),
+        Verdict.REFUSED,
+        "it ends in an assertion, though weights and gradients could be moved",
+        "read in DeepSpeed, runtime/engine.py; a row of the matrix raised on 0.18.4",
+        right_from=release("0.19.0"),
+        way_out="leave the call out: the optimizer's states are not on the accelerator",
     ),
 )
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
+from ds_parity.config import versions
+from ds_parity.config.features import MOVED_OFFLOADED
+from ds_parity.engine.internals.installed import installed
 from ds_parity.errors import ConfigError, WindowError
 
 
@@ -43,10 +46,31 @@ def _of_wrapper(name: str) -> Callable[..., Any]:
                 f"{type(engine.optimizer).__name__}, which has no states that DeepSpeed could move; choose {other}, or "
                 "leave the call out"
             )
+        if name == "offload_states":
+            _refuse_offloaded(engine)
         return getattr(engine, name)(*args, **kwargs)
 
     method.__name__ = name
     return method
+
+
+def _refuse_offloaded(engine: Any) -> None:
+    # DeepSpeed has an assertion against each of both, the second one before 0.19.0 (runtime/engine.py).
+    if device := _device(engine.zero_offload_param()):
+        raise ConfigError(
+            f"offload_states() with zero_optimization.offload_param.device = {device}: DeepSpeed moves no states of an "
+            "engine whose parameters are offloaded; leave the call out, or offload_param"
+        )
+    device = _device(engine.zero_offload_optimizer())
+    if device and (why := versions.refused_by_call(MOVED_OFFLOADED.name, installed())):
+        raise ConfigError(f"offload_states() with zero_optimization.offload_optimizer.device = {device}: {why}")
+
+
+def _device(offload: Any) -> str:
+    """Return where a section of the configuration offloads to, "" where it does not."""
+    # DeepSpeed's models have a member of an enum, or its value.
+    device = "none" if offload is None else getattr(offload.device, "value", offload.device)
+    return "" if device == "none" else str(device)
 
 
 @contextmanager

@@ -54,6 +54,7 @@ def test_every_entry_is_of_features_that_exist_and_has_its_evidence(entry):
         ("ZeRO 3 in bf16", "0.19.8", Verdict.RIGHT),
         ("ZeRO 1 under torch_autocast in bf16", "0.18.9", Verdict.CORRECTED),
         ("ZeRO 1 under torch_autocast in bf16", "0.18.4", Verdict.RIGHT),
+        ("ZeRO 1 in bf16 with fp32 accumulation", "0.18.4", Verdict.CORRECTED),
         ("ZeRO 1 in bf16 with fp32 accumulation", "0.18.9", Verdict.CORRECTED),
         ("ZeRO 1 in bf16 with fp32 accumulation", "0.19.0", Verdict.RIGHT),
         ("ZeRO 2 in bf16 with fp32 accumulation", "0.18.9", Verdict.CORRECTED),
@@ -67,6 +68,8 @@ def test_every_entry_is_of_features_that_exist_and_has_its_evidence(entry):
         ("ZeRO 1 with CPU offload", "0.18.4", Verdict.RIGHT),
         ("coalesce_grad_reduction()", "0.19.0", Verdict.REFUSED),
         ("coalesce_grad_reduction()", "0.19.2", Verdict.RIGHT),
+        ("offload_states() with offloaded optimizer states", "0.18.9", Verdict.REFUSED),
+        ("offload_states() with offloaded optimizer states", "0.19.0", Verdict.RIGHT),
     ],
 )
 def test_a_verdict_follows_from_the_release(feature, version, expected):

@@ -13,6 +13,7 @@ import ds_parity
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import from_all, perceptron, refusal
 from tests.distributed.sets import on_two_ranks
+from tests.older_refusals import may_run
 
 pytestmark = pytest.mark.ranks
 
@@ -33,13 +34,6 @@ KINDS = {
     "no contiguous gradients": {},
     "overlap": {},
 }
-CELLS = [
-    (stage, kind)
-    for stage, kind in product(STAGES, KINDS)
-    if not (kind == "fp32 at once" and stage != 1)
-    and not (stage == 0 and kind not in ("fp32", "bf16"))
-    and not (stage == 3 and kind == "no contiguous gradients")
-]
 
 
 def extended(stage, kind="fp32"):
@@ -56,6 +50,16 @@ def extended(stage, kind="fp32"):
         "zero_force_ds_cpu_optimizer": False,
         **KINDS[kind],
     }
+
+
+CELLS = [
+    (stage, kind)
+    for stage, kind in product(STAGES, KINDS)
+    if not (kind == "fp32 at once" and stage != 1)
+    and not (stage == 0 and kind not in ("fp32", "bf16"))
+    and not (stage == 3 and kind == "no contiguous gradients")
+    and may_run(extended(stage, kind))
+]
 
 
 def engine_of(stage, kind="fp32", model=None):

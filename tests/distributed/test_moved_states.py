@@ -1,10 +1,13 @@
 """States that leave the accelerator inside a window and come back: the steps are those of an engine that keeps them."""
 
 import pytest
+import torch
 
+from ds_parity.config.releases import release
+from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running import weights
 from tests.distributed.cells import config
-from tests.distributed.engines import build, one_pass
+from tests.distributed.engines import build, one_pass, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -12,16 +15,30 @@ pytestmark = pytest.mark.ranks
 # On ZeRO 3 DeepSpeed moves the states of its own Adam alone.
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.05}}, "scheduler": None}
 PRECISIONS = {"fp32": {}, "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}
+TORCH_ADAM = {
+    "optimizer": {"type": "Adam", "params": {"lr": 0.05, "torch_adam": True}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
-def trained(stage, keys, moves):
-    extended = {**config(stage, passes=6), **ADAM, **keys}
+def can_pin():
+    """Whether memory can be pinned: before 0.19.8 DeepSpeed asks torch, which does so beside an accelerator alone."""
+    return torch.accelerator.is_available() or not before(release("0.19.8"))
+
+
+def config_of(stage, keys, **zero):
+    extended = {**config(stage, passes=6), **ADAM, **keys, "zero_optimization": {"stage": stage, **zero}}
     del extended["scheduler"]
-    engine = build(extended)
+    return extended
+
+
+def trained(stage, keys, moves, **zero):
+    engine = build(config_of(stage, keys, **zero))
     for seed in range(9):
         one_pass(engine, seed)
         if moves:
-            engine.offload_states(pin_memory=seed % 2 == 0)
+            engine.offload_states(pin_memory=can_pin() and seed % 2 == 0)
             engine.reload_states()
     vector, step = weights.vector(engine.module).tolist(), engine.last_step.step
     engine.destroy()
@@ -36,6 +53,43 @@ def moved_inside(folder):
         for stage in (1, 2, 3)
         for name, keys in PRECISIONS.items()
     }
+
+
+@on_two_ranks
+def offloaded_states_moved(folder):
+    """The same where the optimizer's states lie on the host all the time; releases before 0.19.0 refuse it."""
+    return {
+        str(stage): [trained(stage, TORCH_ADAM, moves, **OFFLOADED) for moves in (False, True)] for stage in (1, 2, 3)
+    }
+
+
+@on_two_ranks
+def offloaded_parameters_moved(folder):
+    """What a loop hears that would move states beside offloaded parameters, and whether it can train on."""
+    engine = build(config_of(3, TORCH_ADAM, offload_param={"device": "cpu"}, **OFFLOADED))
+    for seed in range(3):
+        one_pass(engine, seed)
+    said = refusal(lambda: engine.offload_states(pin_memory=False))
+    engine.reload_states()
+    for seed in range(3):
+        one_pass(engine, seed)
+    step = engine.last_step.step
+    engine.destroy()
+    return said, step
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_states_that_are_offloaded_anyway_may_be_moved(two_ranks, stage):
+    kept, moved = two_ranks.of(offloaded_states_moved)[stage]
+    assert moved == kept
+    assert moved[1] == 3
+
+
+def test_offloaded_parameters_are_refused_with_the_way_out(two_ranks):
+    said, step = two_ranks.of(offloaded_parameters_moved)
+    assert said.startswith("ConfigError: offload_states() with zero_optimization.offload_param.device = cpu: ")
+    assert "leave the call out" in said
+    assert step == 2
 
 
 @pytest.mark.parametrize("name", [f"{stage}-{name}" for stage in (1, 2, 3) for name in PRECISIONS])

@@ -54,7 +54,7 @@ def test_every_protocol_stands_for_classes_of_deepspeed():
 # What the room uses beside DeepSpeed: of torch, of Python, of DeepSpeed's documented accelerator, and of ds_parity.
 OTHERS = {
     *("GatheredParameters", "Module", "Parameter", "all", "bfloat16", "cpu", "detach", "dtype", "flatten", "float"),
-    *("float16", "master", "where", "zero"),
+    *("float16", "inf", "linalg", "logical_not", "master", "new_zeros", "vector_norm", "where", "zero"),
     *(
         "_version",
         "add_param_group",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_parity.config.features import FEATURES, named
+from ds_parity.config.features import FEATURES, MOVED_OFFLOADED, named
 from ds_parity.config.releases import release
 from ds_parity.config.versions import MEASURED, Verdict, verdict
 from ds_parity.parity.matrix.cells import cells
@@ -99,6 +99,14 @@ def test_every_feature_has_rows_of_the_matrix_or_tests():
     places = page.places_of_features()
     bare = [feature.name for feature in FEATURES if not places[feature.name] and feature.name not in page._TESTS]
     assert not bare
+
+
+def test_a_feature_that_a_call_asks_for_is_shown_by_the_rows_that_call_it():
+    (place,) = page.places_of_features()[MOVED_OFFLOADED.name]
+    assert place == ("offload_states", "offload_optimizer, bf16", 2)
+    shown = row_of(page.features(ran("0.19.0", cell("right", place[1], 2) | {"group": place[0]})), MOVED_OFFLOADED.name)
+    assert shown["0.18.9"].startswith("refused [")
+    assert shown["0.19.0"] == "right (1 of 1 rows)"
 
 
 def test_a_run_replaces_its_own_cells_alone(tmp_path):

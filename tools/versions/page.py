@@ -95,7 +95,9 @@ def places_of_features() -> dict[str, set[Place]]:
         feature.name: {
             (cell.variant.group, cell.variant.name, cell.stage)
             for cell in every
-            if feature.asked_for(cell.ragged.config) or cell.variant.name in _ROWS.get(feature.name, ())
+            if feature.asked_for(cell.ragged.config)
+            or feature.name in cell.variant.calls
+            or cell.variant.name in _ROWS.get(feature.name, ())
         }
         for feature in FEATURES
     }

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -38,15 +39,43 @@ _WRAPPERS: Final = (
 )
 
 
+_OF_ZERO_0: Final = "DDP_BFLOAT16"
+
+
 @contextmanager
 def building() -> Iterator[None]:
-    """Return a context in which DeepSpeed may build an engine: the buffer of weights of ZeRO 1 and 2 has no graph.
+    """Return a context in which DeepSpeed may build an engine, as later releases build it."""
+    _wait_for_every_gather()
+    with _buffer_without_graph(), _wrappers_told_apart():
+        yield
+
+
+@contextmanager
+def _wrappers_told_apart() -> Iterator[None]:
+    """Let ZeRO 1 in bf16 with fp32 accumulation have its own wrapper.
+
+    Up to 0.18.5 two kinds of wrappers go by one name (runtime/constants.py), so that it gets the one of ZeRO 0, which
+    sums in bf16, and of which each rank has the states of all parameters.
+    """
+    name = getattr(deepspeed_engine, _OF_ZERO_0, "")
+    if name != getattr(deepspeed_engine, "BFLOAT16", None):
+        yield
+        return
+    setattr(deepspeed_engine, _OF_ZERO_0, f"ddp_{name}")
+    try:
+        yield
+    finally:
+        setattr(deepspeed_engine, _OF_ZERO_0, name)
+
+
+@contextmanager
+def _buffer_without_graph() -> Iterator[None]:
+    """Let the buffer of weights of ZeRO 1 and 2 have no graph.
 
     0.18.6 to 0.18.10 make it of the parameters themselves where the memory suffices, with a graph behind it, and the
     first step raises "Output 0 of SplitBackward0 is a view and is being modified inplace", with every torch since 1.8
     (DeepSpeed #7948, which detaches the buffer).
     """
-    _wait_for_every_gather()
     if not before(release("0.19.0")):
         yield
         return

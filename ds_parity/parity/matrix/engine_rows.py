@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ds_parity.config.features import MOVED_OFFLOADED
 from ds_parity.parity.matrix.needed import COMPILER, LIBAIO
 from ds_parity.parity.matrix.variant import (
     ADAMW,
@@ -77,7 +78,7 @@ MOVED = (
     _moved("fp16", fp16(loss_scale=128.0)),
     _moved("torch_autocast bf16", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, (2,)),
     _moved("AdamW, bf16", BF16 | ADAMW, (2,)),
-    _moved("offload_optimizer, bf16", ADAMW | BF16 | zero(**OFFLOADED), (2,)),
+    _moved("offload_optimizer, bf16", ADAMW | BF16 | zero(**OFFLOADED), (2,), calls=(MOVED_OFFLOADED.name,)),
     _moved("streams", stages=(2,), ragged=_STREAMS),
     _moved("caller's step", _CALLER, (1,)),
     _moved("Adam (fused)", _FUSED, (3,)),

@@ -86,8 +86,8 @@ def judge(cell: Cell, answers: Answers, folder: Path, here: Release | None = Non
     refused = cell.refusal or _engine_refusal(cell, mine)
     if refused is not None:
         return Result(cell, (_refusal(cell, refused, here),), seconds)
-    if cell.stage in cell.variant.refused:
-        detail = "ds_parity takes a configuration that the matrix says it refuses"
+    if _to_be_refused(cell, here):
+        detail = "ds_parity takes what the matrix, or the table of releases, says it refuses"
         return Result(cell, (CellFinding("refusal", Status.DIFFERS, detail),), seconds)
     return Result(cell, tuple(_finding(check, cell, mine, folder, here) for check in CHECKS), seconds)
 
@@ -102,9 +102,16 @@ def _engine_refusal(cell: Cell, answers: Answers) -> str | None:
 
 
 def _refusal(cell: Cell, reason: str, here: Release | None) -> CellFinding:
-    by_release = here is not None and any(versions.refused(cell.ragged.config, here))
-    expected = Status.REFUSED if by_release or cell.stage in cell.variant.refused else Status.DIFFERS
+    expected = Status.REFUSED if _to_be_refused(cell, here) else Status.DIFFERS
     return CellFinding("refusal", expected, reason.removeprefix("1 fault: "))
+
+
+def _to_be_refused(cell: Cell, here: Release | None) -> bool:
+    """Return whether the matrix says that a cell is refused everywhere, or the table of releases that it is here."""
+    if cell.stage in cell.variant.refused:
+        return True
+    by_call = any(versions.refused_by_call(name, here) is not None for name in cell.variant.calls)
+    return by_call or (here is not None and any(versions.refused(cell.ragged.config, here)))
 
 
 def _finding(check: str, cell: Cell, answers: Answers, folder: Path, here: Release | None) -> CellFinding:

@@ -40,6 +40,7 @@ class Variant:
         faults: stage to the fault of DeepSpeed (`matrix.faults`), which shows in the comparison with `deepspeed`.
         refused: stages on which ds_parity refuses the configuration.
         quick: stages that belong to the quick subset.
+        calls: features of releases that its loop asks for by a call, by their names (`config.features`).
         needs: what must be installed beside ds_parity (`matrix.needed`); where it is not, the row is not run.
     """
 
@@ -53,6 +54,7 @@ class Variant:
     left_out: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
+    calls: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     quick: tuple[int, ...] = ()
 

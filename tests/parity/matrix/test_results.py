@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds_parity.config.features import MOVED_OFFLOADED
 from ds_parity.config.releases import release
 from ds_parity.parity.matrix import needed, pages, summary
 from ds_parity.parity.matrix.cells import Cell
@@ -167,6 +168,38 @@ def test_a_loop_may_be_refused_where_it_runs_if_the_matrix_says_so(tmp_path, ref
     result = judge(cell, {key: {"raised": "WindowError: it came twice"} for key in calls}, tmp_path)
     assert result.status is status
     assert not refused or result.why == "refusal: it came twice"
+
+
+CALLS = (MOVED_OFFLOADED.name,)
+
+
+@pytest.mark.parametrize(
+    ("calls", "here", "status"),
+    [
+        (CALLS, "0.18.4", Status.REFUSED),
+        (CALLS, "0.19.0", Status.DIFFERS),
+        (CALLS, None, Status.DIFFERS),
+        ((), "0.18.4", Status.DIFFERS),
+    ],
+)
+def test_a_call_may_be_refused_on_releases_that_can_t_do_it(ran, calls, here, status):
+    cell = Cell(replace(PLAIN.variant, calls=calls), 2)
+    answers = {**ran[0], f"{cell.ragged.name}: ds_parity": {"raised": "ConfigError: offload_states(): no"}}
+    result = judge(cell, answers, ran[1], here and release(here))
+    assert (result.status, result.why) == (status, "refusal: offload_states(): no")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        replace(PLAIN.variant, calls=CALLS),
+        replace(PLAIN.variant, patch={"zero_optimization": {"contiguous_gradients": False}}),
+    ],
+    ids=["a call", "a setting"],
+)
+def test_what_the_table_of_releases_refuses_must_be_refused(ran, variant):
+    assert judge(Cell(variant, 2), *ran, release("0.18.4")).status is Status.DIFFERS
+    assert judge(Cell(variant, 2), *ran, release("0.19.8")).status is Status.RIGHT
 
 
 def test_a_refusal_that_the_matrix_does_not_expect_is_a_difference(ran):

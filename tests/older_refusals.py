@@ -1,0 +1,43 @@
+"""What an older DeepSpeed is refused for by the table of releases: a test that meets it is skipped with the reason.
+
+So that tests which are run with an older release say what is right there, what is refused and what is wrong. With the
+newest release that was measured nothing is ever skipped.
+"""
+
+from ds_parity.config import versions
+from ds_parity.config.features import named
+from ds_parity.config.versions import ENTRIES, MEASURED, Verdict, rule_and_way_out
+from ds_parity.engine.internals.installed import installed
+from ds_parity.errors import ConfigError
+
+
+def is_older(here):
+    """Return whether a release (None: one that nobody can name) comes before the newest that was measured."""
+    return here is not None and here < MEASURED[-1]
+
+
+def may_run(config):
+    """Return whether the installed release may run a configuration: one of many in a task, whose others are run."""
+    here = installed()
+    return not is_older(here) or not any(versions.refused(config, here))
+
+
+def refusal(error, here):
+    """Return the reason where an error is a refusal by the table of releases and nothing else, None otherwise.
+
+    Args:
+        error: any exception.
+        here: the release that is installed.
+    """
+    if not is_older(here) or not isinstance(error, ConfigError):
+        return None
+    rules = [
+        rule_and_way_out(named(name), entry, here)[0]
+        for entry in ENTRIES
+        if entry.verdict is Verdict.REFUSED and entry.on(here)
+        for name in entry.features
+    ]
+    # Faults of a configuration stand one a line, behind a heading.
+    first, *others = str(error).split("\n  ")
+    faults = others or [first]
+    return "; ".join(faults) if all(any(rule in fault for rule in rules) for fault in faults) else None
