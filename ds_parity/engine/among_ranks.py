@@ -24,6 +24,7 @@ from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
 
 RUNS = "runs a pass"
+RUNS_WHOLE = "runs a pass of a window that it knows as a whole (lookahead 'window')"
 
 
 class AmongRanks:

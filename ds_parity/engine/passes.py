@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ds_parity.config import MAX_LOOKAHEAD
+from ds_parity.engine.among_ranks import RUNS, RUNS_WHOLE
 from ds_parity.engine.arguments import (
     chunk_of,
     counts_in,
@@ -75,7 +76,8 @@ class PassQueue:
         self._chunk = chunk
         # The one micro-batch that is kept when it has been run. Its inputs are its own, the loop may take others apart.
         self._smallest = None if idle is None else whole(idle)
-        self.upcoming = driver.upcoming()
+        # Ranks of which one knows the whole window, and another as many passes, would divide by other totals.
+        self.upcoming = driver.upcoming(RUNS_WHOLE if whole_windows else RUNS)
         self.upcoming.whole_windows = whole_windows
         self._out_of_data = False
         # What a thread has made by the end of a window is known before it is taken.

@@ -273,6 +273,17 @@ def a_stream_breaks_on_one_rank(case):
     run(watched, stream(), lookahead=int(case.variant[-1]))
 
 
+@play.right([Cell(0), Cell(1), Cell(2)], ["as-far", "a-loop"])
+def one_rank_knows_whole_windows(case):
+    """The other looks as far ahead, or reads no stream: each would divide by another total. No step is taken."""
+    watched = Watched(case.cell, 2 if case.variant == "a-loop" else 8)
+    ahead = "window" if watched.rank else 4
+    reads_no_stream = case.variant == "a-loop" and watched.rank == 0
+    with pytest.raises(ds_parity.RankDesyncError):
+        watched.passes(range(8)) if reads_no_stream else run(watched, micro_batches(range(8)), lookahead=ahead)
+    return Found(0.0, [watched.engine.global_steps], [0])
+
+
 class OwnError(ds_parity.DsParityError):
     """An error of the user's, told apart from all others."""
 
