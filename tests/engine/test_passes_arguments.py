@@ -42,7 +42,7 @@ class Alone:
     def stops_here(self):
         return False
 
-    def upcoming(self):
+    def upcoming(self, _):
         return Upcoming(lambda announced: SimpleNamespace(wait=lambda: self.answer(announced), proceed=lambda: None), 1)
 
     def answer(self, announced):
