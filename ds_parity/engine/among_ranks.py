@@ -12,6 +12,7 @@ from ds_parity.config import Settings
 from ds_parity.engine.arguments import weighting_of
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.groups import Members, groups_of
+from ds_parity.engine.internals.other_modules import explain
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.agreement import naming_lost_ranks, same
 from ds_parity.engine.ranks.exchange import Exchange, Pending
@@ -162,10 +163,13 @@ class AmongRanks:
             raise
 
     def explain_forward(self, error: Exception) -> None:
-        """Raise WindowError, on every rank, where it is known why a forward of ZeRO 3 has raised.
+        """Raise WindowError where it is known why a forward of ZeRO 3 has raised.
 
         Args:
             error: that the forward has raised.
         """
-        with self.telling():
-            self.adapter.kept.explain_forward(error)
+        # The first rank never raises this: it waits in its forward, and hears of it when this one ends.
+        explain(error)
+        if isinstance(error, AttributeError):
+            with self.telling():
+                self.adapter.kept.explain_forward(error)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ds_parity.engine.internals.surface import Parameter
 
 _LOG = logging.getLogger("ds_parity")
-_OTHER_MODULES = "Detected a disagreement on list"
 
 
 class KeptGradients:
@@ -129,24 +128,12 @@ class KeptGradients:
         """Raise WindowError where a gradient of the window belongs to a parameter that no optimizer holds."""
         self._newcomers.refuse()
 
-    def explain_forward(self, error: Exception) -> None:
+    def explain_forward(self, error: AttributeError) -> None:
         """Raise WindowError where a forward has raised because of a parameter that came later, or a compiled model.
-
-        Also where ranks have run other modules in the pass before, which DeepSpeed notices here (runtime/zero/utils.py,
-        assert_ints_same_as_other_ranks).
 
         Args:
             error: that the forward has raised.
         """
-        if _OTHER_MODULES in str(error):
-            raise WindowError(
-                "ranks ran different modules in a pass on ZeRO stage 3, which puts together the parts of different "
-                f"parameters then ({' '.join(str(error).split())}): use every module in every pass on every rank, "
-                "make a layer of experts a leaf module (zero_optimization.leaf_module), or use ZeRO stage 0 or 1. Load "
-                "a checkpoint into a new engine"
-            ) from error
-        if not isinstance(error, AttributeError):
-            return
         self._newcomers.explain(error)
         # DeepSpeed has put dictionaries of its own in the place of those of every module, and a wrapper has none.
         if "_in_forward" in str(error) and any(hasattr(m, "_orig_mod") for m in self._adapter.engine.module.modules()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ class Zero3(Zero):
     """
 
     _pass = _sequence = 0  # what the backward that runs has used, and a checksum of those before it in the window
-    _coalesced = False
+    _coalesced, _union = False, 0
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -39,6 +38,8 @@ class Zero3(Zero):
         forwards for one backward. DeepSpeed would copy the second gradient over the first
         (tools/deepspeed_faults/reached_twice.py).
         """
+        # DeepSpeed reduces those of a leaf module together, with zeros for what no token entered.
+        self._together = sum(1 << number for number, p in enumerate(self._trained) if z3_leaf_parameter(p))
         super().prepare()
         optimizer, copied = self._optimizer, self._copied
         partition = optimizer.partition_grads
@@ -64,21 +65,16 @@ class Zero3(Zero):
 
     def begin_window(self) -> None:
         """Forget what the last window used."""
-        self._sequence, self._coalesced = 0, False
+        self._sequence, self._coalesced, self._union = 0, False, 0
 
     def used_parameters(self) -> int:
-        """Return a checksum of what the window used, pass by pass; 0 where it is reduced together at its end.
+        """Return a checksum of what the window used, pass by pass; of all together where it is reduced at its end.
 
         Buckets are reduced in the parameters' order, and weights are gathered as modules run: where ranks use other
         parameters of the same size, those of one are taken for those of another, and no error shows
         (tools/deepspeed_faults/experts_without_leaves.py).
         """
-        return 0 if self._coalesced else self._sequence & 0xFFFFFF
-
-    @functools.cached_property
-    def _together(self) -> int:
-        # DeepSpeed reduces those of a leaf module together, with zeros for what no token entered.
-        return sum(1 << number for number, p in enumerate(self._trained) if z3_leaf_parameter(p))
+        return (checksum(self._union) if self._coalesced else self._sequence) & 0xFFFFFF
 
     @property
     def _optimizer(self) -> Zero3Optimizer:
@@ -89,7 +85,8 @@ class Zero3(Zero):
         """Add what the backward used to what the window did, and let the next one begin anew."""
         super().end_backward()
         self._copied.clear()
-        self._sequence = checksum(self._pass & ~self._together, self._sequence)
+        apart = self._pass & ~self._together
+        self._sequence, self._union = checksum(apart, self._sequence), self._union | apart
         self._pass, self._coalesced = 0, self._coalesced or self.keeps_whole_gradients
 
     def groups(self) -> Iterable[Iterable[Parameter]]:

@@ -130,8 +130,11 @@ class HostSum:
                 "them), and ZeRO stage 1 to 3 add gradients up in their order, those of one parameter to those of "
                 "another. The weights are as they were. Use every parameter in every pass on every rank (add "
                 "0 * parameter.sum() to the loss; on stage 3, a layer of experts can be a leaf module: "
-                "zero_optimization.leaf_module), or ZeRO stage 0"
+                "zero_optimization.leaf_module), or ZeRO stage 0. On stage 3 go on with a new engine and a checkpoint: "
+                "DeepSpeed remembers there which modules ran"
             )
+        elif any("lookahead" in where.kind for where in places) and len(kinds) > 1:
+            rule = "Every rank must give passes() the same lookahead, and take its micro-batches from passes()"
         elif len(set(places)) == 1:
             lengths = ", ".join(f"rank {rank} {length}" for rank, _, length in gathered)
             rule = f"They sum different amounts of numbers there ({lengths}): look at what each rank was started with"
