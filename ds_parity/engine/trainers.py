@@ -209,17 +209,23 @@ def _refuse_unknown_shift(trainer: Any, inputs: Any, labels: Any, unit: str) -> 
     """Raise ConfigError where the first label of a row may be one that the model's loss never sees."""
     if labels.ndim == 1 or "shift_labels" in inputs or getattr(trainer, "_loss_shifts_labels", True):
         return
+    if getattr(trainer, "label_smoother", None) is not None:
+        return  # it computes the loss in the model's place, and shifts as the Trainer says
     from transformers.loss.loss_utils import LOSS_MAPPING
 
-    model = trainer.model
-    known = getattr(model, "loss_type", None) in LOSS_MAPPING or _of_model(trainer, "is_encoder_decoder")
-    if not known and bool(labels[..., :1].ne(-100).any()):
-        raise ConfigError(
-            f"install(normalise={unit!r}): it is not known whether the loss of {type(model).__name__} shifts its "
-            "labels, and so over how many tokens it is a mean; set the model's loss_type before the Trainer is built "
-            "('ForCausalLM' where it shifts them, 'ForTokenClassification' where it does not), give labels that begin "
-            "with -100, or leave normalise out"
-        )
+    model, by_function = trainer.model, trainer.compute_loss_func is not None
+    of_model = getattr(model, "loss_type", None) in LOSS_MAPPING or _of_model(trainer, "is_encoder_decoder")
+    if (of_model and not by_function) or not bool(labels[..., :1].ne(-100).any()):
+        return
+    whose = "compute_loss_func" if by_function else f"the loss of {type(model).__name__}"
+    typed = (
+        "set the model's loss_type before the Trainer is built ('ForCausalLM' where it shifts them, "
+        "'ForTokenClassification' where it does not), "
+    )
+    raise ConfigError(
+        f"install(normalise={unit!r}): it is not known whether {whose} shifts its labels, and so over how many tokens "
+        f"it is a mean; {'' if by_function else typed}give labels that begin with -100, or leave normalise out"
+    )
 
 
 def _refuse_other_unit(wanted: str, own: str, what: str) -> None:
