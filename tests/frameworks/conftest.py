@@ -6,7 +6,7 @@ from tests.frameworks.small import on_two_ranks
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory):
+def framework_ranks(tmp_path_factory):
     """What two ranks have left."""
     for package in ("accelerate", "trl"):
         pytest.importorskip(package, reason="takes the extra hf: make test-hf")

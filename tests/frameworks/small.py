@@ -167,9 +167,9 @@ def register(function, **arguments):
         on_two_ranks.call(function, wrapped=wrapped, **arguments)
 
 
-def pair(two_ranks, function, **arguments):
+def pair(framework_ranks, function, **arguments):
     """What the run without ds_parity returned, and the one with it."""
-    bare, wrapped = (two_ranks.of(function, wrapped=one, **arguments) for one in (False, True))
+    bare, wrapped = (framework_ranks.of(function, wrapped=one, **arguments) for one in (False, True))
     assert (bare["engine"], wrapped["engine"]) == ("DeepSpeedEngine", "FrameworkEngine")
     return bare, wrapped
 

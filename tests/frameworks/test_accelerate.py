@@ -106,15 +106,15 @@ for stage, dtype in BY_CALLER:
 
 
 @pytest.mark.parametrize(("run", "stage", "dtype"), CELLS)
-def test_uniform_windows_are_bit_identical_with_and_without_us(two_ranks, run, stage, dtype):
+def test_uniform_windows_are_bit_identical_with_and_without_us(framework_ranks, run, stage, dtype):
     """Losses of both ranks, LR, gradient norms, weights."""
-    bare, wrapped = pair(two_ranks, with_accelerate, stage=stage, dtype=dtype, **LOOPS[run])
+    bare, wrapped = pair(framework_ranks, with_accelerate, stage=stage, dtype=dtype, **LOOPS[run])
     assert_same_windows(bare, wrapped, stage)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), BY_CALLER)
-def test_windows_that_accelerates_step_ends_are_bit_identical_too(two_ranks, stage, dtype):
-    bare, wrapped = pair(two_ranks, with_accelerate, stage=stage, dtype=dtype, boundary="caller")
+def test_windows_that_accelerates_step_ends_are_bit_identical_too(framework_ranks, stage, dtype):
+    bare, wrapped = pair(framework_ranks, with_accelerate, stage=stage, dtype=dtype, boundary="caller")
     assert_same_windows(bare, wrapped, stage)
 
 
@@ -126,28 +126,28 @@ def caller_cut_short(wrapped):
 register(caller_cut_short)
 
 
-def test_a_window_of_fewer_passes_is_divided_by_what_it_contains(two_ranks):
-    bare, wrapped = pair(two_ranks, caller_cut_short)
+def test_a_window_of_fewer_passes_is_divided_by_what_it_contains(framework_ranks):
+    bare, wrapped = pair(framework_ranks, caller_cut_short)
     assert [len(step["losses"][0]) for step in wrapped["steps"]] == [3, 3, 1] * 2
     assert wrapped["steps"][2]["grad_norm"] == pytest.approx(3 * bare["steps"][2]["grad_norm"], rel=1e-5)
 
 
-def test_weights_move_in_every_step(two_ranks):
+def test_weights_move_in_every_step(framework_ranks):
     """But for accelerate's first, whose warm-up starts at 0: else equality would prove little."""
     for run, stage, dtype in CELLS:
-        bare, _ = pair(two_ranks, with_accelerate, stage=stage, dtype=dtype, **LOOPS[run])
+        bare, _ = pair(framework_ranks, with_accelerate, stage=stage, dtype=dtype, **LOOPS[run])
         assert len({step["weights"] for step in bare["steps"]}) >= 3, (run, stage, dtype)
 
 
-def test_the_loss_of_the_last_step_is_that_of_its_passes_over_all_ranks(two_ranks):
+def test_the_loss_of_the_last_step_is_that_of_its_passes_over_all_ranks(framework_ranks):
     """accelerate's losses are means of micro-batches."""
-    _, wrapped = pair(two_ranks, with_accelerate, **UNIFORM)
+    _, wrapped = pair(framework_ranks, with_accelerate, **UNIFORM)
     mean = sum(sum(rank) for rank in wrapped["steps"][-1]["losses"]) / 2 / 3
     assert wrapped["last"]["loss"] == pytest.approx(mean, rel=1e-6)
 
 
-def test_an_lr_that_moves_by_rollouts_is_where_uniform_windows_have_it(two_ranks):
-    bare, wrapped = pair(two_ranks, with_accelerate, **BY_ROLLOUT)
+def test_an_lr_that_moves_by_rollouts_is_where_uniform_windows_have_it(framework_ranks):
+    bare, wrapped = pair(framework_ranks, with_accelerate, **BY_ROLLOUT)
     assert wrapped["steps"] == bare["steps"]
 
 
@@ -167,16 +167,16 @@ def cut_short(wrapped, last_window="step"):
 register(cut_short)
 
 
-def test_the_short_window_of_an_accelerate_loop_is_normalised_by_what_it_holds(two_ranks):
+def test_the_short_window_of_an_accelerate_loop_is_normalised_by_what_it_holds(framework_ranks):
     """Bare DeepSpeed divides its one pass by 3."""
-    bare, wrapped = pair(two_ranks, cut_short)
+    bare, wrapped = pair(framework_ranks, cut_short)
     assert [len(step["losses"][0]) for step in wrapped["steps"]] == [3, 3, 1] * 2
     assert wrapped["steps"][:2] == bare["steps"][:2]
     assert wrapped["steps"][2]["grad_norm"] == pytest.approx(3 * bare["steps"][2]["grad_norm"], rel=1e-5)
 
 
-def test_a_short_window_is_told_of(two_ranks):
-    said = two_ranks.of(cut_short, wrapped=True)["said"]
+def test_a_short_window_is_told_of(framework_ranks):
+    said = framework_ranks.of(cut_short, wrapped=True)["said"]
     assert len(said) == 2
     assert said[0].startswith(
         "window 2 is ended by its caller after 1 of 3 passes a rank, at 4 of the 12 rollouts that close it"
@@ -193,8 +193,8 @@ for rule in RULES:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_short_window_is_refused_where_it_may_not_step(two_ranks, rule):
-    for error in two_ranks.of(cut_short_refused, last_window=rule):
+def test_a_short_window_is_refused_where_it_may_not_step(framework_ranks, rule):
+    for error in framework_ranks.of(cut_short_refused, last_window=rule):
         assert error.startswith("WindowError: window 2 is ended by its caller after 1 of 3 passes")
         assert f"ds_parity.last_window is '{rule}'" in error
 
@@ -257,8 +257,8 @@ for how in REFUSALS:
 
 
 @pytest.mark.parametrize("how", REFUSALS)
-def test_what_contradicts_the_counts_is_refused_on_every_rank(two_ranks, how):
-    errors = two_ranks.of(refused, how=how)
+def test_what_contradicts_the_counts_is_refused_on_every_rank(framework_ranks, how):
+    errors = framework_ranks.of(refused, how=how)
     assert len(errors) == 2
     for error in errors:
         assert all(part in error for part in REFUSALS[how]), error

@@ -90,8 +90,8 @@ def stream(passes):
 on_two_ranks.call(page)
 
 
-def test_its_code_trains(two_ranks):
-    ran = two_ranks.of(page)
+def test_its_code_trains(framework_ranks):
+    ran = framework_ranks.of(page)
     assert ran["engines"] == ["FrameworkEngine"] * 3
     (trained, target), (normalised, alike), (looped, same) = ran["windows"]
     assert target == same == alike

@@ -33,13 +33,13 @@ def trainer(folder):
 
 
 @pytest.fixture
-def ran(two_ranks):
-    return two_ranks.of(trl_grpo)
+def ran(framework_ranks):
+    return framework_ranks.of(trl_grpo)
 
 
 @pytest.fixture
-def trained(two_ranks):
-    return two_ranks.of(trainer)
+def trained(framework_ranks):
+    return framework_ranks.of(trainer)
 
 
 def test_what_its_page_tells_is_what_it_comes_to(ran):

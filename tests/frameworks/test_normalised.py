@@ -107,10 +107,10 @@ on_two_ranks.call(beside_deepspeeds_own)
 
 @pytest.mark.parametrize(("kind", "normalise", "stage", "dtype", "options"), RIGHT)
 def test_a_trainer_that_is_right_makes_the_same_steps_but_for_rounding(
-    two_ranks, kind, normalise, stage, dtype, options
+    framework_ranks, kind, normalise, stage, dtype, options
 ):
     own, ours = (
-        two_ranks.of(trained, kind=kind, normalise=unit, stage=stage, dtype=dtype, options=options)
+        framework_ranks.of(trained, kind=kind, normalise=unit, stage=stage, dtype=dtype, options=options)
         for unit in (None, normalise)
     )
     assert len(own["steps"]) == len(ours["steps"]) == WINDOWS
@@ -123,12 +123,12 @@ def test_a_trainer_that_is_right_makes_the_same_steps_but_for_rounding(
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_it_can_not_repair_is_refused_on_every_rank(two_ranks, kind):
+def test_what_it_can_not_repair_is_refused_on_every_rank(framework_ranks, kind):
     given, said = REFUSED[kind]
-    errors = two_ranks.of(refused, kind=kind, **given)
+    errors = framework_ranks.of(refused, kind=kind, **given)
     assert len(errors) == 2
     assert all(said in error for error in errors), errors
 
 
-def test_an_engine_that_is_deepspeeds_own_is_refused_and_not_left_as_it_is(two_ranks):
-    assert all("gradient_accumulation_passes" in error for error in two_ranks.of(beside_deepspeeds_own))
+def test_an_engine_that_is_deepspeeds_own_is_refused_and_not_left_as_it_is(framework_ranks):
+    assert all("gradient_accumulation_passes" in error for error in framework_ranks.of(beside_deepspeeds_own))

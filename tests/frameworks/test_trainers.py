@@ -157,48 +157,48 @@ for run, stage, dtype in CELLS:
 register(with_trainer, **CUT)
 
 
-def trained(two_ranks, run, stage=2, dtype="fp32"):
+def trained(framework_ranks, run, stage=2, dtype="fp32"):
     function, options = TRAINERS[run]
-    return pair(two_ranks, function, stage=stage, dtype=dtype, **options)
+    return pair(framework_ranks, function, stage=stage, dtype=dtype, **options)
 
 
 @pytest.mark.parametrize(("run", "stage", "dtype"), CELLS)
-def test_uniform_windows_are_bit_identical_with_and_without_us(two_ranks, run, stage, dtype):
+def test_uniform_windows_are_bit_identical_with_and_without_us(framework_ranks, run, stage, dtype):
     """Losses of both ranks, LR, gradient norms, weights."""
-    bare, wrapped = trained(two_ranks, run, stage, dtype)
+    bare, wrapped = trained(framework_ranks, run, stage, dtype)
     assert_same_windows(bare, wrapped, stage)
 
 
 @pytest.mark.parametrize("run", sorted(TRAINERS))
-def test_what_a_trainer_logs_is_the_same(two_ranks, run):
-    bare, wrapped = trained(two_ranks, run)
+def test_what_a_trainer_logs_is_the_same(framework_ranks, run):
+    bare, wrapped = trained(framework_ranks, run)
     assert wrapped["logged"] == bare["logged"]
     assert len(wrapped["logged"]) == 4
 
 
-def test_weights_move_in_every_step(two_ranks):
+def test_weights_move_in_every_step(framework_ranks):
     """Else equality would prove little."""
     for run, stage, dtype in CELLS:
-        bare, _ = trained(two_ranks, run, stage, dtype)
+        bare, _ = trained(framework_ranks, run, stage, dtype)
         assert len({step["weights"] for step in bare["steps"]}) >= 3, (run, stage, dtype)
 
 
-def test_the_loss_of_the_last_step_is_that_of_its_passes_over_all_ranks(two_ranks):
+def test_the_loss_of_the_last_step_is_that_of_its_passes_over_all_ranks(framework_ranks):
     """A trainer's losses are shares of the step's."""
     for run in ("Trainer", "DPO", "GRPO"):
-        _, wrapped = trained(two_ranks, run)
+        _, wrapped = trained(framework_ranks, run)
         mean = sum(sum(rank) for rank in wrapped["steps"][-1]["losses"]) / 2
         assert wrapped["last"]["loss"] == pytest.approx(mean, rel=1e-6), run
 
 
-def test_a_reference_model_is_deepspeeds_own_engine(two_ranks):
-    bare, wrapped = trained(two_ranks, "DPO")
+def test_a_reference_model_is_deepspeeds_own_engine(framework_ranks):
+    bare, wrapped = trained(framework_ranks, "DPO")
     assert wrapped["reference"] == bare["reference"] == "DeepSpeedEngine"
 
 
-def test_an_epoch_that_ends_inside_a_window_is_bit_identical_in_a_trainer(two_ranks):
+def test_an_epoch_that_ends_inside_a_window_is_bit_identical_in_a_trainer(framework_ranks):
     """It divides by the tokens of the short window itself."""
-    bare, wrapped = pair(two_ranks, with_trainer, **CUT)
+    bare, wrapped = pair(framework_ranks, with_trainer, **CUT)
     assert [len(step["losses"][0]) for step in wrapped["steps"]] == [3, 3, 1, 3]
     assert wrapped["steps"] == bare["steps"]
 
@@ -215,8 +215,8 @@ def with_shipped(wrapped):
 register(with_shipped)
 
 
-def test_the_configuration_that_is_shipped_for_hugging_face_trains_in_a_trainer(two_ranks):
-    bare, wrapped = pair(two_ranks, with_shipped)
+def test_the_configuration_that_is_shipped_for_hugging_face_trains_in_a_trainer(framework_ranks):
+    bare, wrapped = pair(framework_ranks, with_shipped)
     assert wrapped["steps"] == bare["steps"]
     assert wrapped["last"]["rollouts"] == 24
 
@@ -236,8 +236,8 @@ for key, value in WEIGHED.items():
 
 
 @pytest.mark.parametrize("how", REFUSALS)
-def test_what_contradicts_the_counts_is_refused_on_every_rank(two_ranks, how):
-    errors = two_ranks.of(refused_by_trainer, **{how: WEIGHED[how]})
+def test_what_contradicts_the_counts_is_refused_on_every_rank(framework_ranks, how):
+    errors = framework_ranks.of(refused_by_trainer, **{how: WEIGHED[how]})
     assert len(errors) == 2
     for error in errors:
         assert all(part in error for part in REFUSALS[how]), error
@@ -265,8 +265,8 @@ def traced():
 on_two_ranks.call(traced)
 
 
-def test_the_trace_of_a_trainer_holds_its_steps(two_ranks):
-    result = two_ranks.of(traced)
+def test_the_trace_of_a_trainer_holds_its_steps(framework_ranks):
+    result = framework_ranks.of(traced)
     assert [step["rollouts"] for step in result["trace"]] == [12] * 4
     for step, logged in zip(result["trace"], result["logged"], strict=True):
         assert step["loss"] == pytest.approx(logged["loss"], rel=1e-3)
@@ -292,8 +292,8 @@ def resumed():
 on_two_ranks.call(resumed)
 
 
-def test_a_trainer_resumes_bit_for_bit(two_ranks):
-    whole, rest = two_ranks.of(resumed)
+def test_a_trainer_resumes_bit_for_bit(framework_ranks):
+    whole, rest = framework_ranks.of(resumed)
     assert len(whole["steps"]) == 4
     assert rest["steps"] == whole["steps"][2:]
     assert rest["windows"] == whole["windows"] == 4
