@@ -25,11 +25,14 @@ def environment():
     """The environment variables of a process that imports the oldest DeepSpeed; or why it can't be installed."""
     package = CACHE / "deepspeed" / str(OLDEST)
     if not (package / "deepspeed").is_dir():
-        wanted = ["--target", str(package), "--no-deps", f"deepspeed=={OLDEST}"]
+        # Under another name until it is whole: this process may be ended at any time.
+        making = package.with_name(f"{OLDEST}.{os.getpid()}")
+        wanted = ["--target", str(making), "--no-deps", f"deepspeed=={OLDEST}"]
         command = [sys.executable, "-m", "pip", "install", "--quiet", *wanted]
         made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
         if made.returncode:
             return f"deepspeed=={OLDEST} can't be installed here: {made.stderr.strip().splitlines()[-1:]}"
+        making.rename(package)
     paths = [str(package), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     operators = os.environ.get("DS_PARITY_OLDER_OPERATORS", str(CACHE / "operators" / str(OLDEST)))
     # The launcher and ninja lie beside the interpreter.

@@ -36,7 +36,6 @@ def supply_overflow(engine: Engine, optimizer: Any) -> None:
             optimizer.check_grad_overflow = True
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         if _SKIPS not in source(ZERO3, "step") and optimizer.dtype is not torch.float16:
-            _look_without_a_copy(optimizer)
             _check_before_update(optimizer)
     # Experts and tensor-parallel ranks have gradients of their own, so one rank can't decide there.
     elif _SKIPS not in source(BF16, "step") and engine.mpu is None and not engine.has_moe_layers:
@@ -49,7 +48,7 @@ def _switched_off(config: Any) -> bool:
     return any(isinstance(one, dict) and one.get("check_grad_overflow") is False for one in sections)
 
 
-def _look_without_a_copy(optimizer: OlderZero12 | OlderZero3) -> None:
+def _look_without_a_copy(optimizer: OlderZero12) -> None:
     """Let a gradient be searched where it lies; DeepSpeed's own search copies it in fp32, which bf16 has not paid."""
 
     def has_inf_or_nan(gradient: torch.Tensor, _: Any = None) -> torch.Tensor:

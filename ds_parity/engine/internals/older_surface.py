@@ -75,7 +75,6 @@ class OlderZero3(Protocol):
     get_param_id: Callable[[Zero3Parameter], int]
     dtype: torch.dtype
     check_overflow: Callable[[], None]
-    _has_inf_or_nan: Callable[..., torch.Tensor]
     _overflow_check_and_loss_scale_update: Callable[[], bool]
     _pre_step: Callable[[], None]
     _constant_buffered_norm2: Callable[[torch.Tensor], Any]
