@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from ds_parity.engine.internals import zero3
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.plain import Plain
+from ds_parity.engine.internals.zero import checksum
 from ds_parity.engine.internals.zero3 import Zero3
-from ds_parity.engine.internals.zero12 import Zero12, checksum
+from ds_parity.engine.internals.zero12 import Zero12
 from ds_parity.errors import ConfigError
 
 

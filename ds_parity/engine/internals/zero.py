@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,10 @@ class Zero(Adapter):
     """`step()` divides gradients by the loss scale, before it takes their norm and clips them."""
 
     _came_in = 0  # gradients, since the engine was built
+    # Parameters, a bit each: of the backward that runs, of the last one, and of all of the window so far.
+    _pass = _last = _used = 0
+    _sequence = 0  # a checksum of the window's backwards, one by one
+    _together = 0  # parameters whose gradients DeepSpeed reduces together, whichever of them a pass uses: not counted
 
     def prepare(self) -> None:
         """Count the gradients that come in: they are reduced at once, and nothing else is left of them."""
@@ -26,6 +31,11 @@ class Zero(Adapter):
     def _note(self, number: int) -> None:
         # DeepSpeed's own count starts again with every forward.
         self._came_in += 1
+        self._pass |= 1 << number
+
+    def begin_window(self) -> None:
+        """Forget what the last window used."""
+        self._used = self._sequence = 0
 
     @property
     def _zero(self) -> ZeroOptimizer:
@@ -33,13 +43,29 @@ class Zero(Adapter):
         return optimizer
 
     def end_backward(self) -> None:
-        """Clear what DeepSpeed clears at the start of `engine.forward` alone.
+        """Add what the backward used to what the window did; clear what DeepSpeed clears in `engine.forward` alone.
 
         ZeRO 3 copies gradients over those of the passes before until this ran after them, and a loop may call
         `engine.module`, or run several forwards before their backwards (tools/deepspeed_faults/
         forward_past_the_engine.py).
         """
         self._zero.clear_backward_seen_flag()
+        self._last, self._pass = self._pass & ~self._together, 0
+        self._used |= self._last
+        self._sequence = checksum(self._last, self._sequence)
+
+    def used_parameters(self) -> int:
+        """Return a checksum of what the window used: pass by pass, or of all together where it is reduced once.
+
+        Gradients are reduced in buckets, in their order: where ranks use other parameters, gradients of different
+        parameters are added up (tools/deepspeed_faults/ranks_use_other_parameters.py).
+        """
+        return (checksum(self._used) if self._reduced_once else self._sequence) & 0xFFFFFF
+
+    @property
+    @abstractmethod
+    def _reduced_once(self) -> bool:
+        """Whether the gradients of all backwards of the window are reduced together."""
 
     def gradients_seen(self) -> object:
         """Return how many gradients have come in, and what is there where they are kept until they are reduced."""

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
-from ds_parity.engine.internals.zero import Zero, checksum
+from ds_parity.engine.internals.zero import Zero
 from ds_parity.errors import WindowError
 
 
@@ -35,7 +35,6 @@ class Zero12(Zero):
     def prepare(self) -> None:
         """Note which parameters get gradients, too; on ZeRO 1, reduce zeros for those that have none."""
         self.begin_window()
-        self._pass = 0
         super().prepare()
         if self._fills_zeros:
             self._fill_before(self._optimizer.reduce_gradients)
@@ -80,33 +79,19 @@ class Zero12(Zero):
         """Return the parameters of DeepSpeed's groups."""
         return self._optimizer.bit16_groups
 
-    def _note(self, number: int) -> None:
-        super()._note(number)
-        self._pass |= 1 << number
-
     def begin_window(self) -> None:
         """Forget what the last window used."""
-        self._used, self._sequence, self._filled = 0, 0, self._fills_zeros
-        self._reduced = False
-
-    def end_backward(self) -> None:
-        """End it, and add what it used to what the window did."""
-        super().end_backward()
-        self._used |= self._pass
-        self._sequence = checksum(self._pass, self._sequence)
-        self._last, self._pass = self._pass, 0
+        super().begin_window()
+        self._filled, self._reduced = self._fills_zeros, False
 
     def used_parameters(self) -> int:
-        """Return a checksum of what the window used, on ZeRO 2 pass by pass.
+        """Return that of all ZeRO stages; 0 where zeros stand in for what a rank has not used."""
+        return 0 if self._filled else super().used_parameters()
 
-        Gradients are reduced in buckets, in their order: where ranks use other parameters, gradients of different
-        parameters are added up (tools/deepspeed_faults/ranks_use_other_parameters.py).
-        """
-        if self._filled:
-            return 0
+    @property
+    def _reduced_once(self) -> bool:
         # ZeRO 1 reduces once, whatever has a gradient by then; idle passes that need none are not run there.
-        every_pass = self.engine.zero_optimization_partition_gradients()
-        return (self._sequence if every_pass else checksum(self._used)) & 0xFFFFFF
+        return not self.engine.zero_optimization_partition_gradients()
 
     def refuse_unreduced(self) -> None:
         """Raise WindowError on ZeRO 1 with overlap_comm, whose boundary reduces what its own pass uses alone."""

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import z3_leaf_parameter
 
 from ds_parity.engine.internals.surface import Engine, Parameter, Zero3Optimizer, Zero3Parameter
-from ds_parity.engine.internals.zero import Zero, checksum
+from ds_parity.engine.internals.zero import Zero
 
 
 class Zero3(Zero):
@@ -24,8 +24,7 @@ class Zero3(Zero):
         engine: the bare DeepSpeed engine.
     """
 
-    _pass = _sequence = 0  # what the backward that runs has used, and a checksum of those before it in the window
-    _coalesced, _union = False, 0
+    _coalesced = False
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -59,22 +58,16 @@ class Zero3(Zero):
 
         optimizer.partition_grads = partition_grads  # type: ignore[method-assign]
 
-    def _note(self, number: int) -> None:
-        super()._note(number)
-        self._pass |= 1 << number
-
     def begin_window(self) -> None:
         """Forget what the last window used."""
-        self._sequence, self._coalesced, self._union = 0, False, 0
+        super().begin_window()
+        self._coalesced = False
 
-    def used_parameters(self) -> int:
-        """Return a checksum of what the window used, pass by pass; of all together where it is reduced at its end.
-
-        Buckets are reduced in the parameters' order, and weights are gathered as modules run: where ranks use other
-        parameters of the same size, those of one are taken for those of another, and no error shows
-        (tools/deepspeed_faults/experts_without_leaves.py).
-        """
-        return (checksum(self._union) if self._coalesced else self._sequence) & 0xFFFFFF
+    @property
+    def _reduced_once(self) -> bool:
+        # Weights are gathered as modules run, too: where ranks use other parameters of the same size, those of one are
+        # taken for those of another, and no error shows (tools/deepspeed_faults/experts_without_leaves.py).
+        return self._coalesced
 
     @property
     def _optimizer(self) -> Zero3Optimizer:
@@ -85,9 +78,7 @@ class Zero3(Zero):
         """Add what the backward used to what the window did, and let the next one begin anew."""
         super().end_backward()
         self._copied.clear()
-        apart = self._pass & ~self._together
-        self._sequence, self._union = checksum(apart, self._sequence), self._union | apart
-        self._pass, self._coalesced = 0, self._coalesced or self.keeps_whole_gradients
+        self._coalesced = self._coalesced or self.keeps_whole_gradients
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
