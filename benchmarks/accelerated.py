@@ -33,12 +33,18 @@ class Accelerated:
 
 def accelerator_of(plain):
     """Accelerate over a plain configuration."""
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    backend = get_accelerator().communication_backend_name()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(backend=backend)  # accelerate 1.15 finds none by itself for DeepSpeed on CPUs
+    backend = begin_anew()
     return Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=plain),
         gradient_accumulation_steps=plain["gradient_accumulation_steps"],
         kwargs_handlers=[InitProcessGroupKwargs(backend=backend)],
     )
+
+
+def begin_anew():
+    """Let accelerate start DeepSpeed in this process, whatever it did before; return the backend of its ranks."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    backend = get_accelerator().communication_backend_name()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(backend=backend)  # accelerate 1.15 finds none by itself for DeepSpeed on CPUs
+    return backend

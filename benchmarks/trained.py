@@ -4,11 +4,11 @@ import tempfile
 import time
 
 import transformers
-from accelerate.state import AcceleratorState, PartialState
 from deepspeed.accelerator import get_accelerator
 from torch.utils.data import SequentialSampler
 
 import ds_parity
+from benchmarks.accelerated import begin_anew
 from ds_parity.collation import collate
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.model import build
@@ -54,8 +54,7 @@ def windows(config, rows, rollouts, count, ranks, run_others):
         run_others: called before each window with its number.
     """
     target = config["gradient_accumulation_passes"]
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(backend=get_accelerator().communication_backend_name())
+    begin_anew()
     sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     given = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(),
