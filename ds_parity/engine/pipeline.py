@@ -251,9 +251,9 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             weighting.divisor(total, own, averaged) / len(runs) for own, one in zip(counts, weighs, strict=True) if one
         ]
         idle = not runs
-        if idle and batches:
-            self._self_stand_in = batches[0]  # what weighs nothing runs its own inputs
         if idle:
+            if batches:
+                self._self_stand_in = batches[0]  # what weighs nothing runs its own inputs
             assert self._self_stand_in is not None, "ranks have agreed that there is one"
             runs, shares = [self._self_stand_in], [None]
         before = engine.train_batch_size()
