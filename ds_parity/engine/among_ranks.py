@@ -20,12 +20,9 @@ from ds_parity.engine.ranks.hostgroups import group_of
 from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming
-from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVES, Announcement, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, RUNS, SAVES, Announcement, Place
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
-
-RUNS = "runs a pass"
-RUNS_WHOLE = "runs a pass of a window that it knows as a whole (lookahead 'window')"
 
 
 class AmongRanks:

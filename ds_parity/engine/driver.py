@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, overload
 import torch
 
 from ds_parity.config import Settings
-from ds_parity.engine.among_ranks import RUNS, AmongRanks
+from ds_parity.engine.among_ranks import AmongRanks
 from ds_parity.engine.arguments import counts_of
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division, Loss
@@ -22,7 +22,7 @@ from ds_parity.engine.late_pass import LatePass
 from ds_parity.engine.pass_state import PARTLY_THERE, PassState
 from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_strays
 from ds_parity.engine.ranks.upcoming import UpcomingPass
-from ds_parity.engine.ranks.wire import SAVES, Announcement
+from ds_parity.engine.ranks.wire import RUNS, SAVES, Announcement
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts, PassTotals, Promise, Window

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ds_parity.config import MAX_LOOKAHEAD
-from ds_parity.engine.among_ranks import RUNS, RUNS_WHOLE
 from ds_parity.engine.arguments import (
     chunk_of,
     counts_in,
@@ -19,7 +18,7 @@ from ds_parity.engine.arguments import (
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.prefetching import Prefetched
 from ds_parity.engine.ranks.upcoming import UpcomingPass
-from ds_parity.engine.ranks.wire import Announcement
+from ds_parity.engine.ranks.wire import RUNS, RUNS_WHOLE, Announcement
 from ds_parity.engine.stand_ins import says_so, stand_in, whole
 from ds_parity.errors import ConfigError, WindowError
 from ds_parity.window import Counts

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.engine.ranks.limits import Limit
-from ds_parity.engine.ranks.wire import LOADS, SAVES, Place, heads_agree
+from ds_parity.engine.ranks.wire import LOADS, RUNS_WHOLE, SAVES, Place, heads_agree
 from ds_parity.errors import RankDesyncError, WindowError
 
 CAPACITY: Final = 128  # numbers of 8 bytes: 20 passes, or 60 metrics; more memory would show beside small models
@@ -133,7 +133,7 @@ class HostSum:
                 "zero_optimization.leaf_module), or ZeRO stage 0. On stage 3 go on with a new engine and a checkpoint: "
                 "DeepSpeed remembers there which modules ran"
             )
-        elif any("lookahead" in where.kind for where in places) and len(kinds) > 1:
+        elif RUNS_WHOLE in kinds and len(kinds) > 1:
             rule = "Every rank must give passes() the same lookahead, and take its micro-batches from passes()"
         elif len(set(places)) == 1:
             lengths = ", ".join(f"rank {rank} {length}" for rank, _, length in gathered)

@@ -27,6 +27,8 @@ _HEAD = 1  # how many ranks ask to stop, and how many may be early
 _FIELDS = 6  # of a pass
 # Two counts share a number: each is below 2**21, so that the sum is exact in float64 too.
 _EARLY = 1 << 32
+RUNS: Final = "runs a pass"
+RUNS_WHOLE: Final = "runs a pass of a window that it knows as a whole (lookahead 'window')"
 SAVES: Final = "saves a checkpoint"
 LOADS: Final = "loads a checkpoint"
 ANYWHERE: Final = -1
