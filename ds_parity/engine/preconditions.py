@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,11 +26,15 @@ _SHARED_STATISTICS = (
 def refuse_no_loss(driver: AmongRanks, loss: Any) -> None:
     """Raise WindowError before anything is counted where a loss, or one of its terms, is none."""
     driver.adapter.kept.refuse_ended()
-    # Inside passes(), and where each backward reduces, the others wait in DeepSpeed by now, and hear nothing there.
-    heard = driver.queue is None and (driver.adapter.silent_inside_windows or not driver.settings.by_caller)
-    with driver.telling() if heard else nullcontext():
+    try:
         for part in parts_of(loss):
             refuse_what_is_no_loss(part)
+    except WindowError:
+        # Inside passes(), and where each backward reduces, the others wait in DeepSpeed by now, and hear nothing there.
+        if driver.queue is None and (driver.adapter.silent_inside_windows or not driver.settings.by_caller):
+            with driver.telling():
+                raise
+        raise
 
 
 def refuse_idle(driver: AmongRanks, counts: Counts) -> None:
