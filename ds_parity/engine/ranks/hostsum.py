@@ -17,12 +17,14 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from threading import Thread, get_ident
+from functools import cached_property, partial
+from threading import get_ident
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from ds_parity.engine.ranks.helper import Helper
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.wire import LOADS, RUNS_WHOLE, SAVES, Place, heads_agree
 from ds_parity.errors import RankDesyncError, WindowError
@@ -160,6 +162,11 @@ class HostSum:
         """How many ranks sum (>= 1)."""
         return len(self._members)
 
+    @cached_property
+    def helper(self) -> Helper:
+        """The thread that goes on with sums; one is enough, because they come one at a time."""
+        return Helper()
+
     def partner(self, round_number: int) -> int | None:
         """Return whom this rank swaps with in a round, None after the last one."""
         bit = 1 << round_number
@@ -279,7 +286,7 @@ class Sum:
         """Go on in a thread: a rank that waits for the sum must not wait for what this one does before it waits too."""
         if self._result is None:
             self._result = Future()
-            Thread(target=self._come_to_an_end, args=(self._result,), daemon=True).start()
+            self._over.helper.give(partial(self._come_to_an_end, self._result))
 
     def failure(self, within: float) -> RankDesyncError | None:
         """Return what ranks in different places were told, if the sum goes on in a thread and has heard of it.
