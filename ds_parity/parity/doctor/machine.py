@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ds_parity.parity.doctor.findings import Finding, State
 from ds_parity.parity.running.compiling import extensions_folder, locks
+from ds_parity.parity.running.holders import holders
 
 SHARED_MEMORY = Path("/dev/shm")
 # DeepSpeed's CPU collectives take this much for each rank (ops/csrc/cpu/comm/shm.cpp, 0.19.8).
@@ -105,13 +106,10 @@ def held(environment: Mapping[str, str], now: float | None = None) -> Iterator[F
 
 def _holder(path: Path) -> str | None:
     """Return the process that has the lock open, as torch does while it compiles (torch/utils/file_baton.py)."""
-    for entry in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            # The paths of open files are resolved ones, and a cache may lie behind a symbolic link.
-            if entry.stat().st_ino == path.stat().st_ino and entry.samefile(path):
-                pid = entry.parts[2]
-                command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                return f"{pid} ({command.strip()[:80]})"
+    for process in holders(path):
+        with suppress(OSError):  # it has just ended
+            command = Path("/proc", str(process), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            return f"{process} ({command.strip()[:80]})"
     return None
 
 

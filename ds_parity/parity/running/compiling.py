@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ds_parity.parity.running.holders import holders
+
 # Every process that loads an extension holds its lock for a moment, also where there is nothing to compile.
 _A_MOMENT = 5.0
 _BETWEEN_LOOKS = 1.0
@@ -114,11 +116,9 @@ class Compilers:
 def _sessions_that_hold(lock: Lock) -> set[int]:
     """Return the sessions of the processes that have a lock open, as far as Linux lets us see; {} where it does not."""
     sessions = set()
-    for opened in Path("/proc").glob("[0-9]*/fd/*"):
-        # Processes end while they are looked at, and those of other users may not be.
-        with suppress(OSError):
-            if opened.stat().st_ino == lock.inode and opened.samefile(lock.path):
-                sessions.add(os.getsid(int(opened.parts[2])))
+    for process in holders(lock.path):
+        with suppress(OSError):  # it has just ended
+            sessions.add(os.getsid(process))
     return sessions
 
 
