@@ -71,9 +71,11 @@ def _enabled(section: object) -> bool:
 
 
 def _stage(config: Mapping[str, Any]) -> int | None:
-    section = config.get("zero_optimization")
-    stage = section.get("stage", 0) if isinstance(section, Mapping) else 0
-    return stage if isinstance(stage, int) else None
+    section = config.get("zero_optimization") or {}
+    if isinstance(section, bool):  # DeepSpeed's old way to write stages 1 and 0
+        return int(section)
+    stage = section.get("stage", 0) if isinstance(section, Mapping) else None
+    return int(stage) if isinstance(stage, int) else None  # "auto": a framework decides
 
 
 def _optimizer(config: Mapping[str, Any]) -> str | None:

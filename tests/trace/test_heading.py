@@ -55,6 +55,14 @@ def test_a_header_says_the_stage_and_the_optimizer_and_neither_where_it_is_not_t
     assert (line(config={}).stage, line(config={}).optimizer) == (0, None)
 
 
+@pytest.mark.parametrize(
+    ("section", "stage"),
+    [(True, 1), (False, 0), (None, 0), ("auto", None), ({"stage": "auto"}, None), ({"stage": True}, 1), ({}, 0)],
+)
+def test_a_header_says_no_stage_that_a_framework_is_to_fill_in(section, stage):
+    assert line(config={"zero_optimization": section}).stage == stage
+
+
 def test_a_header_of_an_older_release_is_read(tmp_path):
     told = json.loads(line().model_dump_json())
     for name in ("dtype", "stage", "optimizer", "start"):
