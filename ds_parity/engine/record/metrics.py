@@ -134,9 +134,10 @@ class Meter:
     def add(self, loss: torch.Tensor, units: float) -> None:
         """Add a loss that stands for `units` (its weight where it is a mean, 1 where it is a sum)."""
         # fp64 on the device: thousands of fp32 losses would lose digits, and reading each would wait for the device.
-        # One operation a pass: torch computes in the wider type of the two.
+        # Multiplied and added apart: torch.add(alpha=) rounds once, so that a loss in fp64 would differ in its last bit
+        # from that of a loop by hand.
         with self._lock:
-            self._loss = torch.add(self._loss, loss.detach().reshape(()), alpha=units)
+            self._loss = self._loss + loss.detach().reshape(()).to(torch.float64) * units
 
     def record(self, name: Any, value: Any, weight: Any = None, *, idle: bool = False) -> None:
         """Add to a metric, from any thread; in an idle pass, whose values are a stand-in's, only look at the call.
