@@ -234,7 +234,7 @@ def scattered(folder):
 def coalesced(folder):
     """A task that calls what the table refuses on 0.18.4."""
     raise ConfigError(
-        f"coalesce_grad_reduction(): {versions.refused_by_call('coalesce_grad_reduction()', release('0.18.4'))}"
+        f"coalesce_grad_reduction(): {versions.refused_by_call('coalesce_grad_reduction()', release('0.18.4'), 'cpu')}"
     )
 
 
@@ -251,7 +251,9 @@ def refused_by_both(folder):
 
 def refused_by_a_window(folder):
     """A task that fails with the words of the table in another kind of error."""
-    raise WindowError(f"another error: {versions.refused_by_call('coalesce_grad_reduction()', release('0.18.4'))}")
+    raise WindowError(
+        f"another error: {versions.refused_by_call('coalesce_grad_reduction()', release('0.18.4'), 'cpu')}"
+    )
 
 
 def answered(folder):

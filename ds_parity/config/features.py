@@ -85,11 +85,13 @@ class Feature:
         name: unique, for people.
         met: whether a configuration asks for it; of those that a call or a model asks for, no configuration does.
         key: the key by which a configuration asks for it, which a refusal shows with its value.
+        accelerator: DeepSpeed's name of the one on which alone releases differ; "": on all.
     """
 
     name: str
     met: Callable[[Wanted], bool]
     key: str = "zero_optimization.stage"
+    accelerator: str = ""
 
     def asked_for(self, config: Mapping[str, Any]) -> bool:
         """Return whether a configuration asks for it."""
@@ -144,6 +146,10 @@ AUTOTP: Final = Feature("AutoTP", lambda asked: autotp_size(asked.config) > 1, S
 CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")
 COALESCED: Final = Feature("coalesce_grad_reduction()", _never, "")
 MOVED_OFFLOADED: Final = Feature("offload_states() with offloaded optimizer states", _never, "")
+L2_ON_CPU: Final = Feature("DeepSpeed's Adam with adam_w_mode: false, on a CPU", _never, "", "cpu")
+SUMMED_EXPERTS_ON_CPU: Final = Feature(
+    "DeepSpeed's MoE in bf16 with fp32 accumulation on ZeRO 1, on a CPU", _never, "", "cpu"
+)
 LEFT_OUT: Final = Feature("parameters that some passes leave out", _never, "")
 
 FEATURES: Final = (
@@ -157,6 +163,8 @@ FEATURES: Final = (
     CALLERS,
     COALESCED,
     MOVED_OFFLOADED,
+    L2_ON_CPU,
+    SUMMED_EXPERTS_ON_CPU,
     LEFT_OUT,
 )
 """Every feature that has a row in the table of docs/versions.md, in its order."""

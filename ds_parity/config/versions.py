@@ -17,9 +17,11 @@ from ds_parity.config.features import (
     AUTOTP,
     COALESCED,
     FEATURES,
+    L2_ON_CPU,
     LEFT_OUT,
     MOVED_OFFLOADED,
     SCATTERED,
+    SUMMED_EXPERTS_ON_CPU,
     Feature,
     Wanted,
     named,
@@ -186,6 +188,22 @@ ENTRIES: Final = (
         right_from=release("0.19.0"),
         way_out="leave the call out: the optimizer's states are not on the accelerator",
     ),
+    Entry(
+        (L2_ON_CPU.name,),
+        Verdict.REFUSED,
+        "its weight decay is decoupled, as AdamW's is, whatever adam_w_mode says",
+        "DeepSpeed #8307; on 0.18.4 rows of the matrix differ from torch's Adam on every stage",
+        right_from=release("0.19.6"),
+        way_out="set torch_adam to true in the optimizer's params, or its weight_decay to 0",
+    ),
+    Entry(
+        (SUMMED_EXPERTS_ON_CPU.name,),
+        Verdict.REFUSED,
+        'the norm of experts\' gradients raises "new(): data must be a sequence (got float)"',
+        "a row of the matrix raised on 0.18.4; read in DeepSpeed, runtime/utils.py",
+        right_from=release("0.19.2"),
+        way_out="use ZeRO 2, or leave data_types.grad_accum_dtype out",
+    ),
 )
 
 
@@ -238,14 +256,17 @@ def rule_and_way_out(feature: Feature, entry: Entry, version: Release) -> tuple[
     return rule, f"{newer}; or {entry.way_out}" if entry.way_out else newer
 
 
-def refused_by_call(name: str, version: Release | None) -> str | None:
+def refused_by_call(name: str, version: Release | None, accelerator: str) -> str | None:
     """Return why a release can't do what a call asks for, None where it can.
 
     Args:
         name: of the feature.
         version: the release that is installed; None where its version names none.
+        accelerator: DeepSpeed's name of the one that it runs on.
     """
     feature = named(name)
+    if feature.accelerator not in ("", accelerator):
+        return None
     if version is None or verdict(feature, version) is not Verdict.REFUSED:
         return None
     entry = next(one for one in entries_of(feature, version) if one.verdict is Verdict.REFUSED)

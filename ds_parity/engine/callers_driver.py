@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from ds_parity.config import versions
 from ds_parity.config.features import COALESCED
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
-from ds_parity.engine.internals.installed import installed
+from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.pass_state import PARTLY_THERE
 from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_strays
 from ds_parity.engine.ranks.wire import SAVES, Place
@@ -351,6 +350,6 @@ class CallersDriver(Driver):
 
 
 def _refuse_missing_block() -> None:
-    why = versions.refused_by_call(COALESCED.name, installed())
+    why = refused_by_call(COALESCED.name)
     if why is not None:
         raise ConfigError(f"coalesce_grad_reduction(): {why}")

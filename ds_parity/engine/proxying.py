@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
-from ds_parity.config import versions
 from ds_parity.config.features import MOVED_OFFLOADED
-from ds_parity.engine.internals.installed import installed
+from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.errors import ConfigError, WindowError
 
 
@@ -62,7 +61,7 @@ def _refuse_offloaded(engine: Any) -> None:
             "engine whose parameters are offloaded; leave the call out, or offload_param"
         )
     device = _device(engine.zero_offload_optimizer())
-    if device and (why := versions.refused_by_call(MOVED_OFFLOADED.name, installed())):
+    if device and (why := refused_by_call(MOVED_OFFLOADED.name)):
         raise ConfigError(f"offload_states() with zero_optimization.offload_optimizer.device = {device}: {why}")
 
 

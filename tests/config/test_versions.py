@@ -107,7 +107,7 @@ REFUSED_BY_CALL = [
 
 @pytest.mark.parametrize(("name", "version"), REFUSED_BY_CALL, ids=str)
 def test_every_refused_cell_has_its_reason_and_its_way_out(name, version):
-    why = versions.refused_by_call(name, version)
+    why = versions.refused_by_call(name, version, "cpu")
     assert f"DeepSpeed {version} is wrong on {name}: " in why
     assert "or newer" in why or "no release is right yet" in why
 
@@ -119,7 +119,7 @@ def test_gradients_that_are_not_contiguous_are_refused_where_ranks_are_not_summe
 
 
 def test_a_release_without_numbers_refuses_nothing():
-    assert versions.refused_by_call("coalesce_grad_reduction()", None) is None
+    assert versions.refused_by_call("coalesce_grad_reduction()", None, "cpu") is None
 
 
 @pytest.mark.parametrize(

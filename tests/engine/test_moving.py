@@ -7,6 +7,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ds_parity.config.releases import release
 from ds_parity.engine import proxying
+from ds_parity.engine.internals import installed
 from ds_parity.errors import ConfigError
 
 
@@ -31,7 +32,7 @@ def call(name, on):
 @pytest.fixture
 def with_release(monkeypatch):
     """A function that has the engine believe that another DeepSpeed is installed."""
-    return lambda name: monkeypatch.setattr(proxying, "installed", lambda: name and release(name))
+    return lambda name: monkeypatch.setattr(installed, "installed", lambda: name and release(name))
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme", OffloadDeviceEnum.cpu])

@@ -99,6 +99,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 # What scripts have in their configurations beside what their places say.
 BESIDE = {
     "lion_moves_unused_weights": {"optimizer": {"type": "Lion"}},
+    "l2_adam_on_cpu": {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
     "several_passes": {"gradient_accumulation_steps": 4},
     "fp16_growing_scale": FP16_ZERO0,
     "fp16_zero0_unscaled_loss": FP16_ZERO0,

@@ -68,6 +68,44 @@ def test_one_wrong_row_is_shown_in_the_cell_and_named_below(status):
     assert f"- 0.19.0, precision: bf16, ZeRO 2: {status}. torch: it differs" in page.matrix(known)
 
 
+def test_a_row_that_raises_as_bare_deepspeed_does_is_neither_right_nor_wrong():
+    known = ran("0.19.0", cell("raises", why="torch: ds_parity: KeyError: 1"), cell("right", name="overlap_comm, bf16"))
+    assert row_of(page.features(known), "ZeRO 2 in bf16")["0.19.0"].startswith("right (1 of ")
+    assert "| 0.19.0 | 2.13.0 | 2 of " in page.matrix(known)
+    assert "| 1 | 0 | 0 | 1 | 0 |" in page.matrix(known)
+    assert "- 0.19.0, precision: bf16, ZeRO 2: raises. torch: ds_parity: KeyError: 1" in page.matrix(known)
+
+
+BARE = {"check": "deepspeed", "status": "corrected", "detail": "known (bare, deepspeed: KeyError: 7)"}
+OURS = {"check": "torch", "status": "failed", "detail": "ds_parity: KeyError: 1"}
+PROBED = {"check": "probe", "status": "failed", "detail": "a-row-zero2/probe: KeyError: 1"}
+
+
+@pytest.mark.parametrize(
+    ("findings", "status"),
+    [
+        ([BARE, OURS, PROBED], "raises"),
+        ([OURS], "failed"),
+        ([{**BARE, "detail": "known (bare, deepspeed: ValueError: 7)"}, OURS], "failed"),
+        ([BARE, OURS, {**OURS, "status": "differs", "detail": "off by one"}], "failed"),
+        ([BARE, OURS, {**OURS, "detail": "torch: KeyError: 1"}], "failed"),
+    ],
+    ids=["as bare DeepSpeed", "alone", "another error", "something differs, too", "the reference"],
+)
+def test_an_error_is_excused_only_where_bare_deepspeed_ends_in_it(tmp_path, findings, status):
+    facts = {"deepspeed": "0.19.0", "torch": "2.13.0", "accelerator": "cpu", "took": "1 s"}
+    matrix = {"facts": facts, "cells": [{**cell("failed"), "seconds": 1.0, "findings": findings}]}
+    (kept,) = measure.with_cells(measure.load(tmp_path, "0.19.0"), matrix)["cells"]
+    assert kept["status"] == status
+
+
+def test_what_was_not_run_is_not_kept(tmp_path):
+    facts = {"deepspeed": "0.19.0", "torch": "2.13.0", "accelerator": "cpu", "took": "1 s"}
+    matrix = {"facts": facts, "cells": [{**cell("not run"), "seconds": 0.0, "findings": []}]}
+    before = measure.load(tmp_path, "0.19.0") | {"cells": [cell("differs"), cell("right", stage=3)]}
+    assert measure.with_cells(before, matrix)["cells"] == [cell("right", stage=3)]
+
+
 def test_a_failed_test_is_shown_as_wrong():
     known = ran("0.19.3", **{"tests/distributed/test_callers_coalesced.py": {"passed": 4, "failed": 1}})
     assert row_of(page.features(known), "coalesce_grad_reduction()")["0.19.3"] == "**1 wrong** (5 tests)"

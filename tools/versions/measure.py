@@ -11,6 +11,7 @@ leaves the others, so that a release may be measured in parts. docs/versions.md 
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as Xml
@@ -27,6 +28,10 @@ if not __package__:
     sys.path.insert(0, str(ROOT))
 
 RESULTS = ROOT / "tools" / "versions" / "results"
+# What is said of a cell that raises where bare DeepSpeed does, and by the same error; and how findings name errors.
+RAISES = "raises"
+_OURS = re.compile(r"(?:ds_parity|\S+/probe): (\w+): ")
+_BARE = re.compile(r"\(bare, [\w-]+: (\w+): ")
 # Of a finding that is not simply right, a reader needs the beginning.
 _WHY = 240
 
@@ -53,8 +58,9 @@ def with_cells(known: dict[str, Any], matrix: dict[str, Any]) -> dict[str, Any]:
         known: of a release.
         matrix: as `ds-parity verify --matrix --json` prints it.
     """
-    new = [_cell(cell) for cell in matrix["cells"]]
-    at = {_place(cell) for cell in new}
+    at = {_place(cell) for cell in matrix["cells"]}
+    # What lacks something here, or a judge, says nothing of the release, and what was said before was of other code.
+    new = [_cell(cell) for cell in matrix["cells"] if cell["status"] != "not run"]
     kept = [cell for cell in known["cells"] if _place(cell) not in at]
     ran_with = {name: matrix["facts"][name] for name in ("torch", "accelerator") if name in matrix["facts"]}
     return {**known, "cells": sorted(kept + new, key=_place), "ran_with": ran_with}
@@ -67,7 +73,17 @@ def _place(cell: dict[str, Any]) -> tuple[str, str, int]:
 def _cell(cell: dict[str, Any]) -> dict[str, Any]:
     worst = next((f for f in cell["findings"] if f["status"] == cell["status"]), None)
     why = {} if cell["status"] == "right" or worst is None else {"why": f"{worst['check']}: {worst['detail']}"[:_WHY]}
-    return {name: cell[name] for name in ("group", "name", "stage", "status")} | why
+    kept = {name: cell[name] for name in ("group", "name", "stage", "status")} | why
+    return kept | ({"status": RAISES} if _raises_as_bare(cell) else {})
+
+
+def _raises_as_bare(cell: dict[str, Any]) -> bool:
+    """Return whether nothing is wrong with a cell but that it raises what bare DeepSpeed raises in it, too."""
+    wrong = [finding for finding in cell["findings"] if finding["status"] in ("failed", "differs")]
+    ours = {found.group(1) for one in wrong if (found := _OURS.match(one["detail"])) is not None}
+    bare = {kind for one in cell["findings"] for kind in _BARE.findall(one["detail"])}
+    all_raised = all(one["status"] == "failed" and _OURS.match(one["detail"]) for one in wrong)
+    return bool(wrong) and all_raised and ours <= bare
 
 
 def with_tests(known: dict[str, Any], report: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, Feature
 from ds_parity.config.releases import Release
 from ds_parity.config.versions import ENTRIES, MEASURED, Entry, Verdict, entries_of, verdict
 from ds_parity.parity.matrix.cells import cells
+from tools.versions.measure import RAISES
 
 RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "not run"
@@ -78,8 +79,10 @@ def _counted(statuses: Counter[str], tests_run: Counter[str], rows: int, *, corr
     done, passed = sum(statuses.values()), tests_run["passed"] + tests_run["failed"]
     if not done and not passed:
         return NOT_RUN
-    wrong = sum(count for status, count in statuses.items() if status not in _GOOD) + tests_run["failed"]
-    amount = ", ".join([*([f"{done} of {rows} rows"] if done else []), *([f"{passed} tests"] if passed else [])])
+    raised = statuses[RAISES]
+    wrong = sum(count for status, count in statuses.items() if status not in (*_GOOD, RAISES)) + tests_run["failed"]
+    amounts = ((done, f"{done} of {rows} rows"), (raised, f"{raised} raise"), (passed, f"{passed} tests"))
+    amount = ", ".join(said for number, said in amounts if number)
     if wrong:
         return f"**{wrong} wrong** ({amount})"
     if corrected or statuses["corrected"]:
@@ -106,12 +109,13 @@ def places_of_features() -> dict[str, set[Place]]:
 def matrix(ran: Results) -> str:
     """Return how much of the matrix was run on each release, and what it came to."""
     total = len(cells())
-    lines = ["| DeepSpeed | torch | cells run | right | corrected | refused | wrong |", "|---" * 7 + "|"]
+    lines = ["| DeepSpeed | torch | cells run | right | corrected | refused | raise | wrong |", "|---" * 8 + "|"]
     for version in map(str, MEASURED):
         known = ran.get(version, {})
         counts = Counter(cell["status"] for cell in known.get("cells", []))
-        wrong = sum(count for status, count in counts.items() if status not in _GOOD)
-        numbers = " | ".join(str(counts[status]) for status in _GOOD)
+        shown = (*_GOOD, RAISES)
+        wrong = sum(count for status, count in counts.items() if status not in shown)
+        numbers = " | ".join(str(counts[status]) for status in shown)
         torch = known.get("ran_with", {}).get("torch", "-")
         lines.append(f"| {version} | {torch} | {sum(counts.values())} of {total} | {numbers} | {wrong} |")
     return "\n".join([*lines, "", *_wrong(ran)]) + "\n"

@@ -6,6 +6,7 @@ import functools
 import logging
 from importlib.metadata import PackageNotFoundError, version
 
+from ds_parity.config import versions
 from ds_parity.config.releases import Release, read
 from ds_parity.config.versions import MEASURED, OLDEST, measured
 from ds_parity.errors import ConfigError
@@ -31,6 +32,18 @@ def before(first: Release) -> bool:
     """Return whether the installed release comes before another; False where nobody can tell."""
     here = installed()
     return here is not None and here < first
+
+
+def refused_by_call(feature: str) -> str | None:
+    """Return why the installed release can't do here what a call or an object asks for, None where it can.
+
+    Args:
+        feature: its name.
+    """
+    # Imported here: this module is asked first whether there is a DeepSpeed at all.
+    from deepspeed.accelerator import get_accelerator
+
+    return versions.refused_by_call(feature, installed(), get_accelerator().device_name())
 
 
 def check_deepspeed(written: str | None = None) -> None:

@@ -316,6 +316,14 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         kept_from=False,
     ),
     DeepSpeedFault(
+        "l2_adam_on_cpu",
+        "weight decay is decoupled, as AdamW's is, though adam_w_mode is false",
+        "use DeepSpeed 0.19.6 or newer, or set torch_adam to true in the optimizer's params",
+        # With a bool only: "auto" is filled in later.
+        lambda c: c.optimizer == "adam" and not c.offloads and c.raw("optimizer.params.adam_w_mode") is False,
+        "ranks run on CPUs, the optimizer's weight_decay is not 0, and it is not torch's (torch_adam)",
+    ),
+    DeepSpeedFault(
         "several_passes",
         'the first step raises "Output 0 of SplitBackward0 is a view and is being modified inplace"',
         "use DeepSpeed 0.19.8, or ZeRO 3",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ds_parity.config.features import L2_ON_CPU
+from ds_parity.parity.matrix.needed import OPERATORS
 from ds_parity.parity.matrix.variant import (
     ADAMW,
     BF16,
@@ -78,11 +80,24 @@ def _optimizer(kind: str, patch: Mapping[str, Any] | None = None, **parameters: 
 
 OPTIMIZER = (
     Variant("optimizer", "Adam (fused)", _optimizer("Adam", lr=1e-3)),
-    Variant("optimizer", "Adam, adam_w_mode: false", _optimizer("Adam", lr=1e-3, adam_w_mode=False, weight_decay=0.1)),
+    Variant(
+        "optimizer",
+        "Adam, adam_w_mode: false",
+        _optimizer("Adam", lr=1e-3, adam_w_mode=False, weight_decay=0.1),
+        calls=(L2_ON_CPU.name,),
+    ),
     Variant("optimizer", "AdamW (torch_adam)", ADAMW),
     Variant("optimizer", "Adagrad", _optimizer("Adagrad", lr=1e-2)),
-    Variant("optimizer", "Adagrad, offloaded", _optimizer("Adagrad", zero(**OFFLOADED), lr=1e-2), SHARDED),
-    Variant("optimizer", "Lion, offloaded", _optimizer("Lion", zero(**OFFLOADED), lr=1e-4), SHARDED),
+    *(
+        Variant(
+            "optimizer",
+            f"{kind}, offloaded",
+            _optimizer(kind, zero(**OFFLOADED), lr=rate),
+            SHARDED,
+            needs=(OPERATORS[kind],),
+        )
+        for kind, rate in (("Adagrad", 1e-2), ("Lion", 1e-4))
+    ),
     Variant("optimizer", "RMSprop (torch.optim)", _optimizer("RMSprop", lr=1e-4)),
     Variant("optimizer", "client's torch SGD", NO_SCHEDULE, fields=from_setup("client_optimizer"), quick=(2,)),
     Variant("optimizer", "client's callable", NO_SCHEDULE, fields=from_setup("callable_optimizer")),

@@ -119,6 +119,13 @@ def test_a_second_copy_of_the_gradients_is_a_difference(ran):
     assert status_of(PLAIN, ran, "memory") is Status.FAILED
 
 
+@pytest.mark.parametrize(("more", "status"), [(1_016, Status.RIGHT), (2_560 * 2, Status.DIFFERS)])
+def test_the_messages_of_an_exchange_are_no_copy_of_small_gradients(ran, more, status):
+    for engine, extra in (("ds_parity", more), ("deepspeed-loop", 0)):
+        ran[0][f"{PLAIN.ragged.name}: {engine}"] |= {"peaks": [5_000 + extra] * 2, "parameters": 2_560}
+    assert status_of(PLAIN, ran, "memory") is status
+
+
 def test_a_known_fault_of_deepspeed_is_told_apart_from_a_difference(ran):
     faulty = Cell(replace(PLAIN.variant, faults={2: "fp16_growing_scale"}), 2)
     assert "mended" in next(f.detail for f in judge(faulty, *ran).findings if f.check == "deepspeed")
@@ -299,11 +306,30 @@ def test_what_no_release_gets_right_excuses_no_difference_from_the_loop_that_cor
     assert next(f.status for f in result.findings if f.check == "deepspeed-loop") is Status.DIFFERS
 
 
-def test_nothing_is_excused_where_neither_torch_nor_the_probe_judges(tmp_path):
-    alone = {"torch": "overflows are no business of it", "probe": "the same"}
-    for left_out, status in (({}, Status.CORRECTED), (alone, Status.DIFFERS)):
-        cell = Cell(Variant("precision", "bf16", {"bf16": {"enabled": True}}, left_out=left_out), 0)
-        assert judge(cell, *parted(cell, tmp_path), release("0.18.4")).status is status
+ALONE = {"torch": "overflows are no business of it", "probe": "the same"}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "here", "status"),
+    [
+        ({}, "0.18.4", Status.CORRECTED),
+        (ALONE, "0.18.4", Status.NOT_RUN),
+        # A DeepSpeed of which nothing wrong is known judges alone, too.
+        (ALONE, "0.19.8", Status.DIFFERS),
+    ],
+)
+def test_where_neither_torch_nor_the_probe_judges_a_release_that_is_wrong_shows_nothing(
+    tmp_path, left_out, here, status
+):
+    cell = Cell(Variant("precision", "bf16", {"bf16": {"enabled": True}}, left_out=left_out), 0)
+    answers, folder = parted(cell, tmp_path)
+    result = judge(cell, answers, folder, release(here))
+    assert result.status is status
+    assert status is not Status.NOT_RUN or result.why.startswith("deepspeed-loop: nothing can judge it here: DeepSpeed")
+    # A wrong release may also need less memory, because it forgets to clear gradients.
+    answers[f"{cell.ragged.name}: ds_parity"]["peaks"] = [200_000, 300_000]
+    memory = next(f for f in judge(cell, answers, folder, release(here)).findings if f.check == "memory")
+    assert memory.status is (Status.DIFFERS if here == "0.19.8" else Status.LEFT_OUT)
 
 
 def test_a_bare_engine_that_raises_leaves_torch_and_the_probe_to_judge(ran_bf16):
