@@ -20,6 +20,7 @@ class Zero(Adapter):
     _came_in = 0  # gradients, since the engine was built
     # Parameters, a bit each: of the backward that runs, of the last one, and of all of the window so far.
     _pass = _last = _used = 0
+    _arrived = _last_arrived = 0  # what makes a difference of the order of gradients: in this backward, in the last one
     _sequence = 0  # a checksum of the window's backwards, one by one
     _together = 0  # parameters whose gradients DeepSpeed reduces together, whichever of them a pass uses: not counted
 
@@ -51,8 +52,9 @@ class Zero(Adapter):
         """
         self._zero.clear_backward_seen_flag()
         self._last, self._pass = self._pass & ~self._together, 0
+        self._last_arrived, self._arrived = self._arrived, 0
         self._used |= self._last
-        self._sequence = checksum(self._last, self._sequence)
+        self._sequence = checksum(self._last, checksum(self._last_arrived, self._sequence))
 
     def used_parameters(self) -> int:
         """Return a checksum of what the window used: pass by pass, or of all together where it is reduced once.
@@ -60,7 +62,10 @@ class Zero(Adapter):
         Gradients are reduced in buckets, in their order: where ranks use other parameters, gradients of different
         parameters are added up (tools/deepspeed_faults/ranks_use_other_parameters.py).
         """
-        return (checksum(self._used) if self._reduced_once else self._sequence) & 0xFFFFFF
+        return (self._checksum_of_one_reduction() if self._reduced_once else self._sequence) & 0xFFFFFF
+
+    def _checksum_of_one_reduction(self) -> int:
+        return checksum(self._used)
 
     @property
     @abstractmethod

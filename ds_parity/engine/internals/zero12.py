@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
-from ds_parity.engine.internals.zero import Zero
+from ds_parity.engine.internals.zero import Zero, checksum
 from ds_parity.errors import WindowError
 
 
@@ -78,6 +78,17 @@ class Zero12(Zero):
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
         return self._optimizer.bit16_groups
+
+    def _note(self, number: int) -> None:
+        super()._note(number)
+        # Buckets are filled, and added up over ranks, in the order in which hooks bring gradients
+        # (tools/deepspeed_faults/ranks_use_other_parameters.py).
+        if self.reduces_in_hooks:
+            self._arrived = checksum(number, self._arrived)
+
+    def _checksum_of_one_reduction(self) -> int:
+        # Hooks of the last backward alone have reduced, and it has used all that the window did.
+        return checksum(self._last_arrived, super()._checksum_of_one_reduction())
 
     def begin_window(self) -> None:
         """Forget what the last window used."""

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import z3_leaf_parameter
 
 from ds_parity.engine.internals.surface import Engine, Parameter, Zero3Optimizer, Zero3Parameter
-from ds_parity.engine.internals.zero import Zero
+from ds_parity.engine.internals.zero import Zero, checksum
 
 
 class Zero3(Zero):
@@ -57,6 +57,13 @@ class Zero3(Zero):
             return buffers
 
         optimizer.partition_grads = partition_grads  # type: ignore[method-assign]
+
+    def _note(self, number: int) -> None:
+        super()._note(number)
+        # Weights are gathered in the order in which modules run, which is that of the gradients, and gradients are
+        # reduced in buckets of them. Those of a leaf module come together.
+        if not (self._together >> number & 1 or self.keeps_whole_gradients):
+            self._arrived = checksum(number, self._arrived)
 
     def begin_window(self) -> None:
         """Forget what the last window used."""

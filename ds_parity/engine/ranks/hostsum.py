@@ -128,12 +128,13 @@ class HostSum:
             )
         elif len({replace(where, used=0) for where in places}) == 1 and len(set(places)) > 1:
             rule = (
-                "The passes of a window used different parameters on these ranks (each checksum stands for a set of "
-                "them), and ZeRO stage 1 to 3 add gradients up in their order, those of one parameter to those of "
-                "another. The weights are as they were. Use every parameter in every pass on every rank (add "
-                "0 * parameter.sum() to the loss; on stage 3, a layer of experts can be a leaf module: "
-                "zero_optimization.leaf_module), or ZeRO stage 0. On stage 3 go on with a new engine and a checkpoint: "
-                "DeepSpeed remembers there which modules ran"
+                "The passes of a window used different parameters on these ranks, or the same ones in another order "
+                "(each checksum stands for them and their order), and ZeRO stage 1 to 3 add gradients up in their "
+                "order, those of one parameter to those of another. The weights are as they were. Use every parameter "
+                "in every pass on every rank, in the same order: run all branches one after the other, and multiply by "
+                "0 what a branch gives that is not wanted (on stage 3, a layer of experts can be a leaf module: "
+                "zero_optimization.leaf_module), or use ZeRO stage 0. On stage 3 go on with a new engine and a "
+                "checkpoint: DeepSpeed remembers there which modules ran"
             )
         elif RUNS_WHOLE in kinds and len(kinds) > 1:
             rule = "Every rank must give passes() the same lookahead, and take its micro-batches from passes()"
