@@ -34,8 +34,14 @@ class Bf16(Adapter):
     _came_in = 0  # gradients, since the engine was built
 
     def prepare(self) -> None:
-        """Count the gradients that come in."""
+        """Count the gradients that come in, and keep those of several forwards for one backward.
+
+        DeepSpeed clears the bf16 gradients in a hook of each forward's result (bf16_optimizer.py, backward_prologue):
+        a backward of two forwards would lose what the one has brought when it comes to the other. They are clear by
+        then, because `end_backward` has cleared them.
+        """
         super().prepare()
+        self._optimizer.backward_prologue = _nothing
         note_gradients(self._trained, self._note)
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
@@ -74,3 +80,7 @@ class Bf16(Adapter):
         """Clear both copies of the gradients."""
         self._optimizer.clear_hp_grads()
         self._optimizer.clear_lp_grads()
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -49,6 +49,9 @@ class GradScaler(Protocol):
     def get_scale(self) -> float:
         """The scale of losses."""
 
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss by the scale, which is made where there is none yet."""
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale gradients, and look for an overflow in them."""
 
@@ -291,6 +294,7 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
 class Bf16Optimizer(Protocol):
     """BF16_Optimizer: ZeRO 1 in bf16 with fp32 accumulation."""
 
+    backward_prologue: Callable[[], None]
     bf16_groups: Iterable[Iterable[Parameter]]
     fp32_groups_gradients_flat: Iterable[torch.Tensor]
     fp32_groups_has_gradients: list[list[bool]]
