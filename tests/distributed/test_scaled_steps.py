@@ -17,6 +17,7 @@ import ds_parity
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 from tests.distributed.cells import STAGES
+from tests.distributed.engines import forward, from_all, perceptron
 from tests.distributed.scaled import OFFLOAD, WINDOWS, scaled_config
 from tests.distributed.sets import on_two_ranks
 
@@ -145,6 +146,30 @@ def _expected(engine, kind, number, window, clip):
     return 0.5 * gradient * (min(1.0, clip / norm) if clip else 1.0), norm
 
 
+@on_two_ranks
+def begins_without_a_backward(folder):
+    """The first windows of a caller; one rank runs nothing in the first, and has scaled no loss by then."""
+    return {f"{stage}-{clip}": _begun_alone(stage, clip) for stage in (0, 1) for clip in (0.0, CLIP)}
+
+
+def _begun_alone(stage, clip):
+    forget_autocast()
+    model = perceptron()
+    extended = scaled_config(stage, clip, 0.5) | KINDS["autocast"]
+    extended["ds_parity"] = {"boundary": "caller", "exchange_timeout": 20.0}
+    engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=extended)
+    steps = []
+    for window in range(2):
+        if window or dist.get_rank() == 0:
+            engine.backward(1e-4 * forward(engine, window).float(), rollouts=1)
+        engine.step()
+        steps.append([engine.last_step.skipped, engine.last_step.passes, engine.last_step.rollouts])
+    weights = torch.cat([p.detach().flatten().cpu() for p in engine.module.parameters()])
+    engine.destroy()
+    forget_autocast()
+    return {"steps": steps, "alike": len({tuple(one) for one in from_all(weights.tolist())}) == 1}
+
+
 def _masters(engine):
     """The fp32 weights that the optimizer steps, in one vector."""
     optimizer = engine.optimizer
@@ -223,3 +248,11 @@ def test_the_fused_wrapper_is_corrected_and_its_scale_grows_after_the_step(two_r
         [1.0, 2.0, 256.0],
         [1.0, 2.0, 512.0],
     ]
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_without_a_loss_so_far_takes_the_steps_of_the_others(two_ranks, stage, clip):
+    """torch's GradScaler has no scale until it has scaled a loss."""
+    begun = two_ranks.of(begins_without_a_backward)[f"{stage}-{clip}"]
+    assert begun == {"steps": [[False, 1, 1], [False, 1, 2]], "alike": True}

@@ -59,6 +59,9 @@ class Adapter(ABC):
     def prepare(self) -> None:
         """Put right, once and before training, what the wrapper would leave out or lose."""
         self.kept.guard()
+        if (scaler := self.grad_scaler()) is not None:
+            # torch makes the scale with the first loss; a rank may end its first window without one.
+            scaler.scale(torch.zeros((), device=self.engine.device))
 
     @abstractmethod
     def groups(self) -> Iterable[Iterable[Parameter]]:
