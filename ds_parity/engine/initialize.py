@@ -25,11 +25,12 @@ from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.older import building
 from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_remembered, with_recorded
+from ds_parity.engine.internals.unable import refuse_unable
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.pipeline import PipelinedEngine, refuse_in_pipelines
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
-from ds_parity.engine.unfit import refuse_unfit, refuse_unfit_engine
+from ds_parity.engine.unfit import refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
 from ds_parity.errors import ConfigError
 
@@ -199,7 +200,7 @@ def honoured(
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with saying_what_is_waited_for(), building():
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
-    refuse_unfit_engine(engine)
+    refuse_unable(engine)
     if pipeline:
         return PipelinedEngine(engine, rewritten.settings, number), wrapper, loader, engine.lr_scheduler
     wrapped = kind(engine, rewritten.settings, sequence, number)

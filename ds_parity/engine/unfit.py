@@ -1,4 +1,4 @@
-"""Models and engines that DeepSpeed can't train as they are, which it says by a bare error, or not at all."""
+"""Models that DeepSpeed can't train with a configuration, which it says by a bare error, or not at all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from ds_parity.config.features import L2_ON_CPU, SUMMED_EXPERTS_ON_CPU, Wanted
-from ds_parity.engine.internals.installed import refused_by_call
-from ds_parity.engine.internals.surface import Engine
+from ds_parity.config.features import Wanted
 from ds_parity.errors import ConfigError
 
 
@@ -57,23 +53,3 @@ def _refuse_experts(model: torch.nn.Module) -> None:
             "experts that have a group of ranks of their own; use stage 0, 1 or 2, or experts without DeepSpeed's "
             "layer, as a ZeRO-3 leaf module (zero_optimization.leaf_module)"
         )
-
-
-def refuse_unfit_engine(engine: Engine) -> None:
-    """Raise where the installed release can't step an engine as it was asked to, on this accelerator.
-
-    Args:
-        engine: that DeepSpeed has just built.
-
-    Raises:
-        ConfigError: its optimizer is DeepSpeed's Adam with a weight decay that is to be a part of the gradient, and is
-            decoupled; or it has a MoE layer of DeepSpeed's whose norm raises.
-    """
-    optimizer = engine.basic_optimizer
-    if isinstance(optimizer, FusedAdam) and not optimizer.adam_w_mode:
-        decays = [group["weight_decay"] for group in optimizer.param_groups if group["weight_decay"]]
-        if decays and (why := refused_by_call(L2_ON_CPU.name)):
-            raise ConfigError(f"adam_w_mode = false with weight_decay = {decays[0]}: {why}")
-    summed_in_fp32 = isinstance(engine.optimizer, BF16_Optimizer)
-    if summed_in_fp32 and engine.has_moe_layers and (why := refused_by_call(SUMMED_EXPERTS_ON_CPU.name)):
-        raise ConfigError(f'data_types.grad_accum_dtype = "fp32" with DeepSpeed\'s own MoE layer: {why}')

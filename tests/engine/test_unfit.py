@@ -1,16 +1,9 @@
-"""Models and optimizers that DeepSpeed can't train with as a configuration asks for it."""
-
-from contextlib import nullcontext
-from types import SimpleNamespace
+"""Models that DeepSpeed can't train on the ZeRO stage that a configuration asks for."""
 
 import pytest
 import torch
-from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from ds_parity.config.releases import release
-from ds_parity.engine.internals import installed
-from ds_parity.engine.unfit import refuse_unfit, refuse_unfit_engine
+from ds_parity.engine.unfit import refuse_unfit
 from ds_parity.errors import ConfigError
 
 
@@ -32,63 +25,3 @@ def test_a_partitioned_model_is_refused_below_stage_3(partitioned, section):
 @pytest.mark.parametrize("section", ["auto", {"stage": "auto"}, {"stage": 3}])
 def test_no_stage_is_made_up_for_one_that_is_still_to_be_filled_in(partitioned, section):
     refuse_unfit(partitioned, {"zero_optimization": section})
-
-
-def adam(*decays, mode):
-    """DeepSpeed's Adam as its configuration makes it; no kernel is compiled."""
-    made = FusedAdam.__new__(FusedAdam)
-    made.adam_w_mode = mode
-    made.param_groups = [{"weight_decay": decay} for decay in decays]
-    return made
-
-
-def built(optimizer, wrapper=None, experts=False):
-    """An engine as far as it is asked for its optimizers and layers."""
-    return SimpleNamespace(basic_optimizer=optimizer, optimizer=wrapper or optimizer, has_moe_layers=experts)
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Lets another release, on another accelerator, be the one that is there."""
-
-    def put(version, accelerator="cpu"):
-        monkeypatch.setattr(installed, "installed", lambda: release(version))
-        there = SimpleNamespace(device_name=lambda: accelerator)
-        monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: there)
-
-    return put
-
-
-@pytest.mark.parametrize("decays", [(0.1,), (0.0, 0.1)])
-def test_a_decay_that_is_decoupled_against_the_configuration_is_refused(on, decays):
-    on("0.19.5")
-    with pytest.raises(
-        ConfigError, match=r"adam_w_mode = false with weight_decay = 0.1: DeepSpeed 0.19.5 .*torch_adam"
-    ):
-        refuse_unfit_engine(built(adam(*decays, mode=0)))
-
-
-@pytest.mark.parametrize(
-    ("version", "accelerator", "optimizer"),
-    [
-        ("0.19.6", "cpu", adam(0.1, mode=0)),
-        ("0.19.5", "cuda", adam(0.1, mode=0)),
-        ("0.19.5", "cpu", adam(0.1, mode=1)),
-        ("0.19.5", "cpu", adam(0.0, mode=0)),
-        ("0.19.5", "cpu", torch.optim.Adam([torch.zeros(1)], weight_decay=0.1)),
-    ],
-    ids=["a later release", "a GPU", "a decoupled decay", "no decay", "torch's"],
-)
-def test_what_steps_as_it_was_asked_to_is_taken(on, version, accelerator, optimizer):
-    on(version, accelerator)
-    refuse_unfit_engine(built(optimizer))
-
-
-@pytest.mark.parametrize(
-    ("version", "experts", "refused"), [("0.19.0", True, 1), ("0.19.0", False, 0), ("0.19.2", True, 0)]
-)
-def test_experts_whose_norm_raises_are_refused(on, version, experts, refused):
-    on(version)
-    engine = built(None, BF16_Optimizer.__new__(BF16_Optimizer), experts)
-    with pytest.raises(ConfigError, match=r'grad_accum_dtype = "fp32" with DeepSpeed') if refused else nullcontext():
-        refuse_unfit_engine(engine)
