@@ -25,3 +25,38 @@ def test_a_partitioned_model_is_refused_below_stage_3(partitioned, section):
 @pytest.mark.parametrize("section", ["auto", {"stage": "auto"}, {"stage": 3}])
 def test_no_stage_is_made_up_for_one_that_is_still_to_be_filled_in(partitioned, section):
     refuse_unfit(partitioned, {"zero_optimization": section})
+
+
+def of(*trained):
+    """A group of parameters, each of which is trained or frozen."""
+    return {"params": [torch.nn.Parameter(torch.zeros(1), requires_grad=one) for one in trained]}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_group_of_frozen_parameters_is_refused_where_deepspeed_ends_in_an_index_error(stage):
+    groups = [of(True), of(False, False)]
+    with pytest.raises(ConfigError, match=rf"stage = {stage}, and all 2 parameters of group 1 are frozen .* leave the"):
+        refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": stage}}, groups)
+
+
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        ({"zero_optimization": {"stage": 0}}, [of(False)]),
+        ({"zero_optimization": {"stage": 3}}, [of(False)]),
+        ({"zero_optimization": {"stage": 2}}, [of(True, False), of()]),
+        ({"zero_optimization": {"stage": 2}}, [torch.nn.Parameter(torch.zeros(1), requires_grad=False)]),
+    ],
+    ids=["stage 0", "stage 3", "some are trained", "parameters without groups"],
+)
+def test_other_groups_are_taken(config, groups):
+    refuse_unfit(torch.nn.Linear(2, 2), config, groups)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_parameter_without_a_shape_is_refused(stage):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
+    with pytest.raises(ConfigError, match=r"1.weight has no shape yet .* run the model once"):
+        refuse_unfit(model, {"zero_optimization": {"stage": stage}})
+    model(torch.zeros(1, 2))
+    refuse_unfit(model, {"zero_optimization": {"stage": stage}})
