@@ -321,6 +321,42 @@ def test_what_the_optimizer_holds_nothing_for_is_not_trained_in_silence(two_rank
         ), said
 
 
+# Windows that are thrown away.
+
+
+def behind_dropped_windows(engine):
+    """Three windows, each behind a dropped one that used both: how far the second moves in each.
+
+    It is used by the last pass alone, by none, and frozen.
+    """
+    places = [0.0]
+    for numbers, trained in (((0, 1), True), ((0,), True), ((0,), False)):
+        one_pass(engine, 0, 1, factor=8.0)
+        engine.finish()
+        engine.module.second.weight.requires_grad_(trained)
+        one_pass(engine, 0)
+        one_pass(engine, *numbers)
+        places.append(moved(engine)[1])
+    return [after - before for before, after in pairwise(places)]
+
+
+@on_two_ranks
+def parameters_of_dropped_windows(folder):
+    results = {}
+    for stage, kind in CELLS:
+        engine = engine_of(stage, kind, ds_parity={"last_window": "drop"})
+        results[f"{stage} {kind}"] = behind_dropped_windows(engine)
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("stage", "kind"), CELLS)
+def test_the_gradient_of_a_dropped_window_is_in_no_later_one(two_ranks, stage, kind):
+    """Nor is that of a parameter which the later window uses late, or not at all, or which is frozen by then."""
+    moves = two_ranks.of(parameters_of_dropped_windows)[f"{stage} {kind}"]
+    assert moves == pytest.approx([0.5, 0, 0], abs=1e-6)
+
+
 @on_two_ranks
 def module_alone(folder):
     """By stage: what load_checkpoint(load_module_only=True) is answered with, and the weights after it."""

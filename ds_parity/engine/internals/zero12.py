@@ -203,6 +203,8 @@ class Zero12(Zero):
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
+            # step() alone clears it: what is in it counts as used in the next window, and keeps this one's gradient.
+            optimizer._offload_accumulated_param_ids.clear()
         # The keys stay: step() looks them up for every parameter group.
         for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             kept.update(dict.fromkeys(kept))
