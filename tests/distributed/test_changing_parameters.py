@@ -357,6 +357,79 @@ def test_the_gradient_of_a_dropped_window_is_in_no_later_one(two_ranks, stage, k
     assert moves == pytest.approx([0.5, 0, 0], abs=1e-6)
 
 
+# Leaf modules whose gradients DeepSpeed reduces too early, or never.
+
+
+class Leaf(torch.nn.Module):
+    """A weight that is given something and returns something, as a leaf module may."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, 4))
+        self.returned = returned
+
+    def forward(self, x):
+        return self.returned(torch.nn.functional.linear(x, self.weight))
+
+
+class AroundLeaf(torch.nn.Module):
+    """What calls a Leaf, with an input that requires a gradient or with none."""
+
+    def __init__(self, requires, call, returned, taken):
+        super().__init__()
+        self.leaf = Leaf(returned)
+        self.requires, self.call, self.taken = requires, call, taken
+
+    def forward(self, x):
+        return self.taken(self.call(self.leaf, x.requires_grad_(self.requires))).sum()
+
+
+LEAVES = {
+    "tensor": (True, lambda leaf, x: leaf(x), lambda y: y, lambda y: y),
+    "tuple": (True, lambda leaf, x: leaf(x), lambda y: (y, None), lambda y: y[0]),
+    "no gradient": (False, lambda leaf, x: leaf(x), lambda y: y, lambda y: y),
+    "by name": (True, lambda leaf, x: leaf(x=x), lambda y: y, lambda y: y),
+    "dict": (True, lambda leaf, x: leaf(x), lambda y: {"y": y}, lambda y: y["y"]),
+    "beside": (True, lambda leaf, x: leaf(x), lambda y: (y, [2 * y]), lambda y: y[1][0]),
+}
+SAID_OF_LEAVES = {
+    "no gradient": "WindowError: leaf module leaf (Leaf) is given no tensor that requires a gradient by position",
+    "by name": "WindowError: leaf module leaf (Leaf) is given no tensor that requires a gradient by position",
+    "dict": "WindowError: leaf module leaf (Leaf) returns tensors inside a dict",
+    "beside": "WindowError: leaf.weight: DeepSpeed has not reduced its gradient",
+}
+LEAF_CELLS = [*product(("fp32", "bf16", "offload"), LEAVES)]
+
+
+@on_two_ranks
+def leaves_of_zero_3(folder):
+    """By cell: what all ranks are answered in a pass, and how far the weight has moved; without a gradient, too."""
+    results = {}
+    for kind, name in LEAF_CELLS:
+        model = AroundLeaf(*LEAVES[name])
+        deepspeed.utils.set_z3_leaf_modules(model, [Leaf])
+        config = {**extended(3, kind), "gradient_accumulation_passes": 2}
+        given = {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0), "config": config}
+        engine = ds_parity.initialize(model=model, model_parameters=model.parameters(), **given)[0]
+        with torch.no_grad():
+            engine(ones(engine))
+        said = from_all(refusal(lambda engine=engine: one_pass(engine)))
+        results[f"{kind} {name}"] = [said, moved(engine)]
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("kind", "name"), LEAF_CELLS)
+def test_a_leaf_module_loses_no_gradient_in_silence(two_ranks, kind, name):
+    """Where none of its inputs needs a gradient, and where its outputs are in a dict or beside the loss."""
+    said, moves = two_ranks.of(leaves_of_zero_3)[f"{kind} {name}"]
+    if name in SAID_OF_LEAVES:
+        assert all(one.startswith(SAID_OF_LEAVES[name]) and "make it no leaf" in one for one in said), said
+        assert moves == [0]
+    else:
+        assert (said, moves) == (["nothing was raised"] * 2, [1])
+
+
 @on_two_ranks
 def module_alone(folder):
     """By stage: what load_checkpoint(load_module_only=True) is answered with, and the weights after it."""

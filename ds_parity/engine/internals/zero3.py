@@ -9,6 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import z3_leaf_parameter
 
+from ds_parity.engine.internals.leaves import Leaves
 from ds_parity.engine.internals.surface import Engine, Parameter, Zero3Optimizer, Zero3Parameter
 from ds_parity.engine.internals.zero import Zero, checksum
 
@@ -39,6 +40,7 @@ class Zero3(Zero):
         """
         # DeepSpeed reduces those of a leaf module together, with zeros for what no token entered.
         self._together = sum(1 << number for number, p in enumerate(self._trained) if z3_leaf_parameter(p))
+        self._leaves = Leaves(self.engine.module, self._trained)
         super().prepare()
         optimizer, copied = self._optimizer, self._copied
         partition = optimizer.partition_grads
@@ -86,6 +88,8 @@ class Zero3(Zero):
         super().end_backward()
         self._copied.clear()
         self._coalesced = self._coalesced or self.keeps_whole_gradients
+        if not self.keeps_whole_gradients:
+            self._leaves.refuse_unreduced()
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""

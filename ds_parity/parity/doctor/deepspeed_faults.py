@@ -244,6 +244,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "ranks use different experts, or adapters, of the same size in one pass",
     ),
     DeepSpeedFault(
+        "leaf_hooks",
+        "the gradients of a leaf module are lost, or its backward raises",
+        "make leaves only of modules that are given hidden states by position, and return a tensor or a tuple of them",
+        lambda c: c.stage == 3,
+        "a leaf module is the first of the model, or returns a dict, a list or a dataclass",
+    ),
+    DeepSpeedFault(
         "expert_norm_zero0",
         "clips by the mean of the ranks' norms, which is smaller than the norm of the gradient",
         "use ZeRO 1 or 2, or bf16",
