@@ -395,7 +395,7 @@ LEAVES = {
 SAID_OF_LEAVES = {
     "no gradient": "WindowError: leaf module leaf (Leaf) is given no tensor that requires a gradient by position",
     "by name": "WindowError: leaf module leaf (Leaf) is given no tensor that requires a gradient by position",
-    "dict": "WindowError: leaf module leaf (Leaf) returns tensors inside a dict",
+    "dict": "WindowError: leaf module leaf (Leaf) returns a dict in which torch does not see",
     "beside": "WindowError: leaf.weight: DeepSpeed has not reduced its gradient",
 }
 LEAF_CELLS = [*product(("fp32", "bf16", "offload"), LEAVES)]

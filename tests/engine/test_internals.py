@@ -105,6 +105,7 @@ OTHERS = {
     *("append", "clear", "copy_", "data", "device_name", "numel", "proxy", "setdefault", "view_as", "waits"),
     *("__traceback__", "all_reduce", "clamp", "clip_grads_with_norm_", "co_name", "f_code", "pow", "split", "sqrt"),
     *("full", "stack", "sum", "tb_frame", "tb_next"),
+    *("is_grad_enabled", "name", "named_modules", "refuse_unreduced", "register_forward_hook"),
     *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),
 }
 

@@ -1,4 +1,4 @@
-"""ZeRO 3: a leaf module's gradients are lost where torch does not run its backward hook, and raise where it runs early.
+"""ZeRO 3: a leaf module's gradients are lost where torch does not run its backward hook; where it is early, it raises.
 
     deepspeed --num_accelerators 2 tools/deepspeed_faults/leaf_hooks.py
 

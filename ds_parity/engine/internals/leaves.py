@@ -58,9 +58,10 @@ def _watch(name: str, module: torch.nn.Module) -> None:
         seen = returned if isinstance(returned, tuple) else (returned,)
         if not _any_requires_grad(seen):
             raise WindowError(
-                f"{name} returns tensors inside a {type(returned).__name__}, and on ZeRO stage 3 DeepSpeed reduces the "
-                "gradients of a leaf module in a hook that torch runs only if the module returns a tensor or a tuple "
-                f"of tensors: they would be lost; {_WAY_OUT}"
+                f"{name} returns a {type(returned).__name__} in which torch does not see the tensors that require a "
+                "gradient (it looks at a tensor, and at the elements of a tuple), and on ZeRO stage 3 DeepSpeed "
+                "reduces the gradients of a leaf module in a hook that torch does not run then: they would be lost; "
+                f"{_WAY_OUT}"
             )
         if not _any_requires_grad(given):
             raise WindowError(
