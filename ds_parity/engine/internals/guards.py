@@ -46,6 +46,7 @@ CLASSES = {
     "Bf16Optimizer": (BF16,),
     "LowPrecisionOptimizer": (FP16, UNFUSED),
     "Zero3Parameter": (),  # torch's parameters, to which zero.Init adds what guard_list.py checks
+    "AdamOptimizer": ("deepspeed.ops.adam.fused_adam:FusedAdam",),
     "LossScaleConfig": (RUNTIME + "fp16.loss_scaler:LossScaleConfig",),
     "ThroughputTimer": (TIMER,),
     "ExpertLayer": ("deepspeed.moe.sharded_moe:MOELayer",),

@@ -307,6 +307,12 @@ class Bf16Optimizer(Protocol):
         """Clear the bf16 gradients."""
 
 
+class AdamOptimizer(Protocol):
+    """FusedAdam: DeepSpeed's Adam without CPU offload, inside the wrapper."""
+
+    adam_w_mode: int
+
+
 class LossScaleConfig(Protocol):
     """Where FP16_Optimizer and FP16_UnfusedOptimizer keep their loss scale."""
 
