@@ -192,7 +192,7 @@ ENTRIES: Final = (
         (L2_ON_CPU.name,),
         Verdict.REFUSED,
         "its weight decay is decoupled, as AdamW's is, whatever adam_w_mode says",
-        "DeepSpeed #8307; on 0.18.4 rows of the matrix differ from torch's Adam on every stage",
+        "DeepSpeed #8307, read in 0.19.5 and 0.19.6; rows of the matrix on 0.18.4 differ from torch's Adam",
         right_from=release("0.19.6"),
         way_out="set torch_adam to true in the optimizer's params, or its weight_decay to 0",
     ),

@@ -87,10 +87,11 @@ PROBED = {"check": "probe", "status": "failed", "detail": "a-row-zero2/probe: Ke
         ([BARE, OURS, PROBED], "raises"),
         ([OURS], "failed"),
         ([{**BARE, "detail": "known (bare, deepspeed: ValueError: 7)"}, OURS], "failed"),
+        ([{**BARE, "detail": "known (bare, deepspeed: KeyError: no such key)"}, OURS], "failed"),
         ([BARE, OURS, {**OURS, "status": "differs", "detail": "off by one"}], "failed"),
         ([BARE, OURS, {**OURS, "detail": "torch: KeyError: 1"}], "failed"),
     ],
-    ids=["as bare DeepSpeed", "alone", "another error", "something differs, too", "the reference"],
+    ids=["as bare DeepSpeed", "alone", "another error", "another message", "something differs, too", "the reference"],
 )
 def test_an_error_is_excused_only_where_bare_deepspeed_ends_in_it(tmp_path, findings, status):
     facts = {"deepspeed": "0.19.0", "torch": "2.13.0", "accelerator": "cpu", "took": "1 s"}

@@ -41,7 +41,18 @@ class Bf16(Adapter):
         then, because `end_backward` has cleared them.
         """
         super().prepare()
-        self._optimizer.backward_prologue = _nothing
+        optimizer = self._optimizer
+        optimizer.backward_prologue = _nothing
+        if optimizer.immediate_grad_update:
+            accumulate = optimizer.accumulate_hp_grads_and_remove_lp
+
+            def accumulated(lp_param: Parameter, group_idx: int, param_idx: int) -> None:
+                accumulate(lp_param, group_idx, param_idx)
+                # Up to 0.19.5 it stays there, and is added again with what the next backward of a window, or one inside
+                # this backward (reentrant checkpointing), brings.
+                lp_param.grad = None
+
+            optimizer.accumulate_hp_grads_and_remove_lp = accumulated  # type: ignore[method-assign]
         note_gradients(self._trained, self._note)
 
     def groups(self) -> Iterable[Iterable[Parameter]]:

@@ -146,7 +146,7 @@ GUARDS: tuple[Guard, ...] = (
         BF16,
         "backward_prologue",
         "internals/bf16.py",
-        "bf16 gradients are cleared before a backward anyway, so that they may be cleared after one",
+        "bf16 gradients are cleared before a backward, which must not be done between two forwards of one backward",
         ("self.clear_lp_grads()",),
     ),
     Guard(

@@ -154,8 +154,8 @@ class KeptGradients:
             raise WindowError(
                 "the loss has nothing of the model in it, no parameter got a gradient: DeepSpeed's ZeRO stage "
                 f"{self._adapter.engine.zero_optimization_stage()} raises where there is none to reduce ({error}). Its "
-                "pass is counted, so load a checkpoint; give engine.idle(loss) any loss of the model where a rank has "
-                "nothing to train, or add 0.0 * (what the forward gave).sum() to the loss"
+                "pass is counted, so load a checkpoint; where a rank has nothing to train, give engine.idle(loss) the "
+                "loss of a forward like those of the others, or add 0.0 * (what the forward gave).sum() to the loss"
             ) from error
 
     def refuse_freezing(self, window: int) -> None:

@@ -296,9 +296,13 @@ class Bf16Optimizer(Protocol):
     """BF16_Optimizer: ZeRO 1 in bf16 with fp32 accumulation."""
 
     backward_prologue: Callable[[], None]
+    immediate_grad_update: bool
     bf16_groups: Iterable[Iterable[Parameter]]
     fp32_groups_gradients_flat: Iterable[torch.Tensor]
     fp32_groups_has_gradients: list[list[bool]]
+
+    def accumulate_hp_grads_and_remove_lp(self, lp_param: Parameter, group_idx: int, param_idx: int) -> None:
+        """Add the bf16 gradient that has just come in to the fp32 one."""
 
     def clear_hp_grads(self) -> None:
         """Clear the fp32 gradients."""

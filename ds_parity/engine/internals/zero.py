@@ -34,9 +34,16 @@ class Zero(Adapter):
         self._came_in += 1
         self._pass |= 1 << number
 
+    def _note_order(self, number: int) -> None:
+        """Note that a gradient is the next to come, where that matters."""
+        # DeepSpeed waits for the last of the parts of a tiled computation, of which ranks may have other numbers.
+        if getattr(self._trained[number], "ds_grad_is_ready", True):
+            # In fixed width: 256 must not look like 0 and 1.
+            self._arrived = zlib.crc32(number.to_bytes(4, "little"), self._arrived)
+
     def begin_window(self) -> None:
         """Forget what the last window used."""
-        self._used = self._sequence = 0
+        self._used = self._sequence = self._last_arrived = 0
 
     @property
     def _zero(self) -> ZeroOptimizer:

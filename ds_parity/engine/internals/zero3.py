@@ -11,7 +11,7 @@ from deepspeed.utils import z3_leaf_parameter
 
 from ds_parity.engine.internals.leaves import Leaves
 from ds_parity.engine.internals.surface import Engine, Parameter, Zero3Optimizer, Zero3Parameter
-from ds_parity.engine.internals.zero import Zero, checksum
+from ds_parity.engine.internals.zero import Zero
 
 
 class Zero3(Zero):
@@ -62,10 +62,11 @@ class Zero3(Zero):
 
     def _note(self, number: int) -> None:
         super()._note(number)
-        # Weights are gathered in the order in which modules run, which is that of the gradients, and gradients are
-        # reduced in buckets of them. Those of a leaf module come together.
+        # Weights are gathered in the order in which modules run, which is that of the gradients, and buckets of
+        # gradients end where they are full. Small weights that are never released, in one bucket, would be right in any
+        # order. Those of a leaf module come together.
         if not (self._together >> number & 1 or self.keeps_whole_gradients):
-            self._arrived = checksum(number, self._arrived)
+            self._note_order(number)
 
     def begin_window(self) -> None:
         """Forget what the last window used."""

@@ -150,7 +150,7 @@ class HostSum:
 
     def lost(self) -> None:
         """Let all ranks know that a rank of this group was lost, so that the next engine is given another group."""
-        with suppress(RuntimeError):  # the store may be gone with the rank
+        with suppress(RuntimeError, ValueError):  # the store may be gone with the rank, or with the process group
             _store().set(_lost_key(self._group), "")
 
     def ended(self, running: Sum) -> None:
@@ -330,8 +330,10 @@ class Sum:
         try:
             result.set_result(self._summed())
         except RuntimeError as error:
-            self._over.lost()
-            result.set_exception(error)
+            try:
+                self._over.lost()
+            finally:  # whoever waits must hear of it, whatever has become of the store
+                result.set_exception(error)
         except Exception as error:
             result.set_exception(error)
         except BaseException:  # Ctrl-C: who knows which messages have come in

@@ -27,7 +27,7 @@ def holders(path: Path) -> Iterator[int]:
 
 def _opened(process: Path) -> Iterator[os.stat_result]:
     # Not by glob(): that raises where a process ends between two of its looks.
-    with suppress(OSError):
-        for opened in os.scandir(process / "fd"):
+    with suppress(OSError), os.scandir(process / "fd") as found:
+        for opened in found:
             with suppress(OSError):
                 yield opened.stat()
