@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ds_parity
+from benchmarks.own_part import OwnPart
 from ds_parity.config import rewrite
 from ds_parity.parity.data.model import TinyDecoder
 from ds_parity.parity.running import weights
@@ -101,15 +102,17 @@ def step_time(scenario, rounds):
 
 
 def step_time_and_chance(scenario, rounds):
-    """The same beside a second engine that is driven by hand: how far a ratio is off 1 by chance."""
+    """The same beside a second engine that is driven by hand: how far a ratio is off 1 by chance; and the own part."""
     rivals = Rivals(scenario)
-    again = rivals.another_bare()
+    again, own = rivals.another_bare(), OwnPart(rivals.wrapped.__wrapped__)
     windows = {
-        "ds_parity": rivals.window_of_ds_parity,
+        "ds_parity": own.of(rivals.window_of_ds_parity),
         "by hand": rivals.window_by_hand,
         "again": partial(rivals.window_by_hand, again),
     }
-    return {"seconds": in_turn(windows, rounds), "same weights": same_weights(rivals.wrapped, rivals.bare, again)}
+    seconds = in_turn(windows, rounds)
+    same = same_weights(rivals.wrapped, rivals.bare, again)
+    return {"seconds": seconds, "own": own.shares[1:], "same weights": same}
 
 
 class CallersRivals:
@@ -143,16 +146,18 @@ class CallersRivals:
 
 
 def callers_time(scenario, rounds):
-    """Seconds by rival, and whether both end with the same weights."""
+    """Seconds by rival, ds_parity's own part of its windows, and whether both end with the same weights."""
     rivals = CallersRivals(scenario)
+    own = OwnPart(rivals.wrapped.__wrapped__)
     windows = {
-        "ds_parity": rivals.window_of_ds_parity,
+        "ds_parity": own.of(rivals.window_of_ds_parity),
         "unmanaged": rivals.window_unmanaged,
         # What another engine of the same kind takes says how far a ratio is off 1 by chance.
         "again": partial(rivals.window_unmanaged, again=True),
     }
     seconds = in_turn(windows, rounds)
-    return {"seconds": seconds, "same weights": same_weights(rivals.wrapped, rivals.bare, rivals.again)}
+    same = same_weights(rivals.wrapped, rivals.bare, rivals.again)
+    return {"seconds": seconds, "own": own.shares[1:], "same weights": same}
 
 
 def accelerate_time(scenario, rounds):

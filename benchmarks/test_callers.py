@@ -3,6 +3,7 @@
 from benchmarks.results import Section, divided, shown
 from benchmarks.setups import SMALL, STAGES, ZERO, launched, scenario
 
+OWN = "outside of DeepSpeed"
 SIZES = {"132,000 parameters": (SMALL, 40), "3.3 million parameters": ("benchmarks.ranked:build_256", 20)}
 
 
@@ -19,11 +20,14 @@ def test_the_callers_step(benchmark, tmp_path, results):
         for name in SIZES
         for rival, said in (("ds_parity", "ds_parity / unmanaged"), ("again", "unmanaged / unmanaged"))
     ]
+    rows += [(f"{name}: {OWN}", *(shown(measured[name, stage]["own"], 3) for stage in (0, 1))) for name in SIZES]
     said = """\
 `ds_parity.boundary: caller` beside bare DeepSpeed with `managed_gradient_accumulation: false`, which divides by a fixed
 number of backwards. 2 ranks, 8 backwards on each and then one `step()`, one rollout of 192 tokens a micro-batch.
 ds_parity exchanges counts, loss and metrics once a step. The second row of each size divides the times of two engines
-that are alike: so far off 1 a ratio is by chance."""
+that are alike: so far off 1 a ratio is by chance. The last rows are the share of its windows' time that ds_parity
+spends outside of DeepSpeed: its own code, and the wait for other ranks' counts, in which ranks also wait for the slower
+one, as they would in DeepSpeed's next collective."""
     results(Section("callers", "Time of a window that the caller ends", said, ("", *ZERO[:2]), rows))
     assert all(one["same weights"] for one in measured.values())
 
@@ -42,10 +46,12 @@ def test_totals_of_whole_windows(benchmark, tmp_path, results):
         (said, *(shown(divided(of[rival], of["by hand"])) for of in _seconds(measured, "window", STAGES)))
         for rival, said in (("ds_parity", "ds_parity / by hand"), ("again", "by hand / by hand"))
     ]
+    rows.append((OWN, *(shown(measured["window", stage]["own"], 3) for stage in STAGES)))
     said = """\
 Windows that are read before their first pass, so that their total is known, beside the bare engine driven by hand.
 2 ranks, 8 passes on each, one rollout of 192 tokens a micro-batch, 3.3 million parameters. The second row divides the
-times of two engines that are alike."""
+times of two engines that are alike, and the third is the share of its windows' time that ds_parity spends outside of
+DeepSpeed, the wait for other ranks' counts included."""
     results(Section("whole-windows", "Time of a window with `lookahead: window`", said, ("", *ZERO), rows))
     assert all(one["same weights"] for one in measured.values())
 

@@ -42,6 +42,20 @@ def time_of_a_window() -> str:
     return "\n".join(lines) + "\n"
 
 
+def callers() -> str:
+    """Return the ratios of windows that the caller ends, and of those that are read ahead as a whole."""
+    ended, ahead = medians("callers"), medians("whole-windows")
+    half = len(ended) // 3  # the ratios, those of two like engines between them, and the shares
+    lines = [f"| | {_STAGES} |", "|---|---|---|---|---|"]
+    named = zip(("132,000", "3.3 million"), ended[: 2 * half : 2], ended[2 * half :], strict=True)
+    for size, ratios, shares in named:
+        lines.append(_row(f"the caller ends windows, {size} parameters: time / unmanaged", *ratios, "", ""))
+        lines.append(_row("of it, outside of DeepSpeed", *shares, "", ""))
+    lines.append(_row("`lookahead: window`, 3.3 million parameters: time / by hand", *ahead[0]))
+    lines.append(_row("of it, outside of DeepSpeed", *ahead[2]))
+    return "\n".join(lines) + "\n"
+
+
 def late() -> str:
     """Return the time of windows by where their counts are waited for."""
     lines = ["| time of a window / without exchanges | waits in front | waits behind |", "|---|---|---|"]

@@ -36,6 +36,7 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "releases-matrix": (DOCS / "versions.md", lambda: versions_page.matrix(versions_page.results())),
     "releases-tests": (DOCS / "versions.md", lambda: versions_page.tests(versions_page.results())),
     "time": (DOCS / "performance.md", results_tables.time_of_a_window),
+    "callers": (DOCS / "performance.md", results_tables.callers),
     "late": (DOCS / "performance.md", results_tables.late),
     "limit": (DOCS / "performance.md", results_tables.limit),
     "costs": (DOCS / "performance.md", results_tables.costs),
