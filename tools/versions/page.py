@@ -99,7 +99,7 @@ def places_of_features() -> dict[str, set[Place]]:
             (cell.variant.group, cell.variant.name, cell.stage)
             for cell in every
             if feature.asked_for(cell.ragged.config)
-            or feature.name in cell.variant.calls
+            or feature.name in cell.calls
             or cell.variant.name in _ROWS.get(feature.name, ())
         }
         for feature in FEATURES

@@ -34,6 +34,11 @@ class Cell:
         return f"{slug}-zero{self.stage}"
 
     @property
+    def calls(self) -> tuple[str, ...]:
+        """Names of the features of releases that its loop asks for by a call."""
+        return self.variant.calls if self.stage in self.variant.calling else ()
+
+    @property
     def ranks(self) -> int:
         """Data-parallel ranks."""
         return int(self.variant.fields.get("ranks", 2))

@@ -113,11 +113,13 @@ _EXPERTS = (
     ),
     _apart("", stages=(0, 1, 2, 3), faults={0: "expert_norm_zero0"}, refused=(3,), quick=(0,)),
     _apart(", bf16", BF16, left_out=ROUTED_BY_ROUNDING),
-    *(
-        _apart(
-            ", bf16, fp32 accumulation", BF16 | FP32_ACCUMULATION, (stage,), left_out=ROUTED_BY_ROUNDING, calls=calls
-        )
-        for stage, calls in ((1, (SUMMED_EXPERTS_ON_CPU.name,)), (2, ()))
+    _apart(
+        ", bf16, fp32 accumulation",
+        BF16 | FP32_ACCUMULATION,
+        (1, 2),
+        left_out=ROUTED_BY_ROUNDING,
+        calls=(SUMMED_EXPERTS_ON_CPU.name,),
+        calling=(1,),
     ),
     _apart(", offloaded", ADAMW | zero(**OFFLOADED), (1, 2)),
     _apart(", 4 ranks", ranks=4, faults={0: "expert_norm_zero0"}),

@@ -115,7 +115,7 @@ def _to_be_refused(cell: Cell, here: Release | None) -> bool:
     """Return whether the matrix says that a cell is refused everywhere, or the table of releases that it is here."""
     if cell.stage in cell.variant.refused:
         return True
-    by_call = any(versions.refused_by_call(name, here, _accelerator()) is not None for name in cell.variant.calls)
+    by_call = any(versions.refused_by_call(name, here, _accelerator()) is not None for name in cell.calls)
     return by_call or (here is not None and any(versions.refused(cell.ragged.config, here)))
 
 

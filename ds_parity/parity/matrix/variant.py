@@ -41,6 +41,7 @@ class Variant:
         refused: stages on which ds_parity refuses the configuration.
         quick: stages that belong to the quick subset.
         calls: features of releases that its loop asks for by a call, by their names (`config.features`).
+        calling: stages on which it does.
         needs: what must be installed beside ds_parity (`matrix.needed`); where it is not, the row is not run.
     """
 
@@ -55,6 +56,7 @@ class Variant:
     faults: Mapping[int, str] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
     calls: tuple[str, ...] = ()
+    calling: tuple[int, ...] = STAGES
     needs: tuple[str, ...] = ()
     quick: tuple[int, ...] = ()
 
