@@ -39,8 +39,8 @@ class Kind:
 
 CHECKED = {
     "by-hand": Kind("test_step.py::test_step_time", usual=True),
-    "callers": Kind("test_callers.py", usual=True),
-    "whole-windows": Kind("test_callers.py"),
+    "callers": Kind("test_callers.py::test_the_callers_step", usual=True),
+    "whole-windows": Kind("test_callers.py::test_totals_of_whole_windows"),
     "accelerate": Kind("test_accelerate.py"),
     "limit": Kind("test_limit.py", more_is_better=True),
     "recipe": Kind("test_recipe.py", more_is_better=True, usual=True),
