@@ -14,9 +14,8 @@ sys.path.append(str(Path(__file__).parent))
 
 from draw_pictures import Sheet, write_all
 from online.curves import Line, panel
-from results_tables import rows
+from results_tables import OWN, rows
 
-OWN = "outside of DeepSpeed"  # as benchmarks/test_callers.py calls the row
 GROUPS = {
     "by-hand": (
         "counts known ahead, rollouts of full length",
@@ -38,11 +37,6 @@ _LEFT, _RIGHT, _LINE = 84, 404, 22
 _ENDS = (0.8, 1.6)
 
 
-def _ratios_alone(found: list[list[str]]) -> list[list[str]]:
-    # A share of a window's time is no ratio to a rival.
-    return [row for row in found if row[0] != OWN]
-
-
 def ratios(sheet: Sheet) -> str:
     """Draw the time of a window beside the engine driven by hand: medians and quartiles by stage."""
     sheet.text(240, 32, "Time of a window", 20, anchor="middle", bold=True)
@@ -50,7 +44,8 @@ def ratios(sheet: Sheet) -> str:
     sheet.text(240, 76, "the median, and a line from quartile to quartile.", 14, ink="muted", anchor="middle")
     top, described = 112.0, []
     for section, names in GROUPS.items():
-        for name, (_, *cells) in zip(names, _ratios_alone(rows(section)), strict=True):
+        ratios_alone = [row for row in rows(section) if row[0] != OWN]
+        for name, (_, *cells) in zip(names, ratios_alone, strict=True):
             sheet.text(12, top, name, 14, bold=True)
             begun = top + 8
             for stage, cell in enumerate(cells):

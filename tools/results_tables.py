@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "RESULTS.md"
+OWN = "outside of DeepSpeed"
+"""What benchmarks/test_callers.py calls the rows of shares of a window's time, which are no ratios to a rival."""
 _STAGES = "ZeRO 0 | ZeRO 1 | ZeRO 2 | ZeRO 3"
 
 
@@ -21,10 +23,15 @@ def medians(section: str) -> list[list[str]]:
     return [[re.match(r"\S+", cell)[0] for cell in row[1:]] for row in rows(section)]  # type: ignore[index]
 
 
+def by_name(section: str) -> dict[str, list[str]]:
+    """Return the medians of each row by its name: its first cell."""
+    return dict(zip([row[0] for row in rows(section)], medians(section), strict=True))
+
+
 def time_of_a_window() -> str:
     """Return the ratios beside the engine driven by hand: by stage, and by the passes of a window."""
     full, short, larger = medians("by-hand")
-    by_passes = dict(zip([row[0] for row in rows("passes")], medians("passes"), strict=True))
+    by_passes = by_name("passes")
     lines = [
         f"| time, ds_parity / by hand; windows of 8 passes | {_STAGES} |",
         "|---|---|---|---|---|",
@@ -44,15 +51,14 @@ def time_of_a_window() -> str:
 
 def callers() -> str:
     """Return the ratios of windows that the caller ends, and of those that are read ahead as a whole."""
-    ended, ahead = medians("callers"), medians("whole-windows")
-    half = len(ended) // 3  # the ratios, those of two like engines between them, and the shares
+    ended, ahead = by_name("callers"), by_name("whole-windows")
     lines = [f"| | {_STAGES} |", "|---|---|---|---|---|"]
-    named = zip(("132,000", "3.3 million"), ended[: 2 * half : 2], ended[2 * half :], strict=True)
-    for size, ratios, shares in named:
-        lines.append(_row(f"the caller ends windows, {size} parameters: time / unmanaged", *ratios, "", ""))
-        lines.append(_row("of it, outside of DeepSpeed", *shares, "", ""))
-    lines.append(_row("`lookahead: window`, 3.3 million parameters: time / by hand", *ahead[0]))
-    lines.append(_row("of it, outside of DeepSpeed", *ahead[2]))
+    for size in ("132,000 parameters", "3.3 million parameters"):
+        ratios, shares = ended[f"{size}: ds_parity / unmanaged"], ended[f"{size}: {OWN}"]
+        lines.append(_row(f"the caller ends windows, {size}: time / unmanaged", *ratios, "", ""))
+        lines.append(_row(f"of it, {OWN}", *shares, "", ""))
+    lines.append(_row("`lookahead: window`, 3.3 million parameters: time / by hand", *ahead["ds_parity / by hand"]))
+    lines.append(_row(f"of it, {OWN}", *ahead[OWN]))
     return "\n".join(lines) + "\n"
 
 
@@ -68,7 +74,7 @@ def late() -> str:
 def limit() -> str:
     """Return the share of a window's time that is the model's own work, by lengths, ranks and loop."""
     lines = [f"| the model's own work | {_STAGES} |", "|---|---|---|---|---|"]
-    lines += [_row(row[0], *cells) for row, cells in zip(rows("limit"), medians("limit"), strict=True)]
+    lines += [_row(name, *cells) for name, cells in by_name("limit").items()]
     return "\n".join(lines) + "\n"
 
 

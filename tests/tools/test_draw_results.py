@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 from draw_pictures import THEMES, Sheet
-from draw_results import GROUPS, OWN, PICTURES
-from results_tables import rows
+from draw_results import GROUPS, PICTURES
+from results_tables import OWN, rows
 
 from tests.tools.test_draw_pictures import is_kept, is_readable_on_a_phone, texts
 

@@ -11,11 +11,11 @@ from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, Feature
 from ds_parity.config.releases import Release
 from ds_parity.config.versions import ENTRIES, MEASURED, Entry, Verdict, entries_of, verdict
 from ds_parity.parity.matrix.cells import cells
-from tools.versions.measure import RAISES
+from tools.versions.measure import RAISES, RESULTS
 
-RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "not run"
 _GOOD = ("right", "corrected", "refused")
+_NOT_WRONG = (*_GOOD, RAISES)
 # Rows of the matrix that show what no configuration asks for, and tests that do.
 _ROWS = {LEFT_OUT.name: ("unused parameters", "frozen parameters")}
 _TESTS = {
@@ -80,7 +80,7 @@ def _counted(statuses: Counter[str], tests_run: Counter[str], rows: int, *, corr
     if not done and not passed:
         return NOT_RUN
     raised = statuses[RAISES]
-    wrong = sum(count for status, count in statuses.items() if status not in (*_GOOD, RAISES)) + tests_run["failed"]
+    wrong = sum(count for status, count in statuses.items() if status not in _NOT_WRONG) + tests_run["failed"]
     amounts = ((done, f"{done} of {rows} rows"), (raised, f"{raised} raise"), (passed, f"{passed} tests"))
     amount = ", ".join(said for number, said in amounts if number)
     if wrong:
@@ -113,9 +113,8 @@ def matrix(ran: Results) -> str:
     for version in map(str, MEASURED):
         known = ran.get(version, {})
         counts = Counter(cell["status"] for cell in known.get("cells", []))
-        shown = (*_GOOD, RAISES)
-        wrong = sum(count for status, count in counts.items() if status not in shown)
-        numbers = " | ".join(str(counts[status]) for status in shown)
+        wrong = sum(count for status, count in counts.items() if status not in _NOT_WRONG)
+        numbers = " | ".join(str(counts[status]) for status in _NOT_WRONG)
         torch = known.get("ran_with", {}).get("torch", "-")
         lines.append(f"| {version} | {torch} | {sum(counts.values())} of {total} | {numbers} | {wrong} |")
     return "\n".join([*lines, "", *_wrong(ran)]) + "\n"
