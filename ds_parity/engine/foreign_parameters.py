@@ -38,7 +38,7 @@ def refuse_foreign_parameters(keywords: Mapping[str, Any]) -> None:
         "model_parameters=": keywords.get("model_parameters"),
     }
     for name, groups in given.items():
-        parameters = list(_parameters(groups))
+        parameters = list(parameters_in(groups))
         if name == "optimizer=" and groups is not None and not parameters:
             raise ConfigError(f"optimizer= contains no parameters: nothing would be trained. {_WAY_OUT}")
         foreign = [one for one in parameters if id(one) not in own]
@@ -50,14 +50,15 @@ def refuse_foreign_parameters(keywords: Mapping[str, Any]) -> None:
             )
 
 
-def _parameters(groups: Any) -> Iterator[torch.Tensor]:
+def parameters_in(groups: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters of groups, or of what stands in their place; none of what can be read once only."""
     if isinstance(groups, Iterator) or not isinstance(groups, Iterable):
         return  # a generator inside a group can be read once only
     for one in groups:
         if isinstance(one, Mapping):
             inside = one.get("params")
-            yield from _parameters([inside] if isinstance(inside, torch.Tensor) else inside)
+            yield from parameters_in([inside] if isinstance(inside, torch.Tensor) else inside)
         elif isinstance(one, tuple) and len(one) == 2:  # a parameter with its name
-            yield from _parameters(one[1:])
+            yield from parameters_in(one[1:])
         elif isinstance(one, torch.Tensor):
             yield one

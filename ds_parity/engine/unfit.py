@@ -10,6 +10,7 @@ from deepspeed.moe.layer import MoE
 from torch.nn.parameter import UninitializedParameter
 
 from ds_parity.config.features import Wanted
+from ds_parity.engine.foreign_parameters import parameters_in
 from ds_parity.errors import ConfigError
 
 
@@ -52,8 +53,7 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
 def _refuse_frozen(groups: Iterable[Any], stage: int) -> None:
     # stage_1_and_2.py, __init__ (0.19.8): an IndexError. What is empty from the start is left out (runtime/engine.py).
     for number, group in enumerate(groups):
-        parameters = group.get("params", ()) if isinstance(group, Mapping) else ()
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = list(parameters_in([group])) if isinstance(group, Mapping) else []
         if parameters and not any(one.requires_grad for one in parameters):
             raise ConfigError(
                 f"zero_optimization.stage = {stage}, and all {len(parameters)} parameters of group {number} are frozen "

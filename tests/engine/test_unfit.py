@@ -53,6 +53,18 @@ def test_other_groups_are_taken(config, groups):
     refuse_unfit(torch.nn.Linear(2, 2), config, groups)
 
 
+def test_a_group_with_named_parameters_is_looked_at():
+    (frozen,) = of(False)["params"]
+    with pytest.raises(ConfigError, match=r"all 1 parameters of group 0 are frozen"):
+        refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": 1}}, [{"params": [("weight", frozen)]}])
+
+
+def test_a_generator_inside_a_group_is_left_for_deepspeed_to_read():
+    once = (one for one in of(False, True)["params"])
+    refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": 1}}, [{"params": once}])
+    assert len(list(once)) == 2
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_parameter_without_a_shape_is_refused(stage):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
