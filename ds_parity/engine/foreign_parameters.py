@@ -38,7 +38,7 @@ def refuse_foreign_parameters(keywords: Mapping[str, Any]) -> None:
         "model_parameters=": keywords.get("model_parameters"),
     }
     for name, groups in given.items():
-        parameters = list(parameters_in(groups))
+        parameters = list(_parameters(groups))
         if name == "optimizer=" and groups is not None and not parameters:
             raise ConfigError(f"optimizer= contains no parameters: nothing would be trained. {_WAY_OUT}")
         foreign = [one for one in parameters if id(one) not in own]
@@ -50,15 +50,27 @@ def refuse_foreign_parameters(keywords: Mapping[str, Any]) -> None:
             )
 
 
-def parameters_in(groups: Any) -> Iterator[torch.Tensor]:
-    """Yield the parameters of groups, or of what stands in their place; none of what can be read once only."""
+def groups_handed_over(keywords: Mapping[str, Any]) -> list[list[torch.Tensor]]:
+    """Return the parameters of the optimizer, else those of `model_parameters`, group by group.
+
+    Args:
+        keywords: of `deepspeed.initialize`. Parameters without groups are left out, and a group that can be read once
+            only is empty here.
+    """
+    groups = getattr(keywords.get("optimizer"), "param_groups", None)
+    # What is a function makes its optimizer of `model_parameters`.
+    given = keywords.get("model_parameters") if groups is None else groups
+    return [list(_parameters([one])) for one in given or () if isinstance(one, Mapping)]
+
+
+def _parameters(groups: Any) -> Iterator[torch.Tensor]:
     if isinstance(groups, Iterator) or not isinstance(groups, Iterable):
         return  # a generator inside a group can be read once only
     for one in groups:
         if isinstance(one, Mapping):
             inside = one.get("params")
-            yield from parameters_in([inside] if isinstance(inside, torch.Tensor) else inside)
+            yield from _parameters([inside] if isinstance(inside, torch.Tensor) else inside)
         elif isinstance(one, tuple) and len(one) == 2:  # a parameter with its name
-            yield from parameters_in(one[1:])
+            yield from _parameters(one[1:])
         elif isinstance(one, torch.Tensor):
             yield one

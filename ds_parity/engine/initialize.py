@@ -19,7 +19,7 @@ from ds_parity.config.features import Wanted
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
-from ds_parity.engine.foreign_parameters import held, refuse_foreign_parameters
+from ds_parity.engine.foreign_parameters import groups_handed_over, held, refuse_foreign_parameters
 from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
@@ -187,7 +187,7 @@ def honoured(
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
             _refuse_by_release({**extended, **rewritten.config})
-            refuse_unfit(keywords.get("model"), rewritten.config, _groups_of(keywords))
+            refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords))
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
     if optimizer is None:
@@ -229,13 +229,6 @@ def _optimizer_of(keywords: Mapping[str, Any], extended: Mapping[str, Any]) -> s
     if keywords.get("optimizer"):
         return "optimizer="
     return "the section `optimizer`" if isinstance(section, Mapping) and section.get("type") else None
-
-
-def _groups_of(keywords: Mapping[str, Any]) -> list[Any]:
-    """Return the groups of parameters that are handed over: the optimizer's, else those of `model_parameters`."""
-    groups = getattr(keywords.get("optimizer"), "param_groups", None)
-    # What is a function makes its optimizer of `model_parameters`.
-    return list(keywords.get("model_parameters") or ()) if groups is None else list(groups)
 
 
 def _refuse_by_release(config: Mapping[str, Any]) -> None:

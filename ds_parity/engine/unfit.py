@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,16 @@ from deepspeed.moe.layer import MoE
 from torch.nn.parameter import UninitializedParameter
 
 from ds_parity.config.features import Wanted
-from ds_parity.engine.foreign_parameters import parameters_in
 from ds_parity.errors import ConfigError
 
 
-def refuse_unfit(model: Any, config: Mapping[str, Any], groups: Iterable[Any] = ()) -> None:
+def refuse_unfit(model: Any, config: Mapping[str, Any], groups: Iterable[Sequence[torch.Tensor]] = ()) -> None:
     """Raise where a model, or its groups of parameters, and the ZeRO stage do not go together.
 
     Args:
         model: that an engine is to be built over; anything that is no `torch.nn.Module` passes.
         config: of DeepSpeed; where its ZeRO stage is "auto", nothing is refused.
-        groups: of the optimizer or of `model_parameters`: dictionaries with `params`; others pass.
+        groups: the parameters of the optimizer, or of `model_parameters`, group by group.
 
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's on stage
@@ -50,10 +49,9 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
         )
 
 
-def _refuse_frozen(groups: Iterable[Any], stage: int) -> None:
+def _refuse_frozen(groups: Iterable[Sequence[torch.Tensor]], stage: int) -> None:
     # stage_1_and_2.py, __init__ (0.19.8): an IndexError. What is empty from the start is left out (runtime/engine.py).
-    for number, group in enumerate(groups):
-        parameters = list(parameters_in([group])) if isinstance(group, Mapping) else []
+    for number, parameters in enumerate(groups):
         if parameters and not any(one.requires_grad for one in parameters):
             raise ConfigError(
                 f"zero_optimization.stage = {stage}, and all {len(parameters)} parameters of group {number} are frozen "

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_parity.engine.foreign_parameters import groups_handed_over
 from ds_parity.engine.unfit import refuse_unfit
 from ds_parity.errors import ConfigError
 
@@ -27,6 +28,12 @@ def test_no_stage_is_made_up_for_one_that_is_still_to_be_filled_in(partitioned, 
     refuse_unfit(partitioned, {"zero_optimization": section})
 
 
+def refuse(groups, stage):
+    """What initialize() does with groups that it is given as `model_parameters`."""
+    handed_over = groups_handed_over({"model_parameters": groups})
+    refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": stage}}, handed_over)
+
+
 def of(*trained):
     """A group of parameters, each of which is trained or frozen."""
     return {"params": [torch.nn.Parameter(torch.zeros(1), requires_grad=one) for one in trained]}
@@ -36,33 +43,40 @@ def of(*trained):
 def test_a_group_of_frozen_parameters_is_refused_where_deepspeed_ends_in_an_index_error(stage):
     groups = [of(True), of(False, False)]
     with pytest.raises(ConfigError, match=rf"stage = {stage}, and all 2 parameters of group 1 are frozen .* leave the"):
-        refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": stage}}, groups)
+        refuse(groups, stage)
 
 
 @pytest.mark.parametrize(
-    ("config", "groups"),
+    ("stage", "groups"),
     [
-        ({"zero_optimization": {"stage": 0}}, [of(False)]),
-        ({"zero_optimization": {"stage": 3}}, [of(False)]),
-        ({"zero_optimization": {"stage": 2}}, [of(True, False), of()]),
-        ({"zero_optimization": {"stage": 2}}, [torch.nn.Parameter(torch.zeros(1), requires_grad=False)]),
+        (0, [of(False)]),
+        (3, [of(False)]),
+        (2, [of(True, False), of()]),
+        (2, [torch.nn.Parameter(torch.zeros(1), requires_grad=False)]),
     ],
     ids=["stage 0", "stage 3", "some are trained", "parameters without groups"],
 )
-def test_other_groups_are_taken(config, groups):
-    refuse_unfit(torch.nn.Linear(2, 2), config, groups)
+def test_other_groups_are_taken(stage, groups):
+    refuse(groups, stage)
 
 
 def test_a_group_with_named_parameters_is_looked_at():
     (frozen,) = of(False)["params"]
     with pytest.raises(ConfigError, match=r"all 1 parameters of group 0 are frozen"):
-        refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": 1}}, [{"params": [("weight", frozen)]}])
+        refuse([{"params": [("weight", frozen)]}], 1)
 
 
 def test_a_generator_inside_a_group_is_left_for_deepspeed_to_read():
     once = (one for one in of(False, True)["params"])
-    refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": 1}}, [{"params": once}])
+    refuse([{"params": once}], 1)
     assert len(list(once)) == 2
+
+
+def test_the_groups_of_an_optimizer_come_before_those_of_the_model():
+    optimizer = torch.optim.SGD([of(False)["params"][0]], lr=0.1)
+    assert [len(one) for one in groups_handed_over({"optimizer": optimizer, "model_parameters": [of(True, True)]})] == [
+        1
+    ]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
