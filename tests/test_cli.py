@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,16 @@ def refused(*arguments, **environment):
     assert ran.returncode == 2, ran
     assert "Traceback" not in ran.stdout + ran.stderr
     return ran.stderr
+
+
+def in_bash(*arguments, **environment):
+    """Start the command in a bash: typer takes the shell from the processes above it, whatever started the tests."""
+    command = shlex.join([sys.executable, "-m", "ds_parity", *arguments])
+    return subprocess.run(
+        ["bash", "-c", f"{command}; exit $?"],  # two commands: bash stays, and does not become the first one
+        capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
 
 
 def trace(path, loss=1.0, engine="ds_parity", steps=2):
@@ -315,15 +326,14 @@ class TestStart:
         assert ds_parity("--version").stdout.startswith("ds-parity 0.")
         assert started("verify").returncode == 2
 
-    @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-    def test_a_shells_completion_script_is_printed(self, shell):
-        ran = ds_parity("--show-completion", shell)
+    def test_a_shells_completion_script_is_printed(self):
+        ran = in_bash("--show-completion")
         assert ran.returncode == 0, ran.stderr
-        assert "_COMPLETE=complete_" in ran.stdout
-        assert "complete" in ran.stdout
+        assert "_DS_PARITY_COMPLETE=complete_bash" in ran.stdout
+        assert "complete -o default -F" in ran.stdout
 
     def test_completion_is_installed_for_the_command(self, tmp_path):
-        ran = started("--install-completion", "bash", HOME=str(tmp_path))
+        ran = in_bash("--install-completion", HOME=str(tmp_path))
         assert ran.returncode == 0, ran.stderr
         (script,) = tmp_path.glob(".bash_completions/*")
         assert script.name == "ds-parity.sh"
