@@ -11,7 +11,7 @@ from ds_parity.engine.ranks.upcoming import Upcoming
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import Batch, build, exchanges_of, forward, from_all, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -54,7 +54,7 @@ def _steps(case, drive, late):
     return {"found": from_all(found), "late": counted.call_count, "exchanges": exchanges_of(engine)}
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def late_or_not(folder):
     """Every case, driven by a loop and by passes(), both ways."""
     return {
@@ -64,10 +64,11 @@ def late_or_not(folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drive", ["loop", "passes"])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_the_same_bit_for_bit_wherever_counts_are_waited_for(two_ranks, case, drive):
-    late, early = two_ranks.of(late_or_not)[f"{case}, {drive}"]
+def test_steps_are_the_same_bit_for_bit_wherever_counts_are_waited_for(two_ranks_at_length, case, drive):
+    late, early = two_ranks_at_length.of(late_or_not)[f"{case}, {drive}"]
     assert late["found"] == early["found"]
     assert late["exchanges"] == early["exchanges"]
     assert len(late["found"][0]["steps"]) > 4

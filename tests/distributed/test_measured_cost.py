@@ -8,9 +8,9 @@ from ds_parity.parity.data.model import build
 from ds_parity.parity.data.rollouts import load_rollouts, shorten
 from tests.distributed.cells import config
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ROLLOUTS = shorten(load_rollouts(), 200)[:64]
 SHORT = shorten(load_rollouts(), 60)[:8]
@@ -46,7 +46,7 @@ def trained(stage, *, measuring):
 costs = []
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def measured(folder):
     seen = {}
     for stage in (0, 1, 2, 3):
@@ -56,8 +56,8 @@ def measured(folder):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_it_is_the_same_on_every_rank_and_changes_no_step(two_ranks, stage):
-    without, with_it = two_ranks.of(measured)[str(stage)]
+def test_it_is_the_same_on_every_rank_and_changes_no_step(two_ranks_at_length, stage):
+    without, with_it = two_ranks_at_length.of(measured)[str(stage)]
     assert [one["step"] for one in with_it] == [one["step"] for one in without]
     assert with_it[0]["cost"] == with_it[1]["cost"]
     per_token, per_square, per_pass = with_it[0]["cost"]
@@ -67,6 +67,6 @@ def test_it_is_the_same_on_every_rank_and_changes_no_step(two_ranks, stage):
     assert "a window is open after 1 passes" in with_it[0]["said"]
 
 
-def test_divided_parameters_are_refused_on_every_rank(two_ranks):
-    for one in two_ranks.of(measured)["3"][1]:
+def test_divided_parameters_are_refused_on_every_rank(two_ranks_at_length):
+    for one in two_ranks_at_length.of(measured)["3"][1]:
         assert one["cost"] is None

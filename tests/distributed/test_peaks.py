@@ -8,14 +8,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_parity.engine.ranks.hostsum import CAPACITY
 from ds_parity.parity.running.tasks import attempt_scenario
 from tests.distributed import cells
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 CASES = [*product(cells.STAGES, cells.DTYPES)]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def peaks(folder):
     """By case: ds_parity, the engine driven by hand, and ds_parity with a copy that lives during the step."""
     return {name(*case): _peaks(cells.ragged(*case, "token").to_json(), str(folder)) for case in CASES}
@@ -54,14 +54,14 @@ MESSAGE = 8 * CAPACITY + 200
 
 @pytest.mark.parametrize(("stage", "dtype"), CASES)
 class TestAStep:
-    def test_holds_what_the_engine_driven_by_hand_holds(self, two_ranks, stage, dtype):
-        result = two_ranks.of(peaks)[name(stage, dtype)]
+    def test_holds_what_the_engine_driven_by_hand_holds(self, two_ranks_at_length, stage, dtype):
+        result = two_ranks_at_length.of(peaks)[name(stage, dtype)]
         candidate, by_hand = result["ds_parity"]["peaks"], result["deepspeed-loop"]["peaks"]
         assert len(candidate) == 2
         assert min(candidate) - min(by_hand) < MESSAGE
 
-    def test_that_copies_its_gradients_is_seen(self, two_ranks, stage, dtype):
-        result = two_ranks.of(peaks)[name(stage, dtype)]
+    def test_that_copies_its_gradients_is_seen(self, two_ranks_at_length, stage, dtype):
+        result = two_ranks_at_length.of(peaks)[name(stage, dtype)]
         size = result["ds_parity"]["parameters"] * (4 if dtype == "fp32" else 2)
         extra = min(result["copying"]["peaks"]) - min(result["ds_parity"]["peaks"])
         assert extra == pytest.approx(size / (1 if stage == 0 else 2), rel=0.01, abs=MESSAGE)
