@@ -21,6 +21,7 @@ from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.foreign_parameters import groups_handed_over, held, refuse_foreign_parameters
 from ds_parity.engine.internals import unread
+from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.older import building
@@ -30,7 +31,7 @@ from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.pipeline import PipelinedEngine, refuse_in_pipelines
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
-from ds_parity.engine.unfit import refuse_unfit
+from ds_parity.engine.unfit import refuse_closure, refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
 from ds_parity.errors import ConfigError
 
@@ -187,6 +188,7 @@ def honoured(
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
             _refuse_by_release({**extended, **rewritten.config})
+            refuse_closure(keywords.get("optimizer"), rewritten.config)
             refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords))
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
@@ -198,7 +200,7 @@ def honoured(
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
-    with saying_what_is_waited_for(), building():
+    with saying_what_is_waited_for(), building(), any_shape_is_sent():
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
     refuse_unable(engine)
     if pipeline:

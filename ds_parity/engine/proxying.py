@@ -47,7 +47,15 @@ def _of_wrapper(name: str) -> Callable[..., Any]:
             )
         if name == "offload_states":
             _refuse_offloaded(engine)
-        return getattr(engine, name)(*args, **kwargs)
+        try:
+            return getattr(engine, name)(*args, **kwargs)
+        except AssertionError as error:
+            # On ZeRO 3 for another optimizer than its own Adam (zero/stage3.py, 0.19.8), before anything is moved.
+            raise ConfigError(
+                f"{name}() with zero_optimization.stage = {int(engine.zero_optimization_stage())}: DeepSpeed says "
+                f"{str(error)!r}; choose its own Adam (leave out torch_adam, and give no optimizer=), move other "
+                "states alone (include=), or leave the call out"
+            ) from error
 
     method.__name__ = name
     return method

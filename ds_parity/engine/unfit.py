@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from torch.nn.parameter import UninitializedParameter
 
 from ds_parity.config.features import Wanted
 from ds_parity.errors import ConfigError
+
+PARTITIONED: Final = 3
+_AWAY: Final = ("cpu", "nvme")
 
 
 def refuse_unfit(model: Any, config: Mapping[str, Any], groups: Iterable[Sequence[torch.Tensor]] = ()) -> None:
@@ -22,18 +27,23 @@ def refuse_unfit(model: Any, config: Mapping[str, Any], groups: Iterable[Sequenc
         groups: the parameters of the optimizer, or of `model_parameters`, group by group.
 
     Raises:
-        ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's on stage
-            3; a group has frozen parameters alone on stage 1 or 2; or a parameter has no shape yet.
+        ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's, trains
+            parameters of several dtypes, or has one without elements, on stage 3; a group has frozen parameters alone
+            on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce; or a parameter has no shape yet.
     """
     wanted = Wanted(config)
     stage = wanted.stage
     if stage is None or not isinstance(model, torch.nn.Module):
         return
     _refuse_lazy(model)
-    if stage < 3:
+    if stage < PARTITIONED:
         _refuse_partitioned(model, stage)
     else:
         _refuse_experts(model)
+        _refuse_without_elements(model)
+    if wanted.precision == "fp32":  # the others convert every parameter
+        in_one_buffer = stage == PARTITIONED and wanted.value("zero_optimization.offload_param.device") not in _AWAY
+        _refuse_dtypes(model, stage, in_one_buffer=in_one_buffer)
     # BF16_Optimizer is another wrapper.
     if stage in (1, 2) and not (stage == 1 and wanted.sums_in_fp32):
         _refuse_frozen(groups, stage)
@@ -46,6 +56,62 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
         raise ConfigError(
             f"{lazy[0]} has no shape yet (torch.nn.LazyLinear and its like), and DeepSpeed needs all of them to build "
             "an engine: run the model once, on any batch, before initialize()"
+        )
+
+
+def _refuse_without_elements(model: torch.nn.Module) -> None:
+    # An AssertionError in the first forward that gathers it (0.18.4 to 0.19.8): its status stays "not available".
+    empty = [name for name, one in model.named_parameters() if not getattr(one, "ds_numel", one.numel())]
+    if empty:
+        raise ConfigError(
+            f"zero_optimization.stage = 3, and {empty[0]} has no elements: DeepSpeed partitions and gathers every "
+            "parameter, and gathers none of that size; leave the parameter out of the model, or use stage 0, 1 or 2"
+        )
+
+
+def _refuse_dtypes(model: torch.nn.Module, stage: int, *, in_one_buffer: bool) -> None:
+    trained = {one.dtype: name for name, one in model.named_parameters() if one.requires_grad}
+    way_out = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
+    if in_one_buffer and len(trained) > 1:
+        # zero/utils.py, defragment (0.19.8): an AssertionError without a word.
+        found = ", ".join(f"{name} is {_said(dtype)}" for dtype, name in trained.items())
+        raise ConfigError(
+            f"zero_optimization.stage = 3, and the parameters that are trained have {len(trained)} dtypes ({found}): "
+            f"DeepSpeed keeps them in one buffer, which has one dtype; {way_out}, or use stage 0, 1 or 2"
+        )
+    # runtime/engine.py, split_half_float_double_sparse (0.19.8): an AssertionError in the first step.
+    other = [dtype for dtype in trained if dtype not in get_accelerator().supported_dtypes()]
+    if stage == 0 and other:
+        raise ConfigError(
+            f"zero_optimization.stage = 0, and {trained[other[0]]} is {_said(other[0])}: DeepSpeed reduces no gradient "
+            f"of that dtype there on this accelerator; {way_out}, or use stage 1 or 2"
+        )
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def refuse_closure(optimizer: Any, config: Mapping[str, Any]) -> None:
+    """Raise where an optimizer can't step without a closure, which DeepSpeed gives to none.
+
+    Args:
+        optimizer: an optimizer, a function that makes one (which passes), or None.
+        config: of DeepSpeed, whose section `optimizer` may name one of torch's.
+
+    Raises:
+        ConfigError: its step() has an argument without a default.
+    """
+    kind: Any = type(optimizer)
+    if optimizer is None:
+        kind = getattr(torch.optim, str(Wanted(config).value("optimizer.type")), None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        return
+    _, *arguments = inspect.signature(kind.step).parameters.values()
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in arguments):
+        raise ConfigError(
+            f"the optimizer is {kind.__name__}, whose step() evaluates the loss again by a closure: DeepSpeed has none "
+            "to give, as the micro-batches of a window are gone by then; choose another one (AdamW, SGD)"
         )
 
 

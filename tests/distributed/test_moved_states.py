@@ -78,6 +78,25 @@ def offloaded_parameters_moved(folder):
     return said, step
 
 
+@on_two_ranks
+def of_another_optimizer_moved(folder):
+    """What a loop hears on ZeRO 3 with torch's Adam, and how many steps it takes after that."""
+    engine = build(config_of(3, TORCH_ADAM))
+    said = refusal(lambda: engine.offload_states(pin_memory=False))
+    for seed in range(3):
+        one_pass(engine, seed)
+    step = engine.last_step.step
+    engine.destroy()
+    return said, step
+
+
+def test_states_of_another_optimizer_are_refused_on_stage_3(two_ranks):
+    said, step = two_ranks.of(of_another_optimizer_moved)
+    assert said.startswith("ConfigError: offload_states() with zero_optimization.stage = 3: DeepSpeed says ")
+    assert "leave the call out" in said
+    assert step == 1
+
+
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_states_that_are_offloaded_anyway_may_be_moved(two_ranks, stage):
     kept, moved = two_ranks.of(offloaded_states_moved)[stage]

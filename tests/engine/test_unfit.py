@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_parity.engine.foreign_parameters import groups_handed_over
-from ds_parity.engine.unfit import refuse_unfit
+from ds_parity.engine.unfit import refuse_closure, refuse_unfit
 from ds_parity.errors import ConfigError
 
 
@@ -86,3 +86,74 @@ def test_a_parameter_without_a_shape_is_refused(stage):
         refuse_unfit(model, {"zero_optimization": {"stage": stage}})
     model(torch.zeros(1, 2))
     refuse_unfit(model, {"zero_optimization": {"stage": stage}})
+
+
+def with_dtypes(*dtypes, trained=True):
+    """Layers of these dtypes; the last one may be frozen."""
+    layers = [torch.nn.Linear(2, 2).to(dtype) for dtype in dtypes]
+    layers[-1].requires_grad_(trained)
+    return torch.nn.Sequential(*layers)
+
+
+def on_stage(stage, **keys):
+    """A configuration."""
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+MIXED = (torch.float32, torch.bfloat16)
+OFFLOADED = {"offload_param": {"device": "cpu"}}
+
+
+def test_dtypes_that_do_not_share_a_buffer_are_refused_on_stage_3():
+    with pytest.raises(ConfigError, match=r"2 dtypes \(0.bias is float32, 1.bias is bfloat16\)"):
+        refuse_unfit(with_dtypes(*MIXED), on_stage(3))
+
+
+@pytest.mark.parametrize(
+    ("config", "trained"),
+    [
+        (on_stage(2), True),
+        (on_stage(3), False),
+        (on_stage(3, **OFFLOADED), True),
+        ({**on_stage(3), "bf16": {"enabled": True}}, True),
+        ({**on_stage(3), "fp16": {"enabled": "auto"}}, True),
+    ],
+    ids=["stage 2", "frozen", "offloaded", "bf16", "auto"],
+)
+def test_other_dtypes_are_taken(config, trained):
+    refuse_unfit(with_dtypes(*MIXED, trained=trained), config)
+
+
+def test_gradients_in_fp64_are_refused_on_stage_0_alone():
+    model = with_dtypes(torch.float64)
+    with pytest.raises(ConfigError, match=r"stage = 0, and 0.bias is float64: DeepSpeed reduces no gradient of that"):
+        refuse_unfit(model, on_stage(0))
+    refuse_unfit(model, on_stage(1))
+
+
+def test_a_parameter_without_elements_is_refused_on_stage_3_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 0, bias=False))
+    with pytest.raises(ConfigError, match=r"stage = 3, and 1.weight has no elements"):
+        refuse_unfit(model, on_stage(3))
+    refuse_unfit(model, on_stage(2))
+
+
+def test_a_partition_is_measured_by_the_whole_parameter(partitioned):
+    partitioned.weight.ds_numel, partitioned.weight.data = 4, torch.zeros(0)
+    refuse_unfit(partitioned, on_stage(3))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_an_optimizer_that_needs_a_closure_is_refused(by_name):
+    given = None if by_name else torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ConfigError, match=r"the optimizer is LBFGS, whose step\(\) evaluates the loss again"):
+        refuse_closure(given, {"optimizer": {"type": "LBFGS"}} if by_name else {})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, torch.optim.AdamW, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])],
+    ids=["DeepSpeed's own", "a function", "SGD"],
+)
+def test_other_optimizers_are_taken(given):
+    refuse_closure(given, {"optimizer": {"type": "OneBitAdam"}})

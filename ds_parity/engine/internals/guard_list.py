@@ -11,6 +11,7 @@ from ds_parity.engine.internals.guards import (
     BF16,
     ENGINE,
     FP16,
+    INIT,
     PIPELINE,
     RUNTIME,
     TIMER,
@@ -41,6 +42,20 @@ class Changed:
 
 
 GUARDS: tuple[Guard, ...] = (
+    Guard(
+        ENGINE,
+        "_broadcast_model",
+        "internals/broadcast.py",
+        "every weight is sent from where it lies, so that one may lie in a row meanwhile",
+        ("dist.broadcast(p.data",),
+    ),
+    Guard(
+        INIT,
+        "_zero_init_param",
+        "internals/broadcast.py",
+        "on ZeRO 3 the shape of a parameter is noted before it is sent from where it lies, and partitioned",
+        ("self._convert_to_deepspeed_param(param)", "dist.broadcast(param.data", "param.partition()"),
+    ),
     # The correction rides on the unscale: internals/zero.py.
     *(
         guard

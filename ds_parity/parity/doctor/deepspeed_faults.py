@@ -217,9 +217,16 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
     DeepSpeedFault(
         "ranks_use_other_parameters",
         "gradients of different parameters are added up",
-        "have all ranks use the same parameters in a pass, or use ZeRO 0 or 3",
+        "have all ranks use the same parameters in a pass, or use ZeRO 0",
         lambda c: c.stage in (1, 2),
         "ranks use different parameters in one pass (adapters, experts, branches)",
+    ),
+    DeepSpeedFault(
+        "gradients_in_another_order",
+        "gradients of different parameters are added up",
+        "have all ranks run all branches in one order, and multiply what is not wanted by 0",
+        lambda c: c.stage == 2 or (c.stage == 1 and c.overlaps),
+        "ranks use the same parameters in another order in one pass",
     ),
     DeepSpeedFault(
         "reached_twice",
@@ -249,6 +256,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "make leaves only of modules that are given hidden states by position, and return a tensor or a tuple of them",
         lambda c: c.stage == 3,
         "a leaf module is the first of the model, or returns a dict, a list or a dataclass",
+    ),
+    DeepSpeedFault(
+        "odd_shapes",
+        'initialize() raises "self.dim() cannot be 0 to view ... as Byte", or "self.stride(-1) must be 1"',
+        "make it a parameter of shape (1,), or one that is contiguous",
+        lambda c: True,
+        "the model has a parameter without a dimension, or one that is not contiguous (channels_last, a transpose)",
     ),
     DeepSpeedFault(
         "expert_norm_zero0",

@@ -1,0 +1,80 @@
+"""Lets DeepSpeed send the weights of the first rank to the others, whatever the shape of a parameter.
+
+0.19.8 sends each of them as bytes (runtime/engine.py, and zero/partition_parameters.py on ZeRO 3), which torch refuses
+for a number without a dimension (a learned temperature or scale) and for a last dimension that is not contiguous
+(`channels_last`, a transposed or expanded weight): "self.dim() cannot be 0 to view Float as Byte"
+(tools/deepspeed_faults/odd_shapes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import Init
+
+_BROADCAST: Final = "_broadcast_model"
+_CONVERT: Final = "_convert_to_deepspeed_param"
+
+
+@contextmanager
+def any_shape_is_sent() -> Iterator[None]:
+    """Return a context in which DeepSpeed may build an engine over parameters of any shape and layout."""
+    with (
+        _replaced(DeepSpeedEngine, _BROADCAST, _in_a_row),
+        _replaced(Init, _CONVERT, _then_in_a_row),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, by: Callable[[Any], Any]) -> Iterator[None]:
+    own = getattr(owner, name)
+    setattr(owner, name, by(own))
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+def _in_a_row(send: Callable[[DeepSpeedEngine], None]) -> Callable[[DeepSpeedEngine], None]:
+    def sent(self: DeepSpeedEngine) -> None:
+        # Parameters of ZeRO 3 are sent, and partitioned, one by one.
+        odd = [(one, one.data) for one in self.module.parameters() if not hasattr(one, "ds_id") and _is_odd(one.data)]
+        for one, data in odd:
+            one.data = _row(data)
+        try:
+            send(self)
+        finally:
+            for one, data in odd:
+                one.data = _laid_out_as(data, one.data.view(data.shape))
+
+    return sent
+
+
+def _then_in_a_row(convert: Callable[..., None]) -> Callable[..., None]:
+    # It notes the parameter's shape, with which the partition is gathered again; what follows takes it in a row.
+    def converted(self: Init, param: Any, *args: Any, **kwargs: Any) -> None:
+        convert(self, param, *args, **kwargs)
+        if _is_odd(param.data):
+            param.data = _row(param.data)
+
+    return converted
+
+
+def _row(data: torch.Tensor) -> torch.Tensor:
+    return data.contiguous().view(-1)
+
+
+def _laid_out_as(data: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    # Elements that share memory (expand()) can't be written one by one, nor trained: these become what was sent.
+    if any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
+        return sent
+    return data.copy_(sent)
+
+
+def _is_odd(data: torch.Tensor) -> bool:
+    return data.dim() == 0 or not data.is_contiguous()
