@@ -57,10 +57,22 @@ def groups_handed_over(keywords: Mapping[str, Any]) -> list[list[torch.Tensor]]:
         keywords: of `deepspeed.initialize`. Parameters without groups are left out, and a group that can be read once
             only is empty here.
     """
+    return [list(_parameters([one])) for one in _given(keywords) if isinstance(one, Mapping)]
+
+
+def handed_over(keywords: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the parameters of the optimizer, else those of `model_parameters`, with groups and without.
+
+    Args:
+        keywords: of `deepspeed.initialize`. A group that can be read once only is left out.
+    """
+    return list(_parameters(_given(keywords)))
+
+
+def _given(keywords: Mapping[str, Any]) -> Any:
     groups = getattr(keywords.get("optimizer"), "param_groups", None)
     # What is a function makes its optimizer of `model_parameters`.
-    given = keywords.get("model_parameters") if groups is None else groups
-    return [list(_parameters([one])) for one in given or () if isinstance(one, Mapping)]
+    return (keywords.get("model_parameters") if groups is None else groups) or ()
 
 
 def _parameters(groups: Any) -> Iterator[torch.Tensor]:

@@ -10,6 +10,8 @@ from ds_parity.config.features import MOVED_OFFLOADED
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.errors import ConfigError, WindowError
 
+_ONLY_FUSED: Final = "only for DeepSpeed FusedAdam"
+
 
 def _no_copy(how: str) -> Callable[..., NoReturn]:
     def method(self: Any, *_: Any) -> NoReturn:
@@ -50,11 +52,13 @@ def _of_wrapper(name: str) -> Callable[..., Any]:
         try:
             return getattr(engine, name)(*args, **kwargs)
         except AssertionError as error:
-            # On ZeRO 3 for another optimizer than its own Adam (zero/stage3.py, 0.19.8), before anything is moved.
+            # zero/stage3.py (0.19.8), before anything is moved.
+            if _ONLY_FUSED not in str(error):
+                raise
             raise ConfigError(
-                f"{name}() with zero_optimization.stage = {int(engine.zero_optimization_stage())}: DeepSpeed says "
-                f"{str(error)!r}; choose its own Adam (leave out torch_adam, and give no optimizer=), move other "
-                "states alone (include=), or leave the call out"
+                f"{name}() on ZeRO stage 3: DeepSpeed moves the states of its own FusedAdam alone there; train with it "
+                '(optimizer.type "Adam" or "AdamW" without torch_adam, and no optimizer offload), move weights and '
+                "gradients alone (include=), or leave the call out"
             ) from error
 
     method.__name__ = name

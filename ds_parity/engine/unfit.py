@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,41 +12,64 @@ from deepspeed.moe.layer import MoE
 from torch.nn.parameter import UninitializedParameter
 
 from ds_parity.config.features import Wanted
+from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over
 from ds_parity.errors import ConfigError
 
 PARTITIONED: Final = 3
 _AWAY: Final = ("cpu", "nvme")
+_ONE_DTYPE: Final = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
 
 
-def refuse_unfit(model: Any, config: Mapping[str, Any], groups: Iterable[Sequence[torch.Tensor]] = ()) -> None:
-    """Raise where a model, or its groups of parameters, and the ZeRO stage do not go together.
+def refuse_unfit(model: Any, config: Mapping[str, Any], keywords: Mapping[str, Any] | None = None) -> None:
+    """Raise where a model, or what is to be trained of it, and the ZeRO stage do not go together.
 
     Args:
         model: that an engine is to be built over; anything that is no `torch.nn.Module` passes.
         config: of DeepSpeed; where its ZeRO stage is "auto", nothing is refused.
-        groups: the parameters of the optimizer, or of `model_parameters`, group by group.
+        keywords: of `deepspeed.initialize`, whose optimizer or `model_parameters` have the parameters to be trained.
 
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's, trains
             parameters of several dtypes, or has one without elements, on stage 3; a group has frozen parameters alone
-            on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce; or a parameter has no shape yet.
+            on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce, or is complex; or a parameter has no
+            shape yet.
     """
-    wanted = Wanted(config)
+    wanted, keywords = Wanted(config), keywords or {}
     stage = wanted.stage
     if stage is None or not isinstance(model, torch.nn.Module):
         return
     _refuse_lazy(model)
+    _refuse_complex(model)
     if stage < PARTITIONED:
         _refuse_partitioned(model, stage)
     else:
         _refuse_experts(model)
         _refuse_without_elements(model)
     if wanted.precision == "fp32":  # the others convert every parameter
-        in_one_buffer = stage == PARTITIONED and wanted.value("zero_optimization.offload_param.device") not in _AWAY
-        _refuse_dtypes(model, stage, in_one_buffer=in_one_buffer)
+        if stage == 0:
+            _refuse_unreduced(model)
+        if stage == PARTITIONED and not _offloads_parameters(wanted):
+            _refuse_dtypes(model, {id(one) for one in handed_over(keywords)})
     # BF16_Optimizer is another wrapper.
     if stage in (1, 2) and not (stage == 1 and wanted.sums_in_fp32):
-        _refuse_frozen(groups, stage)
+        _refuse_frozen(groups_handed_over(keywords), stage)
+
+
+def _offloads_parameters(wanted: Wanted) -> bool:
+    section = "zero_optimization"
+    return wanted.value(f"{section}.offload_param.device") in _AWAY or (
+        wanted.value(f"{section}.cpu_offload_param") is True  # as DeepSpeed wrote it before
+    )
+
+
+def _refuse_complex(model: torch.nn.Module) -> None:
+    # AssertionErrors on stages 0 and 3; 1 and 2 throw the imaginary part away (zero/stage_1_and_2.py, 0.19.8).
+    found = [name for name, one in model.named_parameters() if one.requires_grad and one.is_complex()]
+    if found:
+        raise ConfigError(
+            f"{found[0]} is complex: DeepSpeed reduces real numbers, and its ZeRO drops imaginary parts; keep the real "
+            "and the imaginary part in two parameters"
+        )
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:
@@ -64,28 +87,38 @@ def _refuse_without_elements(model: torch.nn.Module) -> None:
     empty = [name for name, one in model.named_parameters() if not getattr(one, "ds_numel", one.numel())]
     if empty:
         raise ConfigError(
-            f"zero_optimization.stage = 3, and {empty[0]} has no elements: DeepSpeed partitions and gathers every "
-            "parameter, and gathers none of that size; leave the parameter out of the model, or use stage 0, 1 or 2"
+            f"zero_optimization.stage = 3, and {empty[0]} has no elements: a forward of DeepSpeed's gathers none of "
+            "that size, and raises, on some of the ranks only; leave the parameter out of the model, also where no "
+            "forward uses it, or use stage 0, 1 or 2"
         )
 
 
-def _refuse_dtypes(model: torch.nn.Module, stage: int, *, in_one_buffer: bool) -> None:
-    trained = {one.dtype: name for name, one in model.named_parameters() if one.requires_grad}
-    way_out = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
-    if in_one_buffer and len(trained) > 1:
-        # zero/utils.py, defragment (0.19.8): an AssertionError without a word.
+def _refuse_dtypes(model: torch.nn.Module, chosen: Container[int]) -> None:
+    # zero/utils.py, defragment (0.19.8): an AssertionError without a word.
+    trained = {
+        one.dtype: name
+        for name, one in model.named_parameters()
+        if one.requires_grad and (not chosen or id(one) in chosen)
+    }
+    if len(trained) > 1:
         found = ", ".join(f"{name} is {_said(dtype)}" for dtype, name in trained.items())
         raise ConfigError(
             f"zero_optimization.stage = 3, and the parameters that are trained have {len(trained)} dtypes ({found}): "
-            f"DeepSpeed keeps them in one buffer, which has one dtype; {way_out}, or use stage 0, 1 or 2"
+            f"DeepSpeed keeps them in one buffer, which has one dtype; {_ONE_DTYPE}, or use stage 0, 1 or 2"
         )
-    # runtime/engine.py, split_half_float_double_sparse (0.19.8): an AssertionError in the first step.
-    other = [dtype for dtype in trained if dtype not in get_accelerator().supported_dtypes()]
-    if stage == 0 and other:
-        raise ConfigError(
-            f"zero_optimization.stage = 0, and {trained[other[0]]} is {_said(other[0])}: DeepSpeed reduces no gradient "
-            f"of that dtype there on this accelerator; {way_out}, or use stage 1 or 2"
-        )
+
+
+def _refuse_unreduced(model: torch.nn.Module) -> None:
+    # runtime/engine.py, split_half_float_double_sparse (0.19.8): an AssertionError in the first step, which reduces the
+    # gradients of all parameters of the model.
+    reduced = get_accelerator().supported_dtypes()
+    other = {name: one.dtype for name, one in model.named_parameters() if one.requires_grad}
+    for name, dtype in other.items():
+        if dtype not in reduced:
+            raise ConfigError(
+                f"zero_optimization.stage = 0, and {name} is {_said(dtype)}: DeepSpeed reduces no gradient of that "
+                f"dtype there on this accelerator; {_ONE_DTYPE}, or use stage 1 or 2"
+            )
 
 
 def _said(dtype: torch.dtype) -> str:

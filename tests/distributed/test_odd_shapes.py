@@ -7,6 +7,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 
 import ds_parity
+from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all
@@ -23,14 +24,14 @@ PRECISIONS = {"fp32": ({}, 1e-6), "bf16": (BF16, (WINDOWS + 1) * 2**-8)}
 class Odd(torch.nn.Module):
     """An image through a channels_last convolution, a transposed weight, an expanded bias, and a temperature."""
 
-    def __init__(self):
+    def __init__(self, rank):
         super().__init__()
-        torch.manual_seed(5)
+        torch.manual_seed(rank)  # all ranks begin with the weights of the first one
         self.patches = torch.nn.Conv2d(3, 4, 2, 2).to(memory_format=torch.channels_last)
         self.head = torch.nn.Linear(4, 3)
         self.head.weight = torch.nn.Parameter(torch.randn(4, 3).t())
-        self.head.bias = torch.nn.Parameter(torch.full((1,), 0.5).expand(3))
-        self.temperature = torch.nn.Parameter(torch.tensor(1.5))
+        self.head.bias = torch.nn.Parameter(torch.randn(1).expand(3))
+        self.temperature = torch.nn.Parameter(torch.rand(()) + 1)
         assert not self.patches.weight.is_contiguous()
 
     def forward(self, image):
@@ -46,7 +47,7 @@ def image(seed):
 
 def oracle():
     """The weights after all windows, in float64 on one process."""
-    model = Odd().double()
+    model = Odd(0).double()
     for window in range(WINDOWS):
         loss = sum(model(image(PASSES * window + number).double()) for number in range(PASSES)) / PASSES
         for one, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
@@ -59,7 +60,7 @@ def distance(stage, keys):
     made = {**config(stage, passes=PASSES), **keys, "gradient_clipping": 0.0, "scheduler": None}
     made["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
     del made["scheduler"]
-    model = Odd()
+    model = Odd(dist.get_rank())
     engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=made)
     for number in range(WINDOWS * PASSES // 2):
         loss = engine(image(2 * number + dist.get_rank()).to(engine.device))
@@ -90,3 +91,10 @@ def test_steps_are_those_of_an_oracle(two_ranks, stage, precision):
 
 def test_nothing_of_deepspeed_stays_replaced(two_ranks):
     assert two_ranks.of(odd_shapes)["left"]
+
+
+def test_nothing_stays_replaced_where_an_engine_is_not_built():
+    own = DeepSpeedEngine._broadcast_model, Init._convert_to_deepspeed_param
+    with pytest.raises(ZeroDivisionError), any_shape_is_sent():
+        raise ZeroDivisionError
+    assert (DeepSpeedEngine._broadcast_model, Init._convert_to_deepspeed_param) == own

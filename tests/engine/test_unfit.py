@@ -30,8 +30,7 @@ def test_no_stage_is_made_up_for_one_that_is_still_to_be_filled_in(partitioned, 
 
 def refuse(groups, stage):
     """What initialize() does with groups that it is given as `model_parameters`."""
-    handed_over = groups_handed_over({"model_parameters": groups})
-    refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": stage}}, handed_over)
+    refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": stage}}, {"model_parameters": groups})
 
 
 def of(*trained):
@@ -115,18 +114,36 @@ def test_dtypes_that_do_not_share_a_buffer_are_refused_on_stage_3():
         (on_stage(2), True),
         (on_stage(3), False),
         (on_stage(3, **OFFLOADED), True),
+        (on_stage(3, cpu_offload_param=True), True),
         ({**on_stage(3), "bf16": {"enabled": True}}, True),
         ({**on_stage(3), "fp16": {"enabled": "auto"}}, True),
     ],
-    ids=["stage 2", "frozen", "offloaded", "bf16", "auto"],
+    ids=["stage 2", "frozen", "offloaded", "offloaded as before", "bf16", "auto"],
 )
 def test_other_dtypes_are_taken(config, trained):
     refuse_unfit(with_dtypes(*MIXED, trained=trained), config)
 
 
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_a_dtype_that_nobody_trains_is_none_of_the_buffers(by_optimizer):
+    model = with_dtypes(*MIXED)
+    chosen = list(model[0].parameters())
+    given = {"optimizer": torch.optim.SGD(chosen)} if by_optimizer else {"model_parameters": chosen}
+    refuse_unfit(model, on_stage(3), given)
+    with pytest.raises(ConfigError, match="2 dtypes"):
+        refuse_unfit(model, on_stage(3), {"model_parameters": model.parameters()})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_complex_parameter_is_refused(stage):
+    with pytest.raises(ConfigError, match=r"0.weight is complex: .* keep the real and the imaginary part"):
+        refuse_unfit(with_dtypes(torch.complex64), on_stage(stage))
+    refuse_unfit(with_dtypes(torch.float32, torch.complex64, trained=False), on_stage(stage))
+
+
 def test_gradients_in_fp64_are_refused_on_stage_0_alone():
     model = with_dtypes(torch.float64)
-    with pytest.raises(ConfigError, match=r"stage = 0, and 0.bias is float64: DeepSpeed reduces no gradient of that"):
+    with pytest.raises(ConfigError, match=r"stage = 0, and 0.weight is float64: DeepSpeed reduces no gradient of that"):
         refuse_unfit(model, on_stage(0))
     refuse_unfit(model, on_stage(1))
 

@@ -16,17 +16,23 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 
+from ds_parity.engine.internals.guards import ENGINE, source
+
 _BROADCAST: Final = "_broadcast_model"
+_AS_BYTES: Final = ".view(torch.uint8)"
 _CONVERT: Final = "_convert_to_deepspeed_param"
 
 
 @contextmanager
 def any_shape_is_sent() -> Iterator[None]:
-    """Return a context in which DeepSpeed may build an engine over parameters of any shape and layout."""
-    with (
-        _replaced(DeepSpeedEngine, _BROADCAST, _in_a_row),
-        _replaced(Init, _CONVERT, _then_in_a_row),
-    ):
+    """Return a context in which DeepSpeed may build an engine over parameters of any shape and layout.
+
+    Releases that send a parameter as it is are left as they are. What is replaced is replaced for all threads.
+    """
+    if _AS_BYTES not in source(ENGINE, _BROADCAST):
+        yield
+        return
+    with _replaced(DeepSpeedEngine, _BROADCAST, _in_a_row), _replaced(Init, _CONVERT, _then_in_a_row):
         yield
 
 
@@ -43,14 +49,16 @@ def _replaced(owner: type, name: str, by: Callable[[Any], Any]) -> Iterator[None
 def _in_a_row(send: Callable[[DeepSpeedEngine], None]) -> Callable[[DeepSpeedEngine], None]:
     def sent(self: DeepSpeedEngine) -> None:
         # Parameters of ZeRO 3 are sent, and partitioned, one by one.
-        odd = [(one, one.data) for one in self.module.parameters() if not hasattr(one, "ds_id") and _is_odd(one.data)]
-        for one, data in odd:
-            one.data = _row(data)
+        own = [one for one in self.module.parameters() if not hasattr(one, "ds_id") and _is_odd(one.data)]
+        odd = [(one, one.data) for one in own]
         try:
+            for one in own:
+                one.data = _row(one.data)
             send(self)
+            odd = [(one, _laid_out_as(data, one.data.view(data.shape))) for one, data in odd]
         finally:
             for one, data in odd:
-                one.data = _laid_out_as(data, one.data.view(data.shape))
+                one.data = data
 
     return sent
 
