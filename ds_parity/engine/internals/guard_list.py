@@ -489,6 +489,20 @@ GUARDS: tuple[Guard, ...] = (
         since="0.19.3",
     ),
     Guard(
+    Guard(
+        ENGINE,
+        "_start_timers",
+        "internals/timers.py",
+        "wall-clock timers are started by their names, each of which is one timer",
+        ("for name in timer_names:", "self.timers(name).start()"),
+    ),
+    Guard(
+        ENGINE,
+        "_stop_timers",
+        "internals/timers.py",
+        "wall-clock timers are stopped by their names",
+        ("for name in timer_names:", "self.timers(name).stop("),
+    ),
         RUNTIME + "engine:",
         "",
         "internals/monitor.py",

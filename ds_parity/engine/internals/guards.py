@@ -50,6 +50,8 @@ CLASSES = {
     "LossScaleConfig": (RUNTIME + "fp16.loss_scaler:LossScaleConfig",),
     "ThroughputTimer": (TIMER,),
     "ExpertLayer": ("deepspeed.moe.sharded_moe:MOELayer",),
+    "EngineTimers": (RUNTIME + "engine:EngineTimers",),
+    "WallClockTimer": ("deepspeed.utils.timer:SynchronizedWallClockTimer",),
     "Monitor": ("deepspeed.monitor.monitor:MonitorMaster",),
     "CheckpointEngine": (RUNTIME + "checkpoint_engine.checkpoint_engine:CheckpointEngine",),
     "GradScaler": ("torch.amp.grad_scaler:GradScaler",),

@@ -27,6 +27,19 @@ class ThroughputTimer(Protocol):
     avg_samples_per_sec: Callable[[], float]
 
 
+class WallClockTimer(Protocol):
+    """One of the timers of `wall_clock_breakdown`."""
+
+    started_: bool
+
+
+class EngineTimers(Protocol):
+    """The names of those that run, none where the configuration asks for none."""
+
+    backward_timers: list[str]
+    backward_inner_timers: list[str]
+
+
 class Monitor(Protocol):
     """DeepSpeed's MonitorMaster: tensorboard, csv, wandb and comet together."""
 
@@ -86,6 +99,8 @@ class Engine(Protocol):
     has_moe_layers: bool
     inside_no_sync_ctxt: bool
     torch_autocast_z0_gradscaler: GradScaler | None
+    timers: Callable[[str], WallClockTimer]
+    engine_timers: EngineTimers
     tput_timer: ThroughputTimer
     clip_fp32_gradients: Callable[[], None]
     _global_grad_norm: Any
@@ -143,6 +158,12 @@ class Engine(Protocol):
 
     def zero_grad(self) -> None:
         """Clear the gradients of parameters."""
+
+    def _start_timers(self, timer_names: Iterable[str]) -> None:
+        """Start wall-clock timers, each of which must rest."""
+
+    def _stop_timers(self, timer_names: Iterable[str]) -> None:
+        """Stop wall-clock timers, each of which must run."""
 
     def load_universal_checkpoint(self) -> bool:
         """Whether the configuration loads universal checkpoints."""
