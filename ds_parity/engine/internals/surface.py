@@ -184,9 +184,9 @@ class ZeroOptimizer(Protocol):
     loss_scale: float
     overflow: bool
     torch_autocast_gradscaler: GradScaler | None
-    norm_for_param_grads: Mapping[int, Any]
+    norm_for_param_grads: MutableMapping[int, Any]
 
-    def get_param_id(self, param: Parameter | Zero3Parameter) -> int:
+    def get_param_id(self, param: Parameter | Zero12Parameter | Zero3Parameter) -> int:
         """The number of a parameter."""
 
     def clear_backward_seen_flag(self) -> None:
@@ -194,6 +194,13 @@ class ZeroOptimizer(Protocol):
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End a window whose gradients are partitioned, without a backward."""
+
+
+class Zero12Parameter(Protocol):
+    """A parameter whose optimizer states are divided over ranks."""
+
+    def set_full_hp_grad(self, value: torch.Tensor) -> None:
+        """Write a loop's own gradient of a step: `safe_set_full_grad`."""
 
 
 class Zero12Optimizer(ZeroOptimizer, Protocol):
@@ -218,6 +225,9 @@ class Zero12Optimizer(ZeroOptimizer, Protocol):
 
     def reset_cpu_buffers(self) -> None:
         """Forget the norms and overflows of offloaded gradients."""
+
+    def _link_all_hp_params(self) -> None:
+        """Link every parameter to its part of the optimizer's state, and to the gradient of that."""
 
     def setup_buckets(self) -> None:
         """Begin a pass."""
@@ -287,6 +297,12 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
 
     def partition_grads(self, params_to_release: list[Zero3Parameter], grad_partitions: list[torch.Tensor]) -> Any:
         """Copy reduced gradients into their partitions in the first pass, and add them in the later ones."""
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
+        """Write a loop's own gradient of a step: `safe_set_full_grad`."""
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
+        """Write this rank's part of one."""
 
     def _get_param_partition_rank(self, param: Zero3Parameter) -> int:
         """This rank among those that share a parameter."""
