@@ -120,6 +120,7 @@ class Division:
         )
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self._adapter.begin_backward()
         try:
             accumulated: torch.Tensor = self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
         except IndexError as error:

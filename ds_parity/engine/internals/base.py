@@ -12,6 +12,7 @@ import torch
 
 from ds_parity.engine.internals.kept import KeptGradients
 from ds_parity.engine.internals.surface import Engine, GradScaler, Parameter
+from ds_parity.engine.internals.timers import let_timers_be, start_backward_timers
 
 
 class Adapter(ABC):
@@ -59,6 +60,7 @@ class Adapter(ABC):
     def prepare(self) -> None:
         """Put right, once and before training, what the wrapper would leave out or lose."""
         self.kept.guard()
+        let_timers_be(self.engine)
         if (scaler := self.grad_scaler()) is not None:
             # torch makes the scale with the first loss; a rank may end its first window without one.
             scaler.scale(torch.zeros((), device=self.engine.device))
@@ -79,6 +81,10 @@ class Adapter(ABC):
 
     def refuse_unreduced(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Raise WindowError where the boundary's pass has left a gradient of the window unreduced."""
+
+    def begin_backward(self) -> None:
+        """Do what DeepSpeed leaves to a hook that only a forward of the engine registers."""
+        start_backward_timers(self.engine)
 
     def end_backward(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Make the next backward add to what this one has accumulated, whatever runs in between."""

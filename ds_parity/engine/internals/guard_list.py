@@ -107,6 +107,28 @@ GUARDS: tuple[Guard, ...] = (
             ),
         )
     ),
+    # A gradient that a loop writes before the step.
+    Guard(
+        "deepspeed.utils.tensor_fragment:",
+        "",
+        "internals/zero12.py and zero3.py",
+        "safe_set_full_grad asks the parameter on ZeRO 1 and 2, and its optimizer on ZeRO 3",
+        ("param._z3_optimizer.set_fp32_grad_for_param(value, param)", "param.set_full_hp_grad(value)"),
+    ),
+    Guard(
+        "deepspeed.utils.mixed_precision_linkage:",
+        "",
+        "internals/zero12.py",
+        "linking gives each parameter its own set_full_hp_grad, which is replaced behind it",
+        ("lp_param.set_full_hp_grad = ",),
+    ),
+    Guard(
+        ZERO3,
+        "set_local_grad_for_param",
+        "internals/zero3.py",
+        "what a rank writes of its own part is what the norm is taken of, too",
+        ("self.norm_for_param_grads[self.get_param_id(param)] = ", "fp32_grad.data.copy_("),
+    ),
     # What is accumulated between the backwards of a window: internals/kept.py.
     Guard(
         ENGINE,
@@ -466,6 +488,20 @@ GUARDS: tuple[Guard, ...] = (
         "internals/counters.py",
         "each call adds one to micro_steps, which settle() replaces by the passes",
         ("self.micro_steps += 1",),
+    ),
+    Guard(
+        ENGINE,
+        "_start_timers",
+        "internals/timers.py",
+        "wall-clock timers are started by their names, each of which is one timer",
+        ("for name in timer_names:", "self.timers(name).start()"),
+    ),
+    Guard(
+        ENGINE,
+        "_stop_timers",
+        "internals/timers.py",
+        "wall-clock timers are stopped by their names",
+        ("for name in timer_names:", "self.timers(name).stop("),
     ),
     Guard(
         TIMER,

@@ -46,9 +46,12 @@ CLASSES = {
     "Bf16Optimizer": (BF16,),
     "LowPrecisionOptimizer": (FP16, UNFUSED),
     "Zero3Parameter": (),  # torch's parameters, to which zero.Init adds what guard_list.py checks
+    "Zero12Parameter": (),  # likewise, by deepspeed/utils/tensor_fragment.py
     "AdamOptimizer": ("deepspeed.ops.adam.fused_adam:FusedAdam",),
     "LossScaleConfig": (RUNTIME + "fp16.loss_scaler:LossScaleConfig",),
     "ThroughputTimer": (TIMER,),
+    "EngineTimers": (RUNTIME + "engine:EngineTimers",),
+    "WallClockTimer": ("deepspeed.utils.timer:SynchronizedWallClockTimer",),
     "ExpertLayer": ("deepspeed.moe.sharded_moe:MOELayer",),
     "Monitor": ("deepspeed.monitor.monitor:MonitorMaster",),
     "CheckpointEngine": (RUNTIME + "checkpoint_engine.checkpoint_engine:CheckpointEngine",),

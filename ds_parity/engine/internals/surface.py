@@ -27,6 +27,19 @@ class ThroughputTimer(Protocol):
     avg_samples_per_sec: Callable[[], float]
 
 
+class WallClockTimer(Protocol):
+    """One of the timers of `wall_clock_breakdown`."""
+
+    started_: bool
+
+
+class EngineTimers(Protocol):
+    """The names of those that run, none where the configuration asks for none."""
+
+    backward_timers: list[str]
+    backward_inner_timers: list[str]
+
+
 class Monitor(Protocol):
     """DeepSpeed's MonitorMaster: tensorboard, csv, wandb and comet together."""
 
@@ -86,6 +99,8 @@ class Engine(Protocol):
     has_moe_layers: bool
     inside_no_sync_ctxt: bool
     torch_autocast_z0_gradscaler: GradScaler | None
+    timers: Callable[[str], WallClockTimer]
+    engine_timers: EngineTimers
     tput_timer: ThroughputTimer
     clip_fp32_gradients: Callable[[], None]
     _global_grad_norm: Any
@@ -144,6 +159,12 @@ class Engine(Protocol):
     def zero_grad(self) -> None:
         """Clear the gradients of parameters."""
 
+    def _start_timers(self, timer_names: Iterable[str]) -> None:
+        """Start wall-clock timers, each of which must rest."""
+
+    def _stop_timers(self, timer_names: Iterable[str]) -> None:
+        """Stop wall-clock timers, each of which must run."""
+
     def load_universal_checkpoint(self) -> bool:
         """Whether the configuration loads universal checkpoints."""
 
@@ -163,9 +184,9 @@ class ZeroOptimizer(Protocol):
     loss_scale: float
     overflow: bool
     torch_autocast_gradscaler: GradScaler | None
-    norm_for_param_grads: Mapping[int, Any]
+    norm_for_param_grads: MutableMapping[int, Any]
 
-    def get_param_id(self, param: Parameter | Zero3Parameter) -> int:
+    def get_param_id(self, param: Parameter | Zero12Parameter | Zero3Parameter) -> int:
         """The number of a parameter."""
 
     def clear_backward_seen_flag(self) -> None:
@@ -173,6 +194,13 @@ class ZeroOptimizer(Protocol):
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End a window whose gradients are partitioned, without a backward."""
+
+
+class Zero12Parameter(Protocol):
+    """A parameter whose optimizer states are divided over ranks."""
+
+    def set_full_hp_grad(self, value: torch.Tensor) -> None:
+        """Write a loop's own gradient of a step: `safe_set_full_grad`."""
 
 
 class Zero12Optimizer(ZeroOptimizer, Protocol):
@@ -197,6 +225,9 @@ class Zero12Optimizer(ZeroOptimizer, Protocol):
 
     def reset_cpu_buffers(self) -> None:
         """Forget the norms and overflows of offloaded gradients."""
+
+    def _link_all_hp_params(self) -> None:
+        """Link every parameter to its part of the optimizer's state, and to the gradient of that."""
 
     def setup_buckets(self) -> None:
         """Begin a pass."""
@@ -266,6 +297,12 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
 
     def partition_grads(self, params_to_release: list[Zero3Parameter], grad_partitions: list[torch.Tensor]) -> Any:
         """Copy reduced gradients into their partitions in the first pass, and add them in the later ones."""
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
+        """Write a loop's own gradient of a step: `safe_set_full_grad`."""
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
+        """Write this rank's part of one."""
 
     def _get_param_partition_rank(self, param: Zero3Parameter) -> int:
         """This rank among those that share a parameter."""

@@ -18,6 +18,7 @@ class Zero(Adapter):
     """`step()` divides gradients by the loss scale, before it takes their norm and clips them."""
 
     _came_in = 0  # gradients, since the engine was built
+    _came_before = 0  # of these, before the open window
     # Parameters, a bit each: of the backward that runs, of the last one, and of all of the window so far.
     _pass = _last = _used = 0
     _arrived = _last_arrived = 0  # what makes a difference of the order of gradients: in this backward, in the last one
@@ -44,6 +45,7 @@ class Zero(Adapter):
     def begin_window(self) -> None:
         """Forget what the last window used."""
         self._used = self._sequence = self._last_arrived = 0
+        self._came_before = self._came_in
 
     @property
     def _zero(self) -> ZeroOptimizer:
@@ -91,8 +93,11 @@ class Zero(Adapter):
         return False
 
     def holds_gradients(self) -> bool:
-        """Whether gradients came in: each of those that a stray backward has accumulated enters the step."""
-        return True
+        """Whether gradients came in since the last window: those of a stray backward enter the step.
+
+        A window without weight may leave zeros, which a loop may clear.
+        """
+        return self._came_in != self._came_before or super().holds_gradients()
 
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:

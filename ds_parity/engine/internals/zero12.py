@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from ds_parity.engine.internals.base import Adapter
-from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer
+from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer, Zero12Parameter
 from ds_parity.engine.internals.zero import Zero, checksum
 from ds_parity.errors import WindowError
 
@@ -38,6 +38,39 @@ class Zero12(Zero):
         super().prepare()
         if self._fills_zeros:
             self._fill_before(self._optimizer.reduce_gradients)
+        if self._optimizer.cpu_offload:
+            self._follow_writes(self._optimizer._link_all_hp_params)
+
+    def _follow_writes(self, link: Callable[[], None]) -> None:
+        """Renew norms where a loop writes gradients, also once reload_states() has linked parameters anew."""
+
+        def link_all() -> None:
+            link()
+            self._renew_norms()
+
+        self._optimizer._link_all_hp_params = link_all  # type: ignore[method-assign]
+        self._renew_norms()
+
+    def _renew_norms(self) -> None:
+        for index, group in enumerate(self._optimizer.params_in_partition):
+            for parameter in group:
+                self._renew_norm(index, cast("Zero12Parameter", parameter))
+
+    def _renew_norm(self, index: int, parameter: Zero12Parameter) -> None:
+        """Take the norm of what a loop writes into the gradient of a step.
+
+        With CPU offload DeepSpeed takes norms as gradients come in, and would clip by that of what was there before.
+        """
+        optimizer, write = self._optimizer, parameter.set_full_hp_grad
+
+        def set_full_hp_grad(value: torch.Tensor) -> None:
+            write(value)
+            number = optimizer.get_param_id(parameter)
+            _, _, offset, length = optimizer.grad_position[number]
+            written = optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, length)
+            optimizer.norm_for_param_grads[number] = torch.linalg.vector_norm(written)
+
+        parameter.set_full_hp_grad = set_full_hp_grad  # type: ignore[method-assign]
 
     @property
     def reduces_in_hooks(self) -> bool:

@@ -59,6 +59,20 @@ class Zero3(Zero):
             return buffers
 
         optimizer.partition_grads = partition_grads  # type: ignore[method-assign]
+        optimizer.set_fp32_grad_for_param = self._set_gradient  # type: ignore[method-assign]
+
+    def _set_gradient(self, value: torch.Tensor, param: Zero3Parameter) -> None:
+        """Write a loop's own gradient of a step, as `safe_set_full_grad` does.
+
+        DeepSpeed raises a RuntimeError on the last ranks where ranks do not divide the parameter's size, and with
+        offload clips by the norm of what was there before. It does neither where a rank writes its own part.
+        """
+        if param.requires_grad:
+            length, rank = param.partition_numel(), self._optimizer._get_param_partition_rank(param)
+            given = value.flatten()[length * rank : length * (rank + 1)]
+            part = given.new_zeros(length)
+            part[: len(given)] = given
+            self._optimizer.set_local_grad_for_param(part, param)
 
     def _note(self, number: int) -> None:
         super()._note(number)

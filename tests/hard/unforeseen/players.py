@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import ds_parity
 from tests.hard.unforeseen.cells import distance, weights_of
-from tests.hard.unforeseen.programs import Layers, Piece, Right, configuration, falling, optimizer_of, weighs
+from tests.hard.unforeseen.programs import Layers, Piece, Right, configuration, falling, optimizer_of
+from tests.hard.unforeseen.windows import weighs
 
 IDLE, IDLE_NAN = Piece(7), Piece(7, nan=True)
 # fp32 beside fp64, over some 20 steps of Adam.
@@ -36,42 +37,55 @@ class Player:
     Attributes:
         wrong: what was not as it should be.
         log: what was done.
+        takes_turns: others play between its passes.
     """
+
+    takes_turns = False
 
     def __init__(self, program, folder):
         self.program, self.folder = program, folder
-        self.engine, self.right = built(program), Right(program)
+        self.engine, self.right = self._built(), self._oracle()
         self.wrong, self.log = [], []
         self._chance, self._seeds = random.Random(7 * program.seed + 1), itertools.count(100)
         self._rank, self._compared, self._saved, self._uneven = dist.get_rank(), 0, None, False
 
-    def play(self, acts=10):
+    def play(self, number=10):
         """Play so many acts, and settle what is left open; return what was wrong."""
-        own = [self._caller] * 6 if self.program.caller else [self._loop] * 4
-        others = [self._save] * 2 + [self._refused] * 2 + [self._rate, self._finish, self._evaluate, self._back]
-        for _ in range(acts):
-            if not self.wrong:
-                self._chance.choice([self._passes] * 3 + own + others)()
-        if not self.wrong and self.program.last != "error":
-            self._finish()
+        for _ in self.acts(number):
+            pass
         return self.wrong
 
-    # Acts.
+    def acts(self, number):
+        """Play likewise, and yield between passes, where another player may have its turn."""
+        for _ in range(number):
+            if not self.wrong:
+                yield from self._chance.choice(self._table())() or ()
+                yield
+        if not self.wrong and self.program.last != "error":
+            self._finish()
+
+    def _table(self):
+        own = [self._caller] * 6 if self.program.caller else [self._loop] * 4
+        others = [self._save] * 2 + [self._refused] * 2 + [self._rate, self._finish, self._evaluate, self._back]
+        return [self._passes] * 3 + own + others
+
+    def _built(self, seed=0):
+        return built(self.program, seed)
+
+    def _oracle(self):
+        return Right(self.program)
+
+    # Acts: what they are made of is drawn on every rank alike. Those that yield let others have a turn between passes.
 
     def _passes(self):
         """A stream on each rank, of other lengths, by passes(); left behind some window, or in one."""
         if self._uneven:
             return  # refused: it says which pass each rank is in
-        chance, program, right, engine = self._chance, self.program, self.right, self.engine
+        chance, program, engine = self._chance, self.program, self.engine
         nan = 0.03 if chance.random() < 0.2 else 0.0
         lengths = [chance.randint(0, 5) for _ in range(program.ranks)]
-        streams = [[self._drawn_piece(idle=0.1, nan=nan) for _ in range(length)] for length in lengths]
-        columns = [tuple(own[i] if i < len(own) else None for own in streams) for i in range(max(lengths))]
-        options = {
-            "lookahead": chance.choice([None, 0, 1, 2, 5] + ([] if program.caller else ["window"])),
-            "finish": chance.random() < 0.4 and program.last != "error",
-            "skip_idle": chance.random() < 0.7,
-        }
+        streams = self._rows(lengths, idle=0.1, nan=nan, alike=True)
+        columns, options = _columns(streams), self._options()
         leaves_behind = chance.choice((None, None, 1, 2))  # so many windows
         handed_all = program.stage > 1 or not options["skip_idle"]
         whole = "window" in (options["lookahead"], options["lookahead"] is None and program.lookahead)
@@ -79,18 +93,13 @@ class Player:
         ends = [chance.random() < 0.4 for _ in columns]
         self.log.append(f"passes of {lengths}, {options}, left behind {leaves_behind} or in {leaves_in}, ends {ends}")
         left, closed = iter(columns), 0
-        for number, batch in enumerate(engine.passes(self._stream(streams), idle=self._batch(IDLE), **options)):
+        for number, batch in enumerate(engine.passes(self._stream(streams), idle=self._batch(self._idle()), **options)):
             self._run(batch)
+            closed += self._in_callers_window(left, ends[number]) if program.caller else self._counted(left)
+            if handed_all:
+                yield
             if program.caller:
-                right.open.append(next(left))
-                if ends[number]:
-                    self._step_of_caller()
                 continue
-            before = engine.window.index
-            engine.step()
-            if engine.window.index > before:
-                closed += 1
-                self._closes_behind(left)
             if closed == leaves_behind or (engine.window.passes and number + 1 == leaves_in):
                 self._taken(itertools.islice(left, self._passes_ahead()))
                 return
@@ -98,6 +107,29 @@ class Player:
             self.wrong.append("a window was not closed")
         if options["finish"]:
             self._settled_by_finish()
+
+    def _options(self):
+        chance, program = self._chance, self.program
+        return {
+            "lookahead": chance.choice([None, 0, 1, 2, 5] + ([] if program.caller else ["window"])),
+            "finish": chance.random() < 0.4 and program.last != "error",
+            "skip_idle": chance.random() < 0.7,
+        }
+
+    def _in_callers_window(self, left, ends):
+        self.right.open.append(next(left))
+        if ends:
+            self._step_of_caller()
+        return 0
+
+    def _counted(self, left):
+        """End a pass; whether that has closed a window."""
+        before = self.engine.window.index
+        self.engine.step()
+        closed = self.engine.window.index > before
+        if closed:
+            self._closes_behind(left)
+        return closed
 
     def _passes_ahead(self):
         """How many passes the oracle lacks of the open window: one that was left has run more than it was told of."""
@@ -119,39 +151,57 @@ class Player:
         passes = self._chance.randint(1, 6)
         nan = 0.03 if self._chance.random() < 0.2 else 0.0
         self.log.append(f"a loop of {passes}")
-        for pieces in [self._row(nan) for _ in range(passes)]:
+        yield from self._run_through(_columns(self._rows([passes] * self.program.ranks, nan=nan)))
+
+    def _run_through(self, columns):
+        for pieces in columns:
+            self._before_pass(pieces)
             self._backward(pieces[self._rank])
+            self._before_step()
             closes = self.right.passed(pieces)
-            if self.engine.is_gradient_accumulation_boundary() != closes:
+            if self._ends() != closes:
                 self.wrong.append("it is another boundary")
-            self.engine.step()
+            self._reads()
+            self._step()
             if closes:
                 self._compare()
+            self._behind_step()
+            yield
 
     def _caller(self):
         """A window of the caller's, on ZeRO 0 and 1 of other lengths; announced, coalesced, promised, or left open."""
         chance, program = self._chance, self.program
         lengths = self._lengths()
-        style = chance.choice(("plain", "plain", "announced", "coalesced" if program.stage else "plain", "ahead"))
+        style = chance.choice(self._styles())
         if program.stage == 1 and program.overlap and (self.right.open or min(lengths) < max(lengths)):
             style = "plain"  # the last pass must use what the window has used, on every rank
         nan = 0.03 if chance.random() < 0.2 else 0.0
-        rows = [[self._drawn_piece(nan=nan) for _ in range(length)] for length in lengths]
-        columns = [tuple(own[i] if i < len(own) else None for own in rows) for i in range(max(lengths))]
-        promised = not self.right.open and chance.random() < 0.25
+        rows = self._rows(lengths, nan=nan)
+        promised = not self.right.open and self._promises(rows)
         self.log.append(f"a window of {lengths}, {style}{', promised' if promised else ''}")
         own = rows[self._rank]
         if promised:
             self._promise([one for one in own if one is not None])
-        self._styled(style, own)
-        self.right.open += columns
+        for _ in self._styled(style, own):
+            if min(lengths) == max(lengths):  # else ranks would go on with other engines
+                yield
+        self.right.open += _columns(rows)
         self._uneven = self._uneven or min(lengths) < max(lengths)
-        if style in ("plain", "ahead") and not promised and chance.random() < 0.15:
+        # In an engine's first window ranks go on to another engine only where all have run a backward.
+        stays_open = min(lengths) == max(lengths) or not self.takes_turns
+        if style in ("plain", "ahead") and not promised and chance.random() < 0.15 and stays_open:
             return
         if style in ("plain", "ahead") and chance.random() < 0.1 and program.last != "error":
             self._finish()
             return
         self._step_of_caller()
+        self._behind_step()
+
+    def _styles(self):
+        return ("plain", "plain", "announced", "coalesced" if self.program.stage else "plain", "ahead")
+
+    def _promises(self, rows):
+        return self._chance.random() < 0.25
 
     def _lengths(self):
         chance, program = self._chance, self.program
@@ -167,12 +217,14 @@ class Player:
             losses = [self._loss(piece or IDLE_NAN) for piece in own]
             for piece, loss in zip(own, losses, strict=True):
                 engine.backward(loss, **self._counts(piece)) if piece else engine.idle(loss)
+                yield
             return
         with engine.coalesce_grad_reduction() if style == "coalesced" else contextlib.nullcontext():
             for number, piece in enumerate(own):
                 if style == "announced" and number + 1 == len(own):
                     engine.set_gradient_accumulation_boundary(True)
                 self._backward(piece)
+                yield
         if style == "announced" and not own:
             engine.set_gradient_accumulation_boundary(True)
 
@@ -197,7 +249,7 @@ class Player:
             return
         if then == "new":
             self.engine.destroy()
-            self.engine = built(self.program, seed=3)
+            self.engine = self._built(seed=3)
         self.engine.load_checkpoint(self.folder, tag=tag)
 
     def _back(self):
@@ -232,29 +284,57 @@ class Player:
     def _evaluate(self):
         self.engine.eval()
         with torch.no_grad():
-            self.engine(**Piece(5, 2).inputs)
+            self.engine(**self._idle().inputs)
         self.engine.train()
 
     def _refused(self):
         """A call that can't be right, on all ranks, behind which the loop goes on."""
-        engine = self.engine
+        engine, some = self.engine, self._idle()
         calls = {
-            "no loss": lambda: engine.backward(torch.ones(2, requires_grad=True) * 2, **self._counts(Piece(3, 1, 1))),
-            "negative": lambda: engine.backward(self._loss(Piece(3)), rollouts=-1),
-            "a fraction": lambda: engine.backward(self._loss(Piece(3)), rollouts=1.5),
-            "divided": lambda: engine.backward(self._loss(Piece(3)), scale_wrt_gas=False),
-            "no graph": lambda: engine.backward(self._loss(Piece(3)).detach(), **self._counts(Piece(3, 1, 1))),
+            "no loss": lambda: engine.backward(torch.ones(2, requires_grad=True) * 2, **self._counts(some)),
+            "negative": lambda: engine.backward(self._loss(some), rollouts=-1),
+            "a fraction": lambda: engine.backward(self._loss(some), rollouts=1.5),
+            "divided": lambda: engine.backward(self._loss(some), scale_wrt_gas=False),
+            "no graph": lambda: engine.backward(_without_graph(self._loss(some)), **self._counts(some)),
             "the batch": lambda: engine.set_train_batch_size(8),
             **({} if self.program.caller else {"a step": engine.step}),
             **({"the optimizer": engine.optimizer.step} if self.program.stage else {}),
         }
+        for name in self._allowed():
+            calls.pop(name, None)
         name = self._chance.choice(list(calls))
         self.log.append(f"refused: {name}")
         with contextlib.suppress(ds_parity.WindowError):
             calls[name]()
             self.wrong.append(f"{name} was not refused")
 
+    def _allowed(self):
+        """Of these calls, those that are allowed in this program."""
+        return ()
+
     # What acts are made of.
+
+    def _idle(self):
+        return IDLE
+
+    def _before_pass(self, pieces):
+        """Called before a pass of these micro-batches."""
+
+    def _ends(self):
+        """Whether the engine says that the pass that has run ends its window."""
+        return self.engine.is_gradient_accumulation_boundary()
+
+    def _step(self):
+        self.engine.step()
+
+    def _before_step(self):
+        """Called between a pass's backward and its step, before the oracle takes the pass in."""
+
+    def _reads(self):
+        """Called there, behind that."""
+
+    def _behind_step(self):
+        """Called between passes."""
 
     def _drawn_piece(self, idle=0.25, nan=0.0):
         chance, program = self._chance, self.program
@@ -267,8 +347,9 @@ class Player:
         prompts = chance.randint(0, 2)
         return Piece(next(self._seeds), chance.randint(1, 4), rollouts, prompts, tokens, own, chance.random() < nan)
 
-    def _row(self, nan):
-        return tuple(self._drawn_piece(nan=nan) for _ in range(self.program.ranks))
+    def _rows(self, lengths, idle=0.25, nan=0.0, *, alike=False):
+        """Draw by rank so many micro-batches; `alike`: a rank's may stand in for it in any pass."""
+        return [[self._drawn_piece(idle, nan) for _ in range(length)] for length in lengths]
 
     def _stream(self, streams):
         # One that contains nothing is an idle pass, too; its seed is drawn on every rank.
@@ -338,9 +419,18 @@ class Player:
         for name, value in right.items():
             if value is not None and not _close(got[name], value, OFF_NORM if name == "norm" else OFF):
                 self.wrong.append(f"step {last.step}: {name} is {got[name]}, and should be {value}")
-        apart = distance(weights_of(self.engine), dict(self.right.model.named_parameters()))
+        apart = distance(weights_of(self.engine), self.right.weights())
         if not apart <= APART:
             self.wrong.append(f"step {last.step}: weights are {apart:.3g} apart")
+
+
+def _columns(rows):
+    """By pass, what each rank has; None where it has run out."""
+    return [tuple(own[i] if i < len(own) else None for own in rows) for i in range(max(map(len, rows)))]
+
+
+def _without_graph(loss):
+    return {name: one.detach() for name, one in loss.items()} if isinstance(loss, dict) else loss.detach()
 
 
 def _close(got, right, off):

@@ -4,7 +4,6 @@ A program is drawn from a seed alike on every rank. The oracle knows the micro-b
 itself, computes each step in fp64 with nothing but torch, and shares nothing with ds_parity.
 """
 
-import copy
 import math
 import random
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.hard.unforeseen.oracle import WIDTH
+from tests.hard.unforeseen.windows import Windows, weighs
 
 RATE = 0.05
 KINDS = ("plain", "plain", "tied", "twice", "checkpointed", "reentrant")
@@ -204,52 +204,34 @@ def falling(steps):
     return 1 / (1 + 0.2 * steps)
 
 
-def weighs(program, piece):
-    """What the loss of a micro-batch weighs."""
-    units = {"rollout": piece.rollouts, "target": piece.rollouts, "token": piece.tokens, "weight": piece.weight}
-    return units.get(program.weight, int(piece.active))
-
-
-class Right:
+class Right(Windows):
     """What the steps of a program should be.
 
     Attributes:
         model: in fp64.
-        open: by pass of the open window, the micro-batches of all ranks; None for an idle one.
         rate: the learning rate that was set by hand.
-        records: of all windows that were closed.
     """
 
     def __init__(self, program):
-        self.program = program
+        super().__init__(program)
         # By torch.autograd.grad there is no reentrant backward.
         kind = "plain" if program.kind in ("checkpointed", "reentrant") else program.kind
         self.model = Layers(kind).double()
         self.optimizer = optimizer_of(program, self.model)
         self.rate = RATE
-        self.records, self.open = [], []
-        self._steps, self._progress, self._consumed, self._origin = 0, 0, 0, 0
-        self._begin()
 
-    def passed(self, pieces):
-        """Take a pass in; return whether it closes its window by its counts."""
-        self.open.append(pieces)
-        if self._consumed + self._units() < self._closes_at:
-            return False
-        self.close()
-        return True
+    def weights(self):
+        """The weights as they should be, by name."""
+        return dict(self.model.named_parameters())
 
-    def close(self, *, drop=False):
-        """End the window: take its step, or none."""
-        program, pieces = self.program, [one for own in self.open for one in own if one is not None]
-        total = self._total(pieces)
+    def _settle(self, pieces, *, drop):
+        program, total, rate = self.program, self._total(pieces), self._rate_now()
         loss, gradients = self._summed(pieces, total)
         finite = not any(one.nan and weighs(program, one) for one in pieces)
-        applied, rate, units = bool(total) and finite and not drop, self._rate_now(), self._units()
+        applied = bool(total) and finite and not drop
         norm = float(sum(one.pow(2).sum() for one in gradients) ** 0.5) if applied else None
         if applied:
             self._step(gradients, norm, rate)
-            self._steps, self._progress = self._steps + 1, self._progress + units
         self.records.append(
             {
                 **{name: sum(getattr(one, name) for one in pieces) for name in ("rollouts", "prompts", "tokens")},
@@ -262,38 +244,7 @@ class Right:
                 "skipped": not applied,
             }
         )
-        self._consumed += units
-        if program.caller or self._consumed < self._closes_at:
-            self._origin = self._consumed
-        self._begin()
-
-    def finish(self):
-        """Settle an open window."""
-        if self.open:
-            self.close(drop=self.program.last == "drop")
-
-    def kept(self):
-        """All that a checkpoint has to keep."""
-        return copy.deepcopy({name: value for name, value in vars(self).items() if name != "records"})
-
-    def load(self, kept):
-        """Go back to there."""
-        vars(self).update(copy.deepcopy(kept))
-
-    def _begin(self):
-        self.open = []
-        target, carried = self.program.target, self.program.overshoot == "carry" and not self.program.caller
-        surplus = (self._consumed - self._origin) % target if carried else 0
-        self._closes_at = self._consumed + target - surplus
-
-    def _units(self):
-        name = "prompts" if self.program.prompts else "rollouts"
-        return sum(getattr(one, name) for own in self.open for one in own if one is not None)
-
-    def _total(self, pieces):
-        program, total = self.program, sum(weighs(self.program, one) for one in pieces)
-        constants = {"target": program.target, "divided": 1 if program.across == "sum" else program.ranks}
-        return constants.get(program.weight, total) if total else 0
+        return applied
 
     def _summed(self, pieces, total):
         parameters, summed = list(self.model.parameters()), 0.0
