@@ -293,6 +293,9 @@ class Driver(AmongRanks):
         self.given.forget_left()
         window = self.ledger.window
         if window.passes == 0:
+            # A run that was asked to stop has more data: whoever resumes it goes on with the surplus.
+            if not self.exchange.stopping:
+                self.ledger.begin_anew()
             return
         if self.settings.last_window == "error":
             raise WindowError(

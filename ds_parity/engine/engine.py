@@ -255,6 +255,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     def finish(self) -> StepRecord | None:
         """Settle the last window as `ds_parity.last_window` says; every rank calls it. Returns the last step.
 
+        The next data begins with a full window: a surplus of this data is forgotten, unless a `stop()` ended it.
+
         Raises:
             WindowError: a window is open under `last_window: error`, or a `step()` is owed.
             RankDesyncError: not every rank has finished.

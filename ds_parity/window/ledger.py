@@ -214,6 +214,11 @@ class Ledger:
         self.window = self._opened(ended.index + 1)
         return ended
 
+    def begin_anew(self) -> None:
+        """Forget a surplus, between windows: the data ended there, and the next data's first window is a whole one."""
+        self.origin = self.consumed
+        self.window = replace(self.window, closes_at=self._opened(self.window.index).closes_at)
+
     def units(self) -> int:
         """Units that the open window holds."""
         return self._units(self.window)

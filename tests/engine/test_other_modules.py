@@ -24,5 +24,11 @@ def test_it_names_the_way_out_and_keeps_the_cause():
     assert raised.value.__cause__ is error
 
 
+def test_it_names_outputs_of_other_numbers_too():
+    """The same modules, of which one has returned a list with a tensor of each rollout."""
+    with pytest.raises(WindowError, match=r"other numbers of tensors.*return one tensor of all rollouts"):
+        explain(RuntimeError("Detected a disagreement on list length between rank0 and rank1: \n rank0: 9 \n rank1: 8"))
+
+
 def test_another_error_is_left_alone():
     explain(RuntimeError("out of memory"))

@@ -182,6 +182,43 @@ def epochs_end_inside_windows(case):
     return found
 
 
+@play.right(STAGES, ["finish", "passes", "checkpoint"])
+def epochs_repeat_their_windows(case):
+    """Each epoch ends with a window that has a surplus; the next one has the same windows of 8, 4 and 8 rollouts."""
+    watched = Watched(case.cell, target=6)
+    for epoch in range(3):
+        if case.variant == "passes":
+            for batch in watched.engine.passes(ds_parity.MicroBatch({"index": i}, rollouts=2) for i in range(5)):
+                watched.engine.backward(watched.loss(batch.inputs["index"]))
+                watched.engine.step()
+                watched.noted(batch.inputs["index"])
+        else:
+            watched.passes(range(5))
+            watched.engine.finish()
+        watched.oracle.finish()
+        if case.variant == "checkpoint":
+            watched.engine.save_checkpoint(case.folder, str(epoch))
+            watched.engine.load_checkpoint(case.folder)
+    return watched.found([watched.oracle.steps], [[8, 4, 8] * 3])
+
+
+@play.right(STAGES)
+def a_run_that_was_stopped_keeps_its_surplus(case):
+    """Stopped behind a window of 8 rollouts for a target of 6, finished and saved: a new engine begins with 4."""
+    watched = Watched(case.cell, target=6)
+    for batch in watched.engine.passes(ds_parity.MicroBatch({"index": i}, rollouts=2) for i in range(5)):
+        watched.engine.stop()
+        watched.engine.backward(watched.loss(batch.inputs["index"]))
+        watched.engine.step()
+        watched.noted(batch.inputs["index"])
+    watched.engine.finish()
+    watched.engine.save_checkpoint(case.folder, "stopped")
+    watched.engine = engine_of(config(case.cell, 6), Net(seed=1))
+    watched.engine.load_checkpoint(case.folder)
+    watched.passes(range(2, 5))
+    return watched.found([watched.oracle.steps], [[8, 4, 8]])
+
+
 def _falling(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 

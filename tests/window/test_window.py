@@ -378,6 +378,17 @@ def test_after_an_early_end_the_next_data_starts_with_a_whole_window(overshoot, 
     assert ledger.closes_with(rollouts(8)[0])
 
 
+@pytest.mark.parametrize("overshoot", ["carry", "reset"])
+def test_after_data_that_ended_with_a_window_the_next_data_starts_with_a_whole_one_too(overshoot):
+    """The surplus of an epoch's last window would otherwise shorten the first one of the next epoch."""
+    ledger = Ledger(Rules(8, 1, overshoot=overshoot))
+    fed(ledger, rollouts(9))
+    ledger.begin_anew()
+    assert not ledger.closes_with(rollouts(7)[0])
+    assert ledger.closes_with(rollouts(8)[0])
+    assert (ledger.consumed, ledger.window.index, ledger.window.opened_at) == (9, 1, 9)
+
+
 def test_a_skipped_step_consumes_its_rollouts_and_its_window_but_makes_no_progress():
     ledger = Ledger(Rules(4, 1))
     ledger.count(rollouts(5)[0])

@@ -11,13 +11,18 @@ _SAID = "Detected a disagreement on list"
 def explain(error: Exception) -> None:
     """Raise WindowError where a forward has raised because ranks ran different modules in the pass before.
 
+    DeepSpeed notes a module once for each tensor that it has returned, as the backward comes to them. So ranks that run
+    the same modules differ, too, where one of these returns a tensor a rollout, and ranks have other numbers of them.
+
     Args:
         error: that the forward has raised.
     """
     if _SAID not in str(error):
         return
     raise WindowError(
-        "ranks ran different modules in a pass on ZeRO stage 3, which puts together the parts of different parameters "
-        f"then ({' '.join(str(error).split())}): use every module in every pass on every rank, make a layer of experts "
-        "a leaf module (zero_optimization.leaf_module), or use ZeRO stage 0 or 1. Load a checkpoint into a new engine"
+        "ranks ran different modules in a pass on ZeRO stage 3, or a module returned other numbers of tensors, "
+        f"and DeepSpeed then puts together the parts of different parameters ({' '.join(str(error).split())}): use "
+        "every module in every pass on every rank, return one tensor of all rollouts in place of a list with one of "
+        "each, make a layer of experts a leaf module (zero_optimization.leaf_module), or use ZeRO stage 0 or 1. Load a "
+        "checkpoint into a new engine"
     ) from error

@@ -80,10 +80,10 @@ class Oracle:
             self._closes_at = self._next_multiple() if self._overshoot == "carry" else self._begun_anew()
 
     def finish(self):
-        """Step with what is left, if anything is."""
+        """Step with what is left, if anything is; a surplus is forgotten."""
         if self._rollouts or self._units:
             self.step()
-            self._closes_at = self._begun_anew()
+        self._closes_at = self._begun_anew()
 
     def drop(self):
         """Forget the open window."""

@@ -277,8 +277,9 @@ class Player:
         self._settled_by_finish()
 
     def _settled_by_finish(self):
-        if self.right.open:
-            self.right.finish()
+        ended = bool(self.right.open)
+        self.right.finish()
+        if ended:
             self._compare()
 
     def _evaluate(self):

@@ -48,9 +48,11 @@ class Windows:
         self._begin()
 
     def finish(self):
-        """Settle an open window."""
+        """Settle an open window; the next data begins with a whole one."""
         if self.open:
             self.close(drop=self.program.last == "drop")
+        self._origin = self._consumed
+        self._begin()
 
     def kept(self):
         """All that a checkpoint has to keep."""
