@@ -34,7 +34,7 @@ from tests.starts import run_all
 
 ROOT = str(Path(__file__).parents[1])
 CANDIDATE = "ds_parity.parity.subjects.candidate:run"
-REFUSED = "refused on this release of DeepSpeed"
+REFUSED, RAISED = "refused on this release of DeepSpeed", "raised on this release of DeepSpeed"
 
 
 class RankSet:
@@ -170,17 +170,21 @@ class Launched:
             raise result
         if isinstance(result, dict) and REFUSED in result:
             pytest.skip(result[REFUSED])
+        if isinstance(result, dict) and RAISED in result:
+            raise HarnessError(f"{name}: {result[RAISED]}")
         return result
 
 
 def run_refusable(function, arguments):
-    """Run a call on ranks; what the table of releases refuses in it is its result, so that no rank ends in it."""
+    """Run a call on ranks of an older release; what is refused in it, or raised, is its result.
+
+    So no rank ends in it: one call that an older release can't run is one that fails, and no set of some hundred.
+    """
     try:
         return resolve(function)(**arguments)
-    except DsParityError as error:
-        if (why := refusal(error, installed())) is None:
-            raise
-        return {REFUSED: why}
+    except Exception as error:
+        why = refusal(error, installed()) if isinstance(error, DsParityError) else None
+        return {RAISED: f"{type(error).__name__}: {error}"} if why is None else {REFUSED: why}
 
 
 def _refusable(call):

@@ -1,6 +1,5 @@
 """AutoTP: ranks that hold parts of one model share each micro-batch, and count it once."""
 
-import importlib
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -19,6 +18,11 @@ from ds_parity.trace import read_header
 from tests.distributed.cells import config
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_four_ranks, on_two_ranks
+
+try:
+    from deepspeed.runtime.tensor_parallel import init_utils
+except ImportError:  # 0.18.4 lacks it, where AutoTP is refused
+    init_utils = None
 
 pytestmark = pytest.mark.ranks
 
@@ -51,12 +55,12 @@ class Divided(torch.nn.Module):
 @contextmanager
 def forgetting():
     """DeepSpeed remembers the groups of an AutoTP engine; the next test must not find them."""
-    # 0.18.4 has no such module, where AutoTP is refused.
-    init_utils = importlib.import_module("deepspeed.runtime.tensor_parallel.init_utils")
     try:
         yield
     finally:
-        groups.mpu = init_utils._TP_MODEL_INIT_ARGS = None
+        groups.mpu = None
+        if init_utils is not None:
+            init_utils._TP_MODEL_INIT_ARGS = None
         forget_tensor_groups(0)
 
 
