@@ -70,8 +70,8 @@ class Settings(BaseModel):
     )
     overshoot: Literal["carry", "reset", "error"] = Field(
         default="carry",
-        description="What happens to a surplus over the target. `carry`: it counts for the next window. `reset`: it "
-        "is not counted. `error`: it is a `WindowError`.",
+        description="What happens to a surplus over the target. `carry`: it counts for the next window of the same "
+        "data. `reset`: it is not counted. `error`: it is a `WindowError`.",
     )
     loss_reduction: Literal["mean", "sum"] = Field(
         default="mean",

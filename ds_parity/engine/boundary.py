@@ -69,6 +69,7 @@ class Boundary:
         """Reduce gradients whose backwards have all run unmarked: behind them, as at a boundary."""
         self.mark(True)
         self._adapter.reduce()
+        self._adapter.complete()  # so that a loop reads, and changes, what is stepped by
         self._adapter.kept.after_backward()
 
     def update(self, **kwargs: Any) -> None:
@@ -88,7 +89,8 @@ class Boundary:
         # DeepSpeed adds its fixed batch size inside step() and its monitors write then, so the counters are set
         # before.
         self.counters.before_step(self._ledger.rollouts, window.rollouts)
-        # The correction and the norm must see the gradients of every parameter, so they are completed first.
+        # The correction and the norm must see the gradients of every parameter, so they are completed first, where no
+        # backward was marked as the window's last.
         with self._adapter.kept.released():
             self._adapter.complete()
             if window.expected == total and not self._corrects_every_step:

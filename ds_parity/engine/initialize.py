@@ -19,7 +19,7 @@ from ds_parity.config.features import Wanted
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
-from ds_parity.engine.foreign_parameters import held, refuse_foreign_parameters
+from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over, held, refuse_foreign_parameters
 from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.groups import sequence_parallel_size
@@ -189,7 +189,7 @@ def honoured(
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
             _refuse_by_release({**extended, **rewritten.config})
             refuse_closure(keywords.get("optimizer"), rewritten.config)
-            refuse_unfit(keywords.get("model"), rewritten.config, keywords)
+            refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
     if optimizer is None:

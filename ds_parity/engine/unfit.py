@@ -12,7 +12,6 @@ from deepspeed.moe.layer import MoE
 from torch.nn.parameter import UninitializedParameter
 
 from ds_parity.config.features import Wanted
-from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over
 from ds_parity.errors import ConfigError
 
 PARTITIONED: Final = 3
@@ -20,13 +19,19 @@ _AWAY: Final = ("cpu", "nvme")
 _ONE_DTYPE: Final = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
 
 
-def refuse_unfit(model: Any, config: Mapping[str, Any], keywords: Mapping[str, Any] | None = None) -> None:
+def refuse_unfit(
+    model: Any,
+    config: Mapping[str, Any],
+    groups: Iterable[Sequence[torch.Tensor]] = (),
+    chosen: Iterable[torch.Tensor] = (),
+) -> None:
     """Raise where a model, or what is to be trained of it, and the ZeRO stage do not go together.
 
     Args:
         model: that an engine is to be built over; anything that is no `torch.nn.Module` passes.
         config: of DeepSpeed; where its ZeRO stage is "auto", nothing is refused.
-        keywords: of `deepspeed.initialize`, whose optimizer or `model_parameters` have the parameters to be trained.
+        groups: the parameters of the optimizer, or of `model_parameters`, group by group.
+        chosen: all of these, with groups and without; none: those of the model.
 
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's, trains
@@ -34,12 +39,12 @@ def refuse_unfit(model: Any, config: Mapping[str, Any], keywords: Mapping[str, A
             on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce, or is complex; or a parameter has no
             shape yet.
     """
-    wanted, keywords = Wanted(config), keywords or {}
-    stage = wanted.stage
+    wanted = Wanted(config)
+    stage, trained = wanted.stage, {id(one) for one in chosen}
     if stage is None or not isinstance(model, torch.nn.Module):
         return
     _refuse_lazy(model)
-    _refuse_complex(model)
+    _refuse_complex(model, trained if stage else ())
     if stage < PARTITIONED:
         _refuse_partitioned(model, stage)
     else:
@@ -49,10 +54,10 @@ def refuse_unfit(model: Any, config: Mapping[str, Any], keywords: Mapping[str, A
         if stage == 0:
             _refuse_unreduced(model)
         if stage == PARTITIONED and not _offloads_parameters(wanted):
-            _refuse_dtypes(model, {id(one) for one in handed_over(keywords)})
+            _refuse_dtypes(model, trained)
     # BF16_Optimizer is another wrapper.
     if stage in (1, 2) and not (stage == 1 and wanted.sums_in_fp32):
-        _refuse_frozen(groups_handed_over(keywords), stage)
+        _refuse_frozen(groups, stage)
 
 
 def _offloads_parameters(wanted: Wanted) -> bool:
@@ -62,9 +67,13 @@ def _offloads_parameters(wanted: Wanted) -> bool:
     )
 
 
-def _refuse_complex(model: torch.nn.Module) -> None:
+def _trained(model: torch.nn.Module, chosen: Container[int]) -> dict[str, torch.Tensor]:
+    return {n: one for n, one in model.named_parameters() if one.requires_grad and (not chosen or id(one) in chosen)}
+
+
+def _refuse_complex(model: torch.nn.Module, chosen: Container[int]) -> None:
     # AssertionErrors on stages 0 and 3; 1 and 2 throw the imaginary part away (zero/stage_1_and_2.py, 0.19.8).
-    found = [name for name, one in model.named_parameters() if one.requires_grad and one.is_complex()]
+    found = [name for name, one in _trained(model, chosen).items() if one.is_complex()]
     if found:
         raise ConfigError(
             f"{found[0]} is complex: DeepSpeed reduces real numbers, and its ZeRO drops imaginary parts; keep the real "
@@ -95,11 +104,7 @@ def _refuse_without_elements(model: torch.nn.Module) -> None:
 
 def _refuse_dtypes(model: torch.nn.Module, chosen: Container[int]) -> None:
     # zero/utils.py, defragment (0.19.8): an AssertionError without a word.
-    trained = {
-        one.dtype: name
-        for name, one in model.named_parameters()
-        if one.requires_grad and (not chosen or id(one) in chosen)
-    }
+    trained = {one.dtype: name for name, one in _trained(model, chosen).items()}
     if len(trained) > 1:
         found = ", ".join(f"{name} is {_said(dtype)}" for dtype, name in trained.items())
         raise ConfigError(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_parity.engine.foreign_parameters import groups_handed_over
+from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over
 from ds_parity.engine.unfit import refuse_closure, refuse_unfit
 from ds_parity.errors import ConfigError
 
@@ -30,7 +30,8 @@ def test_no_stage_is_made_up_for_one_that_is_still_to_be_filled_in(partitioned, 
 
 def refuse(groups, stage):
     """What initialize() does with groups that it is given as `model_parameters`."""
-    refuse_unfit(torch.nn.Linear(2, 2), {"zero_optimization": {"stage": stage}}, {"model_parameters": groups})
+    given = {"model_parameters": groups}
+    refuse_unfit(torch.nn.Linear(2, 2), on_stage(stage), groups_handed_over(given), handed_over(given))
 
 
 def of(*trained):
@@ -129,9 +130,9 @@ def test_a_dtype_that_nobody_trains_is_none_of_the_buffers(by_optimizer):
     model = with_dtypes(*MIXED)
     chosen = list(model[0].parameters())
     given = {"optimizer": torch.optim.SGD(chosen)} if by_optimizer else {"model_parameters": chosen}
-    refuse_unfit(model, on_stage(3), given)
+    refuse_unfit(model, on_stage(3), (), handed_over(given))
     with pytest.raises(ConfigError, match="2 dtypes"):
-        refuse_unfit(model, on_stage(3), {"model_parameters": model.parameters()})
+        refuse_unfit(model, on_stage(3), (), model.parameters())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -41,6 +41,48 @@ def a_gradient_is_written(case):
     return Found(distance(weights_of(engine), before), norms, right)
 
 
+class Branches(torch.nn.Module):
+    """Two weights, of which a forward may use the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(3, 1, bias=False) for _ in range(2))
+        for one in self.parameters():
+            torch.nn.init.zeros_(one)
+
+    def forward(self, x, both):
+        """Return a number: each weight's gradient is x."""
+        said = self.first(x).sum()
+        return said + self.second(x).sum() if both else said
+
+
+@play.right([Cell(stage, offload=True) for stage in (1, 2, 3)], ["read", "written", "announced"])
+def what_the_last_pass_left_out_is_read_and_changed(case):
+    """A mask on the gradients before the step; the window's last pass has used one of two branches."""
+    announces = case.variant == "announced"
+    section = {"boundary": "caller"} if announces else {"lookahead": 0}
+    engine = engine_of(config(case.cell, 4, section=section), Branches())
+    read, right = [], []
+    for scale in (1.0, 10.0):
+        for number in range(2):
+            if announces:
+                engine.set_gradient_accumulation_boundary(number == 1)
+            x = torch.full((1, 3), scale * (1 + number), device=engine.device)
+            engine.backward(engine(x, both=number == 0), rollouts=1)
+            if number == 1:
+                for one in engine.module.parameters():
+                    gradient = safe_get_full_grad(one)
+                    if not announces:  # the window's total is not known before its step
+                        read.append(float(gradient.mean()) * engine.window.correction)
+                    if case.variant != "read":
+                        safe_set_full_grad(one, gradient * 1.0)
+            if not announces or number == 1:
+                engine.step()
+        right += [] if announces else [1.5 * scale, 0.5 * scale]
+    moved = {"first.weight": -RATE * 16.5 * torch.ones(1, 3), "second.weight": -RATE * 5.5 * torch.ones(1, 3)}
+    return Found(distance(weights_of(engine), moved), read, right)
+
+
 @play.right(CELLS, ["idle", "weighs-nothing"])
 def they_are_cleared_behind_a_window_without_weight(case):
     """All ranks are idle in a window of the caller, or weigh nothing; then zero_grad(), as behind every step."""

@@ -124,10 +124,10 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         ZERO3,
-        "set_local_grad_for_param",
+        "set_fp32_grad_for_param",
         "internals/zero3.py",
-        "what a rank writes of its own part is what the norm is taken of, too",
-        ("self.norm_for_param_grads[self.get_param_id(param)] = ", "fp32_grad.data.copy_("),
+        "a rank takes its own part out of the row that it is given, which must reach as far",
+        ("value.flatten().narrow(0, fp32_grad.numel() * my_rank, fp32_grad.numel())", "fp32_grad.data.copy_("),
     ),
     # What is accumulated between the backwards of a window: internals/kept.py.
     Guard(

@@ -111,6 +111,9 @@ class Engine(Protocol):
     def step(self, lr_kwargs: Any = None) -> None:
         """Update at a boundary, count in any case."""
 
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming step, or the backward before it, is the window's last."""
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward and step end a window."""
 
@@ -300,9 +303,6 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         """Write a loop's own gradient of a step: `safe_set_full_grad`."""
-
-    def set_local_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
-        """Write this rank's part of one."""
 
     def _get_param_partition_rank(self, param: Zero3Parameter) -> int:
         """This rank among those that share a parameter."""

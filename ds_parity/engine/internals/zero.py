@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -34,6 +34,13 @@ class Zero(Adapter):
         # DeepSpeed's own count starts again with every forward.
         self._came_in += 1
         self._pass |= 1 << number
+
+    def _is_of_a_step(self, number: int, norms: Mapping[int, object]) -> bool:
+        """Return whether what is written into the gradient of a parameter is for the step, behind its boundary's pass.
+
+        Before that, the boundary's pass, or `complete`, replaces it.
+        """
+        return bool(self.engine.is_gradient_accumulation_boundary()) or number in norms
 
     def _note_order(self, number: int) -> None:
         """Note that a gradient is the next to come, where that matters."""

@@ -68,7 +68,8 @@ class Zero12(Zero):
             number = optimizer.get_param_id(parameter)
             _, _, offset, length = optimizer.grad_position[number]
             written = optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, length)
-            optimizer.norm_for_param_grads[number] = torch.linalg.vector_norm(written)
+            if self._is_of_a_step(number, optimizer.norm_for_param_grads):
+                optimizer.norm_for_param_grads[number] = torch.linalg.vector_norm(written, dtype=torch.float64)
 
         parameter.set_full_hp_grad = set_full_hp_grad  # type: ignore[method-assign]
 

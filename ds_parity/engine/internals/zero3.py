@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -59,20 +59,31 @@ class Zero3(Zero):
             return buffers
 
         optimizer.partition_grads = partition_grads  # type: ignore[method-assign]
-        optimizer.set_fp32_grad_for_param = self._set_gradient  # type: ignore[method-assign]
+        self._follow_writes(optimizer.set_fp32_grad_for_param)
 
-    def _set_gradient(self, value: torch.Tensor, param: Zero3Parameter) -> None:
-        """Write a loop's own gradient of a step, as `safe_set_full_grad` does.
+    def _follow_writes(self, write: Callable[[torch.Tensor, Zero3Parameter], None]) -> None:
+        """Let a loop write its own gradient of a step (`safe_set_full_grad`), of a parameter of any size.
 
         DeepSpeed raises a RuntimeError on the last ranks where ranks do not divide the parameter's size, and with
-        offload clips by the norm of what was there before. It does neither where a rank writes its own part.
+        offload clips by the norm of what was there before.
         """
-        if param.requires_grad:
-            length, rank = param.partition_numel(), self._optimizer._get_param_partition_rank(param)
-            given = value.flatten()[length * rank : length * (rank + 1)]
-            part = given.new_zeros(length)
-            part[: len(given)] = given
-            self._optimizer.set_local_grad_for_param(part, param)
+        optimizer = self._optimizer
+
+        def set_gradient(value: torch.Tensor, param: Zero3Parameter) -> None:
+            length, rank = param.partition_numel(), optimizer._get_param_partition_rank(param)
+            row = value.flatten()
+            row = torch.nn.functional.pad(row, (0, max(0, length * (rank + 1) - row.numel())))
+            write(row, param)
+            number = optimizer.get_param_id(param)
+            if (
+                optimizer.offload_optimizer
+                and param.requires_grad
+                and self._is_of_a_step(number, optimizer.norm_for_param_grads)
+            ):
+                part = self._on_accelerator(row.narrow(0, length * rank, length))
+                optimizer.norm_for_param_grads[number] = torch.linalg.vector_norm(part, dtype=torch.float32)
+
+        optimizer.set_fp32_grad_for_param = set_gradient  # type: ignore[method-assign]
 
     def _note(self, number: int) -> None:
         super()._note(number)
