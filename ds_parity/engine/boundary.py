@@ -69,7 +69,7 @@ class Boundary:
         """Reduce gradients whose backwards have all run unmarked: behind them, as at a boundary."""
         self.mark(True)
         self._adapter.reduce()
-        self._adapter.complete()  # so that a loop reads, and changes, what is stepped by
+        self._adapter.deliver()
         self._adapter.kept.after_backward()
 
     def update(self, **kwargs: Any) -> None:

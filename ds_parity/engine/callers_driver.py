@@ -75,8 +75,8 @@ class CallersDriver(Driver):
         self._reduced = self.announced and not self._coalesces
         if window.passes == 1:
             self.adapter.forget_last_window(self.announced or self._coalesces)
-        if self._reduced:  # so that a loop reads, and changes, what is stepped by
-            self.adapter.complete()
+        if self._reduced:
+            self.adapter.deliver()
         self.state.ran_backward()
         return accumulated
 
@@ -123,7 +123,7 @@ class CallersDriver(Driver):
             self._open()
             self.adapter.before_coalesced()
             self._leave(block)
-            self.adapter.complete()
+            self.adapter.deliver()
         self._reduced, self.announced = True, False
 
     def _refuse_nesting(self) -> None:

@@ -172,8 +172,8 @@ class Driver(AmongRanks):
             accumulated = self._division.backward(loss, counts, self.ledger.weighting, window, **kwargs)
         if window.passes == 1:
             self.adapter.forget_last_window(steps)
-        if steps:  # so that a loop reads, and changes, what is stepped by
-            self.adapter.complete()
+        if steps:
+            self.adapter.deliver()
         self.state.ran_backward()
         return accumulated
 

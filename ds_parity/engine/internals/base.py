@@ -176,6 +176,12 @@ class Adapter(ABC):
             total: what they should have been divided by (> 0).
         """
 
+    def deliver(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Give the optimizer the gradients of what the boundary's pass did not use, once its backward has run.
+
+        So a loop reads, and changes, what is stepped by. `complete` does it where no backward was marked as the last.
+        """
+
     def complete(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Give the optimizer the gradients of what the boundary's pass did not use; call it before `step()`."""
 

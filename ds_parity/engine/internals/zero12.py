@@ -175,6 +175,10 @@ class Zero12(Zero):
         return all(self._optimizer.get_gradient_for_reduction(p) is not None for p in trained)
 
     def complete(self) -> None:
+        """Deliver what was not."""
+        self.deliver()
+
+    def deliver(self) -> None:
         """With CPU offload, do what the boundary's pass does for the parameters that it used, for all others."""
         if not self._optimizer.cpu_offload:
             return

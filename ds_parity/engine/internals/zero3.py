@@ -142,6 +142,10 @@ class Zero3(Zero):
             partitions[left_out].zero_()
 
     def complete(self) -> None:
+        """Deliver what was not."""
+        self.deliver()
+
+    def deliver(self) -> None:
         """With offload, give the optimizer the partitions of what the boundary's pass did not use."""
         optimizer = self._optimizer
         if not optimizer.offload_optimizer:
