@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from ds_parity.config.features import Wanted
 from ds_parity.errors import ConfigError
 
-PARTITIONED: Final = 3
+_PARTITIONED: Final = 3
 _AWAY: Final = ("cpu", "nvme")
 _ONE_DTYPE: Final = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
 
@@ -45,7 +45,7 @@ def refuse_unfit(
         return
     _refuse_lazy(model)
     _refuse_complex(model, trained if stage else ())
-    if stage < PARTITIONED:
+    if stage < _PARTITIONED:
         _refuse_partitioned(model, stage)
     else:
         _refuse_experts(model)
@@ -53,7 +53,7 @@ def refuse_unfit(
     if wanted.precision == "fp32":  # the others convert every parameter
         if stage == 0:
             _refuse_unreduced(model)
-        if stage == PARTITIONED and not _offloads_parameters(wanted):
+        if stage == _PARTITIONED and not _offloads_parameters(wanted):
             _refuse_dtypes(model, trained)
     # BF16_Optimizer is another wrapper.
     if stage in (1, 2) and not (stage == 1 and wanted.sums_in_fp32):
@@ -117,13 +117,13 @@ def _refuse_unreduced(model: torch.nn.Module) -> None:
     # runtime/engine.py, split_half_float_double_sparse (0.19.8): an AssertionError in the first step, which reduces the
     # gradients of all parameters of the model.
     reduced = get_accelerator().supported_dtypes()
-    other = {name: one.dtype for name, one in model.named_parameters() if one.requires_grad}
-    for name, dtype in other.items():
-        if dtype not in reduced:
-            raise ConfigError(
-                f"zero_optimization.stage = 0, and {name} is {_said(dtype)}: DeepSpeed reduces no gradient of that "
-                f"dtype there on this accelerator; {_ONE_DTYPE}, or use stage 1 or 2"
-            )
+    other = {name: one.dtype for name, one in _trained(model, ()).items() if one.dtype not in reduced}
+    if other:
+        name, dtype = next(iter(other.items()))
+        raise ConfigError(
+            f"zero_optimization.stage = 0, and {name} is {_said(dtype)}: DeepSpeed reduces no gradient of that dtype "
+            f"there on this accelerator; {_ONE_DTYPE}, or use stage 1 or 2"
+        )
 
 
 def _said(dtype: torch.dtype) -> str:

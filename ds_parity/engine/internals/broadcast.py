@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from ds_parity.engine.internals.guards import ENGINE, source
+from ds_parity.engine.internals.replaced import replaced
 
 _BROADCAST: Final = "_broadcast_model"
 _AS_BYTES: Final = ".view(torch.uint8)"
@@ -25,25 +26,13 @@ _CONVERT: Final = "_convert_to_deepspeed_param"
 
 @contextmanager
 def any_shape_is_sent() -> Iterator[None]:
-    """Return a context in which DeepSpeed may build an engine over parameters of any shape and layout.
-
-    Releases that send a parameter as it is are left as they are. What is replaced is replaced for all threads.
-    """
-    if _AS_BYTES not in source(ENGINE, _BROADCAST):
+    """Return a context in which DeepSpeed may build an engine over parameters of any shape and layout."""
+    send, convert = getattr(DeepSpeedEngine, _BROADCAST), getattr(Init, _CONVERT)
+    with (
+        replaced(DeepSpeedEngine, _BROADCAST, _in_a_row(send)),
+        replaced(Init, _CONVERT, _then_in_a_row(convert)),
+    ):
         yield
-        return
-    with _replaced(DeepSpeedEngine, _BROADCAST, _in_a_row), _replaced(Init, _CONVERT, _then_in_a_row):
-        yield
-
-
-@contextmanager
-def _replaced(owner: type, name: str, by: Callable[[Any], Any]) -> Iterator[None]:
-    own = getattr(owner, name)
-    setattr(owner, name, by(own))
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
 
 
 def _in_a_row(send: Callable[[DeepSpeedEngine], None]) -> Callable[[DeepSpeedEngine], None]:
@@ -85,4 +74,9 @@ def _laid_out_as(data: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
 
 
 def _is_odd(data: torch.Tensor) -> bool:
-    return data.dim() == 0 or not data.is_contiguous()
+    return (data.dim() == 0 or not data.is_contiguous()) and _sends_bytes()
+
+
+def _sends_bytes() -> bool:
+    # Asked last, where a parameter needs it: reading DeepSpeed's engine takes a third of a second, once in a process.
+    return _AS_BYTES in source(ENGINE, _BROADCAST)

@@ -28,6 +28,7 @@ from ds_parity.engine.internals.older_overflow import supply_overflow
 from ds_parity.engine.internals.older_surface import OlderBf16, OlderHalf
 from ds_parity.engine.internals.older_zero3 import supply_zero3
 from ds_parity.engine.internals.older_zero12 import supply_zero12
+from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.surface import Engine
 
 _ALIGNED: Final = "flatten_dense_tensors_aligned"
@@ -61,11 +62,8 @@ def _wrappers_told_apart() -> Iterator[None]:
     if name != getattr(deepspeed_engine, "BFLOAT16", None):
         yield
         return
-    setattr(deepspeed_engine, _OF_ZERO_0, f"ddp_{name}")
-    try:
+    with replaced(deepspeed_engine, _OF_ZERO_0, f"ddp_{name}"):
         yield
-    finally:
-        setattr(deepspeed_engine, _OF_ZERO_0, name)
 
 
 @contextmanager
@@ -87,11 +85,8 @@ def _buffer_without_graph() -> Iterator[None]:
     def detached(*args: Any, **kwargs: Any) -> Any:
         return flatten(*args, **kwargs).detach()
 
-    setattr(DeepSpeedZeroOptimizer, _ALIGNED, detached)
-    try:
+    with replaced(DeepSpeedZeroOptimizer, _ALIGNED, detached):
         yield
-    finally:
-        setattr(DeepSpeedZeroOptimizer, _ALIGNED, flatten)
 
 
 def _wait_for_every_gather() -> None:

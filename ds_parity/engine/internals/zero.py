@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -35,12 +35,18 @@ class Zero(Adapter):
         self._came_in += 1
         self._pass |= 1 << number
 
-    def _is_of_a_step(self, number: int, norms: Mapping[int, object]) -> bool:
-        """Return whether what is written into the gradient of a parameter is for the step, behind its boundary's pass.
+    def complete(self) -> None:
+        """Deliver what was not."""
+        self.deliver()
 
-        Before that, the boundary's pass, or `complete`, replaces it.
+    def _renew_norm(self, number: int, written: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take the norm of what a loop has written into an offloaded gradient.
+
+        Only behind the boundary's pass is that for the step. Before, this pass, or `complete`, replaces it.
         """
-        return bool(self.engine.is_gradient_accumulation_boundary()) or number in norms
+        norms = self._zero.norm_for_param_grads
+        if number in norms or self.engine.is_gradient_accumulation_boundary():
+            norms[number] = torch.linalg.vector_norm(written, dtype=dtype)
 
     def _note_order(self, number: int) -> None:
         """Note that a gradient is the next to come, where that matters."""

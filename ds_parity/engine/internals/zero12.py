@@ -46,17 +46,17 @@ class Zero12(Zero):
 
         def link_all() -> None:
             link()
-            self._renew_norms()
+            self._follow_each()
 
         self._optimizer._link_all_hp_params = link_all  # type: ignore[method-assign]
-        self._renew_norms()
+        self._follow_each()
 
-    def _renew_norms(self) -> None:
+    def _follow_each(self) -> None:
         for index, group in enumerate(self._optimizer.params_in_partition):
             for parameter in group:
-                self._renew_norm(index, cast("Zero12Parameter", parameter))
+                self._follow(index, cast("Zero12Parameter", parameter))
 
-    def _renew_norm(self, index: int, parameter: Zero12Parameter) -> None:
+    def _follow(self, index: int, parameter: Zero12Parameter) -> None:
         """Take the norm of what a loop writes into the gradient of a step.
 
         With CPU offload DeepSpeed takes norms as gradients come in, and would clip by that of what was there before.
@@ -68,8 +68,7 @@ class Zero12(Zero):
             number = optimizer.get_param_id(parameter)
             _, _, offset, length = optimizer.grad_position[number]
             written = optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, length)
-            if self._is_of_a_step(number, optimizer.norm_for_param_grads):
-                optimizer.norm_for_param_grads[number] = torch.linalg.vector_norm(written, dtype=torch.float64)
+            self._renew_norm(number, written, torch.float64)
 
         parameter.set_full_hp_grad = set_full_hp_grad  # type: ignore[method-assign]
 
@@ -173,10 +172,6 @@ class Zero12(Zero):
         # ZeRO 2 is never asked: it reduces in every pass, so that no pass can be left out.
         trained = (p for group in self._optimizer.bit16_groups for p in group if p.requires_grad)
         return all(self._optimizer.get_gradient_for_reduction(p) is not None for p in trained)
-
-    def complete(self) -> None:
-        """Deliver what was not."""
-        self.deliver()
 
     def deliver(self) -> None:
         """With CPU offload, do what the boundary's pass does for the parameters that it used, for all others."""

@@ -74,14 +74,9 @@ class Zero3(Zero):
             row = value.flatten()
             row = torch.nn.functional.pad(row, (0, max(0, length * (rank + 1) - row.numel())))
             write(row, param)
-            number = optimizer.get_param_id(param)
-            if (
-                optimizer.offload_optimizer
-                and param.requires_grad
-                and self._is_of_a_step(number, optimizer.norm_for_param_grads)
-            ):
+            if optimizer.offload_optimizer and param.requires_grad:
                 part = self._on_accelerator(row.narrow(0, length * rank, length))
-                optimizer.norm_for_param_grads[number] = torch.linalg.vector_norm(part, dtype=torch.float32)
+                self._renew_norm(optimizer.get_param_id(param), part, torch.float32)
 
         optimizer.set_fp32_grad_for_param = set_gradient  # type: ignore[method-assign]
 
@@ -140,10 +135,6 @@ class Zero3(Zero):
         partitions = self._partitions()
         for left_out in partitions.keys() - self._optimizer._offload_boundary_param_ids:
             partitions[left_out].zero_()
-
-    def complete(self) -> None:
-        """Deliver what was not."""
-        self.deliver()
 
     def deliver(self) -> None:
         """With offload, give the optimizer the partitions of what the boundary's pass did not use."""
