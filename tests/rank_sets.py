@@ -29,12 +29,15 @@ from ds_parity.parity.running.launch import Call, Job
 from ds_parity.parity.verification.verify import call, title
 from ds_parity.trace import read_trace
 from tests.beside import Errand
-from tests.older_refusals import is_older, refusal
-from tests.starts import run_all
+from tests.older_refusals import is_older, refusal, skip_where_bare_is_wrong
+from tests.starts import MOST_STARTS, run_all
 
 ROOT = str(Path(__file__).parents[1])
+BARE = "deepspeed-loop"
 CANDIDATE = "ds_parity.parity.subjects.candidate:run"
-REFUSED, RAISED = "refused on this release of DeepSpeed", "raised on this release of DeepSpeed"
+REFUSED = "refused on this release of DeepSpeed"
+# A call that an older release can't run ends the ranks, and a set has some: each of them alone is to fail.
+STARTS_ON_OLDER = 40
 
 
 class RankSet:
@@ -110,24 +113,27 @@ class RankSet:
             folder: for all that the ranks leave.
             earlier: the folder of the set from which tasks go on.
         """
-        return self.launched(folder, run_all(self._job(folder, earlier)))
+        return self.launched(folder, run_all(*self._started(folder, earlier)))
 
     def errand(self, folder, earlier=None):
         """Return the same as an errand, to be run beside the tests; `launched` makes a Launched of its result.
 
         None where nothing is registered.
         """
-        return Errand("tests.starts:run_all", (self._job(folder, earlier),)) if self._registered else None
+        return Errand("tests.starts:run_all", self._started(folder, earlier)) if self._registered else None
 
     def launched(self, folder, results):
         """Return what the ranks have left, from the folder and the results of all that is registered."""
         return Launched(folder, dict(zip(self._registered, results, strict=True)))
 
-    def _job(self, folder, earlier):
+    def _started(self, folder, earlier):
+        """Return the job, and how often its ranks may be started."""
+        older = is_older(installed())
         calls = tuple(make(folder, earlier) for _, make in self._registered.values())
-        if is_older(installed()):
+        if older:
             calls = tuple(map(_refusable, calls))
-        return Job(calls, folder / "ranks", self.ranks, import_from=(ROOT,), **self._options)
+        job = Job(calls, folder / "ranks", self.ranks, import_from=(ROOT,), **self._options)
+        return job, STARTS_ON_OLDER if older else MOST_STARTS
 
     def _register(self, name, what, make):
         # Two scenarios of one name would leave their traces in one file.
@@ -154,7 +160,12 @@ class Launched:
         return _folder(self.folder, task)
 
     def trace(self, scenario, engine):
-        """Return the trace of a registered run."""
+        """Return the trace of a registered run.
+
+        A test is skipped where that of bare DeepSpeed is asked for, and the installed release is wrong.
+        """
+        if engine == BARE:
+            skip_where_bare_is_wrong(scenario.config)
         self._result(title(scenario, engine))
         return read_trace(self.folder / scenario.name / f"{engine}.jsonl")
 
@@ -170,21 +181,21 @@ class Launched:
             raise result
         if isinstance(result, dict) and REFUSED in result:
             pytest.skip(result[REFUSED])
-        if isinstance(result, dict) and RAISED in result:
-            raise HarnessError(f"{name}: {result[RAISED]}")
         return result
 
 
 def run_refusable(function, arguments):
-    """Run a call on ranks of an older release; what is refused in it, or raised, is its result.
+    """Run a call on ranks of an older release; what the table of releases refuses in it is its result.
 
-    So no rank ends in it: one call that an older release can't run is one that fails, and no set of some hundred.
+    Any other error ends the rank, and with it the start: the ranks that have not raised would wait for this one.
     """
     try:
         return resolve(function)(**arguments)
-    except Exception as error:
-        why = refusal(error, installed()) if isinstance(error, DsParityError) else None
-        return {RAISED: f"{type(error).__name__}: {error}"} if why is None else {REFUSED: why}
+    except DsParityError as error:
+        why = refusal(error, installed())
+        if why is None:
+            raise
+        return {REFUSED: why}
 
 
 def _refusable(call):

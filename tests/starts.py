@@ -11,17 +11,17 @@ from ds_parity.parity.running.launch import run_job, said
 MOST_STARTS = 5  # of one set: ranks that end in every call are not started for each
 
 
-def run_all(job):
+def run_all(job, most=MOST_STARTS):
     """Run a job and return the results of its calls; what ended the ranks is the result of the call that they were in.
 
     The calls behind it are run by ranks that are started anew, so that no other test loses its ranks. What ended
-    the last of `MOST_STARTS` is the result of each call behind it.
+    the last of `most` starts is the result of each call behind it.
 
     Raises:
         HarnessError: the ranks could not be started.
     """
     results = []
-    for start in range(MOST_STARTS):
+    for start in range(most):
         folder = job.folder.with_name(f"{job.folder.name}-{start}") if start else job.folder
         part = replace(job, calls=job.calls[len(results) :], folder=folder)
         try:

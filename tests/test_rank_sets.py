@@ -70,20 +70,28 @@ def test_an_errand_is_the_same_job_and_its_results_are_read_the_same_way(launche
     pair(task)
     _, job = launched(pair)
     errand = pair.errand(tmp_path)
-    assert (errand.function, errand.arguments) == ("tests.starts:run_all", (job,))
+    assert (errand.function, errand.arguments) == ("tests.starts:run_all", (job, starts.MOST_STARTS))
     assert pair.launched(tmp_path, [7]).of(task) == 7
+
+
+def test_on_an_older_release_ranks_are_started_behind_each_call_that_it_cannot_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(rank_sets, "installed", lambda: release("0.18.4"))
+    pair = RankSet(2)
+    pair(task)
+    _, most = pair.errand(tmp_path).arguments
+    assert most == rank_sets.STARTS_ON_OLDER > starts.MOST_STARTS
 
 
 class TestRanksThatEndInACall:
     """The second rank fails in the first and in the third task; the first one has finished the third by then."""
 
     def test_cost_no_set_that_goes_on_its_other_tasks(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(rank_sets, "run_all", lambda job: [HarnessError("rank 1 failed")] * len(job.calls))
+        monkeypatch.setattr(rank_sets, "run_all", lambda job, most: [HarnessError("rank 1 failed")] * len(job.calls))
         pair, four = RankSet(2), RankSet(4)
         pair(task)
         earlier = pair.launch(tmp_path / "pair")
         four.after(saved=task)(another)
-        monkeypatch.setattr(rank_sets, "run_all", lambda job: list(job.calls))
+        monkeypatch.setattr(rank_sets, "run_all", lambda job, most: list(job.calls))
         result = four.launch(tmp_path / "four", earlier.folder)
         assert result.of(another).arguments["saved"].startswith(str(tmp_path / "pair"))
 
@@ -144,7 +152,7 @@ class TestRanksThatEndInACall:
         assert len(begun) == 1
 
     def test_the_test_of_the_call_says_why_and_no_other(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(rank_sets, "run_all", lambda job: [HarnessError("rank 1 failed in 'task'"), 7])
+        monkeypatch.setattr(rank_sets, "run_all", lambda job, most: [HarnessError("rank 1 failed in 'task'"), 7])
         pair = RankSet(2)
         pair(task)
         pair.call(another, saved="here")
@@ -184,7 +192,11 @@ class TestWhatTheTableOfReleasesRefuses:
     @pytest.fixture
     def ran(self, monkeypatch, tmp_path):
         """A function that runs a set's calls in this process; the result of the one task that it registers."""
-        monkeypatch.setattr(rank_sets, "run_all", lambda job: [resolve(c.function)(**c.arguments) for c in job.calls])
+
+        def run_all(job, most):
+            return [resolve(call.function)(**call.arguments) for call in job.calls]
+
+        monkeypatch.setattr(rank_sets, "run_all", run_all)
 
         def run(task):
             pair = RankSet(2)

@@ -142,6 +142,11 @@ SCATTERED: Final = Feature(
     ),
     "zero_optimization.contiguous_gradients",
 )
+SPARSE: Final = Feature(
+    "sparse_gradients on ZeRO 0",
+    lambda asked: asked.stage in (0, None) and asked.value("sparse_gradients") is True,
+    "sparse_gradients",
+)
 AUTOTP: Final = Feature("AutoTP", lambda asked: autotp_size(asked.config) > 1, SIZE_OF_AUTOTP)
 CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")
 COALESCED: Final = Feature("coalesce_grad_reduction()", _never, "")
@@ -150,6 +155,7 @@ L2_ON_CPU: Final = Feature("DeepSpeed's Adam with adam_w_mode: false, on a CPU",
 SUMMED_EXPERTS_ON_CPU: Final = Feature(
     "DeepSpeed's MoE in bf16 with fp32 accumulation on ZeRO 1, on a CPU", _never, "", "cpu"
 )
+PIPELINES: Final = Feature("pipeline parallelism", _never, "")
 LEFT_OUT: Final = Feature("parameters that some passes leave out", _never, "")
 
 FEATURES: Final = (
@@ -159,12 +165,14 @@ FEATURES: Final = (
     *(_autocast(stage, precision) for stage in range(4) for precision in ("bf16", "fp16")),
     OVERLAP,
     SCATTERED,
+    SPARSE,
     AUTOTP,
     CALLERS,
     COALESCED,
     MOVED_OFFLOADED,
     L2_ON_CPU,
     SUMMED_EXPERTS_ON_CPU,
+    PIPELINES,
     LEFT_OUT,
 )
 """Every feature that has a row in the table of docs/versions.md, in its order."""

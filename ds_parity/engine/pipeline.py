@@ -18,9 +18,10 @@ import torch
 import wrapt
 
 from ds_parity.config import Settings
-from ds_parity.config.features import Wanted
+from ds_parity.config.features import PIPELINES, Wanted
 from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
 from ds_parity.engine.division import silenced
+from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.stages import averaged_over, buffers_of_every_type, clip_over_stages
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
@@ -300,6 +301,8 @@ def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *,
         plain: the engine is built by `ds_parity.initialize`, and not for a framework.
     """
     assert settings is not None, "the configuration has the extra keys"
+    if why := refused_by_call(PIPELINES.name):
+        raise ConfigError(f"model is a PipelineModule: {why}")
     asked = Wanted(config)
     stage, halves = asked.stage, asked.precision == "fp16" or asked.autocast == "fp16"
     refused = (

@@ -70,6 +70,10 @@ def test_every_entry_is_of_features_that_exist_and_has_its_evidence(entry):
         ("coalesce_grad_reduction()", "0.19.2", Verdict.RIGHT),
         ("offload_states() with offloaded optimizer states", "0.18.9", Verdict.REFUSED),
         ("offload_states() with offloaded optimizer states", "0.19.0", Verdict.RIGHT),
+        ("sparse_gradients on ZeRO 0", "0.19.5", Verdict.REFUSED),
+        ("sparse_gradients on ZeRO 0", "0.19.8", Verdict.RIGHT),
+        ("pipeline parallelism", "0.19.5", Verdict.REFUSED),
+        ("pipeline parallelism", "0.19.8", Verdict.RIGHT),
     ],
 )
 def test_a_verdict_follows_from_the_release(feature, version, expected):

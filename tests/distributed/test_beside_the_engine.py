@@ -4,6 +4,7 @@ import gc
 import warnings
 from itertools import product
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,11 +12,13 @@ from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_parity
+from ds_parity.engine.internals.installed import installed
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import from_all, perceptron
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_changing_parameters import Pair, ones
 from tests.distributed.test_loop_shapes import engine_of, extended, loss_of, sample, weights
+from tests.older_refusals import is_older
 
 pytestmark = pytest.mark.ranks
 
@@ -359,22 +362,34 @@ def default_devices(folder):
         made = []
 
         def play(stage=stage, made=made):
-            model = perceptron()
-            client = torch.optim.SGD(model.parameters(), lr=0.5)
-            with Elsewhere():
-                engine, *_ = ds_parity.initialize(
-                    model=model, model_parameters=model.parameters(), optimizer=client, config=extended(stage)
-                )
+            engine = built_elsewhere(ds_parity.initialize, extended(stage))
             made.append(train_elsewhere(engine, Elsewhere))
             engine.destroy()
 
         results[f"{stage}"] = [answer(play), made == [right]]
+        bare = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        bare["zero_allow_untested_optimizer"] = True
+        said = answer(lambda bare=bare: built_elsewhere(deepspeed.initialize, bare).destroy())
+        results[f"{stage} bare"] = said
         torch.set_default_device(None)
     return results
 
 
+def built_elsewhere(initialize, config):
+    """An engine that was built with another default device."""
+    model = perceptron()
+    client = torch.optim.SGD(model.parameters(), lr=0.5)
+    given = {"model": model, "model_parameters": model.parameters(), "optimizer": client}
+    with Elsewhere():
+        engine, *_ = initialize(config=config, **given)
+    return engine
+
+
 def test_a_default_device_is_not_where_ranks_talk(two_ranks, stage):
-    assert two_ranks.of(default_devices)[stage] == ["nothing was raised", True]
+    found = two_ranks.of(default_devices)
+    if found[f"{stage} bare"] != "nothing was raised" and is_older(installed()):
+        pytest.skip(f"bare DeepSpeed builds no engine with another default device: {found[f'{stage} bare']}")
+    assert found[stage] == ["nothing was raised", True]
 
 
 # Losses that have nothing of the model in them.

@@ -53,7 +53,7 @@ def _command(folder):
 def _script(folder):
     # As a command it writes shards, with a package that DeepSpeed doesn't depend on.
     script = runpy.run_path(f"{folder}/zero_to_fp32.py")
-    script["convert_zero_checkpoint_to_state_dict"](folder, f"{folder}/fp32", max_shard_size=None)
+    script["convert_zero_checkpoint_to_fp32_state_dict"](folder, f"{folder}/fp32", max_shard_size=None)
     return [0, ""]
 
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import ds_parity
+from ds_parity.config.releases import release
+from ds_parity.engine.internals.installed import before
 from ds_parity.parity.matrix import model_setups
 from ds_parity.parity.matrix.model_rows import MODEL_SETUPS
 from ds_parity.parity.running.own_batches import own_batches, stand_in
@@ -18,6 +20,7 @@ from tests.distributed.sets import on_two_ranks
 pytest.importorskip("peft")
 pytestmark = pytest.mark.ranks
 
+RELEASED = "have different metadata than during the forward pass"
 ADAPTED = ("lora", "lora_checkpointed", "lora_reentrant")
 
 
@@ -128,7 +131,12 @@ def recomputed(folder):
         )
         engine, *_ = ds_parity.initialize(model=model, config=config(3, passes=2), **model_setups.adapters(model))
         ids = ids.to(engine.device)
-        engine.backward(engine(ids, labels=ids).loss)
+        try:
+            engine.backward(engine(ids, labels=ids).loss)
+        except torch.utils.checkpoint.CheckpointError as error:
+            counts[name] = str(error)
+            engine.destroy()
+            continue
         engine.step()
         counts[name] = [len(runs), engine.last_step.grad_norm > 0]
         engine.destroy()
@@ -136,4 +144,9 @@ def recomputed(folder):
 
 
 def test_the_rows_with_checkpointing_do_run_layers_twice(two_ranks):
-    assert two_ranks.of(recomputed) == dict(zip(ADAPTED, ([1, True], [2, True], [2, True]), strict=True))
+    found = two_ranks.of(recomputed)
+    if before(release("0.19.3")) and RELEASED in str(found):
+        pytest.skip(
+            "before 0.19.3 DeepSpeed releases weights that a block's second run needs, with or without ds_parity"
+        )
+    assert found == dict(zip(ADAPTED, ([1, True], [2, True], [2, True]), strict=True))

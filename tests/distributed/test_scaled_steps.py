@@ -14,7 +14,9 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 
 import ds_parity
+from ds_parity.config.releases import release
 from ds_parity.engine.internals.adapter import choose
+from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import forward, from_all, perceptron
@@ -228,6 +230,8 @@ def fused_wrapper(folder):
     sgd = torch.optim.SGD([weight], lr=1.0)
     optimizer = FP16_Optimizer(sgd, dynamic_loss_scale=True, dynamic_loss_args=arguments, verbose=False)
     engine = SimpleNamespace(optimizer=optimizer, was_step_applied=lambda: not optimizer.overflow)
+    if before(release("0.18.6")):
+        return None
     results, at = [], 0.0
     for value in (1.0, 1.0, math.inf, 1.0, 1.0):
         # As a window of total 8 leaves it whose losses were divided by 4.
@@ -241,6 +245,8 @@ def fused_wrapper(folder):
 
 
 def test_the_fused_wrapper_is_corrected_and_its_scale_grows_after_the_step(two_ranks):
+    if before(release("0.18.6")):
+        pytest.skip("up to 0.18.5 only an engine supplies the wrapper with a loss_scale_config")
     assert two_ranks.of(fused_wrapper) == [
         [1.0, 2.0, 256.0],
         [1.0, 2.0, 512.0],

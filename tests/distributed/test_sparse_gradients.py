@@ -6,9 +6,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_parity
+from ds_parity.engine.internals.installed import installed
 from ds_parity.parity.running import weights
 from tests.distributed.engines import refusal
 from tests.distributed.sets import on_two_ranks
+from tests.older_refusals import is_older
 
 pytestmark = pytest.mark.ranks
 
@@ -129,5 +131,8 @@ def compressed(folder):
 
 
 def test_the_key_sparse_gradients_is_refused(two_ranks):
-    """DeepSpeed has taken it back, and says so."""
-    assert two_ranks.of(compressed).startswith("DeepSpeedConfigError: Sparse compression")
+    """DeepSpeed 0.19.8 has taken it back, and says so; releases before it lose rows of gradients."""
+    before = is_older(installed())
+    assert ("rows of a gradient that add up to 0 are lost" if before else "Sparse compression") in two_ranks.of(
+        compressed
+    )

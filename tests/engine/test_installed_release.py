@@ -18,6 +18,7 @@ from ds_parity.engine.internals.guard_list import Changed
 from ds_parity.engine.internals.guards import ENGINE, TIMER, ZERO3, ZERO12
 from ds_parity.engine.ranks import agreement
 from ds_parity.errors import ConfigError, RankDesyncError
+from tests.older_refusals import is_older
 
 ROOT = Path(__file__).parents[2]
 FAKE = """
@@ -52,6 +53,7 @@ def test_an_older_version_is_refused_at_import_of_the_engine_before_deepspeed_is
     assert reached == "False"
 
 
+@pytest.mark.skipif(is_older(installed.installed()), reason="guards find an older release changed, whatever its name")
 def test_a_version_that_nobody_has_read_is_taken_with_a_warning_after_its_guards_ran():
     said = imported_with("0.21.0")
     assert "taken" in said.stdout.splitlines()  # among what DeepSpeed says of the accelerator

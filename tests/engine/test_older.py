@@ -9,13 +9,22 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_parity.config.releases import release
-from ds_parity.engine.internals import older, older_zero3, older_zero12
+from ds_parity.engine.internals import older, older_checkpoints, older_leftovers, older_zero3, older_zero12
 from ds_parity.engine.internals.installed import installed
+from ds_parity.errors import CheckpointError
 from tests.older_refusals import is_older
 
 
 class Wrapper(SimpleNamespace):
     """Has what is given to it, and nothing else."""
+
+
+NEWER = SimpleNamespace(release_backward_leftovers=None)
+
+
+def offload(coordinator):
+    """What hooks a model's modules on ZeRO 3."""
+    return SimpleNamespace(get_param_coordinator=lambda: coordinator)
 
 
 @pytest.fixture
@@ -126,6 +135,7 @@ def test_a_newer_wrapper_is_left_alone():
     older_zero12.supply_zero12(wrapper)
     assert vars(wrapper) == before
     wrapper = Wrapper(**dict.fromkeys(("_get_param_partition_rank", "_offload_boundary_param_ids")))
+    wrapper.parameter_offload = offload(NEWER)
     before = dict(vars(wrapper))
     older_zero3.supply_zero3(wrapper)
     assert vars(wrapper) == before
@@ -137,6 +147,7 @@ def test_zero_3_notes_what_a_window_used_where_this_rank_has_a_part_of_it():
         partition_grads=lambda params, grads: partitioned.append(len(params)),
         _pre_step=lambda: partitioned.append("step"),
         _get_param_partition_rank=lambda param: 1,
+        parameter_offload=offload(NEWER),
     )
     older_zero3.supply_zero3(wrapper)
     whole = SimpleNamespace(ds_id=3, ds_numel=4, partition_numel=lambda: 2)
@@ -146,6 +157,51 @@ def test_zero_3_notes_what_a_window_used_where_this_rank_has_a_part_of_it():
     wrapper._pre_step()
     assert wrapper._offload_boundary_param_ids == set()
     assert partitioned == [2, "step"]
+
+
+def test_zero_3_releases_at_a_backwards_end_what_no_modules_end_has_released():
+    said = []
+    coordinator = SimpleNamespace(
+        fetch_sub_module=lambda current_submodule, forward: said.append(("fetch", current_submodule.ds_id, forward)),
+        release_sub_module=lambda submodule, forward: said.append(("release", submodule.ds_id, forward)),
+    )
+    wrapper = Wrapper(parameter_offload=offload(coordinator), backward_epilogue=lambda: said.append("end"))
+    older_leftovers.release_leftovers(wrapper)
+    first, second = SimpleNamespace(ds_id=1), SimpleNamespace(ds_id=2)
+    coordinator.fetch_sub_module(first, forward=True)  # a second forward is ahead, and keeps its weights
+    coordinator.fetch_sub_module(second, forward=False)
+    coordinator.fetch_sub_module(first, forward=False)
+    coordinator.release_sub_module(second)
+    wrapper.backward_epilogue()
+    assert said[3:] == [("release", 2, False), "end", ("release", 1, False)]
+    wrapper.backward_epilogue()
+    assert said[6:] == ["end"]
+
+
+@pytest.mark.parametrize("writes_none", [True, False])
+def test_bf16_on_zero_0_is_no_zero_while_its_checkpoint_is_written_or_read(writes_none, monkeypatch):
+    text = f"    {older_checkpoints._TAKEN_FOR_ZERO}\n" if writes_none else ""
+    monkeypatch.setattr(older_checkpoints, "source", lambda *_: text)
+    seen = []
+    engine = SimpleNamespace(bfloat16_enabled=lambda: True)
+    engine._save_checkpoint = lambda *_, **__: seen.append(engine.bfloat16_enabled())
+    engine._load_checkpoint = engine._save_checkpoint
+    wrapper = Wrapper(load_state_dict=seen.append)
+    older_checkpoints.keep_state(engine, wrapper)
+    engine._save_checkpoint("folder", tag="saved")
+    engine._load_checkpoint("folder", "saved")
+    assert seen == [not writes_none] * 2
+    assert engine.bfloat16_enabled()
+    wrapper.load_state_dict({"state": 1})
+    assert seen[2:] == [{"state": 1}]
+
+
+def test_a_checkpoint_of_bf16_on_zero_0_without_a_state_is_refused(monkeypatch):
+    monkeypatch.setattr(older_checkpoints, "source", lambda *_: older_checkpoints._TAKEN_FOR_ZERO)
+    wrapper = Wrapper(load_state_dict=None)
+    older_checkpoints.keep_state(SimpleNamespace(_save_checkpoint=None, _load_checkpoint=None), wrapper)
+    with pytest.raises(CheckpointError, match="found no state of the optimizer"):
+        wrapper.load_state_dict(None)
 
 
 def test_the_last_micro_batch_is_accumulated_before_it_is_reduced(release_is):
@@ -231,6 +287,7 @@ def test_the_end_of_a_window_takes_norms_of_zero_3_where_the_others_are(monkeypa
         partition_grads=None,
         _pre_step=None,
         _get_param_partition_rank=None,
+        parameter_offload=offload(NEWER),
         _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition={0: OnHost(), 2: "there"},
     )
     older_zero3.supply_zero3(wrapper)

@@ -3,7 +3,7 @@
 0.19.8 sends each of them as bytes (runtime/engine.py, and zero/partition_parameters.py on ZeRO 3), which torch refuses
 for a number without a dimension (a learned temperature or scale) and for a last dimension that is not contiguous
 (`channels_last`, a transposed or expanded weight): "self.dim() cannot be 0 to view Float as Byte"
-(tools/deepspeed_faults/odd_shapes.py).
+(tools/deepspeed_faults/odd_shapes.py). Older releases send all but an expanded weight, whose elements share memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from ds_parity.engine.internals.guards import ENGINE, source
 from ds_parity.engine.internals.replaced import replaced
 
 _BROADCAST: Final = "_broadcast_model"
-_AS_BYTES: Final = ".view(torch.uint8)"
 _CONVERT: Final = "_convert_to_deepspeed_param"
 
 
@@ -74,9 +72,4 @@ def _laid_out_as(data: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
 
 
 def _is_odd(data: torch.Tensor) -> bool:
-    return (data.dim() == 0 or not data.is_contiguous()) and _sends_bytes()
-
-
-def _sends_bytes() -> bool:
-    # Asked last, where a parameter needs it: reading DeepSpeed's engine takes a third of a second, once in a process.
-    return _AS_BYTES in source(ENGINE, _BROADCAST)
+    return data.dim() == 0 or not data.is_contiguous()

@@ -56,8 +56,11 @@ CLASSES = {
     "Monitor": ("deepspeed.monitor.monitor:MonitorMaster",),
     "CheckpointEngine": (RUNTIME + "checkpoint_engine.checkpoint_engine:CheckpointEngine",),
     "GradScaler": ("torch.amp.grad_scaler:GradScaler",),
+    "OlderEngine": (ENGINE,),
     "OlderZero12": (ZERO12,),
     "OlderZero3": (ZERO3,),
+    "Offload": (RUNTIME + "zero.parameter_offload:DeepSpeedZeRoOffload",),
+    "Coordinator": (RUNTIME + "zero.partitioned_param_coordinator:PartitionedParameterCoordinator",),
     "OlderBf16": (BF16,),
     "OlderHalf": (FP16, UNFUSED),
     "Grid": (RUNTIME + "pipe.topology:PipelineParallelGrid",),
@@ -89,9 +92,12 @@ SINCE = {
 _UNREADABLE = (OSError, SyntaxError)
 # Protocols of older_surface.py, with the release from which nothing asks for their names any more.
 UNTIL = {
+    "OlderEngine": "0.18.5",
     "OlderZero12": "0.19.5",
     "OlderZero3": "0.19.5",
     "Swapper": "0.19.5",
+    "Offload": "0.19.3",
+    "Coordinator": "0.19.3",
     "OlderBf16": "0.19.0",
     "OlderHalf": "0.18.5",
 }

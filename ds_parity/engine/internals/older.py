@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
@@ -24,8 +24,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.guards import ENGINE, INIT, ZERO12, source
 from ds_parity.engine.internals.installed import before
+from ds_parity.engine.internals.older_checkpoints import keep_state
 from ds_parity.engine.internals.older_overflow import supply_overflow
-from ds_parity.engine.internals.older_surface import OlderBf16, OlderHalf
+from ds_parity.engine.internals.older_surface import OlderBf16, OlderEngine, OlderHalf
 from ds_parity.engine.internals.older_zero3 import supply_zero3
 from ds_parity.engine.internals.older_zero12 import supply_zero12
 from ds_parity.engine.internals.replaced import replaced
@@ -195,6 +196,7 @@ def _supply_half(engine: Engine, optimizer: OlderHalf) -> None:
 
     optimizer.step = stepped
     optimizer.load_state_dict = loaded
+    keep_state(cast("OlderEngine", engine), optimizer)
 
 
 def _unscale(optimizer: OlderHalf) -> None:

@@ -14,6 +14,14 @@ import torch
 from ds_parity.engine.internals.surface import Parameter, Zero3Parameter
 
 
+class OlderEngine(Protocol):
+    """DeepSpeedEngine before 0.18.6."""
+
+    bfloat16_enabled: Callable[[], bool]
+    _save_checkpoint: Callable[..., Any]
+    _load_checkpoint: Callable[..., Any]
+
+
 class OlderZero12(Protocol):
     """DeepSpeedZeroOptimizer before 0.19.5."""
 
@@ -58,6 +66,19 @@ class Swapper(Protocol):
         """Write gradients of one group."""
 
 
+class Coordinator(Protocol):
+    """PartitionedParameterCoordinator: gathers and releases the weights of modules."""
+
+    fetch_sub_module: Callable[..., None]
+    release_sub_module: Callable[..., None]
+
+
+class Offload(Protocol):
+    """DeepSpeedZeRoOffload, which hooks a model's modules."""
+
+    get_param_coordinator: Callable[[], Coordinator]
+
+
 class OlderZero3(Protocol):
     """DeepSpeedZeroOptimizer_Stage3 before 0.19.5."""
 
@@ -71,6 +92,8 @@ class OlderZero3(Protocol):
     grad_position: Mapping[int, tuple[int, int, int]]
     norm_for_param_grads: MutableMapping[int, Any]
     optimizer_swapper: Swapper
+    parameter_offload: Offload
+    backward_epilogue: Callable[[], None]
     partition_grads: Callable[..., Any]
     get_param_id: Callable[[Zero3Parameter], int]
     dtype: torch.dtype

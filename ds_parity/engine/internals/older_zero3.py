@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_parity.engine.internals.older_leftovers import release_leftovers
 from ds_parity.engine.internals.older_surface import OlderZero3
 from ds_parity.engine.internals.surface import Zero3Parameter
 
@@ -19,6 +20,7 @@ def supply_zero3(optimizer: OlderZero3) -> None:
     Args:
         optimizer: DeepSpeedZeroOptimizer_Stage3 of an engine that has not run a pass.
     """
+    release_leftovers(optimizer)
     if not hasattr(optimizer, "_get_param_partition_rank"):
         optimizer._get_param_partition_rank = types.MethodType(_partition_rank, optimizer)
     if hasattr(optimizer, "_offload_boundary_param_ids"):

@@ -51,6 +51,8 @@ _BY_FILE: Final[Mapping[str, _Touches]] = {
     "plain.py": _plain,
     "older_zero12.py": _on(1, 2),
     "older_zero3.py": _on(3),
+    "older_leftovers.py": _on(3),
+    "older_checkpoints.py": _half,
     # What it does to ZeRO 1 to 3 rests on their classes, which are looked up first.
     "older.py": lambda asked: _half(asked) or _BY_OWNER[BF16](asked),
     "callers_driver.py": lambda asked: asked.callers,

@@ -272,6 +272,19 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the model has experts on different ranks (DeepSpeed's MoE, ep_size above 1)",
     ),
     DeepSpeedFault(
+        "checkpoint_bf16_zero0",
+        "a checkpoint has no state of the optimizer: the step after loading it undoes what was loaded",
+        "use ZeRO 1 or 2",
+        lambda c: c.bf16 and c.stage == 0,
+        "a run goes on from a checkpoint",
+    ),
+    DeepSpeedFault(
+        "sparse_gradients_zero0",
+        "rows of an embedding's gradient that add up to 0 are lost",
+        "leave sparse_gradients out",
+        lambda c: c.fp32 and c.stage == 0 and c.on("sparse_gradients"),
+    ),
+    DeepSpeedFault(
         "sparse_gradient_not_clipped",
         "clipping leaves a sparse gradient as it is",
         "use Embedding without sparse=True",
