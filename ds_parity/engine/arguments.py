@@ -238,11 +238,18 @@ def refuse_what_is_no_loss(loss: Any) -> None:
             "backward() under torch.no_grad() or torch.inference_mode(): what is computed there has no graph, and the "
             "loss is divided before its backward; call forward and backward() outside of them"
         )
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None or loss.is_complex():
+    if (
+        not isinstance(loss, torch.Tensor)
+        or loss.numel() != 1
+        or loss.grad_fn is None
+        or loss.is_complex()
+        or loss.layout is not torch.strided
+    ):
         what = f"of shape {tuple(loss.shape)} and {loss.dtype} " if isinstance(loss, torch.Tensor) else ""
         raise WindowError(
-            f"backward() got a {type(loss).__name__} {what}that is no loss: it must be a real tensor of one element "
-            "with a graph behind it; add up the parts of a loss before, and leave torch.no_grad() and detach() out"
+            f"backward() got a {type(loss).__name__} {what}that is no loss: it must be a real, dense tensor of "
+            "one element with a graph behind it; add up the parts of a loss before, and leave torch.no_grad() and "
+            "detach() out"
         )
 
 

@@ -31,7 +31,7 @@ from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.pipeline import PipelinedEngine, refuse_in_pipelines
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
-from ds_parity.engine.unfit import refuse_closure, refuse_unfit
+from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
 from ds_parity.errors import ConfigError
 
@@ -188,7 +188,7 @@ def honoured(
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
             _refuse_by_release({**extended, **rewritten.config})
-            refuse_closure(keywords.get("optimizer"), rewritten.config)
+            refuse_optimizer(keywords.get("optimizer"), rewritten.config)
             refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})

@@ -130,19 +130,27 @@ def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_closure(optimizer: Any, config: Mapping[str, Any]) -> None:
-    """Raise where an optimizer can't step without a closure, which DeepSpeed gives to none.
+def refuse_optimizer(optimizer: Any, config: Mapping[str, Any]) -> None:
+    """Raise where DeepSpeed can't step an optimizer.
 
     Args:
         optimizer: an optimizer, a function that makes one (which passes), or None.
         config: of DeepSpeed, whose section `optimizer` may name one of torch's.
 
     Raises:
-        ConfigError: its step() has an argument without a default.
+        ConfigError: its step() has an argument without a default: a closure, which DeepSpeed gives to none. Or it is
+            torch's Muon on ZeRO 1 to 3, which takes matrices alone.
     """
+    wanted = Wanted(config)
+    if wanted.stage and isinstance(optimizer, torch.optim.Muon):
+        raise ConfigError(
+            f"zero_optimization.stage = {wanted.stage}, and the optimizer is torch's Muon, which steps matrices: there "
+            "DeepSpeed gives an optimizer one flat vector of each parameter group; choose another one (AdamW, SGD), or "
+            "use stage 0"
+        )
     kind: Any = type(optimizer)
     if optimizer is None:
-        kind = getattr(torch.optim, str(Wanted(config).value("optimizer.type")), None)
+        kind = getattr(torch.optim, str(wanted.value("optimizer.type")), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return
     _, *arguments = inspect.signature(kind.step).parameters.values()

@@ -88,7 +88,14 @@ def test_in_an_idle_pass_the_stand_ins_counts_are_no_contradiction():
 
 
 @pytest.mark.parametrize(
-    "loss", [1.0, (torch.ones(1, requires_grad=True),), torch.ones(2, requires_grad=True), torch.ones(1)]
+    "loss",
+    [
+        1.0,
+        (torch.ones(1, requires_grad=True),),
+        torch.ones(2, requires_grad=True),
+        torch.ones(1),
+        torch.ones(1, requires_grad=True).to_sparse(),
+    ],
 )
 def test_what_has_no_gradient_or_several_elements_is_no_loss(loss):
     with pytest.raises(WindowError, match="that is no loss"):

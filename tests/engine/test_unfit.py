@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over
-from ds_parity.engine.unfit import refuse_closure, refuse_unfit
+from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
 from ds_parity.errors import ConfigError
 
 
@@ -165,7 +165,16 @@ def test_a_partition_is_measured_by_the_whole_parameter(partitioned):
 def test_an_optimizer_that_needs_a_closure_is_refused(by_name):
     given = None if by_name else torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigError, match=r"the optimizer is LBFGS, whose step\(\) evaluates the loss again"):
-        refuse_closure(given, {"optimizer": {"type": "LBFGS"}} if by_name else {})
+        refuse_optimizer(given, {"optimizer": {"type": "LBFGS"}} if by_name else {})
+
+
+def test_an_optimizer_of_matrices_is_refused_where_it_would_get_vectors():
+    muon = torch.optim.Muon(torch.nn.Linear(2, 2, bias=False).parameters())
+    for stage in (1, 2, 3):
+        with pytest.raises(ConfigError, match=rf"stage = {stage}, and the optimizer is torch's Muon"):
+            refuse_optimizer(muon, {"zero_optimization": {"stage": stage}})
+    refuse_optimizer(muon, {"zero_optimization": {"stage": 0}})
+    refuse_optimizer(None, {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 2}})
 
 
 @pytest.mark.parametrize(
@@ -174,4 +183,4 @@ def test_an_optimizer_that_needs_a_closure_is_refused(by_name):
     ids=["DeepSpeed's own", "a function", "SGD"],
 )
 def test_other_optimizers_are_taken(given):
-    refuse_closure(given, {"optimizer": {"type": "OneBitAdam"}})
+    refuse_optimizer(given, {"optimizer": {"type": "OneBitAdam"}})
