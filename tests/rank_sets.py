@@ -33,7 +33,7 @@ from tests.older_refusals import is_older, refusal, skip_where_bare_is_wrong
 from tests.starts import MOST_STARTS, run_all
 
 ROOT = str(Path(__file__).parents[1])
-BARE = "deepspeed-loop"
+BARE = ("deepspeed-loop", "deepspeed")
 CANDIDATE = "ds_parity.parity.subjects.candidate:run"
 REFUSED = "refused on this release of DeepSpeed"
 # A call that an older release can't run ends the ranks, and a set has some: each of them alone is to fail.
@@ -164,7 +164,7 @@ class Launched:
 
         A test is skipped where that of bare DeepSpeed is asked for, and the installed release is wrong.
         """
-        if engine == BARE:
+        if engine in BARE:
             skip_where_bare_is_wrong(scenario.config)
         self._result(title(scenario, engine))
         return read_trace(self.folder / scenario.name / f"{engine}.jsonl")
@@ -189,6 +189,11 @@ def run_refusable(function, arguments):
 
     Any other error ends the rank, and with it the start: the ranks that have not raised would wait for this one.
     """
+    # Imported here: whoever registers calls needs no DeepSpeed.
+    from ds_parity.engine.internals.older import building
+
+    with building():  # bare engines, too, are to wait for all weights that they gather
+        pass
     try:
         return resolve(function)(**arguments)
     except DsParityError as error:

@@ -170,7 +170,7 @@ def _step(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     optimizer = reader.text("optimizer.type")
     if optimizer in _COMPRESSED_OPTIMIZERS:
         rule = "it sends compressed gradients, and carries their error on a schedule of its own into later steps"
-        yield Fault("optimizer.type", reader.raw("optimizer.type"), rule, "use AdamW or Lamb")
+        yield Fault("optimizer.type", reader.raw("optimizer.type"), rule, "use AdamW")
     if optimizer == "muon":
         rule = (
             "ZeRO folds the gradient into Muon's momentum inside the boundary's backward, before a window's total can "

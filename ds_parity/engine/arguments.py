@@ -245,7 +245,10 @@ def refuse_what_is_no_loss(loss: Any) -> None:
         or loss.is_complex()
         or loss.layout is not torch.strided
     ):
-        what = f"of shape {tuple(loss.shape)} and {loss.dtype} " if isinstance(loss, torch.Tensor) else ""
+        what = ""
+        if isinstance(loss, torch.Tensor):
+            layout = "" if loss.layout is torch.strided else f", laid out as {loss.layout},"
+            what = f"of shape {tuple(loss.shape)} and {loss.dtype}{layout} "
         raise WindowError(
             f"backward() got a {type(loss).__name__} {what}that is no loss: it must be a real, dense tensor of "
             "one element with a graph behind it; add up the parts of a loss before, and leave torch.no_grad() and "

@@ -65,7 +65,10 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     if path is None:
         return path, state
     driver.abandon()
+    driver.adapter.forget_sparse_names()
     if not module_only:
+        if not options["load_optimizer_states"]:
+            driver.adapter.refresh()
         scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
     return path, state

@@ -12,6 +12,7 @@ from deepspeed.moe.layer import MoE
 from torch.nn.parameter import UninitializedParameter
 
 from ds_parity.config.features import Wanted
+from ds_parity.engine.internals.unable import refuse_matrices
 from ds_parity.errors import ConfigError
 
 _PARTITIONED: Final = 3
@@ -139,15 +140,10 @@ def refuse_optimizer(optimizer: Any, config: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: its step() has an argument without a default: a closure, which DeepSpeed gives to none. Or it is
-            torch's Muon on ZeRO 1 to 3, which takes matrices alone.
+            torch's Muon on ZeRO 1 to 3, which only steps matrices.
     """
     wanted = Wanted(config)
-    if wanted.stage and isinstance(optimizer, torch.optim.Muon):
-        raise ConfigError(
-            f"zero_optimization.stage = {wanted.stage}, and the optimizer is torch's Muon, which steps matrices: there "
-            "DeepSpeed gives an optimizer one flat vector of each parameter group; choose another one (AdamW, SGD), or "
-            "use stage 0"
-        )
+    refuse_matrices(optimizer, wanted.stage)
     kind: Any = type(optimizer)
     if optimizer is None:
         kind = getattr(torch.optim, str(wanted.value("optimizer.type")), None)

@@ -17,61 +17,92 @@ _CONVERT = (
 )
 
 
+_HALF_WAY = "loading ends half way, so start a new engine"
+_OF_NONE = "'NoneType'"
+
+
 @contextmanager
 def explained(driver: AmongRanks, load_dir: str, tag: Any = None) -> Iterator[None]:
-    """Add the way out to what DeepSpeed says where a ZeRO checkpoint meets another number of ranks, or another stage.
+    """Add the way out to what DeepSpeed says of a checkpoint of other ranks, another stage, another model or release.
 
     Raises:
         CheckpointError: DeepSpeed refused the checkpoint (a rank that finds no file of its own: by a bare assertion).
     """
     try:
         yield
-    except REFUSALS as error:
-        said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
-        if driver.engine.load_universal_checkpoint():
-            raise _of_universal(driver, load_dir, said) from error
-        raise CheckpointError(
-            f"load_checkpoint({load_dir!r}) on {driver.ranks} data-parallel ranks: DeepSpeed refused it ({said}). If "
-            f"another number of ranks saved it, convert it ({_CONVERT}) and load that with "
-            '"checkpoint": {"load_universal": true} in the configuration; loading ends half way, so start a new engine'
-        ) from error
-    except KeyError as error:
-        _explain_frozen(driver, load_dir, error)
-        raise
-    except ValueError as error:
-        if not driver.engine.load_universal_checkpoint():
+    except Exception as error:
+        explain = next((explain for kinds, explain in _EXPLAINED if isinstance(error, kinds)), None)
+        said = explain(driver, load_dir, tag, error) if explain else None
+        if said is None:
             raise
-        raise CheckpointError(
-            f"load_checkpoint({load_dir!r}) with load_universal: DeepSpeed found no universal checkpoint ({error}); "
-            f"convert one ({_CONVERT}), or leave load_universal out"
-        ) from error
-    except (AttributeError, FileNotFoundError) as error:
-        stage = int(driver.engine.zero_optimization_stage())
-        if driver.engine.load_universal_checkpoint() and stage == 0:
-            raise _of_universal(driver, load_dir, f"{type(error).__name__}: {error}") from error
-        # On the other stages, what does not fit a universal checkpoint is the model.
-        if driver.engine.load_universal_checkpoint() or _partitioned(load_dir, tag) in (None, bool(stage)):
-            raise
-        raise CheckpointError(
-            f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved "
-            f"{'on stage 0' if stage else 'on stage 1, 2 or 3'}, and its optimizer states are in other files there "
-            f"({type(error).__name__}: {error}). Load it with the zero_optimization.stage that saved it, or load "
-            "its weights alone into the model before initialize() (zero_to_fp32.py beside it makes them of stages 1 to "
-            "3); loading ends half way, so start a new engine"
-        ) from error
+        raise said from error
 
 
-def _explain_frozen(driver: AmongRanks, load_dir: str, error: KeyError) -> None:
-    """Raise CheckpointError where DeepSpeed looks for a frozen parameter that was trained when it was saved."""
+def _refused(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -> CheckpointError:
+    said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
+    if driver.engine.load_universal_checkpoint():
+        return _of_universal(driver, load_dir, said)
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}) on {driver.ranks} data-parallel ranks: DeepSpeed refused it ({said}). If "
+        f"another number of ranks saved it, convert it ({_CONVERT}) and load that with "
+        f'"checkpoint": {{"load_universal": true}} in the configuration; {_HALF_WAY}'
+    )
+
+
+def _without_a_file(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
+    if driver.engine.mpu is None:
+        return None
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}) with an mpu: this DeepSpeed looks for a file of weights of each of its ranks, "
+        f"and one was saved ({error}). With sequence parallelism, set engine.mpu to None while a checkpoint is saved "
+        f"and while it is loaded, or use DeepSpeed 0.19.8; {_HALF_WAY}"
+    )
+
+
+def _frozen_since(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
     # ZeRO 2 and 3 save a copy of each parameter that is frozen then, and look for one of each that is frozen now.
     frozen = {name for name, one in driver.engine.module.named_parameters() if not one.requires_grad}
     missing = frozen.intersection(error.args)
-    if missing:
-        raise CheckpointError(
-            f"load_checkpoint({load_dir!r}): {missing.pop()} is frozen, and was not when the checkpoint was saved, so "
-            f"that DeepSpeed's ZeRO stage {int(driver.engine.zero_optimization_stage())} finds no copy of it there. "
-            "Set requires_grad as it was then, load once more (loading ended half way), and freeze it behind that"
-        ) from error
+    if not missing:
+        return None
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): {missing.pop()} is frozen, and was not when the checkpoint was saved, so "
+        f"that DeepSpeed's ZeRO stage {int(driver.engine.zero_optimization_stage())} finds no copy of it there. "
+        "Set requires_grad as it was then, load once more (loading ended half way), and freeze it behind that"
+    )
+
+
+def _no_universal(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
+    if not driver.engine.load_universal_checkpoint():
+        return None
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}) with load_universal: DeepSpeed found no universal checkpoint ({error}); "
+        f"convert one ({_CONVERT}), or leave load_universal out"
+    )
+
+
+def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    stage = int(driver.engine.zero_optimization_stage())
+    if driver.engine.load_universal_checkpoint():
+        # On the other stages, what does not fit a universal checkpoint is the model.
+        return None if stage else _of_universal(driver, load_dir, f"{type(error).__name__}: {error}")
+    partitioned = _partitioned(load_dir, tag)
+    if partitioned is bool(stage):
+        if stage or _OF_NONE not in str(error):
+            return None
+        return CheckpointError(
+            f"load_checkpoint({load_dir!r}): the checkpoint has no state of the optimizer ({error}), as DeepSpeed "
+            f"before 0.18.5 writes none in bf16 on ZeRO 0. Load it with load_optimizer_states=False; {_HALF_WAY}"
+        )
+    if partitioned is None:
+        return None
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved "
+        f"{'on stage 0' if stage else 'on stage 1, 2 or 3'}, and its optimizer states are in other files there "
+        f"({type(error).__name__}: {error}). Load it with the zero_optimization.stage that saved it, or load "
+        "its weights alone into the model before initialize() (zero_to_fp32.py beside it makes them of stages 1 to "
+        f"3); {_HALF_WAY}"
+    )
 
 
 def _of_universal(driver: AmongRanks, load_dir: str, said: str) -> CheckpointError:
@@ -92,3 +123,12 @@ def _partitioned(load_dir: str, tag: Any) -> bool | None:
         tag = latest.read_text().strip() if latest.exists() else None
     folder = Path(load_dir) / str(tag)
     return any(folder.glob("*zero_pp_rank_*_optim_states.pt")) if folder.is_dir() else None
+
+
+_EXPLAINED = (
+    (REFUSALS, _refused),
+    (IndexError, _without_a_file),
+    (KeyError, _frozen_since),
+    (ValueError, _no_universal),
+    ((AttributeError, FileNotFoundError, TypeError), _without_states),
+)

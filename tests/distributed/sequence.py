@@ -42,3 +42,15 @@ def loss_of(engine, seed, share=False):
     if share:
         return 2 * mine / 6
     return ulysses.gathered(mine, parallel_state_sp.get_sequence_parallel_group()).sum() / 6
+
+
+@contextmanager
+def without_mpu(engine, only=True):
+    """A context in which an engine has no mpu, as open-instruct saves; nothing where it is not `only` this way."""
+    mpu = engine.mpu
+    if only:
+        engine.mpu = None
+    try:
+        yield
+    finally:
+        engine.mpu = mpu

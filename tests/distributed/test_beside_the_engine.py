@@ -385,9 +385,12 @@ def built_elsewhere(initialize, config):
     return engine
 
 
+NO_DATA = "NotImplementedError: Cannot copy out of meta tensor; no data!"
+
+
 def test_a_default_device_is_not_where_ranks_talk(two_ranks, stage):
     found = two_ranks.of(default_devices)
-    if found[f"{stage} bare"] != "nothing was raised" and is_older(installed()):
+    if is_older(installed()) and found[f"{stage} bare"] == found[stage][0] == NO_DATA:
         pytest.skip(f"bare DeepSpeed builds no engine with another default device: {found[f'{stage} bare']}")
     assert found[stage] == ["nothing was raised", True]
 

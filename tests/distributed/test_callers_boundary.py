@@ -9,7 +9,7 @@ import ds_parity
 from tests.distributed.engines import perceptron
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_loop_shapes import CELLS, KINDS, RATE, extended, loss_of, sample, weights
-from tests.older_refusals import skip_where_bare_is_wrong
+from tests.older_refusals import skip_where_bare_is_wrong, wrong_when_bare
 
 pytestmark = pytest.mark.ranks
 
@@ -120,11 +120,13 @@ def windows_that_callers_end(folder):
     """By cell: what loops of each shape come to."""
     results = {"oracle": {name: oracle(plan) for name, plan in PLANS.items()}}
     for stage, kind in CELLS:
-        bare = engine_of(bare_config(stage, kind))
-        for window in seeds(ALIKE):
-            by_hand(bare, window)
-        cell = {"by hand": weights(bare)}
-        bare.destroy()
+        cell = {}
+        if not wrong_when_bare(bare_config(stage, kind)):
+            bare = engine_of(bare_config(stage, kind))
+            for window in seeds(ALIKE):
+                by_hand(bare, window)
+            cell["by hand"] = weights(bare)
+            bare.destroy()
         config = keyed(stage, kind)
         for name, plan in PLANS.items():
             if name != "uneven" or stage < 2:
@@ -154,5 +156,10 @@ def test_the_same_bits_as_deepspeed_driven_by_hand(two_ranks, stage, kind):
     skip_where_bare_is_wrong(bare_config(stage, kind))
     cell = two_ranks.of(windows_that_callers_end)[f"{stage} {kind}"]
     assert cell["alike"]["weights"] == cell["by hand"]
+
+
+@pytest.mark.parametrize(("stage", "kind"), CELLS)
+def test_the_same_bits_however_a_window_is_driven(two_ranks, stage, kind):
+    cell = two_ranks.of(windows_that_callers_end)[f"{stage} {kind}"]
     assert cell["announced"] == cell["alike"]
     assert cell["passes 0"] == cell["passes 3"] == cell["alike"]

@@ -2,6 +2,8 @@
 
 import pytest
 
+from ds_parity.config.features import COALESCED
+from ds_parity.engine.internals.installed import refused_by_call
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_callers_boundary import (
@@ -22,6 +24,8 @@ from tests.distributed.test_callers_windows import BrokenError
 from tests.distributed.test_loop_shapes import CELLS, KINDS, loss_of, weights
 
 pytestmark = pytest.mark.ranks
+if why := refused_by_call(COALESCED.name):
+    pytest.skip(why, allow_module_level=True)
 # DeepSpeed takes the block on ZeRO 1 to 3, and not for the wrapper that keeps fp32 gradients of bf16 weights itself.
 TAKEN = [(stage, kind) for stage, kind in CELLS if stage and not (stage == 1 and kind.startswith("fp32 a"))]
 NOT_TAKEN = [cell for cell in CELLS if cell not in TAKEN]

@@ -11,12 +11,15 @@ from deepspeed.accelerator import get_accelerator
 import ds_parity
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.installed import before
+from ds_parity.parity.running.half_precision import fp16_allowed
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_loop_shapes import CELLS, KINDS, extended, weights
 
 pytestmark = pytest.mark.ranks
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Pair(torch.nn.Module):
@@ -447,6 +450,49 @@ def module_alone(folder):
         results[f"{stage}"] = [said, moved(engine)]
         engine.destroy()
     return results
+
+
+@on_two_ranks
+def weights_alone(folder):
+    """By stage and precision: weights that were loaded without the optimizer's states, and those after one step."""
+    results = {}
+    with fp16_allowed():
+        for stage, precision in product(STAGES, HALVES):
+            saved, again = (_of_value(stage, precision, value) for value in (5.0, 1.0))
+            path = f"{folder}/{stage}-{precision}"
+            saved.save_checkpoint(path, tag="saved")
+            dist.barrier()
+            again.load_checkpoint(path, tag="saved", load_optimizer_states=False)
+            found = [weights(again)]
+            for group in again.optimizer.param_groups:
+                group["lr"] = 0.0
+            again.backward(
+                again(torch.ones(1, 4, device=again.device, dtype=HALVES[precision])).float().sum(), rollouts=1
+            )
+            again.step()
+            results[f"{stage} {precision}"] = [*found, weights(again), again.last_step.step]
+            saved.destroy()
+            again.destroy()
+    return results
+
+
+def _of_value(stage, precision, value):
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    config = {**extended(stage, "fp32"), "gradient_accumulation_passes": 2, precision: {"enabled": True}}
+    if precision == "fp16":
+        config["fp16"]["loss_scale"] = 1.0
+    client = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = {"model": model, "model_parameters": model.parameters(), "optimizer": client}
+    return ds_parity.initialize(config=config, **given)[0]
+
+
+@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_are_loaded_alone_are_those_that_the_next_step_begins_with(two_ranks, stage, precision):
+    loaded, stepped, steps = two_ranks.of(weights_alone)[f"{stage} {precision}"]
+    assert loaded == stepped == [[5.0] * 4]
+    assert steps == 1  # a checkpoint of no step, and the one behind it
 
 
 @pytest.mark.parametrize("stage", STAGES)

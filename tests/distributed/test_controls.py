@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from ds_parity.config.releases import release
+from ds_parity.engine.internals.installed import before
 from ds_parity.parity.diagnosis import grouped
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.verification.control_margins import margins, signal
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.ranks
 # All of them on one stage here; `ds-parity controls` runs any configuration.
 STAGE = 1
 # Controls that are not named here, with the measured reason. There are none in fp32.
+NOT_FINITE = ("idle-nan", "zero-denominator")
 EXCEPTIONS: dict[str, str] = {}
 # As many other names may stand beside the right one at most: two causes that the record can't tell apart.
 MOST_OTHERS = 1
@@ -40,6 +43,8 @@ def test_every_fault_is_caught_and_named(findings, name):
     result = findings[name, known()[name].scenario]
     assert result.raised is None
     assert result.caught
+    if name in NOT_FINITE and before(release("0.19.8")):
+        pytest.skip("before 0.19.8 bare DeepSpeed takes the step of a NaN, and its causes can't be told apart")
     assert result.named or name in EXCEPTIONS, result.diagnosis
 
 

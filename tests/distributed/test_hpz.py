@@ -1,7 +1,5 @@
 """hpZ on four ranks, and the whole of what open-instruct trains with by default: runs go on from their checkpoints."""
 
-from contextlib import contextmanager, nullcontext
-
 import pytest
 
 import ds_parity
@@ -14,7 +12,7 @@ from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects import ulysses
 from tests.distributed.cells import config
 from tests.distributed.continuing import AFTER, BEFORE, Run, converted, groups_of, stands
-from tests.distributed.sequence import remembering
+from tests.distributed.sequence import remembering, without_mpu
 from tests.distributed.sets import on_four_ranks
 
 pytestmark = pytest.mark.ranks
@@ -61,19 +59,13 @@ class _Shared(Run):
 
     def save(self, path):
         """Save as open-instruct does (grpo_fast.py): without the mpu, for as long as it takes."""
-        with self._without_mpu():
+        with without_mpu(self.engine):
             self.engine.save_checkpoint(path)
 
     def load(self, path, **options):
         """Load in the same way on releases that look for a file of each rank of the mpu."""
-        with self._without_mpu() if before(release("0.19.8")) else nullcontext():
+        with without_mpu(self.engine, only=before(release("0.19.8"))):
             self.engine.load_checkpoint(path, **options)
-
-    @contextmanager
-    def _without_mpu(self):
-        mpu, self.engine.mpu = self.engine.mpu, None
-        yield
-        self.engine.mpu = mpu
 
 
 @on_four_ranks

@@ -10,12 +10,14 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
 
+from ds_parity.config.releases import release
+from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running import weights
 from ds_parity.parity.subjects import candidate
 from ds_parity.planning.rollout import MicroBatch
 from tests.distributed.cells import DTYPES, STAGES, config
 from tests.distributed.engines import build, from_all, refusal
-from tests.distributed.sequence import BF16, FP32_ACCUMULATION, loss_of, ragged, remembering
+from tests.distributed.sequence import BF16, FP32_ACCUMULATION, loss_of, ragged, remembering, without_mpu
 from tests.distributed.sets import on_four_ranks
 
 pytestmark = pytest.mark.ranks
@@ -122,9 +124,11 @@ def wrong_sums(folder):
     return results
 
 
+OLDER = before(release("0.19.8"))
 SUM = 1.0 + 2.0 + 4.0 + 8.0
 
 
+@pytest.mark.skipif(OLDER, reason="read in DeepSpeed 0.19.8; before it, other things go wrong too")
 class TestWhatDeepSpeedDoes:
     """engine/internals/base.py, zero3.py and groups.py rely on it; each rank's gradient is 2^rank."""
 
@@ -290,8 +294,10 @@ def resumed(folder):
             first, second = (build(config(stage, passes=4), mpu=mpu) for _ in range(2))
             for seed in range(4):
                 one_pass(first, seed)
-            first.save_checkpoint(f"{folder}-{stage}")
-            second.load_checkpoint(f"{folder}-{stage}")
+            # Older releases look for a file of each rank of the mpu, and save one.
+            with without_mpu(first, OLDER), without_mpu(second, OLDER):
+                first.save_checkpoint(f"{folder}-{stage}")
+                second.load_checkpoint(f"{folder}-{stage}")
             for engine in (first, second):
                 for seed in range(4, 6):
                     one_pass(engine, seed)

@@ -11,7 +11,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_parity.config.releases import release
 from ds_parity.engine.internals import older, older_checkpoints, older_leftovers, older_zero3, older_zero12
 from ds_parity.engine.internals.installed import installed
-from ds_parity.errors import CheckpointError
 from tests.older_refusals import is_older
 
 
@@ -184,24 +183,20 @@ def test_bf16_on_zero_0_is_no_zero_while_its_checkpoint_is_written_or_read(write
     monkeypatch.setattr(older_checkpoints, "source", lambda *_: text)
     seen = []
     engine = SimpleNamespace(bfloat16_enabled=lambda: True)
-    engine._save_checkpoint = lambda *_, **__: seen.append(engine.bfloat16_enabled())
-    engine._load_checkpoint = engine._save_checkpoint
-    wrapper = Wrapper(load_state_dict=seen.append)
-    older_checkpoints.keep_state(engine, wrapper)
+    engine._save_checkpoint = lambda *_, **__: seen.extend([engine.bfloat16_enabled()] * 2)
+    # It asks whether ZeRO has the optimizer's state, and then whether that is one of low precision.
+    engine._load_checkpoint = lambda *_: seen.extend([engine.bfloat16_enabled(), engine.bfloat16_enabled()])
+    older_checkpoints.keep_state(engine)
     engine._save_checkpoint("folder", tag="saved")
     engine._load_checkpoint("folder", "saved")
-    assert seen == [not writes_none] * 2
+    assert seen == [not writes_none, not writes_none, not writes_none, True]
     assert engine.bfloat16_enabled()
-    wrapper.load_state_dict({"state": 1})
-    assert seen[2:] == [{"state": 1}]
 
 
-def test_a_checkpoint_of_bf16_on_zero_0_without_a_state_is_refused(monkeypatch):
-    monkeypatch.setattr(older_checkpoints, "source", lambda *_: older_checkpoints._TAKEN_FOR_ZERO)
-    wrapper = Wrapper(load_state_dict=None)
-    older_checkpoints.keep_state(SimpleNamespace(_save_checkpoint=None, _load_checkpoint=None), wrapper)
-    with pytest.raises(CheckpointError, match="found no state of the optimizer"):
-        wrapper.load_state_dict(None)
+def test_gradients_are_not_reduced_by_rows_because_a_checkpoints_were():
+    engine = SimpleNamespace(sparse_tensor_module_names={"words.weight"})
+    older_checkpoints.forget_sparse_names(engine)
+    assert engine.sparse_tensor_module_names == set()
 
 
 def test_the_last_micro_batch_is_accumulated_before_it_is_reduced(release_is):
@@ -222,7 +217,9 @@ def test_bf16_on_zero_0_is_not_unscaled_and_is_cleared_after_each_step():
     cleared = []
     wrapper = Wrapper(cur_scale=65536.0, dynamic_loss_scale=True, step=lambda: "stepped")
     wrapper.zero_grad, wrapper.load_state_dict = lambda: cleared.append(True), lambda _: None
-    older._supply_half(SimpleNamespace(fp16_enabled=lambda: False), wrapper)
+    older._supply_half(
+        SimpleNamespace(fp16_enabled=lambda: False, _save_checkpoint=None, _load_checkpoint=None), wrapper
+    )
     assert wrapper.loss_scale_config.cur_scale == 1.0
     assert not wrapper.loss_scale_config.use_grad_scaling
     assert wrapper.step() == "stepped"
@@ -231,7 +228,9 @@ def test_bf16_on_zero_0_is_not_unscaled_and_is_cleared_after_each_step():
 
 def test_a_wrapper_that_scales_nothing_in_bf16_counts_no_iteration_by_itself():
     wrapper = Wrapper(cur_scale=1.0, step=lambda: None, zero_grad=lambda: None, load_state_dict=lambda _: None)
-    older._supply_half(SimpleNamespace(fp16_enabled=lambda: False), wrapper)
+    older._supply_half(
+        SimpleNamespace(fp16_enabled=lambda: False, _save_checkpoint=None, _load_checkpoint=None), wrapper
+    )
     assert wrapper.loss_scale_config.cur_iter == 0
 
 
@@ -243,7 +242,9 @@ def test_a_loaded_checkpoint_does_not_bring_the_scale_of_bf16_back():
         return load_optimizer_states
 
     wrapper.zero_grad, wrapper.load_state_dict = lambda: None, load_state_dict
-    older._supply_half(SimpleNamespace(fp16_enabled=lambda: False), wrapper)
+    older._supply_half(
+        SimpleNamespace(fp16_enabled=lambda: False, _save_checkpoint=None, _load_checkpoint=None), wrapper
+    )
     assert wrapper.load_state_dict({"cur_scale": 65536.0, "cur_iter": 3}, load_optimizer_states=False) is False
     assert (wrapper.cur_scale, wrapper.dynamic_loss_scale, wrapper.cur_iter) == (1.0, False, 3)
 

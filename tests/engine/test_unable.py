@@ -24,7 +24,9 @@ def adam(*decays, mode):
 
 def built(optimizer, wrapper=None, experts=False):
     """An engine as far as it is asked for its optimizers and layers."""
-    return SimpleNamespace(basic_optimizer=optimizer, optimizer=wrapper or optimizer, has_moe_layers=experts)
+    made = SimpleNamespace(basic_optimizer=optimizer, optimizer=wrapper or optimizer, has_moe_layers=experts)
+    made.zero_optimization_stage = lambda: 1
+    return made
 
 
 @pytest.fixture
@@ -72,3 +74,10 @@ def test_experts_whose_norm_raises_are_refused(on, version, experts, refused):
     engine = built(None, BF16_Optimizer.__new__(BF16_Optimizer), experts)
     with pytest.raises(ConfigError, match=r'grad_accum_dtype = "fp32" with DeepSpeed') if refused else nullcontext():
         refuse_unable(engine)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
+def test_an_optimizer_of_matrices_that_a_function_has_made_is_refused():
+    muon = torch.optim.Muon(torch.nn.Linear(2, 2, bias=False).parameters())
+    with pytest.raises(ConfigError, match="the optimizer is torch's Muon"):
+        refuse_unable(built(muon))

@@ -168,6 +168,12 @@ def test_an_optimizer_that_needs_a_closure_is_refused(by_name):
         refuse_optimizer(given, {"optimizer": {"type": "LBFGS"}} if by_name else {})
 
 
+def test_a_torch_without_muon_has_every_other_optimizer(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    refuse_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), on_stage(2))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
 def test_an_optimizer_of_matrices_is_refused_where_it_would_get_vectors():
     muon = torch.optim.Muon(torch.nn.Linear(2, 2, bias=False).parameters())
     for stage in (1, 2, 3):

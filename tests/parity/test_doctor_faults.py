@@ -106,6 +106,7 @@ BESIDE = {
     "clip_norm_lost": {"gradient_clipping": 1.0},
     "expert_norm_zero0": {"gradient_clipping": 1.0},
     "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},
+    "sparse_gradients_zero0": {"sparse_gradients": True},
 }
 
 

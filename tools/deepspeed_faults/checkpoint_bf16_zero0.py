@@ -2,7 +2,7 @@
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/checkpoint_bf16_zero0.py
 
-Up to 0.18.5 a checkpoint in bf16 is taken for one of ZeRO, whose optimizer has files of its own (runtime/engine.py,
+Before 0.18.5 a checkpoint in bf16 is taken for one of ZeRO, whose optimizer has files of its own (runtime/engine.py,
 `zero_optimizer_state` in _save_checkpoint, `has_zero_optimizer_state` in _load_checkpoint), and nothing writes or reads
 these on ZeRO 0. The weights in fp32 that a step changes, and momentum, stay those of the engine that loads.
 """

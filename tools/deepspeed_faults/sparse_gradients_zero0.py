@@ -1,4 +1,4 @@
-"""ZeRO 0 in fp32 with "sparse_gradients": rows of an embedding's gradient that add up to 0 are lost.
+"""ZeRO 0 with "sparse_gradients": rows of an embedding's gradient that add up to 0 are lost.
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/sparse_gradients_zero0.py
 
@@ -8,6 +8,7 @@ to 0 exactly.
 """
 
 import sys
+from functools import partial
 
 import deepspeed
 import torch
@@ -28,7 +29,7 @@ class Words(torch.nn.Module):
         return (first - second).sum()
 
 
-def stepped() -> float:
+def stepped(half: bool) -> float:
     """Return the first number of a word, after a step at a rate of 1 with the gradient [1, -1]."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -36,6 +37,8 @@ def stepped() -> float:
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
     }
+    if half:
+        config["bf16"] = {"enabled": True}
     model = Words()
     try:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -49,9 +52,9 @@ def stepped() -> float:
 
 
 def main() -> dict[str, str]:
-    """Take one step."""
+    """Take one step in each precision."""
     return tell(
-        {"ZeRO 0 in fp32": stepped},
+        {"ZeRO 0 in fp32": partial(stepped, False), "ZeRO 0 in bf16": partial(stepped, True)},
         said=lambda value: f"the weight is {value:g}; right is -1",
         right=lambda value: value == -1,
         fault=lambda value: value == 0,

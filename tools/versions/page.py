@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, Feature
+from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, PIPELINES, SPARSE, Feature
 from ds_parity.config.releases import Release
 from ds_parity.config.versions import ENTRIES, MEASURED, Entry, Verdict, entries_of, verdict
 from ds_parity.parity.matrix.cells import cells
@@ -21,6 +21,8 @@ _ROWS = {LEFT_OUT.name: ("unused parameters", "frozen parameters")}
 _TESTS = {
     LEFT_OUT.name: ("tests/distributed/test_changing_parameters.py",),
     COALESCED.name: ("tests/distributed/test_callers_coalesced.py",),
+    PIPELINES.name: ("tests/distributed/test_pipelines.py",),
+    SPARSE.name: ("tests/distributed/test_sparse_gradients.py",),
 }
 
 Results = Mapping[str, Mapping[str, Any]]

@@ -6,11 +6,13 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ds_parity.engine.internals.kept import KeptGradients
+from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
+from ds_parity.engine.internals.older_surface import OlderEngine
 from ds_parity.engine.internals.surface import Engine, GradScaler, Parameter
 from ds_parity.engine.internals.timers import let_timers_be, start_backward_timers
 
@@ -184,6 +186,13 @@ class Adapter(ABC):
 
     def complete(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Give the optimizer the gradients of what the boundary's pass did not use; call it before `step()`."""
+
+    def forget_sparse_names(self) -> None:
+        """Reduce no gradient by its rows because a checkpoint's were."""
+        forget_sparse_names(cast("OlderEngine", self.engine))
+
+    def refresh(self) -> None:  # noqa: B027  # most wrappers load all weights that they have
+        """Go on from the model's weights, which were loaded without the optimizer's states."""
 
     def reduce(self) -> None:
         """Reduce what is accumulated, as the boundary's backward would have: for a window that ends without one.

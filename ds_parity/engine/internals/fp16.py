@@ -46,6 +46,13 @@ class LowPrecision(Adapter):
             config.cur_iter = iteration
             optimizer._update_scale(optimizer.overflow)
 
+    def refresh(self) -> None:
+        """Copy the model's weights to those in fp32, from which the next step would take the old ones.
+
+        tools/deepspeed_faults/weights_alone_zero0.py shows it.
+        """
+        self._optimizer.refresh_fp32_params()
+
     def _fp16_scale(self) -> float | None:
         return self._optimizer.loss_scale_config.cur_scale
 

@@ -196,7 +196,7 @@ def _supply_half(engine: Engine, optimizer: OlderHalf) -> None:
 
     optimizer.step = stepped
     optimizer.load_state_dict = loaded
-    keep_state(cast("OlderEngine", engine), optimizer)
+    keep_state(cast("OlderEngine", engine))
 
 
 def _unscale(optimizer: OlderHalf) -> None:

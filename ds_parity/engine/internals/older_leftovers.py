@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from ds_parity.engine.internals.older_surface import OlderZero3
 
@@ -44,6 +47,8 @@ def release_leftovers(optimizer: OlderZero3) -> None:
             _, left = begun.popitem()
             release(left, forward=False)
 
-    coordinator.fetch_sub_module = fetch_sub_module
-    coordinator.release_sub_module = release_sub_module
+    # As DeepSpeed's own are: engine.compile() would trace them.
+    untraced: Callable[..., Any] = torch.compiler.disable
+    coordinator.fetch_sub_module = untraced(fetch_sub_module)
+    coordinator.release_sub_module = untraced(release_sub_module)
     optimizer.backward_epilogue = backward_epilogue

@@ -15,8 +15,9 @@ from ds_parity.engine.internals.surface import Parameter, Zero3Parameter
 
 
 class OlderEngine(Protocol):
-    """DeepSpeedEngine before 0.18.6."""
+    """DeepSpeedEngine before 0.18.5."""
 
+    sparse_tensor_module_names: set[str]
     bfloat16_enabled: Callable[[], bool]
     _save_checkpoint: Callable[..., Any]
     _load_checkpoint: Callable[..., Any]

@@ -12,7 +12,7 @@ def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
     """Return a context in which a name of a class or module is something else, for all threads.
 
     Args:
-        owner: the class or module.
+        owner: the class, module or object.
         name: that it has.
         by: what the name is meanwhile.
     """

@@ -374,6 +374,9 @@ class LowPrecisionOptimizer(Protocol):
     def _update_scale(self, skip: bool) -> None:
         """Move a dynamic scale by what the step came to."""
 
+    def refresh_fp32_params(self) -> None:
+        """Copy the model's weights to those in fp32."""
+
 
 class Grid(Protocol):
     """PipelineParallelGrid: which ranks have which stage of a pipeline."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
@@ -19,9 +22,10 @@ def refuse_unable(engine: Engine) -> None:
 
     Raises:
         ConfigError: its optimizer is DeepSpeed's Adam with a weight decay that is to be a part of the gradient, and is
-            decoupled; or it has a MoE layer of DeepSpeed's whose norm raises.
+            decoupled; or it only steps matrices; or the engine has a MoE layer of DeepSpeed's whose norm raises.
     """
     optimizer = engine.basic_optimizer
+    refuse_matrices(optimizer, engine.zero_optimization_stage())
     if isinstance(optimizer, FusedAdam) and not optimizer.adam_w_mode:
         decays = [group["weight_decay"] for group in optimizer.param_groups if group["weight_decay"]]
         if decays and (why := refused_by_call(L2_ON_CPU.name)):
@@ -29,3 +33,21 @@ def refuse_unable(engine: Engine) -> None:
     summed_in_fp32 = isinstance(engine.optimizer, BF16_Optimizer)
     if summed_in_fp32 and engine.has_moe_layers and (why := refused_by_call(SUMMED_EXPERTS_ON_CPU.name)):
         raise ConfigError(f'data_types.grad_accum_dtype = "fp32" with DeepSpeed\'s own MoE layer: {why}')
+
+
+def refuse_matrices(optimizer: Any, stage: int | None) -> None:
+    """Raise where an optimizer that only steps matrices is given vectors by DeepSpeed.
+
+    Args:
+        optimizer: any optimizer, a function that makes one (which passes), or None.
+        stage: of ZeRO; None: not known yet.
+
+    Raises:
+        ConfigError: it is torch's Muon, on ZeRO 1 to 3.
+    """
+    muon = getattr(torch.optim, "Muon", None)  # since torch 2.9
+    if stage and muon is not None and isinstance(optimizer, muon):
+        raise ConfigError(
+            f"zero_optimization.stage = {stage}, and the optimizer is torch's Muon, which only steps matrices: there "
+            "DeepSpeed gives an optimizer flat vectors; choose another one (AdamW, SGD), or use stage 0"
+        )

@@ -279,10 +279,17 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run goes on from a checkpoint",
     ),
     DeepSpeedFault(
+        "weights_alone_zero0",
+        "the step after load_checkpoint(load_optimizer_states=False) undoes what was loaded",
+        "call engine.optimizer.refresh_fp32_params() behind it, or load with load_module_only=True",
+        lambda c: not c.fp32 and c.stage == 0,
+        "a run begins with the weights of a checkpoint, without its optimizer's states",
+    ),
+    DeepSpeedFault(
         "sparse_gradients_zero0",
         "rows of an embedding's gradient that add up to 0 are lost",
         "leave sparse_gradients out",
-        lambda c: c.fp32 and c.stage == 0 and c.on("sparse_gradients"),
+        lambda c: c.stage == 0 and c.on("sparse_gradients"),
     ),
     DeepSpeedFault(
         "sparse_gradient_not_clipped",

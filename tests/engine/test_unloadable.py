@@ -1,0 +1,55 @@
+"""What DeepSpeed raises where it loads a checkpoint, and what is said of it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ds_parity.engine.unloadable import explained
+from ds_parity.errors import CheckpointError
+
+
+def driver(stage=0, mpu=None):
+    engine = SimpleNamespace(
+        zero_optimization_stage=lambda: stage, load_universal_checkpoint=lambda: False, mpu=mpu, module=None
+    )
+    return SimpleNamespace(engine=engine, ranks=2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "saved").mkdir()
+    return tmp_path
+
+
+def said(folder, error, **given):
+    """What an error becomes while the checkpoint `saved` of a folder is loaded."""
+    with pytest.raises(Exception) as found, explained(driver(**given), str(folder), "saved"):
+        raise error
+    return found.value
+
+
+NOTHING = TypeError("'NoneType' object is not subscriptable")
+
+
+def test_a_checkpoint_of_zero_0_without_a_state_names_the_releases_that_write_none(folder):
+    error = said(folder, NOTHING)
+    assert isinstance(error, CheckpointError)
+    assert "before 0.18.5 writes none in bf16 on ZeRO 0. Load it with load_optimizer_states=False" in str(error)
+
+
+def test_a_checkpoint_of_another_stage_names_the_stage(folder):
+    (folder / "saved" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    error = said(folder, NOTHING)
+    assert isinstance(error, CheckpointError)
+    assert "was saved on stage 1, 2 or 3" in str(error)
+
+
+def test_a_file_of_another_rank_of_an_mpu_names_the_mpu(folder):
+    error = said(folder, IndexError("list index out of range"), stage=2, mpu="an mpu")
+    assert isinstance(error, CheckpointError)
+    assert "set engine.mpu to None while a checkpoint is saved" in str(error)
+
+
+@pytest.mark.parametrize("error", [IndexError("list index out of range"), TypeError("unhashable"), OSError("disk")])
+def test_any_other_error_is_left_as_it_is(folder, error):
+    assert said(folder, error) is error
