@@ -23,7 +23,8 @@ def folder(tmp_path):
 
 def said(folder, error, **given):
     """What an error becomes while the checkpoint `saved` of a folder is loaded."""
-    with pytest.raises(Exception) as found, explained(driver(**given), str(folder), "saved"):
+    kinds = (CheckpointError, type(error))
+    with pytest.raises(kinds) as found, explained(driver(**given), str(folder), "saved"):
         raise error
     return found.value
 
