@@ -158,7 +158,10 @@ def test_a_run_replaces_its_own_cells_alone(tmp_path):
     other = {**matrix, "cells": [{**cell("right", stage=3), "seconds": 1.0, "findings": []}]}
     mended = {**matrix, "cells": [{**cell("right"), "seconds": 1.0, "findings": []}]}
     assert known["cells"] == [cell("differs", why="torch: off by one")]
-    known = measure.with_cells(measure.with_cells(known, other), mended)
+    processor = "cpu, fp16 computed by torch"
+    known = measure.with_cells({**known, "ran_with": {"accelerator": processor}}, other)
+    known = measure.with_cells(known, mended)
+    assert known["ran_with"]["accelerator"] == processor
     assert known["cells"] == [cell("right"), cell("right", stage=3)]
     assert json.loads(measure.store(tmp_path, known).read_text()) == known
     assert measure.load(tmp_path, "0.19.0") == known
@@ -171,12 +174,14 @@ def test_tests_are_counted_by_file(tmp_path):
         '<testcase classname="tests.engine.test_division" name="b"><failure message="x"/></testcase>'
         '<testcase classname="tests.engine.test_division.TestThat" name="c"><skipped/></testcase>'
         '<testcase classname="tests.distributed.test_passes" name="d"><error message="x"/></testcase>'
+        '<testcase classname="" name="tests.distributed.test_pipelines"><skipped/></testcase>'
         "</testsuite></testsuites>"
     )
     known = measure.with_tests(measure.load(tmp_path, "0.19.0"), report)
     assert known["tests"] == {
         "tests/engine/test_division.py": {"passed": 1, "failed": 1, "skipped": 1},
         "tests/distributed/test_passes.py": {"failed": 1},
+        "tests/distributed/test_pipelines.py": {"skipped": 1},
     }
 
 

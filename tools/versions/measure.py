@@ -62,7 +62,9 @@ def with_cells(known: dict[str, Any], matrix: dict[str, Any]) -> dict[str, Any]:
     # What lacks something here, or a judge, says nothing of the release, and what was said before was of other code.
     new = [_cell(cell) for cell in matrix["cells"] if cell["status"] != "not run"]
     kept = [cell for cell in known["cells"] if _place(cell) not in at]
-    ran_with = {name: matrix["facts"][name] for name in ("torch", "accelerator") if name in matrix["facts"]}
+    facts = {name: matrix["facts"][name] for name in ("torch", "accelerator") if name in matrix["facts"]}
+    # Rows that were run before may have needed more, fp16 where the processor says no.
+    ran_with = {name: max(known["ran_with"].get(name, ""), fact, key=len) for name, fact in facts.items()}
     return {**known, "cells": sorted(kept + new, key=_place), "ran_with": ran_with}
 
 
@@ -99,7 +101,9 @@ def with_tests(known: dict[str, Any], report: Path) -> dict[str, Any]:
     """
     counted: dict[str, Counter[str]] = {}
     for case in Xml.parse(report).iter("testcase"):
-        file = "/".join(part for part in case.get("classname", "").split(".") if not part[:1].isupper()) + ".py"
+        # A module that is skipped as a whole has no class, and is the name.
+        place = case.get("classname") or case.get("name", "")
+        file = "/".join(part for part in place.split(".") if not part[:1].isupper()) + ".py"
         counted.setdefault(file, Counter())[_outcome(case)] += 1
     return {**known, "tests": {**known["tests"], **{file: dict(counts) for file, counts in counted.items()}}}
 
