@@ -1,9 +1,11 @@
 """Starting ranks: what is said when they can't start, die or hang, and that none is left behind."""
 
+import errno
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +33,33 @@ def left_behind(folder):
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)
+
+
+class TestAFreePort:
+    def test_is_none_that_a_connection_may_take(self):
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        assert max(launch._PORTS) < min(low, 32_768)
+        assert {launch.free_port() for _ in range(20)} <= set(launch._PORTS)
+
+    def test_is_none_that_is_in_use(self, monkeypatch):
+        monkeypatch.setattr(launch, "_TRIES", 2)
+        taken = launch.free_port()
+        with socket.socket() as other:
+            other.bind(("", taken))
+            monkeypatch.setattr(launch, "_PORTS", (taken, free := launch.free_port()))
+            assert {launch.free_port() for _ in range(20)} == {free}
+            monkeypatch.setattr(launch, "_TRIES", 1)
+            monkeypatch.setattr(launch, "_PORTS", range(taken, taken + 1))
+            with pytest.raises(OSError, match="1 ports from"):
+                launch.free_port()
+
+    def test_that_cannot_be_opened_says_why(self, monkeypatch):
+        def refused(*_):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(socket.socket, "bind", refused)
+        with pytest.raises(PermissionError):
+            launch.free_port()
 
 
 @pytest.mark.ranks

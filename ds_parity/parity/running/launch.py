@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -20,6 +22,8 @@ from ds_parity.errors import HarnessError
 from ds_parity.parity.running.compiling import Compilers
 from ds_parity.parity.running.last_words import last_words
 from ds_parity.parity.running.left_behind import free_shared_memory
+
+_PORTS, _TRIES = range(10_240, 32_768), 50
 
 # Torch takes an empty one for the current folder (cpp_extension.py and _appdirs.py, 2.13.0), and would leave what it
 # builds among the user's files. Without the variable it builds in the user's cache, as the XDG base directory
@@ -144,10 +148,24 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of this host on which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port of this host on which nothing listens now.
+
+    It is none of those that Linux gives to connections (ip_local_port_range, from 32768 on): one of another run would
+    take it between its choice here and its use.
+
+    Raises:
+        OSError: no port can be opened.
+    """
+    for port in random.SystemRandom().sample(_PORTS, _TRIES):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise OSError(errno.EADDRINUSE, f"{_TRIES} ports from {_PORTS.start} to {_PORTS.stop - 1} are in use")
 
 
 def _watch(
