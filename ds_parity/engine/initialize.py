@@ -31,7 +31,7 @@ from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.pipeline import PipelinedEngine, refuse_in_pipelines
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
-from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
+from ds_parity.engine.unfit import refuse_local_rank, refuse_optimizer, refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
 from ds_parity.errors import ConfigError
 
@@ -180,6 +180,7 @@ def honoured(
         )
     everybody = started_together(mpu)
     with all_or_none(everybody):
+        refuse_local_rank(keywords.get("args"))
         if optimizer is None:
             _refuse_stage_without_optimizer(extended)
         else:
