@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
@@ -65,7 +66,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     if path is None:
         return path, state
     driver.abandon()
-    driver.adapter.forget_sparse_names()
+    forget_sparse_names(driver.engine)
     if not module_only:
         if not options["load_optimizer_states"]:
             driver.adapter.refresh()

@@ -367,10 +367,11 @@ def default_devices(folder):
             engine.destroy()
 
         results[f"{stage}"] = [answer(play), made == [right]]
-        bare = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
-        bare["zero_allow_untested_optimizer"] = True
-        said = answer(lambda bare=bare: built_elsewhere(deepspeed.initialize, bare).destroy())
-        results[f"{stage} bare"] = said
+        if not made:
+            bare = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+            bare["zero_allow_untested_optimizer"] = True
+            said = answer(lambda bare=bare: built_elsewhere(deepspeed.initialize, bare).destroy())
+            results[f"{stage} bare"] = said
         torch.set_default_device(None)
     return results
 
@@ -390,8 +391,8 @@ NO_DATA = "NotImplementedError: Cannot copy out of meta tensor; no data!"
 
 def test_a_default_device_is_not_where_ranks_talk(two_ranks, stage):
     found = two_ranks.of(default_devices)
-    if is_older(installed()) and found[f"{stage} bare"] == found[stage][0] == NO_DATA:
-        pytest.skip(f"bare DeepSpeed builds no engine with another default device: {found[f'{stage} bare']}")
+    if is_older(installed()) and found.get(f"{stage} bare") == found[stage][0] == NO_DATA:
+        pytest.skip(f"bare DeepSpeed builds no engine with another default device: {NO_DATA}")
     assert found[stage] == ["nothing was raised", True]
 
 

@@ -62,9 +62,11 @@ def with_cells(known: dict[str, Any], matrix: dict[str, Any]) -> dict[str, Any]:
     # What lacks something here, or a judge, says nothing of the release, and what was said before was of other code.
     new = [_cell(cell) for cell in matrix["cells"] if cell["status"] != "not run"]
     kept = [cell for cell in known["cells"] if _place(cell) not in at]
-    facts = {name: matrix["facts"][name] for name in ("torch", "accelerator") if name in matrix["facts"]}
-    # Rows that were run before may have needed more, fp16 where the processor says no.
-    ran_with = {name: max(known["ran_with"].get(name, ""), fact, key=len) for name, fact in facts.items()}
+    ran_with = {name: matrix["facts"][name] for name in ("torch", "accelerator") if name in matrix["facts"]}
+    before = known["ran_with"].get("accelerator", "")
+    if before and before.startswith(ran_with.get("accelerator", before)):
+        # Rows that are kept may have needed more of it: fp16 where the processor says no.
+        ran_with["accelerator"] = before
     return {**known, "cells": sorted(kept + new, key=_place), "ran_with": ran_with}
 
 

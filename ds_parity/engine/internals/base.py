@@ -6,13 +6,11 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ds_parity.engine.internals.kept import KeptGradients
-from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
-from ds_parity.engine.internals.older_surface import OlderEngine
 from ds_parity.engine.internals.surface import Engine, GradScaler, Parameter
 from ds_parity.engine.internals.timers import let_timers_be, start_backward_timers
 
@@ -186,10 +184,6 @@ class Adapter(ABC):
 
     def complete(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Give the optimizer the gradients of what the boundary's pass did not use; call it before `step()`."""
-
-    def forget_sparse_names(self) -> None:
-        """Reduce no gradient by its rows because a checkpoint's were."""
-        forget_sparse_names(cast("OlderEngine", self.engine))
 
     def refresh(self) -> None:  # noqa: B027  # most wrappers load all weights that they have
         """Go on from the model's weights, which were loaded without the optimizer's states."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ds_parity.engine.internals.guards import ENGINE, source
 from ds_parity.engine.internals.older_surface import OlderEngine
 from ds_parity.engine.internals.replaced import replaced
+from ds_parity.engine.internals.surface import Engine
 
 _TAKEN_FOR_ZERO: Final = "zero_optimizer_state = self.zero_optimization() or self.bfloat16_enabled()"
 
@@ -38,7 +39,7 @@ def keep_state(engine: OlderEngine) -> None:
     engine._load_checkpoint = load_whole
 
 
-def forget_sparse_names(engine: OlderEngine) -> None:
+def forget_sparse_names(engine: Engine) -> None:
     """Have no gradient reduced by its rows because a checkpoint's were: rows that add up to 0 would be lost.
 
     tools/deepspeed_faults/sparse_gradients_zero0.py shows it. Since 0.19.8 no gradient is.
@@ -47,4 +48,4 @@ def forget_sparse_names(engine: OlderEngine) -> None:
         engine: a bare DeepSpeed engine that has loaded a checkpoint.
     """
     if getattr(engine, "sparse_tensor_module_names", None):
-        engine.sparse_tensor_module_names = set()
+        cast("OlderEngine", engine).sparse_tensor_module_names = set()

@@ -24,11 +24,8 @@ def release_leftovers(optimizer: OlderZero3) -> None:
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     if hasattr(coordinator, "release_backward_leftovers"):
         return
-    fetch, release, epilogue = (
-        coordinator.fetch_sub_module,
-        coordinator.release_sub_module,
-        optimizer.backward_epilogue,
-    )
+    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
+    epilogue = optimizer.backward_epilogue
     begun: dict[int, Any] = {}
 
     def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
