@@ -285,11 +285,15 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             # Zero, and a gradient of zero, also where the loss is not finite.
             return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
 
-        module.loss_fn = loss_fn
+        # In front of a loss that is a module (torch.nn.CrossEntropyLoss), where torch lets no function take its place.
+        attributes = vars(module)
+        own = {"loss_fn": given} if "loss_fn" in attributes else {}
+        attributes["loss_fn"] = loss_fn
         try:
             yield
         finally:
-            module.loss_fn = given
+            del attributes["loss_fn"]
+            attributes.update(own)
 
 
 def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *, plain: bool) -> None:
