@@ -99,7 +99,7 @@ UNTIL = {
     "Offload": "0.19.3",
     "Coordinator": "0.19.3",
     "OlderBf16": "0.19.0",
-    "OlderHalf": "0.18.5",
+    "OlderHalf": "0.18.6",
 }
 SUPPLIED = ("use_grad_scaling",)
 
