@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 import ds_parity
 from ds_parity.config import rewrite
+from ds_parity.config.releases import release
+from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, forward, from_all, perceptron, refusal
@@ -45,6 +47,15 @@ def drive(engine, flags, *, divided=False, steps_always=False, seed=0, **counts)
     return results
 
 
+def _like_ours(stage, options):
+    """How bare DeepSpeed divides where ds_parity divides the loss.
+
+    Up to 0.19.5 it divides what flows back into the model's output instead. On ZeRO 3 alone that rounds differently
+    here (measured without ds_parity: the norm is 0.233016738 in place of 0.233016736), so that the loss is divided.
+    """
+    return WAYS["divided"] if stage == 3 and before(release("0.19.6")) else options
+
+
 @on_two_ranks
 def framework_windows(folder):
     """Two windows with and without ds_parity: DeepSpeed divides the losses, or their caller has divided them."""
@@ -55,7 +66,7 @@ def framework_windows(folder):
             extended, options = config(stage, passes=2 * PASSES), WAYS[how]
             engine = opened(extended)
             wrapped = drive(engine, flags, **options)
-            bare = drive(opened(extended, with_keys=False), flags, **options)
+            bare = drive(opened(extended, with_keys=False), flags, **_like_ours(stage, options))
             results[f"{stage} {how}"] = {
                 "equal": [one[:2] for one in wrapped] == [one[:2] for one in bare],
                 # DeepSpeed throws the norm away on ZeRO 0 in fp32

@@ -247,10 +247,12 @@ def fused_wrapper(folder):
 def test_the_fused_wrapper_is_corrected_and_its_scale_grows_after_the_step(two_ranks):
     if before(release("0.18.6")):
         pytest.skip("up to 0.18.5 only an engine supplies the wrapper with a loss_scale_config")
+    # A wrapper that skips keeps the norm of the step before, up to 0.19.7.
+    skipped = 2.0 if before(release("0.19.8")) else math.inf
     assert two_ranks.of(fused_wrapper) == [
         [1.0, 2.0, 256.0],
         [1.0, 2.0, 512.0],
-        [0.0, math.inf, 256.0],
+        [0.0, skipped, 256.0],
         [1.0, 2.0, 256.0],
         [1.0, 2.0, 512.0],
     ]
