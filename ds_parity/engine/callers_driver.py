@@ -109,7 +109,7 @@ class CallersDriver(Driver):
         kept.note_again()
         try:
             yield
-            refuse_strays(self, newcomers=True)
+            refuse_strays(self, newcomers=True, ends=True)
         except BaseException:
             # DeepSpeed would reduce what is there, while other ranks wait elsewhere.
             with kept.released():
@@ -195,7 +195,7 @@ class CallersDriver(Driver):
             self.state.refuse_lost()
             self._refuse_block()
             refuse_ending_here(self)
-        refuse_strays(self, newcomers=True)
+        refuse_strays(self, newcomers=True, ends=True)
         if self.announced and not self._reduced and (self.ledger.window.passes or self.adapter.silent_inside_windows):
             # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
             self._open()
@@ -240,7 +240,7 @@ class CallersDriver(Driver):
                 f"finish() in window {window.index}, which {passes} passes have run in and no step() has ended, and "
                 "ds_parity.last_window is 'error'; call step() after the window's backwards, or choose 'step' or 'drop'"
             )
-        refuse_strays(self, newcomers=True)
+        refuse_strays(self, newcomers=True, ends=True)
         self._close(drop=drop)
 
     def _close(self, *, drop: bool = False, **kwargs: Any) -> None:

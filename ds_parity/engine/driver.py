@@ -219,7 +219,7 @@ class Driver(AmongRanks):
             refuse_ending_here(self)
         self.state.refuse_step_alone()
         if self.ledger.window.closed:
-            refuse_strays(self, newcomers=True)
+            refuse_strays(self, newcomers=True, ends=True)
             self.boundary.schedule()  # one that cannot be moved is refused while step() may come again
         self.state.awaits_step = False
         with self.state.ending():
@@ -305,7 +305,7 @@ class Driver(AmongRanks):
                 f"{self.settings.count}s after {window.passes} passes, and ds_parity.last_window is 'error'; feed a "
                 "multiple of the target, or choose 'step' or 'drop'"
             )
-        refuse_strays(self, newcomers=True)
+        refuse_strays(self, newcomers=True, ends=True)
         self._settle_last_window()
 
     def _settle_last_window(self) -> None:

@@ -375,7 +375,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     def window(self) -> Window:
         """The window as it stands: index, passes, rollouts, prompts, tokens, target.
 
-        Its `correction` (a float > 0) is what `step()` multiplies the accumulated gradient by.
+        Its `correction` (a float > 0) is what `step()` multiplies the accumulated gradient by. Where the caller ends
+        windows it is NaN.
         """
         window: Window = self._self_driver.ledger.window
         return window

@@ -58,16 +58,17 @@ def refuse_idle(driver: AmongRanks, counts: Counts) -> None:
             )
 
 
-def refuse_strays(driver: AmongRanks, *, newcomers: bool) -> None:
+def refuse_strays(driver: AmongRanks, *, newcomers: bool, ends: bool = False) -> None:
     """Raise WindowError where gradients, or which parameters there are, changed outside of `backward`.
 
     Args:
         driver: whose window it is.
         newcomers: look through all modules for parameters that came after the engine was built.
+        ends: the window is about to end, so that the accelerator may be waited for.
     """
     with driver.telling():
         driver.adapter.kept.refuse_freezing(driver.ledger.window.index)
-        driver.adapter.kept.refuse_strays(driver.ledger.window.index)
+        driver.adapter.kept.refuse_strays(driver.ledger.window.index, ends=ends)
         if newcomers:
             driver.adapter.kept.refuse_newcomers()
 

@@ -100,6 +100,10 @@ class Adapter(ABC):
         """
         return [None if (g := p.grad) is None else (id(g), g._version) for p in self._trained]
 
+    def dense_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that lie with their parameters, without sparse ones."""
+        return [g for p in self._trained if (g := p.grad) is not None and g.layout == torch.strided]
+
     @property
     def clears_strays(self) -> bool:
         """Whether `discard` also takes away what a stray backward has accumulated."""

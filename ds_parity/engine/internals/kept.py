@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_parity.engine.internals.newcomers import Newcomers, names_of
+from ds_parity.engine.internals.samples import Samples
 from ds_parity.engine.internals.stepped import guard_step, refuse_groups
 from ds_parity.errors import WindowError
 
@@ -49,6 +50,7 @@ class KeptGradients:
         self._newcomers = Newcomers(adapter)
         self._kept = False
         self._noted: object = None
+        self._samples = Samples(adapter)
         self._flags_noted: list[bool] = []
         self._flags_at_start: list[bool] = []
         self._homeless: list[tuple[str, Parameter]] = []
@@ -105,10 +107,13 @@ class KeptGradients:
         """Note the gradients as the backward that just ran has left them."""
         self._kept = True
         self._noted = self._adapter.gradients_seen()
+        self._samples.note()
 
     def note_again(self) -> None:
         """Note the gradients anew where DeepSpeed goes over to keep them elsewhere; they were right just before."""
         self._noted = self._adapter.gradients_seen()
+        if self._kept:
+            self._samples.note()
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -120,6 +125,7 @@ class KeptGradients:
             yield
         finally:
             KeptGradients._ending -= 1
+            self._samples.forget()
             self._adapter.begin_window()
             self._adapter.copy_first_gradient()
             self._noted = self._adapter.gradients_seen()
@@ -203,13 +209,14 @@ class KeptGradients:
             names_of(frozen),
         )
 
-    def refuse_strays(self, window: int) -> None:
+    def refuse_strays(self, window: int, *, ends: bool) -> None:
         """Raise WindowError where gradients are not as the last backward, or the end of the last window, left them.
 
         Args:
             window: index of the open window, for the message.
+            ends: it is about to end.
         """
-        if self.broken or self._has_strays():
+        if self.broken or self._has_strays() or self._samples.differ(ends=ends):
             # Where strays are in DeepSpeed's buckets already, no discard takes them out.
             self.broken = not self._adapter.clears_strays
             raise self._of_strays(window)
