@@ -190,12 +190,14 @@ def run_refusable(function, arguments):
     Any other error ends the rank, and with it the start: the ranks that have not raised would wait for this one.
     """
     # Imported here: whoever registers calls needs no DeepSpeed.
-    from ds_parity.engine.internals.older import building
+    from ds_parity.engine.internals.older import buffer_without_graph, building
 
     with building():  # bare engines, too, are to wait for all weights that they gather
         pass
     try:
-        return resolve(function)(**arguments)
+        # Without DeepSpeed's own later line (#7948), 0.18.6 to 0.18.10 raise in each bare step on ZeRO 1 and 2.
+        with buffer_without_graph():
+            return resolve(function)(**arguments)
     except DsParityError as error:
         why = refusal(error, installed())
         if why is None:

@@ -48,7 +48,7 @@ _OF_ZERO_0: Final = "DDP_BFLOAT16"
 def building() -> Iterator[None]:
     """Return a context in which DeepSpeed may build an engine, as later releases build it."""
     _wait_for_every_gather()
-    with _buffer_without_graph(), _wrappers_told_apart():
+    with buffer_without_graph(), _wrappers_told_apart():
         yield
 
 
@@ -68,7 +68,7 @@ def _wrappers_told_apart() -> Iterator[None]:
 
 
 @contextmanager
-def _buffer_without_graph() -> Iterator[None]:
+def buffer_without_graph() -> Iterator[None]:
     """Let the buffer of weights of ZeRO 1 and 2 have no graph.
 
     0.18.6 to 0.18.10 make it of the parameters themselves where the memory suffices, with a graph behind it, and the
