@@ -286,6 +286,20 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run begins with the weights of a checkpoint, without its optimizer's states",
     ),
     DeepSpeedFault(
+        "checkpoint_bf16_pipeline",
+        "load_checkpoint() raises a KeyError; with load_optimizer_states=False the next step undoes what was loaded",
+        "use ZeRO 1",
+        lambda c: c.bf16 and c.stage == 0,
+        "the model is a PipelineModule, and a run goes on from a checkpoint",
+    ),
+    DeepSpeedFault(
+        "adagrad_built_anew",
+        "another Adagrad is stepped: a torch scheduler, the groups' own values and a class of one's own have no effect",
+        "use a scheduler of the JSON and one group, or another optimizer",
+        lambda c: c.stage in (1, 2, 3),
+        "the optimizer is torch's Adagrad",
+    ),
+    DeepSpeedFault(
         "sparse_gradients_zero0",
         "rows of an embedding's gradient that add up to 0 are lost",
         "leave sparse_gradients out",
