@@ -21,6 +21,7 @@ from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over, held, refuse_foreign_parameters
 from ds_parity.engine.internals import unread
+from ds_parity.engine.internals.adagrad import own_adagrad
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
@@ -201,7 +202,7 @@ def honoured(
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
-    with saying_what_is_waited_for(), building(), any_shape_is_sent():
+    with saying_what_is_waited_for(), building(), any_shape_is_sent(), own_adagrad():
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
     refuse_unable(engine)
     if pipeline:

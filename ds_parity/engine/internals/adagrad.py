@@ -1,0 +1,39 @@
+"""Lets ZeRO 1 to 3 step the Adagrad that they were given, in place of one of DeepSpeed's own making."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ds_parity.engine.internals.replaced import replaced
+
+_INITIALIZE: Final = "initialize_optimizer_states"
+
+
+@contextmanager
+def own_adagrad() -> Iterator[None]:
+    """Return a context in which DeepSpeed may build an engine over an optimizer that is torch's Adagrad.
+
+    Adagrad makes its states when it is built. So that there are some for its flat partitions, DeepSpeed builds another
+    one, of the first one's defaults (stage_1_and_2.py and stage3.py, initialize_optimizer_states): without its groups
+    and what they say, its class, and the schedulers that were built over it
+    (tools/deepspeed_faults/adagrad_built_anew.py). Only the states are taken from it here.
+    """
+    with ExitStack() as stack:
+        for wrapper in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+            stack.enter_context(replaced(wrapper, _INITIALIZE, _then_its_own(getattr(wrapper, _INITIALIZE))))
+        yield
+
+
+def _then_its_own(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
+    def initialized(self: Any) -> None:
+        own = self.optimizer
+        initialize(self)
+        if self.optimizer is not own:
+            own.state, self.optimizer = self.optimizer.state, own
+
+    return initialized
