@@ -22,7 +22,12 @@ from ds_parity.config.features import PIPELINES, Wanted
 from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
 from ds_parity.engine.division import silenced
 from ds_parity.engine.internals.installed import refused_by_call
-from ds_parity.engine.internals.stages import averaged_over, buffers_of_every_type, clip_over_stages
+from ds_parity.engine.internals.stages import (
+    averaged_over,
+    buffers_of_every_type,
+    clip_over_stages,
+    load_parts_of_bf16,
+)
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
@@ -82,6 +87,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
         engine.dynamic_shape = True
         buffers_of_every_type(engine)
+        load_parts_of_bf16(engine)
 
     @property
     def last_step(self) -> StepRecord | None:

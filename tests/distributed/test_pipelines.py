@@ -227,27 +227,67 @@ def test_what_weighs_nothing_does_not_enter_the_step_whatever_it_holds(four_rank
         assert (skipped, loss, kept) == (True, None, True)
 
 
+RESUMED = [(1, "fp32"), (0, "bf16"), (1, "bf16"), (1, "fp32-sums")]
+
+
+def config_of(stage, kind):
+    return config(stage, **(KINDS | SHARDED)[kind])
+
+
 @on_four_ranks
 @alone_in_the_process
 def resumed(folder):
     """Whether weights are the same, bit for bit, where an engine goes on from a checkpoint."""
-    whole = build(config(1))
-    for number, columns in enumerate(WINDOWS[:4]):
-        whole.train_window(micro_batches(whole, number, columns))
-        if number == 1:
-            whole.save_checkpoint(folder)
-    again = build(config(1))
-    again.load_checkpoint(folder)
-    for number, columns in enumerate(WINDOWS[2:4], start=2):
-        again.train_window(micro_batches(again, number, columns))
-    pairs = zip(whole.module.parameters(), again.module.parameters(), strict=True)
-    equal = all(bool((one == other).all()) for one, other in pairs)
-    return from_all([equal, again.global_steps, again.global_samples, whole.global_samples, again.last_step.step])
+    results = {}
+    for stage, kind in RESUMED:
+        whole = build(config_of(stage, kind))
+        for number, columns in enumerate(WINDOWS[:4]):
+            whole.train_window(micro_batches(whole, number, columns))
+            if number == 1:
+                whole.save_checkpoint(folder, tag=f"{stage} {kind}")
+        again = build(config_of(stage, kind))
+        again.load_checkpoint(folder, tag=f"{stage} {kind}")
+        for number, columns in enumerate(WINDOWS[2:4], start=2):
+            again.train_window(micro_batches(again, number, columns))
+        pairs = zip(whole.module.parameters(), again.module.parameters(), strict=True)
+        equal = all(bool((one == other).all()) for one, other in pairs)
+        said = [equal, again.global_steps, again.global_samples, whole.global_samples, again.last_step.step]
+        results[f"{stage} {kind}"] = from_all(said)
+        deepspeed.utils.groups.mpu = None
+    return results
 
 
-def test_a_checkpoint_resumes_bit_for_bit(four_ranks):
+@pytest.mark.parametrize(("stage", "kind"), RESUMED)
+def test_a_checkpoint_resumes_bit_for_bit(four_ranks, stage, kind):
     rollouts = sum(sum(map(sum, columns)) for columns in WINDOWS[:4])
-    assert four_ranks.of(resumed) == [[True, 4, rollouts, rollouts, 4]] * 4
+    assert four_ranks.of(resumed)[f"{stage} {kind}"] == [[True, 4, rollouts, rollouts, 4]] * 4
+
+
+@on_four_ranks
+@alone_in_the_process
+def weights_alone(folder):
+    """How far a step at a rate of 0 moves weights from those that were loaded, and how far loading has moved them."""
+    results = {}
+    fixed = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "scheduler": {"type": None}}
+    for stage, kind in RESUMED:
+        saved = build(config_of(stage, kind) | {"scheduler": {"type": None}})
+        saved.train_window(micro_batches(saved, 0, WINDOWS[0]))
+        saved.save_checkpoint(folder, tag=f"{stage} {kind}")
+        engine = build(config_of(stage, kind) | fixed)
+        # The stages of a new engine begin alike, and bf16 has few digits.
+        for p in engine.module.parameters():
+            p.data.add_(1.0)
+        engine.load_checkpoint(folder, tag=f"{stage} {kind}", load_optimizer_states=False)
+        engine.train_window(micro_batches(engine, 1, WINDOWS[1]))
+        pairs = zip(saved.module.parameters(), engine.module.parameters(), strict=True)
+        results[f"{stage} {kind}"] = from_all(max(float((one - other).abs().max()) for one, other in pairs))
+        deepspeed.utils.groups.mpu = None
+    return results
+
+
+@pytest.mark.parametrize(("stage", "kind"), RESUMED)
+def test_a_step_goes_on_from_weights_that_were_loaded_alone(four_ranks, stage, kind):
+    assert four_ranks.of(weights_alone)[f"{stage} {kind}"] == [0.0] * 4
 
 
 @on_four_ranks

@@ -1,4 +1,4 @@
-"""Makes DeepSpeed's pipelines right: the norm by which they clip, and the buffers that they receive in."""
+"""Makes DeepSpeed's pipelines right: the norm by which they clip, the buffers they receive in, and what they load."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+from ds_parity.engine.internals.replaced import replaced
 
 
 def averaged_over(engine: Any, columns: int) -> int:
@@ -70,3 +73,23 @@ def clip_over_stages(engine: Any) -> None:
         engine.optimizer.overflow = not finite
 
     engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def load_parts_of_bf16(engine: Any) -> None:
+    """Let a pipeline's engine on ZeRO 0 in bf16 load what its optimizer has saved, and go on from weights alone.
+
+    Its optimizer has the weights in fp32, in parts, and saves them in files of their own, as that of ZeRO does.
+    DeepSpeed looks for these only with ZeRO (tools/deepspeed_faults/checkpoint_bf16_pipeline.py).
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+    """
+    if engine.zero_optimization() or not isinstance(engine.optimizer, BF16_Optimizer):
+        return
+    load = engine.load_checkpoint
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        with replaced(engine, "zero_optimization", lambda: True):
+            return load(*args, **kwargs)
+
+    engine.load_checkpoint = load_checkpoint
