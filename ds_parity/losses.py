@@ -376,7 +376,8 @@ def masked(values: Tensor, loss_mask: Tensor, segment_ids: Tensor | None, sequen
         sequences: how many there are.
     """
     mask = loss_mask.to(values.dtype)
-    values = values * mask
+    # Padding may be a token whose logit is -inf, and 0 times that is NaN.
+    values = torch.where(mask == 0, torch.zeros_like(values), values * mask)
     if segment_ids is None:
         return values, mask
     return by_segment(values, segment_ids, sequences), by_segment(mask, segment_ids, sequences)

@@ -180,3 +180,36 @@ def test_log_probabilities_of_another_shape_are_refused(name):
     given[name] = given[name].sum(-1)
     with pytest.raises(ConfigError, match=rf"{name} have the shape \(3,\), must be \(3, 6\)"):
         GroupRelativePolicy(model)(**given)
+
+
+class Banning(torch.nn.Module):
+    """A policy that gives some tokens no probability, as one with a padded vocabulary does."""
+
+    def __init__(self, policy, banned):
+        super().__init__()
+        self.policy, self.banned = policy, banned
+
+    def forward(self, input_ids, **given):
+        logits = self.policy(input_ids, **given)
+        return logits.index_fill(-1, torch.tensor(self.banned), -math.inf)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_masked_token_of_no_probability_has_no_part_in_loss_and_gradient(layout):
+    """Padding, or where packed the first token of a rollout, behind the last token of the one before."""
+    given = collate(HELD, layout=layout).inputs
+    banned = [0] if layout == "padded" else [HELD[2].tokens[0]]
+    assert torch.isin(given["input_ids"][:, 1:], torch.tensor(banned)).any()
+    policy = Banning(build_tiny().double(), banned)
+    loss = PolicyGradient(policy)(**given)
+    loss.backward()
+    means = []
+    for one in HELD:
+        logps = policy(torch.tensor([one.tokens]))[0].log_softmax(-1)
+        places = range(one.prompt_length, len(one.tokens))
+        means.append(-one.advantage * sum(logps[at - 1, one.tokens[at]] for at in places) / len(places))
+    right = torch.stack(means).mean()
+    gradients = torch.autograd.grad(right, list(policy.parameters()))
+    assert loss.item() == pytest.approx(right.item(), rel=1e-12)
+    for own, other in zip(policy.parameters(), gradients, strict=True):
+        torch.testing.assert_close(own.grad, other, rtol=1e-9, atol=1e-12)
