@@ -54,7 +54,9 @@ def test_every_protocol_stands_for_classes_of_deepspeed():
 # What the room uses beside DeepSpeed: of torch, of Python, of DeepSpeed's documented accelerator, and of ds_parity.
 OTHERS = {
     *("float32", "functional", "pad", "pop", "popitem", "compiler", "disable", "Muon", "optim"),
-    *("contiguous", "dim", "is_contiguous", "shape", "stride"),
+    *("contiguous", "dim", "is_contiguous", "layout", "shape", "stride", "strided"),
+    *("any", "cat", "data_ptr", "enter_context", "equal", "no_grad", "type", "uint8"),
+    *("dense_gradients", "differ", "forget", "note"),
     *("GatheredParameters", "Module", "Parameter", "all", "bfloat16", "cpu", "detach", "dtype", "flatten", "float"),
     *("float16", "inf", "linalg", "logical_not", "master", "new_zeros", "vector_norm", "where", "zero"),
     *(

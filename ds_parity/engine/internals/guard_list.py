@@ -56,6 +56,16 @@ GUARDS: tuple[Guard, ...] = (
         "on ZeRO 3 the shape of a parameter is noted before it is sent from where it lies, and partitioned",
         ("self._convert_to_deepspeed_param(param)", "dist.broadcast(param.data", "param.partition()"),
     ),
+    *(
+        Guard(
+            wrapper,
+            "initialize_optimizer_states",
+            "internals/adagrad.py",
+            "an Adagrad of other tensors takes the place of the one that was given, with states for these",
+            (f"self.optimizer = torch.optim.Adagrad(self.{tensors}, **self.optimizer.defaults)",),
+        )
+        for wrapper, tensors in ((ZERO12, "single_partition_of_fp32_groups"), (ZERO3, "fp32_partitioned_groups_flat"))
+    ),
     # The correction rides on the unscale: internals/zero.py.
     *(
         guard
@@ -239,6 +249,13 @@ GUARDS: tuple[Guard, ...] = (
         "internals/stages.py",
         "what a stage receives in is made by a method that is looked up on the object, with the tensor's own type",
         ("buffers.append(self._allocate_or_extend_buffers(idx, recv_shape, recv_dtype))",),
+    ),
+    Guard(
+        ENGINE,
+        "load_checkpoint",
+        "internals/stages.py",
+        "files of the optimizer are loaded, or its weights taken from the model, where there is ZeRO, and only there",
+        ("load_zero_checkpoint = load_path is not None and self.zero_optimization()",),
     ),
     # Other wrappers.
     *(

@@ -123,6 +123,9 @@ class Engine(Protocol):
     def autotp_size(self) -> int:
         """How many ranks hold a part of the model each; 0 or 1 where AutoTP is off."""
 
+    def zero_optimization(self) -> bool:
+        """Whether there is ZeRO: on stages 1 to 3."""
+
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
 
