@@ -67,3 +67,8 @@ def test_an_accelerator_is_asked_at_the_end_for_what_differed_before(noted, grad
     noted.forget()
     noted.note()
     assert not noted.differ(ends=True)
+
+
+def test_gradients_on_another_device_differ(noted, gradients):
+    gradients[:] = [g.to("meta") for g in gradients]
+    assert noted.differ(ends=False)

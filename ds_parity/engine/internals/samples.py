@@ -51,7 +51,7 @@ class Samples:
         if noted is None:
             return False
         taken = self._taken()
-        if taken is None or taken.shape != noted.shape:
+        if taken is None or (taken.shape, taken.device) != (noted.shape, noted.device):
             return True
         # They are bits: a NaN that is still there is the same.
         if taken.device.type in _AT_ONCE:
