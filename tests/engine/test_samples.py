@@ -1,5 +1,6 @@
 """Values of gradients are compared with those that were noted, on a CPU at once and elsewhere at a window's end."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -72,3 +73,25 @@ def test_an_accelerator_is_asked_at_the_end_for_what_differed_before(noted, grad
 def test_gradients_on_another_device_differ(noted, gradients):
     gradients[:] = [g.to("meta") for g in gradients]
     assert noted.differ(ends=False)
+
+
+def test_an_accelerator_is_asked_where_nothing_is_left_to_compare(noted, gradients, monkeypatch):
+    """ZeRO 1 takes the gradients away in the boundary's backward."""
+    monkeypatch.setattr(samples, "_AT_ONCE", ())
+    gradients[0].data.mul_(2)
+    assert not noted.differ(ends=False)
+    gradients.clear()
+    noted.note()
+    assert not noted.differ(ends=False)
+    assert noted.differ(ends=True)
+
+
+def test_a_write_that_spares_the_first_values_differs(noted, gradients):
+    gradients[0].data[20:] = 0
+    assert noted.differ(ends=False)
+
+
+def test_no_gradient_is_kept_alive(noted, gradients):
+    there = weakref.ref(gradients[0].untyped_storage())
+    gradients.clear()
+    assert there() is None
