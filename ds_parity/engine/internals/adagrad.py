@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
+import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_parity.engine.internals.replaced import replaced
+from ds_parity.errors import ConfigError
 
 _INITIALIZE: Final = "initialize_optimizer_states"
 
@@ -32,8 +34,30 @@ def own_adagrad() -> Iterator[None]:
 def _then_its_own(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
     def initialized(self: Any) -> None:
         own = self.optimizer
+        if isinstance(own, torch.optim.Adagrad):
+            refuse_more(own)
         initialize(self)
         if self.optimizer is not own:
             own.state, self.optimizer = self.optimizer.state, own
 
     return initialized
+
+
+def refuse_more(own: torch.optim.Adagrad) -> None:
+    """Raise where a class of one's own has more than Adagrad has, for which DeepSpeed builds no states.
+
+    Args:
+        own: the optimizer that was given.
+
+    Raises:
+        ConfigError: it has states, or defaults, that Adagrad has not.
+    """
+    plain = torch.optim.Adagrad([torch.zeros(1)])
+    states = {name for state in own.state.values() for name in state} - {"step", "sum"}
+    more = sorted(map(str, states | (own.defaults.keys() - plain.defaults.keys())))
+    if more:
+        raise ConfigError(
+            f"the optimizer is {type(own).__name__}, a class of torch's Adagrad with states or defaults of its own "
+            f"({', '.join(more)}): on ZeRO 1 to 3 DeepSpeed builds an Adagrad without them; derive it from "
+            "torch.optim.Optimizer, or use stage 0"
+        )
