@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
+
+_NOTHING: Final = object()
 
 
 @contextmanager
@@ -16,9 +18,13 @@ def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
         name: that it has.
         by: what the name is meanwhile.
     """
-    own = getattr(owner, name)
+    # What an object has of its class, or a class of another, is not to be its own behind this.
+    its_own = vars(owner).get(name, _NOTHING)
     setattr(owner, name, by)
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        if its_own is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, its_own)
