@@ -53,8 +53,10 @@ class Division:
         if weighting.silences(counts):
             if not isinstance(loss, torch.Tensor):
                 loss = sum(loss.values(), torch.zeros((), device=self._engine.device))
+            # A function of autograd may write to w.grad itself (fused weight gradients), which no hook of w sees: it
+            # is given a gradient of 0, too.
             with silenced(self._engine.module):
-                self._backward(loss, **kwargs)
+                self._backward(_Silent.apply(loss), **kwargs)  # type: ignore[no-untyped-call]
             return torch.zeros_like(loss)
         if not isinstance(loss, torch.Tensor):
             combined = self._combined(loss, counts, weighting, window)
@@ -153,9 +155,14 @@ def silenced(module: torch.nn.Module) -> Iterator[None]:
     The zeros are put in before a gradient is accumulated, so that DeepSpeed's reductions run as in any other pass.
     """
     trained = (p for p in module.parameters() if p.requires_grad)
-    handles = [p.register_hook(torch.zeros_like) for p in trained]  # type: ignore[no-untyped-call]
+    handles = [p.register_hook(_zeros) for p in trained]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    # A function of autograd may give None for a parameter.
+    return None if gradient is None else torch.zeros_like(gradient)
