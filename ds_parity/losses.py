@@ -330,6 +330,11 @@ class DirectPreference(nn.Module):
                 f"reference_logps have the shape {tuple(reference_logps.shape)}, must be (B, 2): of each pair the "
                 "chosen and the rejected answer; give sums over their tokens, as `answers` returns them"
             )
+        if segment_ids is None and len(input_ids) != 2 * len(reference_logps):
+            raise ConfigError(
+                f"reference_logps have {len(reference_logps)} rows, and input_ids {len(input_ids)}: each pair has one "
+                "row there and two here, the chosen answer and the rejected one"
+            )
         logps, tokens = self.answers(input_ids, loss_mask, len(reference_logps), position_ids, segment_ids)
         log_ratios = logps - reference_logps.to(logps.dtype)
         margins = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])
@@ -374,7 +379,15 @@ def masked(values: Tensor, loss_mask: Tensor, segment_ids: Tensor | None, sequen
         loss_mask: of the same shape, 1 for each loss token and 0 elsewhere.
         segment_ids: packed (1, T) int64, the number of each token's sequence; None where they are padded.
         sequences: how many there are.
+
+    Raises:
+        ConfigError: the mask has another shape than the values.
     """
+    if loss_mask.shape != values.shape:
+        raise ConfigError(
+            f"loss_mask has the shape {tuple(loss_mask.shape)}, must be {tuple(values.shape)}: one number for each "
+            "token of input_ids[:, 1:]; ds_parity.collate makes it so"
+        )
     mask = loss_mask.to(values.dtype)
     # Padding may be a token whose logit is -inf, and 0 times that is NaN.
     values = torch.where(mask == 0, torch.zeros_like(values), values * mask)

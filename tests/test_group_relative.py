@@ -7,7 +7,7 @@ import torch
 
 from ds_parity.collation import collate
 from ds_parity.errors import ConfigError
-from ds_parity.losses import GroupRelativePolicy, PolicyGradient
+from ds_parity.losses import DirectPreference, GroupRelativePolicy, PolicyGradient
 from ds_parity.parity.data.model import build_tiny
 from ds_parity.planning.rollout import Rollout
 
@@ -213,3 +213,25 @@ def test_a_masked_token_of_no_probability_has_no_part_in_loss_and_gradient(layou
     assert loss.item() == pytest.approx(right.item(), rel=1e-12)
     for own, other in zip(policy.parameters(), gradients, strict=True):
         torch.testing.assert_close(own.grad, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [lambda mask: mask[:1], lambda mask: mask[0], lambda mask: mask[:, :1]])
+@pytest.mark.parametrize("loss", [PolicyGradient, GroupRelativePolicy, DirectPreference])
+def test_a_mask_of_another_shape_is_refused_and_not_spread(loss, shape):
+    model, given = inputs()
+    wrong = shape(given["loss_mask"])
+    names = {"PolicyGradient": ("advantages",), "GroupRelativePolicy": ("advantages", "sampled_logps")}
+    made = {name: given[name] for name in names.get(loss.__name__, ())}
+    if loss is DirectPreference:
+        given["input_ids"], made = given["input_ids"][:2], {"reference_logps": torch.zeros(1, 2)}
+        wrong = shape(given["loss_mask"][:2])
+    with pytest.raises(ConfigError, match="loss_mask"):
+        loss(model)(given["input_ids"], wrong, **made)
+
+
+@pytest.mark.parametrize("pairs", [1, 3])
+def test_pairs_and_their_references_are_as_many(pairs):
+    model, given = inputs()
+    ids, mask = given["input_ids"][[0, 1, 2, 0]], given["loss_mask"][[0, 1, 2, 0]]
+    with pytest.raises(ConfigError, match=f"reference_logps have {pairs} rows, and input_ids 4"):
+        DirectPreference(model)(ids, mask, torch.zeros(pairs, 2))
