@@ -296,8 +296,15 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "adagrad_built_anew",
         "another Adagrad is stepped: a torch scheduler, the groups' own values and a class of one's own have no effect",
         "use a scheduler of the JSON and one group, or another optimizer",
-        lambda c: c.stage in (1, 2, 3),
+        lambda c: c.stage in (1, 2, 3) and not (c.stage == 1 and c.sums_in_fp32),
         "the optimizer is torch's Adagrad",
+    ),
+    DeepSpeedFault(
+        "step_at_start",
+        "the optimizer is stepped once while the engine is built: Adam's first steps are shorter, and weight decay is "
+        "applied once more",
+        "use ZeRO 1, or a warmup, in which it does not matter",
+        lambda c: not c.fp32 and c.stage == 0,
     ),
     DeepSpeedFault(
         "sparse_gradients_zero0",
