@@ -204,7 +204,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         Nothing that was handed out is kept, but for the inputs of the smallest micro-batch so far, where they are: on
         the accelerator, if the stream has moved them there. Besides it, those are alive that were read ahead (at most
-        2 * lookahead - 1), and what the loop itself holds.
+        2 * lookahead - 1), and what the loop itself holds. What is read ahead is not copied: yield a new micro-batch
+        each time, and no buffer that is filled anew.
 
         A loop that leaves it early (`break`, an exception) loses the micro-batches that were read ahead: they are gone
         from the stream, and no pass has run them. To leave without a loss, call `stop()` and go on to the boundary with
