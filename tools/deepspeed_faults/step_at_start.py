@@ -1,4 +1,4 @@
-"""ZeRO 0 in bf16 and fp16: the optimizer is stepped while the engine is built, so that Adam's first step is its second.
+"""ZeRO 0 in bf16 and fp16: the optimizer is stepped once while an engine is built, and Adam is a step ahead.
 
     deepspeed --num_accelerators 1 tools/deepspeed_faults/step_at_start.py
 

@@ -305,6 +305,8 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "applied once more",
         "use ZeRO 1, or a warmup, in which it does not matter",
         lambda c: not c.fp32 and c.stage == 0,
+        "the LR does not begin near 0",
+        kept_from=False,
     ),
     DeepSpeedFault(
         "sparse_gradients_zero0",

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_parity.engine.internals import samples
-from ds_parity.engine.internals.samples import Samples
+from ds_parity.engine.internals import written
+from ds_parity.engine.internals.written import Samples
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_nothing_differs_where_nothing_was_noted_or_it_was_forgotten(noted, grad
 
 
 def test_an_accelerator_is_asked_at_the_end_for_what_differed_before(noted, gradients, monkeypatch):
-    monkeypatch.setattr(samples, "_AT_ONCE", ())
+    monkeypatch.setattr(written, "_AT_ONCE", ())
     gradients[0].data.mul_(2)
     assert not noted.differ(ends=False)
     noted.note()  # a backward has added to it
@@ -77,7 +77,7 @@ def test_gradients_on_another_device_differ(noted, gradients):
 
 def test_an_accelerator_is_asked_where_nothing_is_left_to_compare(noted, gradients, monkeypatch):
     """ZeRO 1 takes the gradients away in the boundary's backward."""
-    monkeypatch.setattr(samples, "_AT_ONCE", ())
+    monkeypatch.setattr(written, "_AT_ONCE", ())
     gradients[0].data.mul_(2)
     assert not noted.differ(ends=False)
     gradients.clear()
