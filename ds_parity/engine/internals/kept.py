@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_parity.engine.internals.newcomers import Newcomers, names_of
-from ds_parity.engine.internals.written import Samples
 from ds_parity.engine.internals.stepped import guard_step, refuse_groups
+from ds_parity.engine.internals.written import Samples
 from ds_parity.errors import WindowError
 
 if TYPE_CHECKING:
