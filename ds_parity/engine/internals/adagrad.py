@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -52,9 +53,9 @@ def refuse_more(own: torch.optim.Adagrad) -> None:
     Raises:
         ConfigError: it has states, or defaults, that Adagrad has not.
     """
-    plain = torch.optim.Adagrad([torch.zeros(1)])
+    known = inspect.signature(torch.optim.Adagrad).parameters.keys()
     states = {name for state in own.state.values() for name in state} - {"step", "sum"}
-    more = sorted(map(str, states | (own.defaults.keys() - plain.defaults.keys())))
+    more = sorted(map(str, states | (own.defaults.keys() - known)))
     if more:
         raise ConfigError(
             f"the optimizer is {type(own).__name__}, a class of torch's Adagrad with states or defaults of its own "
