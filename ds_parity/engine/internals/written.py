@@ -46,6 +46,13 @@ class Samples:
         Args:
             ends: the window is about to end.
         """
+        found = self._found(ends=ends)
+        if ends and not found:
+            # The step, whose memory is at its peak, has no use for them.
+            self.forget()
+        return found
+
+    def _found(self, *, ends: bool) -> bool:
         # On ZeRO 1 nothing is left to be noted behind the boundary's backward.
         if self._noted is not None:
             taken, noted = self._taken(), self._noted
