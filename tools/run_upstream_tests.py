@@ -72,6 +72,7 @@ DEFINED = (
 )
 HANGS = ("no sign of life", "Test hanged")  # the second is DeepSpeed's own
 PATIENCE = 30  # seconds beyond the time that DeepSpeed gives a test itself
+COLLECTING = 180  # seconds at least until the first test starts: torch and DeepSpeed are imported, the tests collected
 # Ranks compile these at first use. If they are killed while they do, later ranks wait for their lock for ever.
 BUILD_OPS = """
 from deepspeed.accelerator import get_accelerator
@@ -218,14 +219,16 @@ def _pytest(tests: Path, ids: list[str], mode: str, timeout: float) -> tuple[lis
 
 
 def _wait(process: subprocess.Popen, results: Path, timeout: float) -> str:
-    # Collecting and every test have `timeout` seconds each: each of them writes a line.
-    size, since = -1, time.monotonic()
+    # Collecting and every test write a line each. Before the first of them a test's own seconds would be too few on a
+    # busy machine, and tests that are not collected are tests without an outcome.
+    size, since = 0, time.monotonic()
     while process.poll() is None:
         now = results.stat().st_size
+        patience = timeout if now else max(timeout, COLLECTING)
         if now != size:
             size, since = now, time.monotonic()
-        elif time.monotonic() - since > timeout:
-            return f"no sign of life in {timeout:.0f} s"
+        elif time.monotonic() - since > patience:
+            return f"no sign of life in {patience:.0f} s"
         time.sleep(0.2)
     return f"pytest ended with code {process.returncode}"
 

@@ -109,6 +109,25 @@ def test_everything_else_that_ends_otherwise_differs(report):
     assert "FAIL: 4 outcomes differ; 1 refused by ds_parity" in report[1].stdout
 
 
+@pytest.mark.parametrize(
+    ("script", "ended"),
+    [
+        ("sleep 1.5; echo collected > lines", "pytest ended with code 0"),
+        ("echo collected > lines; sleep 60", "no sign of life in 1 s"),
+        ("sleep 60", "no sign of life in 3 s"),
+    ],
+)
+def test_collecting_may_take_longer_than_a_test(tmp_path, monkeypatch, script, ended):
+    """On a busy machine importing torch took longer than a test may: all tests of that file were without an outcome."""
+    monkeypatch.setattr(run_upstream_tests, "COLLECTING", 3)
+    (tmp_path / "lines").touch()
+    process = subprocess.Popen(["sh", "-c", f"exec 2>&1; {script}"], cwd=tmp_path, start_new_session=True)
+    try:
+        assert run_upstream_tests._wait(process, tmp_path / "lines", 1) == ended
+    finally:
+        run_upstream_tests._kill(process)
+
+
 def test_a_path_without_tests_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path)])
     assert run_upstream_tests.main() == 2
