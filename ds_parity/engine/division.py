@@ -56,7 +56,7 @@ class Division:
             # A function of autograd may write to w.grad itself (fused weight gradients), which no hook of w sees: it
             # is given a gradient of 0, too.
             with silenced(self._engine.module):
-                self._backward(_Silent.apply(loss), **kwargs)  # type: ignore[no-untyped-call]
+                self._backward(silent(loss), **kwargs)
             return torch.zeros_like(loss)
         if not isinstance(loss, torch.Tensor):
             combined = self._combined(loss, counts, weighting, window)
@@ -90,7 +90,7 @@ class Division:
             part = summed and counts.tokens > 0 and term.unit in ("rollout", "target") and term.name not in counts.lacks
             own = loss.reshape(()) if loss.dtype == torch.float64 else loss.reshape(()).float()
             if not divisor or not (weight or part):
-                parts.append(_Silent.apply(own))  # type: ignore[no-untyped-call]
+                parts.append(silent(own))
                 continue
             coefficient = term.coefficient * (1 if summed else weight) / divisor
             if loss.dtype in _HALVES and not self._warned:
@@ -136,9 +136,13 @@ class Division:
         return accumulated
 
 
-class _Silent(torch.autograd.Function):
-    """A term that weighs nothing: 0, with a backward that reaches the same parameters as on other ranks."""
+def silent(loss: torch.Tensor) -> torch.Tensor:
+    """Return 0 for a loss that weighs nothing, finite or not; a backward reaches its parameters, with zeros."""
+    result: torch.Tensor = _Silent.apply(loss)  # type: ignore[no-untyped-call]
+    return result
 
+
+class _Silent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(loss)

@@ -20,8 +20,9 @@ import wrapt
 from ds_parity.config import Settings
 from ds_parity.config.features import PIPELINES, Wanted
 from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
-from ds_parity.engine.division import silenced
+from ds_parity.engine.division import silenced, silent
 from ds_parity.engine.internals.installed import refused_by_call
+from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.stages import (
     averaged_over,
     buffers_of_every_type,
@@ -288,18 +289,11 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             loss = loss.float() if loss.dtype in _HALVES else loss
             if share is not None:
                 return loss / share
-            # Zero, and a gradient of zero, also where the loss is not finite.
-            return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
+            return silent(loss)
 
-        # In front of a loss that is a module (torch.nn.CrossEntropyLoss), where torch lets no function take its place.
-        attributes = vars(module)
-        own = {"loss_fn": given} if "loss_fn" in attributes else {}
-        attributes["loss_fn"] = loss_fn
-        try:
+        # It may stand in front of a module (torch.nn.CrossEntropyLoss).
+        with replaced(module, "loss_fn", loss_fn):
             yield
-        finally:
-            del attributes["loss_fn"]
-            attributes.update(own)
 
 
 def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *, plain: bool) -> None:

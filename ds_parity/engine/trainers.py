@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_parity.engine.framework import Divided, FrameworkEngine
+from ds_parity.engine.internals.replaced import replaced
 from ds_parity.errors import ConfigError
 
 UNITS = ("rollout", "token")
@@ -66,7 +67,7 @@ def _noting(own: Callable[..., Any], unit: str) -> Callable[..., Any]:
                 "of ds_parity that could divide its loss; write gradient_accumulation_passes into its DeepSpeed "
                 "configuration, or leave normalise out"
             )
-        before, compute = vars(trainer).get("compute_loss"), trainer.compute_loss
+        compute = trainer.compute_loss
 
         def compute_loss(model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
             items = given.get("num_items_in_batch")
@@ -76,13 +77,8 @@ def _noting(own: Callable[..., Any], unit: str) -> Callable[..., Any]:
             model.undivide(divided)
             return loss
 
-        trainer.compute_loss = compute_loss
-        try:
+        with replaced(trainer, "compute_loss", compute_loss):
             return own(trainer, model, *args, **kwargs)
-        finally:
-            del trainer.compute_loss
-            if before is not None:
-                trainer.compute_loss = before
 
     return training_step
 

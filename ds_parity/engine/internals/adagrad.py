@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
@@ -26,13 +26,13 @@ def own_adagrad() -> Iterator[None]:
     and what they say, its class, and the schedulers that were built over it
     (tools/deepspeed_faults/adagrad_built_anew.py). Only the states are taken from it here.
     """
-    with ExitStack() as stack:
-        for wrapper in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
-            stack.enter_context(replaced(wrapper, _INITIALIZE, _then_its_own(getattr(wrapper, _INITIALIZE))))
+    with _initialized_by_its_own(DeepSpeedZeroOptimizer), _initialized_by_its_own(DeepSpeedZeroOptimizer_Stage3):
         yield
 
 
-def _then_its_own(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
+def _initialized_by_its_own(wrapper: type) -> AbstractContextManager[None]:
+    initialize: Callable[[Any], None] = getattr(wrapper, _INITIALIZE)
+
     def initialized(self: Any) -> None:
         own = self.optimizer
         if isinstance(own, torch.optim.Adagrad):
@@ -41,7 +41,7 @@ def _then_its_own(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
         if self.optimizer is not own:
             own.state, self.optimizer = self.optimizer.state, own
 
-    return initialized
+    return replaced(wrapper, _INITIALIZE, initialized)
 
 
 def refuse_more(own: torch.optim.Adagrad) -> None:

@@ -20,11 +20,13 @@ def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
     """
     # What an object has of its class, or a class of another, is not to be its own behind this.
     its_own = vars(owner).get(name, _NOTHING)
-    setattr(owner, name, by)
+    # torch lets only a module take the place of a module's part, by its own __setattr__.
+    kind = type if isinstance(owner, type) else object
+    kind.__setattr__(owner, name, by)
     try:
         yield
     finally:
         if its_own is _NOTHING:
-            delattr(owner, name)
+            kind.__delattr__(owner, name)
         else:
-            setattr(owner, name, its_own)
+            kind.__setattr__(owner, name, its_own)
