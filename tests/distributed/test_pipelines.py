@@ -119,9 +119,9 @@ def alone_in_the_process(task):
     """Let no later task's engine find the grid of this one's: DeepSpeed remembers it."""
 
     @functools.wraps(task)
-    def run(folder):
+    def run(*args, **kwargs):
         try:
-            return task(folder)
+            return task(*args, **kwargs)
         finally:
             deepspeed.utils.groups.mpu = None
 
@@ -234,27 +234,26 @@ def config_of(stage, kind):
     return config(stage, **(KINDS | SHARDED)[kind])
 
 
-@on_four_ranks
 @alone_in_the_process
-def resumed(folder):
+def gone_on(folder, stage, kind):
     """Whether weights are the same, bit for bit, where an engine goes on from a checkpoint."""
-    results = {}
-    for stage, kind in RESUMED:
-        whole = build(config_of(stage, kind))
-        for number, columns in enumerate(WINDOWS[:4]):
-            whole.train_window(micro_batches(whole, number, columns))
-            if number == 1:
-                whole.save_checkpoint(folder, tag=f"{stage} {kind}")
-        again = build(config_of(stage, kind))
-        again.load_checkpoint(folder, tag=f"{stage} {kind}")
-        for number, columns in enumerate(WINDOWS[2:4], start=2):
-            again.train_window(micro_batches(again, number, columns))
-        pairs = zip(whole.module.parameters(), again.module.parameters(), strict=True)
-        equal = all(bool((one == other).all()) for one, other in pairs)
-        said = [equal, again.global_steps, again.global_samples, whole.global_samples, again.last_step.step]
-        results[f"{stage} {kind}"] = from_all(said)
-        deepspeed.utils.groups.mpu = None
-    return results
+    whole = build(config_of(stage, kind))
+    for number, columns in enumerate(WINDOWS[:4]):
+        whole.train_window(micro_batches(whole, number, columns))
+        if number == 1:
+            whole.save_checkpoint(folder, tag=f"{stage} {kind}")
+    again = build(config_of(stage, kind))
+    again.load_checkpoint(folder, tag=f"{stage} {kind}")
+    for number, columns in enumerate(WINDOWS[2:4], start=2):
+        again.train_window(micro_batches(again, number, columns))
+    pairs = zip(whole.module.parameters(), again.module.parameters(), strict=True)
+    equal = all(bool((one == other).all()) for one, other in pairs)
+    return from_all([equal, again.global_steps, again.global_samples, whole.global_samples, again.last_step.step])
+
+
+@on_four_ranks
+def resumed(folder):
+    return {f"{stage} {kind}": gone_on(folder, stage, kind) for stage, kind in RESUMED}
 
 
 @pytest.mark.parametrize(("stage", "kind"), RESUMED)
@@ -263,26 +262,26 @@ def test_a_checkpoint_resumes_bit_for_bit(four_ranks, stage, kind):
     assert four_ranks.of(resumed)[f"{stage} {kind}"] == [[True, 4, rollouts, rollouts, 4]] * 4
 
 
-@on_four_ranks
 @alone_in_the_process
+def moved_by_a_step(folder, stage, kind):
+    """How far weights are from those that were loaded alone, behind a step at a rate of 0."""
+    extended = config_of(stage, kind) | {"scheduler": {"type": None}}
+    saved = build(extended)
+    saved.train_window(micro_batches(saved, 0, WINDOWS[0]))
+    saved.save_checkpoint(folder, tag=f"{stage} {kind}")
+    engine = build(extended | {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}})
+    # The stages of a new engine begin alike, and bf16 has few digits.
+    for p in engine.module.parameters():
+        p.data.add_(1.0)
+    engine.load_checkpoint(folder, tag=f"{stage} {kind}", load_optimizer_states=False)
+    engine.train_window(micro_batches(engine, 1, WINDOWS[1]))
+    pairs = zip(saved.module.parameters(), engine.module.parameters(), strict=True)
+    return from_all(max(float((one - other).abs().max()) for one, other in pairs))
+
+
+@on_four_ranks
 def weights_alone(folder):
-    """How far a step at a rate of 0 moves weights from those that were loaded, and how far loading has moved them."""
-    results = {}
-    fixed = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "scheduler": {"type": None}}
-    for stage, kind in RESUMED:
-        saved = build(config_of(stage, kind) | {"scheduler": {"type": None}})
-        saved.train_window(micro_batches(saved, 0, WINDOWS[0]))
-        saved.save_checkpoint(folder, tag=f"{stage} {kind}")
-        engine = build(config_of(stage, kind) | fixed)
-        # The stages of a new engine begin alike, and bf16 has few digits.
-        for p in engine.module.parameters():
-            p.data.add_(1.0)
-        engine.load_checkpoint(folder, tag=f"{stage} {kind}", load_optimizer_states=False)
-        engine.train_window(micro_batches(engine, 1, WINDOWS[1]))
-        pairs = zip(saved.module.parameters(), engine.module.parameters(), strict=True)
-        results[f"{stage} {kind}"] = from_all(max(float((one - other).abs().max()) for one, other in pairs))
-        deepspeed.utils.groups.mpu = None
-    return results
+    return {f"{stage} {kind}": moved_by_a_step(folder, stage, kind) for stage, kind in RESUMED}
 
 
 @pytest.mark.parametrize(("stage", "kind"), RESUMED)
