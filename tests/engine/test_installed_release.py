@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_parity.config import rewrite
 from ds_parity.config.features import Wanted
@@ -14,6 +16,8 @@ from ds_parity.config.releases import read
 from ds_parity.config.versions import OLDEST
 from ds_parity.engine import initialize
 from ds_parity.engine.internals import guard_list, guards, installed, unread
+from ds_parity.engine.internals.adagrad import own_adagrad
+from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.guard_list import Changed
 from ds_parity.engine.internals.guards import ENGINE, TIMER, ZERO3, ZERO12
 from ds_parity.engine.ranks import agreement
@@ -152,10 +156,35 @@ def test_a_version_that_was_read_is_not_guarded_again(having):
         (TIMER, "internals/counters.py", ON_STAGE[2], False),
         (ENGINE, "internals/monitor.py", ON_STAGE[2], False),
         (ZERO3, "internals/zero3.py", {"zero_optimization": {"stage": "auto"}}, True),
+        (ENGINE, "internals/broadcast.py", ON_STAGE[2], False),
+        (ZERO12, "internals/adagrad.py", ON_STAGE[2], False),
+        (ZERO12, "internals/adagrad.py and zero12.py", ON_STAGE[2], True),
     ],
 )
 def test_a_change_touches_what_relies_on_it(owner, used_in, config, expected):
     assert unread.touches(Changed("", owner, used_in), Wanted(config)) is expected
+
+
+GIVEN_UP = ((DeepSpeedEngine, "_broadcast_model"), (DeepSpeedZeroOptimizer, "initialize_optimizer_states"))
+
+
+@pytest.mark.parametrize(("owner", "name"), GIVEN_UP)
+def test_a_release_without_a_name_that_few_models_need_is_taken(owner, name, having, monkeypatch):
+    having("0.21.0")
+    monkeypatch.delattr(owner, name)
+    with any_shape_is_sent(), own_adagrad():
+        assert not hasattr(owner, name)
+    assert not hasattr(owner, name)
+
+
+def test_a_release_that_sends_weights_in_another_way_is_left_as_it_is(having):
+    having("0.21.0")
+    sends = DeepSpeedEngine._broadcast_model
+    with any_shape_is_sent():
+        assert DeepSpeedEngine._broadcast_model is not sends
+    having("0.21.0", Changed("", ENGINE, "internals/broadcast.py"))
+    with any_shape_is_sent():
+        assert DeepSpeedEngine._broadcast_model is sends
 
 
 def test_the_warning_names_what_is_unverified_and_what_changed(having, caplog, monkeypatch):

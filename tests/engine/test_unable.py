@@ -81,3 +81,11 @@ def test_an_optimizer_of_matrices_that_a_function_has_made_is_refused():
     muon = torch.optim.Muon(torch.nn.Linear(2, 2, bias=False).parameters())
     with pytest.raises(ConfigError, match="the optimizer is torch's Muon"):
         refuse_unable(built(muon))
+
+
+def test_an_adagrad_in_whose_place_another_one_is_stepped_is_refused():
+    given, other = (torch.optim.Adagrad([torch.zeros(1)]) for _ in range(2))
+    refuse_unable(built(given))
+    refuse_unable(built(given, SimpleNamespace(optimizer=given)))
+    with pytest.raises(ConfigError, match="on stage 1 the installed DeepSpeed builds another one"):
+        refuse_unable(built(given, SimpleNamespace(optimizer=other)))

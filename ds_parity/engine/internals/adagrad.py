@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_parity.engine.internals.replaced import replaced
+from ds_parity.config.versions import MEASURED
+from ds_parity.engine.internals.replaced import wrapped
+from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import ConfigError
 
 _INITIALIZE: Final = "initialize_optimizer_states"
@@ -26,13 +28,33 @@ def own_adagrad() -> Iterator[None]:
     and what they say, its class, and the schedulers that were built over it
     (tools/deepspeed_faults/adagrad_built_anew.py). Only the states are taken from it here.
     """
-    with _initialized_by_its_own(DeepSpeedZeroOptimizer), _initialized_by_its_own(DeepSpeedZeroOptimizer_Stage3):
+    with (
+        wrapped(DeepSpeedZeroOptimizer, _INITIALIZE, _then_its_own),
+        wrapped(DeepSpeedZeroOptimizer_Stage3, _INITIALIZE, _then_its_own),
+    ):
         yield
 
 
-def _initialized_by_its_own(wrapper: type) -> AbstractContextManager[None]:
-    initialize: Callable[[Any], None] = getattr(wrapper, _INITIALIZE)
+def refuse_another(engine: Engine) -> None:
+    """Raise where a release that nobody has read steps another Adagrad than the one that was given.
 
+    Args:
+        engine: that DeepSpeed has just built.
+
+    Raises:
+        ConfigError: it does.
+    """
+    given = engine.basic_optimizer
+    stepped = getattr(engine.optimizer, "optimizer", given)
+    if isinstance(given, torch.optim.Adagrad) and stepped is not given:
+        raise ConfigError(
+            f"the optimizer is torch's Adagrad: on stage {engine.zero_optimization_stage()} the installed DeepSpeed "
+            f"builds another one in its place, so that groups and schedulers have no effect, and ds_parity could not "
+            f"keep it from that; use stage 0, or install deepspeed=={MEASURED[-1]}"
+        )
+
+
+def _then_its_own(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
     def initialized(self: Any) -> None:
         own = self.optimizer
         if isinstance(own, torch.optim.Adagrad):
@@ -41,7 +63,7 @@ def _initialized_by_its_own(wrapper: type) -> AbstractContextManager[None]:
         if self.optimizer is not own:
             own.state, self.optimizer = self.optimizer.state, own
 
-    return replaced(wrapper, _INITIALIZE, initialized)
+    return initialized
 
 
 def refuse_more(own: torch.optim.Adagrad) -> None:

@@ -1,8 +1,8 @@
-"""Replaces a name of DeepSpeed's for a while."""
+"""Replaces a name of DeepSpeed's, or of an object, for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -30,3 +30,20 @@ def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
             kind.__delattr__(owner, name)
         else:
             kind.__setattr__(owner, name, its_own)
+
+
+@contextmanager
+def wrapped(owner: Any, name: str, by: Callable[[Any], Any]) -> Iterator[None]:
+    """Return a context in which a function of a class is one that is made of it; nothing changes where it has none.
+
+    Args:
+        owner: the class.
+        name: that a newer DeepSpeed may have given up.
+        by: given the function, it returns what stands in its place.
+    """
+    function = getattr(owner, name, None)
+    if function is None:
+        yield
+        return
+    with replaced(owner, name, by(function)):
+        yield

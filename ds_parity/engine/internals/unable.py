@@ -9,6 +9,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.config.features import L2_ON_CPU, SUMMED_EXPERTS_ON_CPU
+from ds_parity.engine.internals.adagrad import refuse_another
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import ConfigError
@@ -22,9 +23,11 @@ def refuse_unable(engine: Engine) -> None:
 
     Raises:
         ConfigError: its optimizer is DeepSpeed's Adam with a weight decay that is to be a part of the gradient, and is
-            decoupled; or it only steps matrices; or the engine has a MoE layer of DeepSpeed's whose norm raises.
+            decoupled; or it only steps matrices; or it is an Adagrad in whose place DeepSpeed steps another one; or
+            the engine has a MoE layer of DeepSpeed's whose norm raises.
     """
     optimizer = engine.basic_optimizer
+    refuse_another(engine)
     refuse_matrices(optimizer, engine.zero_optimization_stage())
     if isinstance(optimizer, FusedAdam) and not optimizer.adam_w_mode:
         decays = [group["weight_decay"] for group in optimizer.param_groups if group["weight_decay"]]

@@ -61,6 +61,8 @@ _BY_FILE: Final[Mapping[str, _Touches]] = {
 }
 # A change there makes a number wrong that is logged, and no step.
 _LOGGED_ALONE: Final = ("counters.py", "monitor.py", "all_weights.py")
+# Few models and optimizers meet a change there. It raises while their engine is built, or is refused behind that.
+_SEEN_WHEN_BUILT: Final = ("adagrad.py", "broadcast.py")
 
 
 @functools.cache
@@ -102,11 +104,22 @@ def refused(config: Mapping[str, Any]) -> Iterator[Fault]:
 
 def touches(change: Changed, asked: Wanted) -> bool:
     """Return whether steps of a configuration rely on what has changed."""
+    relying = _files(change)
+    if relying and all(name in _SEEN_WHEN_BUILT for name in relying):
+        return False
     by_owner = _BY_OWNER.get(change.owner)
     if by_owner is not None:
         return by_owner(asked)
-    files = [name for name in change.used_in.replace(" and ", ", ").replace("internals/", "").split(", ") if name]
-    return any(_BY_FILE.get(name, _everything)(asked) for name in files if name not in _LOGGED_ALONE)
+    return any(_BY_FILE.get(name, _everything)(asked) for name in relying if name not in _LOGGED_ALONE)
+
+
+def is_unsure(file: str) -> bool:
+    """Return whether guards find changed what a file of this room relies on."""
+    return any(file in _files(change) for change in found())
+
+
+def _files(change: Changed) -> list[str]:
+    return [name for name in change.used_in.replace(" and ", ", ").replace("internals/", "").split(", ") if name]
 
 
 def _everything(_: Wanted) -> bool:
