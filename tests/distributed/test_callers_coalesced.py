@@ -5,7 +5,7 @@ import pytest
 from ds_parity.config.features import COALESCED
 from ds_parity.engine.internals.installed import refused_by_call
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 from tests.distributed.test_callers_boundary import (
     ALIKE,
     OTHERS,
@@ -23,7 +23,7 @@ from tests.distributed.test_callers_boundary import (
 from tests.distributed.test_callers_windows import BrokenError
 from tests.distributed.test_loop_shapes import CELLS, KINDS, loss_of, weights
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 if why := refused_by_call(COALESCED.name):
     pytest.skip(why, allow_module_level=True)
 # DeepSpeed takes the block on ZeRO 1 to 3, and not for the wrapper that keeps fp32 gradients of bf16 weights itself.
@@ -159,7 +159,7 @@ REFUSED = {
 }
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def coalesced_windows(folder):
     """By cell: what loops with one reduction a window come to."""
     results = {"oracle": {name: oracle(plan) for name, plan in PLANS.items()}}
@@ -204,18 +204,18 @@ def coalesced_windows(folder):
 
 @pytest.mark.parametrize(("stage", "kind"), [cell for cell in TAKEN if "bf16" not in KINDS[cell[1]]])
 @pytest.mark.parametrize("plan", PLANS)
-def test_steps_are_those_of_the_oracle(two_ranks, stage, kind, plan):
+def test_steps_are_those_of_the_oracle(two_ranks_at_length, stage, kind, plan):
     if plan == "uneven" and stage > 1:
         pytest.skip("ZeRO 2 and 3 are to run the same number of backwards on every rank")
-    results = two_ranks.of(coalesced_windows)
+    results = two_ranks_at_length.of(coalesced_windows)
     for how in (plan, f"{plan}, alternating"):
         for right, own in zip(results["oracle"][plan], results[f"{stage} {kind}"][how]["weights"], strict=True):
             assert own == pytest.approx(right, abs=2e-7), how
 
 
 @pytest.mark.parametrize(("stage", "kind"), TAKEN)
-def test_the_same_bits_as_deepspeeds_own_block(two_ranks, stage, kind):
-    cell = two_ranks.of(coalesced_windows)[f"{stage} {kind}"]
+def test_the_same_bits_as_deepspeeds_own_block(two_ranks_at_length, stage, kind):
+    cell = two_ranks_at_length.of(coalesced_windows)[f"{stage} {kind}"]
     assert cell["alike"]["weights"] == cell["by hand"]
     assert cell["announced"] == cell["alike"]
     # What is counted does not depend on where it is reduced; sums of several reductions are rounded otherwise.
@@ -224,26 +224,26 @@ def test_the_same_bits_as_deepspeeds_own_block(two_ranks, stage, kind):
 
 @pytest.mark.parametrize("play", REFUSED)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_a_block_cannot_be_used_for_is_refused_on_every_rank(two_ranks, stage, play):
-    said = two_ranks.of(coalesced_windows)[f"{stage} {play.__name__}"]
+def test_what_a_block_cannot_be_used_for_is_refused_on_every_rank(two_ranks_at_length, stage, play):
+    said = two_ranks_at_length.of(coalesced_windows)[f"{stage} {play.__name__}"]
     assert all(one.startswith(REFUSED[play]) for one in said), said
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(1, "fp32"), (2, "fp32"), (2, "offload"), (3, "fp32"), (3, "offload")])
-def test_a_block_without_a_backward_leaves_nothing_behind(two_ranks, stage, kind):
-    same, said = two_ranks.of(coalesced_windows)[f"{stage} {kind} empty"]
+def test_a_block_without_a_backward_leaves_nothing_behind(two_ranks_at_length, stage, kind):
+    same, said = two_ranks_at_length.of(coalesced_windows)[f"{stage} {kind} empty"]
     assert said.startswith("WindowError: step() in window 1 without a backward()")
     assert same
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_after_an_exception_in_a_block_a_checkpoint_is_the_way_out(two_ranks, stage):
-    again, whole = two_ranks.of(coalesced_windows)[f"{stage} loaded"]
+def test_after_an_exception_in_a_block_a_checkpoint_is_the_way_out(two_ranks_at_length, stage):
+    again, whole = two_ranks_at_length.of(coalesced_windows)[f"{stage} loaded"]
     assert again == whole
 
 
 @pytest.mark.parametrize(("stage", "kind"), NOT_TAKEN)
-def test_where_deepspeed_has_no_such_block_it_says_so_and_the_engine_goes_on(two_ranks, stage, kind):
-    said, steps = two_ranks.of(coalesced_windows)[f"{stage} {kind}"]
+def test_where_deepspeed_has_no_such_block_it_says_so_and_the_engine_goes_on(two_ranks_at_length, stage, kind):
+    said, steps = two_ranks_at_length.of(coalesced_windows)[f"{stage} {kind}"]
     assert "coalesce_grad_reduction" in said
     assert steps == 1

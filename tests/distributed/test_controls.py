@@ -15,7 +15,7 @@ from tests.distributed import cells
 from tests.older_refusals import skip_where_bare_is_wrong
 from tools import update_docs
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # All of them on one stage here; `ds-parity controls` runs any configuration.
 STAGE = 1

@@ -12,7 +12,7 @@ import ds_parity
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.installed import before
 from tests.distributed.engines import from_all, perceptron, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 from tests.distributed.test_loop_shapes import CELLS, REFUSED, extended, loss_of, micro_batches, weights
 
 pytestmark = pytest.mark.ranks
@@ -53,7 +53,9 @@ def clipped(parameters):
         clip_grad_norm_(parameters, 0.01)
 
 
-WAYS = [cleared, halved, replaced, filled, one_filled_with_nan, clipped]
+ALWAYS = [cleared, clipped]
+# They take the same way through DeepSpeed and ds_parity: for `make test-slow`.
+AT_LENGTH = [halved, replaced, filled, one_filled_with_nan]
 
 
 def written(engine, way):
@@ -125,10 +127,10 @@ BY_CALLER = [in_windows_of_the_caller, in_windows_reduced_once]
 # The first cell of each stage and wrapper takes all; the others what reaches the most of them.
 PLAIN = ("fp32", "bf16")
 DRAWN = [
-    *((*cell, *one) for cell in CELLS for one in product(PLACES, WAYS) if cell[1] in PLAIN),
+    *((*cell, *one) for cell in CELLS for one in product([*PLACES, *BY_CALLER], ALWAYS) if cell[1] in PLAIN),
     *((*cell, before_each_backward, cleared) for cell in CELLS if cell[1] not in PLAIN),
-    *((*cell, *one) for cell in CELLS for one in product(BY_CALLER, (cleared, clipped)) if cell[1] in PLAIN),
 ]
+DRAWN_AT_LENGTH = [(*cell, *one) for cell in CELLS for one in product(PLACES, AT_LENGTH) if cell[1] in PLAIN]
 
 
 def engine_of(stage, kind, place):
@@ -144,8 +146,18 @@ def engine_of(stage, kind, place):
 @on_two_ranks
 def gradients_that_are_written_to(folder):
     """By cell: what each rank is answered, and the weights; of a loop that only reads, the same."""
+    return _written_to(DRAWN)
+
+
+@at_length_on_two_ranks
+def gradients_that_are_written_to_at_length(folder):
+    """The same of the other cells."""
+    return _written_to(DRAWN_AT_LENGTH)
+
+
+def _written_to(drawn):
     results = {}
-    for stage, kind, place, way in {(*one[:3], read): 0 for one in DRAWN} | dict.fromkeys(DRAWN):
+    for stage, kind, place, way in {(*one[:3], read): 0 for one in drawn} | dict.fromkeys(drawn):
         engine = engine_of(stage, kind, place)
         said = from_all(refusal(lambda e=engine, p=place, w=way: p(e, w)))
         results[f"{stage} {kind} {place.__name__} {way.__name__}"] = [said, weights(engine)]
@@ -155,7 +167,16 @@ def gradients_that_are_written_to(folder):
 
 @pytest.mark.parametrize(("stage", "kind", "place", "way"), DRAWN)
 def test_a_gradient_that_is_written_to_is_refused_or_none_is_there(two_ranks, stage, kind, place, way):
-    results = two_ranks.of(gradients_that_are_written_to)
+    refused_or_not_there(two_ranks.of(gradients_that_are_written_to), stage, kind, place, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind", "place", "way"), DRAWN_AT_LENGTH)
+def test_so_it_is_in_every_other_way(two_ranks_at_length, stage, kind, place, way):
+    refused_or_not_there(two_ranks_at_length.of(gradients_that_are_written_to_at_length), stage, kind, place, way)
+
+
+def refused_or_not_there(results, stage, kind, place, way):
     only_read = results[f"{stage} {kind} {place.__name__} read"]
     assert only_read[0] == ["nothing was raised"] * 2
     said, left = results[f"{stage} {kind} {place.__name__} {way.__name__}"]
