@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import ds_parity
 from tests.distributed.cells import STAGES
+from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_loop_shapes import extended, loss_of, micro_batches, weights
 
@@ -76,9 +77,29 @@ def trained(stage, function, idle):
     return result
 
 
-# ZeRO 2 and 3 raise where a parameter is given None, as bare DeepSpeed does.
 CELLS = [*((stage, "writes") for stage in STAGES), (0, "gives none"), (1, "gives none")]
 FUNCTIONS = {"writes": Accumulating, "gives none": Giving}
+
+
+# DeepSpeed's own end there is an AttributeError of NoneType.
+REFUSED = [(1, {"overlap_comm": True}), (2, {}), (2, {"contiguous_gradients": False}), (3, {})]
+
+
+def given_none(stage, zero):
+    """What each rank is answered where a parameter is given None and DeepSpeed needs a gradient."""
+    model, config = built(Giving), extended(stage)
+    config["zero_optimization"] |= zero
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, *_ = ds_parity.initialize(model=model, optimizer=optimizer, config=config)
+    # ZeRO 1 reduces in the boundary's backward alone.
+    said = refusal(lambda: engine.backward(loss_of(engine, engine, 1), rollouts=10))
+    engine.destroy()
+    return from_all(said)
+
+
+@on_two_ranks
+def refused_gradients(folder):
+    return [given_none(*cell) for cell in REFUSED]
 
 
 @on_two_ranks
@@ -101,3 +122,10 @@ def test_a_pass_that_counts_nothing_changes_nothing(two_ranks, stage, name, idle
 def test_a_gradient_that_a_function_writes_is_stepped(two_ranks, stage):
     start = built(Accumulating)[2].weight.flatten().tolist()
     assert two_ranks.of(fused)[f"{stage} writes"][""][2] != pytest.approx(start, abs=1e-3)
+
+
+@pytest.mark.parametrize("at", range(len(REFUSED)))
+def test_where_deepspeed_needs_a_gradient_the_function_that_gives_none_is_named(two_ranks, at):
+    for said in two_ranks.of(refused_gradients)[at]:
+        assert said.startswith("WindowError: one backward() brought")
+        assert "A function of autograd whose backward returns None for a parameter" in said

@@ -1,4 +1,4 @@
-"""Says what DeepSpeed's assertions mean where one backward brings the gradient of a parameter twice."""
+"""Says what DeepSpeed's errors mean where one backward brings the gradient of a parameter twice, or without a value."""
 
 from __future__ import annotations
 
@@ -10,24 +10,40 @@ from ds_parity.errors import WindowError
 # a parameter twice, or asks a gradient that it has just reduced for its size (stage3.py, both functions).
 _PARTITIONED = 3
 _SAID, _SILENT_IN = "already been reduced", ("__reduce_and_partition_ipg_grads", "__add_grad_to_ipg_bucket")
+# ZeRO 1 with overlap_comm and ZeRO 2 ask a gradient that a function of autograd has not given for its view, or, without
+# contiguous_gradients, say it.
+_VALUELESS_IN, _VALUELESS_SAID = "reduce_independent_p_g_buckets_and_remove_grads", "with None gradient"
+_NO_VALUE = (
+    ". A function of autograd whose backward returns None for a parameter that requires a gradient ends so: let it "
+    "return zeros there"
+)
 
 
 def explain(error: Exception, stage: int) -> None:
-    """Raise WindowError where a backward has raised because it brought a gradient twice.
+    """Raise WindowError where a backward has raised because it brought a gradient twice, or None in its place.
 
     Args:
         error: that the backward has raised.
         stage: of ZeRO.
     """
-    if _SAID not in str(error) and _innermost(error.__traceback__) not in _SILENT_IN:
+    raised_in, said = _innermost(error.__traceback__), " ".join(str(error).split()) or "an AssertionError"
+    without_value = isinstance(error, AttributeError) and "NoneType" in said
+    if _VALUELESS_SAID in said or (without_value and raised_in == _VALUELESS_IN):
+        raise WindowError(
+            f"one backward() brought a parameter to DeepSpeed's ZeRO stage {stage} without a gradient ({said})"
+            f"{_NO_VALUE}, or use ZeRO 0, or 1 without overlap_comm. Its pass is counted, so load a checkpoint into a "
+            "new engine"
+        ) from error
+    if _SAID not in said and raised_in not in _SILENT_IN:
         return
     smaller = ", or, where other parameters lie between its uses, zero_optimization.reduce_bucket_size below their size"
     raise WindowError(
         f"one backward() brought the gradient of a parameter twice, and DeepSpeed's ZeRO stage {stage} has reduced, or "
-        f"kept, the first one ({' '.join(str(error).split()) or 'an AssertionError'}): reentrant activation "
+        f"kept, the first one ({said}): reentrant activation "
         "checkpointing runs a backward for each use of a block, where a block is used twice in a forward or two "
         "forwards have one backward. Its pass is counted, so load a checkpoint into a new engine; set "
         f"use_reentrant=False, or use ZeRO 0, or 1 without overlap_comm{smaller if stage == _PARTITIONED else ''}"
+        f"{_NO_VALUE if without_value else ''}"
     ) from error
 
 
