@@ -14,6 +14,7 @@ from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.groups import Members, groups_of
 from ds_parity.engine.internals.other_modules import explain
 from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.prefetching import is_reading
 from ds_parity.engine.ranks.agreement import naming_lost_ranks, same
 from ds_parity.engine.ranks.exchange import Exchange, Pending
 from ds_parity.engine.ranks.hostgroups import group_of
@@ -75,9 +76,17 @@ class AmongRanks:
         Args:
             kind: what they do there, as in `Place`.
             used: all must have used the same parameters in the window, too, where DeepSpeed needs that.
+
+        Raises:
+            WindowError: this is the thread of `passes(prefetch=...)`.
         """
         if self.over is None:
             return None
+        if is_reading():
+            raise WindowError(
+                f"the stream of passes(prefetch=...) {kind} in its thread: while passes run, only the loop's own "
+                "thread may talk to other ranks; do it before passes() begins, or read the stream with prefetch=0"
+            )
 
         def place() -> Place:
             here = self._place(kind)

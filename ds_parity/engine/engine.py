@@ -333,6 +333,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             ConfigError: on some rank there are not as many rewards as prompts, a reward is no finite number, or a
                 prompt can be no key or is another one on each rank; raised on every rank.
             RankDesyncError: not every rank has come within `ds_parity.exchange_timeout`.
+            WindowError: the stream of `passes(prefetch=...)` calls, in its thread.
         """
         driver: Driver = self._self_driver
         with driver.waiting("group_advantages()"):

@@ -12,7 +12,13 @@ from deepspeed.accelerator import get_accelerator
 
 _LOG = logging.getLogger("ds_parity")
 _END: Final = object()
+_NAME: Final = "ds_parity prefetch"
 _PATIENCE: Final = 60.0  # seconds in which a stream must yield what it makes when its reader leaves
+
+
+def is_reading() -> bool:
+    """Return whether this is a thread that reads a stream ahead."""
+    return threading.current_thread().name == _NAME
 
 
 class _Raised:
@@ -47,7 +53,7 @@ class Prefetched(Iterator[Any]):
         if self._thread is None and not self._closed:
             accelerator = get_accelerator()
             where = accelerator.current_device(), accelerator.current_stream()
-            self._thread = threading.Thread(target=self._run, args=where, name="ds_parity prefetch", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=where, name=_NAME, daemon=True)
             self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._made or self._closed)

@@ -287,7 +287,16 @@ def read_in_a_thread(folder):
         run_stream(engine, raising(), prefetch=2)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    return results | {"raised": from_all(said), "raised, readers": _readers()}
+    results |= {"raised": from_all(said), "raised, readers": _readers()}
+
+    def gathering():
+        for n in range(9):
+            gathered.group_advantages(["a", "b"], [1.0, 0.0])
+            yield Batch(n)
+
+    gathered = build(config(2, passes=6))
+    results["gathers"] = from_all(refusal(lambda: run_stream(gathered, gathering(), prefetch=2)))
+    return results
 
 
 def _readers():
@@ -295,6 +304,11 @@ def _readers():
 
 
 class TestPrefetch:
+    def test_a_stream_that_talks_to_other_ranks_in_the_thread_is_told_how_not_to(self, two_ranks):
+        for said in two_ranks.of(read_in_a_thread)["gathers"]:
+            assert said.startswith("WindowError: the stream of passes(prefetch=...) gathers rewards in its thread")
+            assert said.endswith("read the stream with prefetch=0")
+
     def test_a_thread_that_reads_ahead_changes_no_bit_and_is_gone_afterwards(self, two_ranks):
         seen = two_ranks.of(read_in_a_thread)
         for stage, ahead in product(STAGES, (0, 3)):
