@@ -147,6 +147,12 @@ SPARSE: Final = Feature(
     lambda asked: asked.stage in (0, None) and asked.value("sparse_gradients") is True,
     "sparse_gradients",
 )
+_FETCHED: Final = "zero_optimization.stage3_use_all_reduce_for_fetch_params"
+FETCHED: Final = Feature(
+    "ZeRO 3 that gathers weights by all-reduce",
+    lambda asked: asked.stage in (3, None) and asked.value(_FETCHED) is True,
+    _FETCHED,
+)
 AUTOTP: Final = Feature("AutoTP", lambda asked: autotp_size(asked.config) > 1, SIZE_OF_AUTOTP)
 CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")
 COALESCED: Final = Feature("coalesce_grad_reduction()", _never, "")
@@ -166,6 +172,7 @@ FEATURES: Final = (
     OVERLAP,
     SCATTERED,
     SPARSE,
+    FETCHED,
     AUTOTP,
     CALLERS,
     COALESCED,

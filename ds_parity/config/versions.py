@@ -17,6 +17,7 @@ from ds_parity.config.features import (
     AUTOTP,
     COALESCED,
     FEATURES,
+    FETCHED,
     L2_ON_CPU,
     LEFT_OUT,
     MOVED_OFFLOADED,
@@ -184,6 +185,14 @@ ENTRIES: Final = (
         "key itself",
         right_from=release("0.19.8"),
         way_out="leave sparse_gradients out: gradients are then reduced as they are",
+    ),
+    Entry(
+        (FETCHED.name,),
+        Verdict.REFUSED,
+        "what lies in a parameter's padding is added to the next one where ranks do not divide its size",
+        "tools/deepspeed_faults/fetched_by_all_reduce.py; 0.19.4 was not measured",
+        right_from=release("0.19.5"),
+        way_out="leave stage3_use_all_reduce_for_fetch_params out: weights are gathered as they are then",
     ),
     Entry(
         (AUTOTP.name,),

@@ -113,7 +113,8 @@ BESIDE = {
 def config_of(script, place):
     """A configuration that is where a script has a place."""
     zero = {"stage": int(place.split()[1].rstrip(",")), **(OFFLOAD if "CPU offload" in place else {})}
-    zero |= {key: True for key in ("overlap_comm", "round_robin_gradients") if key in place}
+    switches = ("overlap_comm", "round_robin_gradients", "stage3_use_all_reduce_for_fetch_params")
+    zero |= {key: True for key in switches if key in place}
     config = {"zero_optimization": zero, **BESIDE.get(script, {})}
     config |= {half: {"enabled": True} for half in ("fp16", "bf16") if f"in {half}" in place}
     if "fp32 accumulation" in place:

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ds_parity.config.features import COALESCED, FEATURES, LEFT_OUT, PIPELINES, SPARSE, Feature
+from ds_parity.config.features import COALESCED, FEATURES, FETCHED, LEFT_OUT, PIPELINES, SPARSE, Feature
 from ds_parity.config.releases import Release
 from ds_parity.config.versions import ENTRIES, MEASURED, Entry, Verdict, entries_of, verdict
 from ds_parity.parity.matrix.cells import cells
@@ -23,6 +23,7 @@ _TESTS = {
     COALESCED.name: ("tests/distributed/test_callers_coalesced.py",),
     PIPELINES.name: ("tests/distributed/test_pipelines.py",),
     SPARSE.name: ("tests/distributed/test_sparse_gradients.py",),
+    FETCHED.name: ("tests/distributed/test_fetched_weights.py",),
 }
 
 Results = Mapping[str, Mapping[str, Any]]

@@ -373,6 +373,21 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         kept_from=False,
     ),
     DeepSpeedFault(
+        "states_of_later_groups",
+        "it raises for the parameters of all groups but the first, and other ranks wait; training is right",
+        "give the optimizer one group, or use stage 3",
+        lambda c: c.stage in (1, 2),
+        "the optimizer has several groups, and the loop calls safe_get_full_optimizer_state()",
+        kept_from=False,
+    ),
+    DeepSpeedFault(
+        "fetched_by_all_reduce",
+        "what lies in a weight's padding, which nobody has written, is added to the next weight",
+        "leave stage3_use_all_reduce_for_fetch_params out",
+        lambda c: c.stage == 3 and c.on("zero_optimization.stage3_use_all_reduce_for_fetch_params"),
+        "the ranks do not divide the size of a weight",
+    ),
+    DeepSpeedFault(
         "lion_moves_unused_weights",
         "weights whose gradient has always been 0 (embedding rows of unseen tokens) move in every step",
         "use AdamW, or Lion without CPU offload",
