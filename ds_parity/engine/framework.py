@@ -174,8 +174,9 @@ class FrameworkEngine(ParityEngine):
             f"{self._units_so_far(totals)}, so that it {'goes on' if said else 'ends here'}. A backward() counts "
             f"{driver.usual_rollouts} rollouts on each of {driver.ranks} ranks (train_micro_batch_size_per_gpu) unless "
             f"it is given counts. Let the framework accumulate {self.gradient_accumulation_steps()} passes "
-            "(gradient_accumulation_steps), over data that holds whole windows; or, where the counts vary, call "
-            "engine.backward(loss, rollouts=...) and engine.step() yourself and not the framework's backward"
+            "(gradient_accumulation_steps), over data that holds whole windows (an epoch's end may cut one short "
+            "behind a whole one); or, where the counts vary, call engine.backward(loss, rollouts=...) and "
+            "engine.step() yourself and not the framework's backward"
         )
 
     def _end_short(self, totals: PassTotals) -> None:
