@@ -86,20 +86,33 @@ class Feature:
         met: whether a configuration asks for it; of those that a call or a model asks for, no configuration does.
         key: the key by which a configuration asks for it, which a refusal shows with its value.
         accelerator: DeepSpeed's name of the one on which alone releases differ; "": on all.
+        other_key: another spelling of the key; "" where there is none.
     """
 
     name: str
     met: Callable[[Wanted], bool]
     key: str = "zero_optimization.stage"
     accelerator: str = ""
+    other_key: str = ""
 
     def asked_for(self, config: Mapping[str, Any]) -> bool:
         """Return whether a configuration asks for it."""
         return self.met(Wanted(config))
 
+    def shown_in(self, config: Mapping[str, Any]) -> tuple[str, Any]:
+        """Return the key by which a configuration asks for it, and its value there."""
+        asked = Wanted(config)
+        key = self.other_key if self.other_key and asked.value(self.key) is ABSENT else self.key
+        return key, asked.value(key)
+
 
 def _never(_: Wanted) -> bool:
     return False
+
+
+def _is_on(value: Any) -> bool:
+    # What pydantic takes for True in DeepSpeed's sections.
+    return value is not ABSENT and str(value).lower() in ("true", "1", "yes", "on", "y", "t")
 
 
 def _plain(stage: int, precision: str) -> Feature:
@@ -148,10 +161,12 @@ SPARSE: Final = Feature(
     "sparse_gradients",
 )
 _FETCHED: Final = "zero_optimization.stage3_use_all_reduce_for_fetch_params"
+_FETCHED_TOO: Final = "zero_optimization.use_all_reduce_for_fetch_params"  # DeepSpeed takes its field's own name, too
 FETCHED: Final = Feature(
     "ZeRO 3 that gathers weights by all-reduce",
-    lambda asked: asked.stage in (3, None) and asked.value(_FETCHED) is True,
+    lambda asked: asked.stage in (3, None) and (_is_on(asked.value(_FETCHED)) or _is_on(asked.value(_FETCHED_TOO))),
     _FETCHED,
+    other_key=_FETCHED_TOO,
 )
 AUTOTP: Final = Feature("AutoTP", lambda asked: autotp_size(asked.config) > 1, SIZE_OF_AUTOTP)
 CALLERS: Final = Feature("windows that the caller ends", lambda asked: asked.callers, f"{SECTION}.boundary")

@@ -26,7 +26,6 @@ from ds_parity.config.features import (
     SPARSE,
     SUMMED_EXPERTS_ON_CPU,
     Feature,
-    Wanted,
     named,
 )
 from ds_parity.config.releases import Release, release
@@ -284,7 +283,7 @@ def refused(config: Mapping[str, Any], version: Release) -> Iterator[Fault]:
         version: the release of DeepSpeed that is to run it.
     """
     for feature, entry in asked_for(config, version, Verdict.REFUSED):
-        yield Fault(feature.key, Wanted(config).value(feature.key), *rule_and_way_out(feature, entry, version))
+        yield Fault(*feature.shown_in(config), *rule_and_way_out(feature, entry, version))
 
 
 def rule_and_way_out(feature: Feature, entry: Entry, version: Release) -> tuple[str, str]:

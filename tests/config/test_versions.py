@@ -122,6 +122,21 @@ def test_gradients_that_are_not_contiguous_are_refused_where_ranks_are_not_summe
     assert len(list(versions.refused(config, release(version)))) == count
 
 
+FETCHED = ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params")
+
+
+@pytest.mark.parametrize("key", FETCHED)
+@pytest.mark.parametrize(
+    ("value", "version", "count"),
+    [(True, "0.19.3", 1), ("true", "0.18.4", 1), (False, "0.19.3", 0), (True, "0.19.5", 0)],
+)
+def test_weights_gathered_by_all_reduce_are_refused_in_either_spelling(key, value, version, count):
+    faults = list(versions.refused({"zero_optimization": {"stage": 3, key: value}}, release(version)))
+    assert len(faults) == count
+    assert all(str(fault).startswith(f"zero_optimization.{key} = ") for fault in faults)
+    assert not list(versions.refused({"zero_optimization": {"stage": 2, key: value}}, release(version)))
+
+
 def test_a_release_without_numbers_refuses_nothing():
     assert versions.refused_by_call("coalesce_grad_reduction()", None, "cpu") is None
 

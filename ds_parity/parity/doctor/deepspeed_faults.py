@@ -384,7 +384,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "fetched_by_all_reduce",
         "what lies in a weight's padding, which nobody has written, is added to the next weight",
         "leave stage3_use_all_reduce_for_fetch_params out",
-        lambda c: c.stage == 3 and c.on("zero_optimization.stage3_use_all_reduce_for_fetch_params"),
+        lambda c: (
+            c.stage == 3
+            and (
+                c.on("zero_optimization.stage3_use_all_reduce_for_fetch_params")
+                or c.on("zero_optimization.use_all_reduce_for_fetch_params")
+            )
+        ),
         "the ranks do not divide the size of a weight",
     ),
     DeepSpeedFault(
