@@ -110,9 +110,13 @@ def _never(_: Wanted) -> bool:
     return False
 
 
+# pydantic takes these for a flag in DeepSpeed's sections.
 def _is_on(value: Any) -> bool:
-    # What pydantic takes for True in DeepSpeed's sections.
-    return value is not ABSENT and str(value).lower() in ("true", "1", "yes", "on", "y", "t")
+    return value is not ABSENT and str(value).lower() in ("true", "1", "1.0", "yes", "on", "y", "t")
+
+
+def _is_off(value: Any) -> bool:
+    return value is not ABSENT and str(value).lower() in ("false", "0", "0.0", "no", "off", "n", "f")
 
 
 def _plain(stage: int, precision: str) -> Feature:
@@ -145,19 +149,19 @@ def _autocast(stage: int, precision: str) -> Feature:
 
 OVERLAP: Final = Feature(
     "communication that overlaps",
-    lambda asked: asked.value("zero_optimization.overlap_comm") is True,
+    lambda asked: _is_on(asked.value("zero_optimization.overlap_comm")),
     "zero_optimization.overlap_comm",
 )
 SCATTERED: Final = Feature(
     "ZeRO 1 and 2 without contiguous gradients",
     lambda asked: (
-        asked.stage in (1, 2) and asked.value("zero_optimization.contiguous_gradients") is False and not asked.offloads
+        asked.stage in (1, 2) and _is_off(asked.value("zero_optimization.contiguous_gradients")) and not asked.offloads
     ),
     "zero_optimization.contiguous_gradients",
 )
 SPARSE: Final = Feature(
     "sparse_gradients on ZeRO 0",
-    lambda asked: asked.stage in (0, None) and asked.value("sparse_gradients") is True,
+    lambda asked: asked.stage in (0, None) and _is_on(asked.value("sparse_gradients")),
     "sparse_gradients",
 )
 _FETCHED: Final = "zero_optimization.stage3_use_all_reduce_for_fetch_params"

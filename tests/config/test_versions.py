@@ -116,9 +116,10 @@ def test_every_refused_cell_has_its_reason_and_its_way_out(name, version):
     assert "or newer" in why or "no release is right yet" in why
 
 
+@pytest.mark.parametrize("off", [False, "false", 0])
 @pytest.mark.parametrize(("version", "count"), [("0.18.4", 1), ("0.19.5", 1), ("0.19.8", 0)])
-def test_gradients_that_are_not_contiguous_are_refused_where_ranks_are_not_summed(version, count):
-    config = {"zero_optimization": {"stage": 2, "contiguous_gradients": False}}
+def test_gradients_that_are_not_contiguous_are_refused_where_ranks_are_not_summed(version, count, off):
+    config = {"zero_optimization": {"stage": 2, "contiguous_gradients": off}}
     assert len(list(versions.refused(config, release(version)))) == count
 
 
