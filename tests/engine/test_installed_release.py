@@ -187,6 +187,14 @@ def test_a_release_that_sends_weights_in_another_way_is_left_as_it_is(having):
         assert DeepSpeedEngine._broadcast_model is sends
 
 
+def test_so_is_one_that_makes_states_in_another_way(having):
+    """What it steps in the place of an Adagrad is seen then, and refused."""
+    makes = DeepSpeedZeroOptimizer.initialize_optimizer_states
+    having("0.21.0", Changed("", ZERO12, "internals/adagrad.py"))
+    with own_adagrad():
+        assert DeepSpeedZeroOptimizer.initialize_optimizer_states is makes
+
+
 def test_the_warning_names_what_is_unverified_and_what_changed(having, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     having("0.21.0", IN_ZERO3)

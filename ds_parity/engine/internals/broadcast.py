@@ -28,8 +28,7 @@ _CONVERT: Final = "_convert_to_deepspeed_param"
 def any_shape_is_sent() -> Iterator[None]:
     """Return a context in which DeepSpeed may build an engine over parameters of any shape and layout.
 
-    A release that sends weights in another way, which nobody has read, is left as it is: it sends such parameters, too,
-    or raises.
+    A release that sends weights in another way, which nobody has read, is left as it is.
     """
     if is_unsure(_HERE):
         yield

@@ -61,7 +61,8 @@ _BY_FILE: Final[Mapping[str, _Touches]] = {
 }
 # A change there makes a number wrong that is logged, and no step.
 _LOGGED_ALONE: Final = ("counters.py", "monitor.py", "all_weights.py")
-# Few models and optimizers meet a change there. It raises while their engine is built, or is refused behind that.
+# Few models and optimizers meet a change there. DeepSpeed is left as it is then: it is right by itself, or raises, and
+# what it does to an Adagrad is seen when the engine is built.
 _SEEN_WHEN_BUILT: Final = ("adagrad.py", "broadcast.py")
 
 
