@@ -111,6 +111,11 @@ class TestAMetric:
         with pytest.raises(WindowError, match="must be a string"):
             meter.record(3, 1.0, idle=True)
 
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_of_an_integer_that_no_float_holds_is_infinite(self, meter, sign):
+        meter.record("x", sign * 10**400)
+        assert means(meter) == {"x": sign * math.inf}
+
     def test_comes_in_the_order_of_names(self):
         sums = Sums(("b", "a", "none"), torch.tensor([7.0, 1.0, 2.0, 3.0, 1.0, 0.0, 0.0], dtype=torch.float64))
         assert sums.read() == (7.0, {"a": 3.0, "b": 0.5})

@@ -58,7 +58,7 @@ def _taken(name: str, what: str, given: Any, samples: Any = None) -> Number:
     if given is None and what == "weight":
         return torch.ones_like(samples, dtype=torch.float64)
     if isinstance(given, Real):
-        return float(given)
+        return _float(given)
     if isinstance(given, torch.Tensor) and given.ndim <= 1 and not given.is_complex():
         return given.detach()
     said = f"a tensor of shape {_shape(given)}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
@@ -66,6 +66,13 @@ def _taken(name: str, what: str, given: Any, samples: Any = None) -> Number:
         f"record({name!r}): {what} is {said}: it must be a real number, or a real tensor of no dimension or one (a "
         "number a sample); flatten() what has more, and select the samples that count"
     )
+
+
+def _float(given: Any) -> float:
+    try:
+        return float(given)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf if given > 0 else -math.inf
 
 
 def _shape(given: Any) -> tuple[int, ...]:
