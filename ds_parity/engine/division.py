@@ -137,7 +137,10 @@ class Division:
 
 
 def silent(loss: torch.Tensor) -> torch.Tensor:
-    """Return 0 for a loss that weighs nothing, finite or not; a backward reaches its parameters, with zeros."""
+    """Return 0 for a loss that weighs nothing, finite or not.
+
+    A gradient of 0 flows back into the loss; `silenced` is for what a forward that is not finite makes of it.
+    """
     result: torch.Tensor = _Silent.apply(loss)  # type: ignore[no-untyped-call]
     return result
 

@@ -346,7 +346,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Return what passes of these micro-batches cost on the slowest rank, as `ds_parity.measure_cost` does.
 
         Raises:
-            WindowError: a window is open, or parameters are divided over ranks (ZeRO 3).
+            WindowError: a window is open, parameters are divided over ranks (ZeRO 3), or the stream of
+                `passes(prefetch=...)` calls, in its thread.
             ConfigError, RankDesyncError: as `ds_parity.measure_cost` says.
         """
         driver: Driver = self._self_driver

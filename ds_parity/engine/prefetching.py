@@ -12,13 +12,15 @@ from deepspeed.accelerator import get_accelerator
 
 _LOG = logging.getLogger("ds_parity")
 _END: Final = object()
-_NAME: Final = "ds_parity prefetch"
 _PATIENCE: Final = 60.0  # seconds in which a stream must yield what it makes when its reader leaves
+
+
+_here = threading.local()
 
 
 def is_reading() -> bool:
     """Return whether this is a thread that reads a stream ahead."""
-    return threading.current_thread().name == _NAME
+    return getattr(_here, "reads", False)
 
 
 class _Raised:
@@ -53,7 +55,7 @@ class Prefetched(Iterator[Any]):
         if self._thread is None and not self._closed:
             accelerator = get_accelerator()
             where = accelerator.current_device(), accelerator.current_stream()
-            self._thread = threading.Thread(target=self._run, args=where, name=_NAME, daemon=True)
+            self._thread = threading.Thread(target=self._run, args=where, name="ds_parity prefetch", daemon=True)
             self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._made or self._closed)
@@ -101,6 +103,7 @@ class Prefetched(Iterator[Any]):
             self._made.clear()
 
     def _run(self, device: Any, queue: Any) -> None:
+        _here.reads = True
         # Both are each thread's own.
         accelerator = get_accelerator()
         accelerator.set_device(device)

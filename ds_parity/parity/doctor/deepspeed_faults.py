@@ -376,7 +376,7 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "states_of_later_groups",
         "it raises for the parameters of all groups but the first, and other ranks wait; training is right",
         "give the optimizer one group, or use stage 3",
-        lambda c: c.stage in (1, 2),
+        lambda c: c.stage == 2 or (c.stage == 1 and (c.offloads or not c.sums_in_fp32)),
         "the optimizer has several groups, and the loop calls safe_get_full_optimizer_state()",
         kept_from=False,
     ),
