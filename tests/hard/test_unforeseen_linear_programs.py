@@ -5,14 +5,8 @@ schedulers, checkpoints that go on with the other boundary, parameters that are 
 changes, errors midway, and two engines in turn.
 """
 
-import faulthandler
-import gc
-import os
 import random
-import shutil
-import tempfile
 import threading
-import warnings
 
 import pytest
 import torch.distributed as dist
@@ -21,6 +15,7 @@ from ds_parity.parity.running.half_precision import experiment
 from tests.hard.unforeseen.linear_checks import differing_weights
 from tests.hard.unforeseen.linear_players import LinearPlayer
 from tests.hard.unforeseen.linear_programs import drawn
+from tests.hard.unforeseen.seeds import batches, played, shared_folder
 
 SEEDS, OF_ONE_START = "18:30", 12  # of these, one at least finds what is left out with CPU offload
 SECONDS = 100  # for one program
@@ -29,27 +24,12 @@ SECOND = 1_000_000  # the seed of the program that takes turns with another, beh
 
 def play(rank, seeds):
     """Play the programs of seeds; return by seed what was wrong, and the log."""
-    warnings.filterwarnings("ignore")
-    found = {}
-    for seed in seeds:
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
-        with experiment():
-            said = _played(seed)
-        if said:
-            found[seed] = said
-        gc.collect()
-        faulthandler.cancel_dump_traceback_later()
-    return found
+    return played(seeds, _played, SECONDS)
 
 
 def _played(seed):
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    said = _taken_turns(seed, folder[0])
-    dist.barrier()  # others may still read there
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
-    return said
+    with experiment(), shared_folder() as folder:
+        return _taken_turns(seed, folder)
 
 
 def _taken_turns(seed, folder):
@@ -113,11 +93,8 @@ def _in_thread(steps):
 
 
 # More programs than in the suite: UNFORESEEN_LINEAR_PROGRAMS=1000:1100 plays those of these seeds.
-FIRST, LAST = map(int, os.environ.get("UNFORESEEN_LINEAR_PROGRAMS", SEEDS).split(":"))
-
-
-@pytest.mark.parametrize("first", range(FIRST, LAST, OF_ONE_START))
+@pytest.mark.parametrize("seeds", batches("UNFORESEEN_LINEAR_PROGRAMS", SEEDS, OF_ONE_START), ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_weight_is_where_the_account_has_it(forks, ranks, first):
-    outcomes = forks.run(play, ranks, OF_ONE_START * SECONDS, seeds=list(range(first, min(LAST, first + OF_ONE_START))))
+def test_every_weight_is_where_the_account_has_it(forks, ranks, seeds):
+    outcomes = forks.run(play, ranks, OF_ONE_START * SECONDS, seeds=list(seeds))
     assert [(one.how, one.value) for one in outcomes] == [("returned", {})] * ranks

@@ -5,44 +5,35 @@ promises, checkpoints that are loaded here, anew or later, finish(), rates set b
 refused; over all stages, offload, buckets, models, optimizers, schedules, weights, reductions and types of counts.
 """
 
-import faulthandler
-import gc
-import os
-import tempfile
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.hard.unforeseen.players import Player
 from tests.hard.unforeseen.programs import drawn
+from tests.hard.unforeseen.seeds import batches, played, shared_folder
 
-SEEDS, OF_ONE_START = 36, 12  # engines of ZeRO 3 stay in memory for good, so a start plays some programs only
+SEEDS, OF_ONE_START = "0:36", 12  # engines of ZeRO 3 stay in memory for good, so a start plays some programs only
 SECONDS = 100  # for one program
 
 
-def play(rank, first):
-    """Play OF_ONE_START programs; return by seed what was wrong, and the log."""
-    warnings.filterwarnings("ignore")
-    found = {}
-    for seed in range(first, first + OF_ONE_START):
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
-        folder = [tempfile.mkdtemp() if rank == 0 else None]
-        dist.broadcast_object_list(folder)
-        player = Player(drawn(seed, dist.get_world_size()), folder[0])
+def play(rank, seeds):
+    """Play the programs of seeds; return by seed what was wrong, and the log."""
+    return played(seeds, _played, SECONDS)
+
+
+def _played(seed):
+    with shared_folder() as folder:
+        player = Player(drawn(seed, dist.get_world_size()), folder)
         try:
             player.play()
         except Exception as error:
             raise RuntimeError(f"{player.program}: {player.log}: {type(error).__name__}: {error}") from error
         player.wrong += _between_ranks(player.engine)
-        if player.wrong:
-            found[seed] = {"program": str(player.program), "wrong": player.wrong, "log": player.log}
         player.engine.destroy()
-        del player
-        gc.collect()
-        faulthandler.cancel_dump_traceback_later()
-    return found
+    if not player.wrong:
+        return None
+    return {"program": str(player.program), "wrong": player.wrong, "log": player.log}
 
 
 def _between_ranks(engine):
@@ -57,11 +48,8 @@ def _between_ranks(engine):
 
 
 # More programs than in the suite: UNFORESEEN_PROGRAMS=1000:1400 plays those of these seeds.
-FIRST, LAST = map(int, os.environ.get("UNFORESEEN_PROGRAMS", f"0:{SEEDS}").split(":"))
-
-
-@pytest.mark.parametrize("first", range(FIRST, LAST, OF_ONE_START))
+@pytest.mark.parametrize("seeds", batches("UNFORESEEN_PROGRAMS", SEEDS, OF_ONE_START), ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_window_of_a_program_is_the_oracles(forks, ranks, first):
-    outcomes = forks.run(play, ranks, OF_ONE_START * SECONDS, first=first)
+def test_every_window_of_a_program_is_the_oracles(forks, ranks, seeds):
+    outcomes = forks.run(play, ranks, OF_ONE_START * SECONDS, seeds=list(seeds))
     assert [(one.how, one.value) for one in outcomes] == [("returned", {})] * ranks
