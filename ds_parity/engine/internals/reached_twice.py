@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from traceback import walk_tb
 
 from ds_parity.errors import WindowError
 
@@ -23,7 +23,8 @@ def explain(error: Exception, stage: int) -> None:
         error: that the backward has raised.
         stage: of ZeRO.
     """
-    raised_in, said = _functions(error.__traceback__), " ".join(str(error).split()) or "an AssertionError"
+    raised_in = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+    said = " ".join(str(error).split()) or "an AssertionError"
     without_value = isinstance(error, AttributeError) and "NoneType" in said
     if _VALUELESS_SAID in said or (without_value and _VALUELESS_IN in raised_in):
         raise WindowError(
@@ -46,11 +47,3 @@ def explain(error: Exception, stage: int) -> None:
         "counted, so load a checkpoint into a new engine; set use_reentrant=False, or use ZeRO 0, or 1 without "
         f"overlap_comm{smaller if stage == _PARTITIONED else ''}"
     ) from error
-
-
-def _functions(traceback: TracebackType | None) -> list[str]:
-    names = []
-    while traceback is not None:
-        names.append(traceback.tb_frame.f_code.co_name)
-        traceback = traceback.tb_next
-    return names
