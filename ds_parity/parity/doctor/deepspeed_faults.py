@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ds_parity.config.features import FETCHED
 from ds_parity.parity.doctor.measured import FAULT, RIGHT, measured, numbers, of_places
 from ds_parity.parity.doctor.reading import Reading
 
@@ -384,13 +385,7 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "fetched_by_all_reduce",
         "what lies in a weight's padding, which nobody has written, is added to the next weight",
         "leave stage3_use_all_reduce_for_fetch_params out",
-        lambda c: (
-            c.stage == 3
-            and (
-                c.on("zero_optimization.stage3_use_all_reduce_for_fetch_params")
-                or c.on("zero_optimization.use_all_reduce_for_fetch_params")
-            )
-        ),
+        lambda c: c.stage == 3 and (c.on(FETCHED.key) or c.on(FETCHED.other_key)),
         "the ranks do not divide the size of a weight",
     ),
     DeepSpeedFault(
