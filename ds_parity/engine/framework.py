@@ -158,6 +158,16 @@ class FrameworkEngine(ParityEngine):
         else:
             super().step(lr_kwargs)
 
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current pass ends its window: what the framework has said last, as in DeepSpeed.
+
+        Raises:
+            WindowError: as `ParityEngine.is_gradient_accumulation_boundary`, where no framework has said so.
+        """
+        said: bool | None = self._self_said
+        inside_passes = self._self_driver.queue is not None
+        return super().is_gradient_accumulation_boundary() if said is None or inside_passes else said
+
     def _check_boundary(self, said: bool, totals: PassTotals) -> None:
         driver: Driver = self._self_driver
         window, closes = driver.ledger.window, driver.ledger.closes_with(totals)

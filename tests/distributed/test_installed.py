@@ -32,18 +32,22 @@ def opened(extended, *, with_keys=True, **keywords):
 
 
 def drive(engine, flags, *, divided=False, steps_always=False, seed=0, **counts):
-    """accelerate's DeepSpeedEngineWrapper.backward, pass by pass; with what the steps came to."""
-    results = []
+    """accelerate's DeepSpeedEngineWrapper.backward, pass by pass; with what the steps came to, and what was asked."""
+    results, asked = [], []
     for index, flag in enumerate(flags):
         engine.set_gradient_accumulation_boundary(flag)
+        asked.append(engine.is_gradient_accumulation_boundary())
         loss = forward(engine, seed + 2 * index + dist.get_rank())
         engine.backward(loss / PASSES if divided else loss, scale_wrt_gas=not divided, **counts)
+        asked.append(engine.is_gradient_accumulation_boundary())
         if flag or steps_always:
             engine.step()
+            asked.append(engine.is_gradient_accumulation_boundary())
         if flag:
             norm = engine.get_global_grad_norm()
             checksum = weights.summary(weights.vector(engine.module)).checksum
-            results.append([checksum, engine.get_lr(), None if norm is None else float(norm)])
+            results.append([checksum, engine.get_lr(), None if norm is None else float(norm), asked])
+            asked = []
     return results
 
 
@@ -72,6 +76,7 @@ def framework_windows(folder):
                 # DeepSpeed throws the norm away on ZeRO 0 in fp32
                 "norms": [one[2] for one in wrapped] == [one[2] for one in bare] or stage == 0,
                 "loss": engine.last_step.loss,
+                "answers": [[one[3] for one in results] for results in (wrapped, bare)],
                 "moved": wrapped[0][0] != wrapped[1][0],
                 "passes": engine.micro_steps,
             }
@@ -85,6 +90,13 @@ def test_windows_that_a_framework_ends_are_bit_identical_with_and_without_us(two
     assert result["norms"]
     assert result["moved"]
     assert result["passes"] == 6
+
+
+@pytest.mark.parametrize(("stage", "how"), CELLS)
+def test_the_boundary_is_what_the_framework_has_said(two_ranks, stage, how):
+    """Asked behind what it says, behind the backward, and behind the step."""
+    ours, bare = two_ranks.of(framework_windows)[f"{stage} {how}"]["answers"]
+    assert ours == bare
 
 
 @pytest.mark.parametrize("stage", STAGES)
