@@ -13,7 +13,7 @@ from tests.hard.unforeseen.language import Policy, Process, by_rollout, clipped,
 from tests.hard.unforeseen.scenarios import Scenarios
 
 play = Scenarios()
-CLIP, RATE, NEAR = 0.4, 0.3, 1e-5
+CLIP, RATE, NEAR = 3.0, 0.1, 1e-5  # some steps are clipped, and others are not
 DIVIDED = {"loss_weight": "divided", "across_ranks": "mean"}
 
 
