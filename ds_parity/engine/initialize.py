@@ -32,7 +32,8 @@ from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.pipeline import PipelinedEngine, refuse_in_pipelines
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
-from ds_parity.engine.unfit import refuse_local_rank, refuse_optimizer, refuse_unfit
+from ds_parity.engine.startup import refuse_local_rank, refuse_without_assertions
+from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
 from ds_parity.errors import ConfigError
 
@@ -74,8 +75,8 @@ def initialize(
         engine, optimizer, training dataloader, LR scheduler.
 
     Raises:
-        ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right; or ZeRO 1 or 2 have no
-            optimizer, without which DeepSpeed takes stages 0 and 3 alone.
+        ConfigError: the extra keys, or their combination with DeepSpeed's, can't be right; ZeRO 1 or 2 have no
+            optimizer, without which DeepSpeed takes stages 0 and 3 alone; or Python runs without assertions (-O).
         RankDesyncError: ranks were given different configurations, models or optimizers, or another one
                 raised.
         TraceError: `ds_parity.trace` can't be written, or another engine of this process writes to it, one that is
@@ -185,6 +186,7 @@ def honoured(
         if optimizer is None:
             _refuse_stage_without_optimizer(extended)
         else:
+            refuse_without_assertions()
             keywords = {**keywords, "model_parameters": held(keywords.get("model_parameters"))}
             refuse_foreign_parameters(keywords)
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))

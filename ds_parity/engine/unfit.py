@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -130,24 +129,6 @@ def _refuse_unreduced(model: torch.nn.Module) -> None:
 
 def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def refuse_local_rank(args: Any) -> None:
-    """Raise where DeepSpeed would: on some ranks alone, while the others wait for them in its initialize().
-
-    Args:
-        args: what the command line says, with or without a local_rank; None for nothing.
-
-    Raises:
-        ConfigError: its local_rank is not the one of the launcher (runtime/engine.py, _do_args_sanity_check, 0.19.8).
-    """
-    given, there = getattr(args, "local_rank", None), os.environ.get("LOCAL_RANK")
-    if given is None or there is None or (isinstance(given, int) and (given < 0 or str(given) == there)):
-        return
-    raise ConfigError(
-        f"args.local_rank = {given!r}, and LOCAL_RANK is {there}: both say which of this machine's ranks a process is; "
-        "take args.local_rank from the launcher, or leave it at -1"
-    )
 
 
 def refuse_optimizer(optimizer: Any, config: Mapping[str, Any]) -> None:

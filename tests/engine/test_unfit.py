@@ -1,12 +1,10 @@
 """Models that DeepSpeed can't train on the ZeRO stage that a configuration asks for."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over
-from ds_parity.engine.unfit import refuse_local_rank, refuse_optimizer, refuse_unfit
+from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
 from ds_parity.errors import ConfigError
 
 
@@ -192,19 +190,3 @@ def test_an_optimizer_of_matrices_is_refused_where_it_would_get_vectors():
 )
 def test_other_optimizers_are_taken(given):
     refuse_optimizer(given, {"optimizer": {"type": "OneBitAdam"}})
-
-
-NONE_OF_ITS_OWN = [None, SimpleNamespace(), SimpleNamespace(local_rank=-1), SimpleNamespace(local_rank=2)]
-
-
-@pytest.mark.parametrize("args", NONE_OF_ITS_OWN)
-def test_a_local_rank_of_the_launcher_is_taken(args, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    refuse_local_rank(args)
-
-
-@pytest.mark.parametrize("local_rank", [0, "2", True])
-def test_another_local_rank_is_refused_before_the_others_wait_for_it(local_rank, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match="and LOCAL_RANK is 2: both say"):
-        refuse_local_rank(SimpleNamespace(local_rank=local_rank))
