@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.internals.checkpoints import weights_of
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.unloadable import explained
@@ -18,6 +19,8 @@ from ds_parity.errors import CheckpointError
 _LOG = logging.getLogger("ds_parity")
 _KEY = "ds_parity"
 _SETTINGS = ("count", "lr_progress")
+# By which load_checkpoint() is asked for a part.
+_PART = (("load_optimizer_states", False), ("load_module_only", True))
 
 
 def save(
@@ -58,9 +61,10 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     driver.refuse_loading()
     if module_only:
         refuse_module_alone(driver)
+    _refuse_a_part_of_universal(driver, options)
     with naming_lost_ranks("load_checkpoint()"):
         driver.meet_to_load()
-    with naming_lost_ranks("load_checkpoint()"), explained(driver, load_dir, tag):
+    with naming_lost_ranks("load_checkpoint()"), explained(driver, load_dir, tag), weights_of(tag, driver.engine):
         path, state = driver.engine.load_checkpoint(load_dir, tag, **options)
     # Nothing was loaded, so the open window goes on as it was.
     if path is None:
@@ -150,6 +154,22 @@ def refuse_module_alone(driver: Driver) -> None:
             "load_checkpoint(load_module_only=True) on ZeRO stage 3: DeepSpeed loads nothing there, because the "
             "weights are in the optimizer's files; leave load_module_only out and give load_optimizer_states=False and "
             "load_lr_scheduler_states=False, which loads the weights and the counts"
+        )
+
+
+def _refuse_a_part_of_universal(driver: Driver, options: Mapping[str, Any]) -> None:
+    # DeepSpeed loads a universal checkpoint whatever the flags say on ZeRO 1 and 2 (runtime/engine.py,
+    # load_checkpoint, and zero/stage_1_and_2.py, _load_universal_checkpoint, 0.19.8).
+    stage = int(driver.engine.zero_optimization_stage())
+    if stage not in (1, 2) or not driver.engine.load_universal_checkpoint():
+        return
+    asked = (f"{name}={value}" for name, value in _PART if bool(options[name]) is value)
+    flag = next(asked, None)
+    if flag is not None:
+        raise CheckpointError(
+            f"load_checkpoint({flag}) on ZeRO stage {stage}, with load_universal: DeepSpeed loads the optimizer's "
+            "states of a universal checkpoint all the same; leave the argument out, or load the weights alone into the "
+            "model before initialize() (zero_to_fp32.py beside the checkpoint that was converted makes them)"
         )
 
 

@@ -438,7 +438,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             CheckpointError: the checkpoint counted something else, towards another target or moved its LR otherwise, or
                 another number of ranks saved it, or a parameter is frozen that was trained then; or `load_module_only`
-                on ZeRO 3, where DeepSpeed loads nothing.
+                on ZeRO 3, where DeepSpeed loads nothing, or a part of a universal checkpoint on ZeRO 1 and 2, where
+                it loads all.
             RankDesyncError: another rank ended before it had loaded, or does something else: all ranks load.
         """
         options = {

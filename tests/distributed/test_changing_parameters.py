@@ -454,13 +454,15 @@ def module_alone(folder):
 
 @on_two_ranks
 def weights_alone(folder):
-    """By stage and precision: weights that were loaded without the optimizer's states, and those after one step."""
+    """By stage and precision: an older tag's weights, loaded without the optimizer's states, and those after a step."""
     results = {}
     with fp16_allowed():
         for stage, precision in product(STAGES, HALVES):
             saved, again = (_of_value(stage, precision, value) for value in (5.0, 1.0))
             path = f"{folder}/{stage}-{precision}"
             saved.save_checkpoint(path, tag="saved")
+            later = _of_value(stage, precision, 3.0)
+            later.save_checkpoint(path, tag="later")  # of which `latest` is the name now
             dist.barrier()
             again.load_checkpoint(path, tag="saved", load_optimizer_states=False)
             found = [weights(again)]
@@ -472,6 +474,7 @@ def weights_alone(folder):
             again.step()
             results[f"{stage} {precision}"] = [*found, weights(again), again.last_step.step]
             saved.destroy()
+            later.destroy()
             again.destroy()
     return results
 

@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import sys
+from itertools import product
 
 import deepspeed
 import pytest
@@ -18,6 +19,9 @@ from tests.distributed.engines import build, forward, from_all, listen, one_pass
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
+
+# By which a part of a checkpoint is asked for.
+PARTS = {"load_optimizer_states": False, "load_module_only": True}
 
 
 @on_two_ranks
@@ -87,6 +91,11 @@ def universal_elsewhere(folder):
         converted(f"{folder}/{saved}", 1)
         for stage in STAGES:
             results[f"{saved} on {stage}"] = from_all(_ended(build(_universal(stage)), f"{folder}/{saved}"))
+        for stage, (flag, value) in product((1, 2) if saved == 2 else (3,), PARTS.items()):
+            other = build(_universal(stage))
+            said = _ended(other, f"{folder}/{saved}", **{flag: value})
+            alike = torch.equal(weights.vector(engine.module), weights.vector(other.module))
+            results[f"{flag} on {stage}"] = from_all([said, alike, len(other.optimizer.optimizer.state)])
     return results
 
 
@@ -94,10 +103,10 @@ def _universal(stage):
     return {**extended(stage, "fp32", {}, loss_weight="rollout"), "checkpoint": {"load_universal": True}}
 
 
-def _ended(engine, path):
+def _ended(engine, path, **options):
     """What loading ends in, also where it is none of our errors."""
     try:
-        engine.load_checkpoint(path)
+        engine.load_checkpoint(path, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
@@ -130,6 +139,19 @@ class TestConversion:
         for said in two_ranks.of(universal_elsewhere)[f"{saved} on {stage}"]:
             assert said == "loaded" if fits else said.startswith("CheckpointError: load_checkpoint("), said
             assert fits or "on the stage that saved it, where 1 and 2 are alike" in said
+
+    @pytest.mark.parametrize("flag", PARTS)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_part_of_a_universal_checkpoint_is_refused_where_all_would_be_loaded(self, two_ranks, stage, flag):
+        for said, loaded, _ in two_ranks.of(universal_elsewhere)[f"{flag} on {stage}"]:
+            assert said.startswith(
+                f"CheckpointError: load_checkpoint({flag}={PARTS[flag]}) on ZeRO stage {stage}, with"
+            )
+            assert not loaded
+
+    def test_weights_of_a_universal_checkpoint_are_loaded_alone_on_stage_3(self, two_ranks):
+        for said, loaded, states in two_ranks.of(universal_elsewhere)["load_optimizer_states on 3"]:
+            assert (said, loaded, states) == ("loaded", True, 0)
 
     def test_a_checkpoint_that_was_not_converted_is_no_universal_one(self, two_ranks):
         for said in two_ranks.of(universal_elsewhere)["not converted"]:
