@@ -19,7 +19,7 @@ def whole(batch: Any) -> Any:
     """Return a copy of a micro-batch with inputs of its own: a loop may take its own apart, an idle pass needs all."""
     inputs = getattr(batch, "inputs", None)
     try:
-        again = copy.copy(batch)
+        again = _with_all_of(copy.copy(batch), batch)
     except Exception:  # what can't be copied is run as it is
         return batch
     if again is batch or not isinstance(inputs, Mapping):
@@ -32,18 +32,34 @@ def stand_in(batch: Any) -> Any:
 
     Inputs, and everything else, are those of the micro-batch, whose own counts stay as they are.
     """
-    again = _of_dataclass(batch) or whole(batch)
+    again = _silenced(whole(batch), batch)
+    if says_so(again):
+        return again
+    # One that can't be copied, or that answers by what its constructor was given.
+    made = _of_dataclass(batch)
+    return made if made is not None and says_so(made) else _StandIn(again)
+
+
+def _silenced(again: Any, batch: Any) -> Any:
+    """Return the copy with counts of 0, as far as it can be given them without the micro-batch."""
     if again is batch or _shared(again, batch):
-        return _StandIn(again)
+        return again
     if isinstance(again, MutableMapping):  # one whose keys are its attributes
         again.update({name: 0 for name in _SILENT if name in again})
-    silent = _COUNTS if _weight_of(batch) is None else _SILENT
-    again = _answering(again, {**silent, "idle": True})
-    return again if says_so(again) else _StandIn(again)
+    silent = _COUNTS if _answer(batch, "weight") is None else _SILENT
+    return _answering(again, {**silent, "idle": True})
+
+
+def _with_all_of(again: Any, batch: Any) -> Any:
+    """Return the copy with what a class's own way to copy leaves out: it may know what its constructor takes alone."""
+    kept = getattr(again, "__dict__", None)
+    if again is not batch and type(again) is type(batch) and isinstance(kept, dict):
+        kept.update({name: value for name, value in vars(batch).items() if name not in kept})
+    return again
 
 
 def _of_dataclass(batch: Any) -> Any:
-    """Return a copy of a dataclass with counts of 0 where they are fields, so that dataclasses' own tools take it."""
+    """Return a dataclass made anew with counts of 0, and with what the micro-batch was given behind its constructor."""
     if not is_dataclass(batch) or isinstance(batch, type):
         return None
     names = {field.name for field in fields(batch) if field.init}
@@ -51,21 +67,22 @@ def _of_dataclass(batch: Any) -> Any:
     own = {"inputs": dict(inputs)} if isinstance(inputs, Mapping) else {}
     answers = {**_SILENT, "idle": True, **own}
     try:
-        return replace(batch, **{name: value for name, value in answers.items() if name in names})
+        made = replace(batch, **{name: value for name, value in answers.items() if name in names})
     except Exception:  # a constructor of its own
         return None
+    return _with_all_of(made, batch)
 
 
 def says_so(batch: Any) -> bool:
     """Whether a micro-batch says by itself that it counts nothing and is idle."""
-    if getattr(batch, "idle", None) is not True:
+    if _answer(batch, "idle") is not True:
         return False
-    return not (any(getattr(batch, name) for name in _COUNTS) or _weight_of(batch))
+    return not any(_answer(batch, name) for name in _SILENT)
 
 
-def _weight_of(batch: Any) -> Any:
+def _answer(batch: Any, name: str) -> Any:
     try:
-        return getattr(batch, "weight", None)
+        return getattr(batch, name, None)
     except Exception:  # a class may look attributes up as keys
         return None
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+# None of these has slots: a frozen class with slots would leave out, in a copy and in a pickle (one comes from every
+# worker of a DataLoader), what a subclass has beside its fields.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled trajectory, the unit that a step is counted in; or one turn of it.
 
@@ -40,7 +43,7 @@ class Rollout:
         return (self,)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreferencePair:
     """Two answers to one prompt, one preferred to the other (DPO): one unit of a step, never split over micro-batches.
 
@@ -81,7 +84,7 @@ Unit: TypeAlias = Rollout | PreferencePair
 """What a plan deals out: never split over micro-batches."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicroBatch:
     """What one rank feeds to one forward and backward.
 

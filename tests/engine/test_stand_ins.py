@@ -3,7 +3,7 @@
 import copy
 import pickle
 from collections import namedtuple
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import wrapt
 
 import ds_parity
-from ds_parity.engine.stand_ins import stand_in, whole
+from ds_parity.engine.stand_ins import says_so, stand_in, whole
 
 
 def inputs():
@@ -114,12 +114,45 @@ class Micro(ds_parity.MicroBatch):
     """A subclass with an attribute of its own."""
 
 
+@dataclass
+class Later(Plain):
+    """A field that its constructor does not take, as that of a frozen policy's log-probabilities."""
+
+    old: Any = field(default=None, init=False)
+
+
+@dataclass
+class Initialised(Plain):
+    """A constructor with an argument that is no field."""
+
+    made_from: InitVar[Any] = None
+
+    def __post_init__(self, made_from):
+        self.tokens = 5
+
+
+@dataclass
+class Backed(Plain):
+    """A count that is a property, which nothing but the constructor can change."""
+
+    rollouts: Any = 2
+
+    def __post_init__(self):
+        self._rollouts = 2
+
+
+Backed.rollouts = property(lambda self: self._rollouts, lambda self, value: setattr(self, "_rollouts", value))
+
+
 KINDS = {
     "micro-batch": lambda: ds_parity.MicroBatch(inputs(), 2, 1, 5, held=("a", "b")),
     "subclass of it": lambda: Micro(inputs(), 2, 1, 5),
     "plain": Plain,
     "frozen": Frozen,
     "slotted": Slotted,
+    "later": Later,
+    "initialised": Initialised,
+    "backed": Backed,
     "namedtuple": lambda: Named(2, 1, 5, inputs()),
     "namespace": lambda: SimpleNamespace(rollouts=2, prompts=1, tokens=5, inputs=inputs()),
     "computed": Computed,
@@ -169,6 +202,35 @@ class TestAStandIn:
         assert not hasattr(stand_in(SimpleNamespace(rollouts=1, prompts=0, tokens=3)), "inputs")
         slotted = namedtuple("Slotted", "rollouts prompts tokens")(1, 0, 3)
         assert not hasattr(stand_in(slotted), "inputs")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("slotted", "namedtuple", "proxy")])
+def test_has_what_the_micro_batch_was_given_behind_its_constructor(kind):
+    """Log-probabilities of the policy that sampled, say: a loop reads them in idle passes too."""
+    batch = KINDS[kind]()
+    old = torch.zeros(2)
+    object.__setattr__(batch, "old", old)
+    for stands in (stand_in(batch), stand_in(whole(batch)), stand_in(whole(stand_in(batch)))):
+        assert stands.old is old
+        assert (counts(stands), stands.idle) == ((0, 0, 0), True)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        ds_parity.MicroBatch(inputs(), 2, 1, 5),
+        ds_parity.Rollout("p", (1, 2, 3), 1, 1.0),
+        ds_parity.PreferencePair(ds_parity.Rollout("p", (1, 2), 1, 1.0), ds_parity.Rollout("p", (1, 3), 1, 0.0)),
+    ],
+    ids=lambda made: type(made).__name__,
+)
+def test_a_copy_and_a_pickle_keep_what_a_subclass_has_beside_its_fields(made):
+    object.__setattr__(made, "old", 7)
+    assert [again.old for again in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made)))] == [7] * 3
+
+
+def test_one_that_looks_attributes_up_as_keys_and_counts_nothing_is_asked_whether_it_says_so():
+    assert not says_so(Keyed(rollouts=0, prompts=0, tokens=0, inputs=inputs()))
 
 
 def test_a_copy_has_inputs_of_its_own_and_the_counts():
