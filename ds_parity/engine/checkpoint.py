@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.internals.checkpoints import weights_of
+from ds_parity.engine.internals.checkpoints import loads_universal_weights_alone, weights_of
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.unloadable import explained
@@ -158,18 +158,16 @@ def refuse_module_alone(driver: Driver) -> None:
 
 
 def _refuse_a_part_of_universal(driver: Driver, options: Mapping[str, Any]) -> None:
-    # DeepSpeed loads a universal checkpoint whatever the flags say on ZeRO 1 and 2 (runtime/engine.py,
-    # load_checkpoint, and zero/stage_1_and_2.py, _load_universal_checkpoint, 0.19.8).
-    stage = int(driver.engine.zero_optimization_stage())
-    if stage not in (1, 2) or not driver.engine.load_universal_checkpoint():
+    if not driver.engine.load_universal_checkpoint() or loads_universal_weights_alone(driver.engine):
         return
     asked = (f"{name}={value}" for name, value in _PART if bool(options[name]) is value)
     flag = next(asked, None)
     if flag is not None:
         raise CheckpointError(
-            f"load_checkpoint({flag}) on ZeRO stage {stage}, with load_universal: DeepSpeed loads the optimizer's "
-            "states of a universal checkpoint all the same; leave the argument out, or load the weights alone into the "
-            "model before initialize() (zero_to_fp32.py beside the checkpoint that was converted makes them)"
+            f"load_checkpoint({flag}) on ZeRO stage {int(driver.engine.zero_optimization_stage())}, with "
+            "load_universal: this DeepSpeed loads the optimizer's states of a universal checkpoint all the same; leave "
+            "the argument out, or load the weights alone into the model before initialize() (zero_to_fp32.py beside "
+            "the checkpoint that was converted makes them)"
         )
 
 

@@ -19,6 +19,7 @@ _CONVERT = (
 
 _HALF_WAY = "loading ends half way, so start a new engine"
 _OF_NONE = "'NoneType'"
+_WHOLE = (0,)
 
 
 @contextmanager
@@ -38,10 +39,21 @@ def explained(driver: AmongRanks, load_dir: str, tag: Any = None) -> Iterator[No
         raise said from error
 
 
-def _refused(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -> CheckpointError:
+def _refused(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError:
     said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
     if driver.engine.load_universal_checkpoint():
         return _of_universal(driver, load_dir, said)
+    folder = _folder(load_dir, tag)
+    if folder is not None and not folder.is_dir():
+        there = sorted(one.name for one in Path(load_dir).glob("*") if one.is_dir())
+        return CheckpointError(
+            f"load_checkpoint({load_dir!r}): the tag is {folder.name!r}{'' if tag else ' (by the file latest)'}, and "
+            f"there is no such folder; give the tag of a checkpoint that was saved there "
+            f"({', '.join(there) or 'none was'}); {_HALF_WAY}"
+        )
+    stage, saved_on = int(driver.engine.zero_optimization_stage()), _saved_on(folder)
+    if saved_on is not None and stage not in saved_on:
+        return _of_another_stage(stage, saved_on, load_dir, said)
     return CheckpointError(
         f"load_checkpoint({load_dir!r}) on {driver.ranks} data-parallel ranks: DeepSpeed refused it ({said}). If "
         f"another number of ranks saved it, convert it ({_CONVERT}) and load that with "
@@ -86,22 +98,25 @@ def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exceptio
     if driver.engine.load_universal_checkpoint():
         # On the other stages, what does not fit a universal checkpoint is the model.
         return None if stage else _of_universal(driver, load_dir, f"{type(error).__name__}: {error}")
-    partitioned = _partitioned(load_dir, tag)
-    if partitioned is bool(stage):
+    saved_on = _saved_on(_folder(load_dir, tag))
+    if saved_on is None:
+        return None
+    if (saved_on != _WHOLE) is bool(stage):
         if stage or _OF_NONE not in str(error):
             return None
         return CheckpointError(
             f"load_checkpoint({load_dir!r}): the checkpoint has no state of the optimizer ({error}), as DeepSpeed "
             f"before 0.18.5 writes none in bf16 on ZeRO 0. Load it with load_optimizer_states=False; {_HALF_WAY}"
         )
-    if partitioned is None:
-        return None
+    return _of_another_stage(stage, saved_on, load_dir, f"{type(error).__name__}: {error}")
+
+
+def _of_another_stage(stage: int, saved_on: tuple[int, ...], load_dir: str, said: str) -> CheckpointError:
     return CheckpointError(
-        f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved "
-        f"{'on stage 0' if stage else 'on stage 1, 2 or 3'}, and its optimizer states are in other files there "
-        f"({type(error).__name__}: {error}). Load it with the zero_optimization.stage that saved it, or load "
-        "its weights alone into the model before initialize() (zero_to_fp32.py beside it makes them of stages 1 to "
-        f"3); {_HALF_WAY}"
+        f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved on stage "
+        f"{' or '.join(map(str, saved_on))}, and its weights or optimizer states are in other files there ({said}). "
+        "Load it with the zero_optimization.stage that saved it, or load its weights alone into the model before "
+        f"initialize() (zero_to_fp32.py beside it makes them of stages 1 to 3); {_HALF_WAY}"
     )
 
 
@@ -116,13 +131,21 @@ def _of_universal(driver: AmongRanks, load_dir: str, said: str) -> CheckpointErr
     )
 
 
-def _partitioned(load_dir: str, tag: Any) -> bool | None:
-    """Whether ZeRO has partitioned the optimizer states of a checkpoint; None where there is no checkpoint."""
+def _folder(load_dir: str, tag: Any) -> Path | None:
+    """Return the folder of a checkpoint's tag, which need not exist; None where nothing names one."""
     latest = Path(load_dir) / "latest"
     if tag is None:
         tag = latest.read_text().strip() if latest.exists() else None
-    folder = Path(load_dir) / str(tag)
-    return any(folder.glob("*zero_pp_rank_*_optim_states.pt")) if folder.is_dir() else None
+    return None if tag is None else Path(load_dir) / str(tag)
+
+
+def _saved_on(folder: Path | None) -> tuple[int, ...] | None:
+    """Return the ZeRO stages that may have saved a checkpoint, by its files; None where there is none."""
+    if folder is None or not folder.is_dir():
+        return None
+    if any(folder.glob("zero_pp_rank_*_model_states.pt")):
+        return (3,)
+    return (1, 2) if any(folder.glob("*zero_pp_rank_*_optim_states.pt")) else _WHOLE
 
 
 _EXPLAINED = (

@@ -38,11 +38,43 @@ def test_a_checkpoint_of_zero_0_without_a_state_names_the_releases_that_write_no
     assert "before 0.18.5 writes none in bf16 on ZeRO 0. Load it with load_optimizer_states=False" in str(error)
 
 
-def test_a_checkpoint_of_another_stage_names_the_stage(folder):
-    (folder / "saved" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
-    error = said(folder, NOTHING)
-    assert isinstance(error, CheckpointError)
-    assert "was saved on stage 1, 2 or 3" in str(error)
+MODEL, PART_OF_MODEL = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+STATES = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("files", "stage", "error", "name"),
+    [
+        ([MODEL, STATES], 0, NOTHING, "1 or 2"),
+        ([MODEL, STATES], 3, AssertionError(), "1 or 2"),
+        ([MODEL], 1, FileNotFoundError(STATES), "0"),
+        ([MODEL], 3, AssertionError(), "0"),
+        ([PART_OF_MODEL, STATES], 0, AssertionError(), "3"),
+        ([PART_OF_MODEL, STATES], 2, AssertionError(), "3"),
+    ],
+)
+def test_a_checkpoint_of_another_stage_names_the_stage(folder, files, stage, error, name):
+    for file in files:
+        (folder / "saved" / file).touch()
+    found = said(folder, error, stage=stage)
+    assert isinstance(found, CheckpointError)
+    assert f"on ZeRO stage {stage}: the checkpoint was saved on stage {name}, and" in str(found)
+
+
+@pytest.mark.parametrize(("files", "stage"), [([MODEL, STATES], 1), ([MODEL, STATES], 2), ([PART_OF_MODEL, STATES], 3)])
+def test_a_checkpoint_of_its_own_stage_is_one_of_other_ranks(folder, files, stage):
+    for file in files:
+        (folder / "saved" / file).touch()
+    assert "If another number of ranks saved it, convert it" in str(said(folder, AssertionError(), stage=stage))
+
+
+@pytest.mark.parametrize("tag", ["none", None])
+def test_a_tag_that_does_not_exist_is_named_with_those_that_do(folder, tag):
+    (folder / "latest").write_text("none")
+    refused = pytest.raises(CheckpointError, match=r"the tag is 'none'.* no such folder;.*\(saved\)")
+    with refused as found, explained(driver(1), str(folder), tag):
+        raise AssertionError
+    assert ("by the file latest" in str(found.value)) is (tag is None)
 
 
 def test_a_file_of_another_rank_of_an_mpu_names_the_mpu(folder):

@@ -18,24 +18,40 @@ REFUSALS: tuple[type[Exception], ...] = (ZeRORuntimeException, AssertionError)
 _COLLECT: Final = "get_fp32_state_dict_from_zero_checkpoint"
 
 
+_ALONE: Final = "load_module_checkpoint_state_from_checkpoint_dir_stage3"
+
+
+def loads_universal_weights_alone(engine: Engine) -> bool:
+    """Return whether DeepSpeed can load the weights of a universal checkpoint without the optimizer's states.
+
+    On ZeRO 1 and 2, and on ZeRO 3 before 0.19.3, it loads all whatever the flags say (runtime/engine.py,
+    load_checkpoint, and the two _load_universal_checkpoint of runtime/zero, 0.19.8).
+    """
+    stage = engine.zero_optimization_stage()
+    return stage == 0 or (stage == 3 and hasattr(engine.optimizer, _ALONE))
+
+
 @contextmanager
 def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
     """Return a context in which an engine on ZeRO 3 that loads weights alone loads those of a tag.
 
     DeepSpeed collects those of `latest`, whatever tag it was given (runtime/engine.py, _load_checkpoint, in every
-    release from 0.16.9 to 0.19.8).
+    release from 0.16.9 to 0.19.8). Where it loads a universal checkpoint it collects them, too, and makes no use of
+    them: the weights come from other files. So nothing is collected there, and no `latest` is needed.
 
     Args:
         tag: of the checkpoint; None for `latest`.
         engine: a bare DeepSpeed engine.
     """
-    # Of a universal checkpoint DeepSpeed takes the weights from other files.
-    if tag is None or engine.zero_optimization_stage() != 3 or engine.load_universal_checkpoint():
+    universal = engine.load_universal_checkpoint()
+    if engine.zero_optimization_stage() != 3 or (tag is None and not universal):
         yield
         return
 
     def tagged(collect: Callable[..., Any]) -> Callable[..., Any]:
         def collected(folder: str, given: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if universal:
+                return {}
             given = kwargs.pop("tag", given)
             return collect(folder, str(tag) if given is None else given, *args, **kwargs)
 
