@@ -324,7 +324,10 @@ class Ledger:
             )
 
     def _checked(self, window: Window) -> Window:
-        """Return a window; raise WindowError where it is closed and its losses were divided by something else."""
+        """Return a window; raise WindowError where it is closed and has no right step.
+
+        Its losses were divided by something else, or one of its terms has no mean.
+        """
         if not window.closed or self.drops:
             return window
         if self.promised is not None:
@@ -333,6 +336,7 @@ class Ledger:
         if terms is not None and self.promised is None and window.divisors:
             self._refuse_other_totals(window, terms)
         if terms is not None and not window.divisors and len(set(window.weights)) > 1:
+            terms.refuse_terms_of_nobody(window.weights)  # to know the totals ahead would not help those
             weights = _listed(terms, window.weights)
             raise WindowError(
                 f"the terms of ds_parity.terms weigh differently in window {window.index} ({weights}): some "

@@ -133,13 +133,20 @@ class Terms:
             WindowError: no micro-batch of any rank has a term.
         """
         totals = totals or (0.0,) * len(self.all)
-        for term, total in zip(self.all, totals, strict=True):
-            if not total and term.unit != "weight":
-                raise WindowError(
-                    f"no micro-batch of any rank has the term {term.name!r} of ds_parity.terms in this window: its "
-                    "mean is a mean of nothing; give the term in a pass, remove it from the configuration, or choose "
-                    "the weight 'weight', by which it may weigh 0 in a whole window"
-                )
+        self.refuse_terms_of_nobody(totals)
         return tuple(
             self.target if term.unit == "target" else total for term, total in zip(self.all, totals, strict=True)
         )
+
+    def refuse_terms_of_nobody(self, totals: Sequence[float]) -> None:
+        """Raise WindowError where a term weighs nothing over a whole window, unless its unit allows that."""
+        for term, total in zip(self.all, totals, strict=True):
+            if not total and term.unit != "weight":
+                raise WindowError(
+                    f"no micro-batch of any rank has the term {term.name!r} of ds_parity.terms in this window, so that "
+                    "it has no mean. Where it is to have no part (a warm-up of the others), give it as 0 times a loss; "
+                    f"or set ds_parity.terms.{term.name}.weight to 'weight', by which it may weigh 0 in a window whose "
+                    f"totals are known: engine.expect(..., weight={{{term.name!r}: 0}}), or passes() with "
+                    "ds_parity.lookahead 'window' over micro-batches of that weight; or remove it from the "
+                    "configuration"
+                )

@@ -1,5 +1,7 @@
 """Several terms on paper: what each weighs, what it is divided by, and what is refused before a step."""
 
+import functools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,6 +146,25 @@ def test_terms_of_one_unit_need_all_of_each_other():
     assert ledger.count(both(counts_of(ALIKE))).divisors == ()
     with pytest.raises(WindowError, match=r"weigh differently in window 0 \(policy 20, kl 10\)"):
         ledger.count(both(counts_of(ALIKE, rollouts=2, given={"policy"})))
+
+
+@pytest.mark.parametrize("by_caller", [False, True])
+def test_a_term_of_one_unit_that_a_whole_window_lacks_is_named_with_a_way_out_at_once(by_caller):
+    """A warm-up of one term alone: no totals that are known ahead would help it."""
+    ledger = ledger_of(ALIKE, by_caller=by_caller)
+    lacking = counts_of(ALIKE, rollouts=3, given={"policy"})
+    if by_caller:
+        ledger.count_own(lacking)
+        end = functools.partial(ledger.end_with, WindowTotals(1, 2, 6, 0, 10, 10.0, (10, 0)))
+    else:
+        end = functools.partial(ledger.count, both(lacking))
+    with pytest.raises(WindowError, match=r"'kl'.*has no mean.*0 times a loss.*'weight'.*weight=\{'kl': 0\}") as raised:
+        end()
+    assert "corrected by several factors" not in str(raised.value)
+
+
+def test_an_empty_window_of_terms_of_one_unit_is_not_refused():
+    assert ledger_of(ALIKE, by_caller=True).end_with(WindowTotals(1, weights=(0.0, 0.0))).closed
 
 
 passes = st.lists(st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 9))] * 2), min_size=1, max_size=12)
