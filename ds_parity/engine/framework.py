@@ -47,6 +47,17 @@ class Divided:
     tokens: int
 
 
+@dataclass
+class _Short:
+    """Which window its caller ended short last, in the run that is under way."""
+
+    window: int | None = None
+
+    def forget(self, _: int) -> None:
+        """Forget it: a checkpoint was loaded, and the windows behind it are run again."""
+        self.window = None
+
+
 class FrameworkEngine(ParityEngine):
     """What `deepspeed.initialize` returns under `install()`: a `ParityEngine` that a framework may drive its own way.
 
@@ -60,7 +71,8 @@ class FrameworkEngine(ParityEngine):
         self._self_said: bool | None = None
         self._self_divided: bool | None = None
         self._self_ended = False
-        self._self_short: int | None = None
+        self._self_short = _Short()
+        self._self_driver.on_resume.append(self._self_short.forget)
         self._self_undivided: Divided | None = None
 
     def undivide(self, divided: Divided) -> None:
@@ -174,7 +186,7 @@ class FrameworkEngine(ParityEngine):
         if said == closes:
             return
         # What ends a window of fewer passes than it was configured with, after a whole one, is the end of its data.
-        whole_before = window.index > 0 and window.index - 1 != self._self_short
+        whole_before = window.index > 0 and window.index - 1 != self._self_short.window
         if said and whole_before and window.passes + 1 < self.gradient_accumulation_steps():
             self._end_short(totals)
             return
@@ -202,7 +214,7 @@ class FrameworkEngine(ParityEngine):
                 f"give it data of a multiple of {self.gradient_accumulation_steps()} micro-batches a rank"
             )
         _LOG.warning("%s; the step is normalised by what it holds (ds_parity.last_window: step)", what)
-        self._self_short = window.index
+        self._self_short.window = window.index
 
     def _units_so_far(self, totals: PassTotals) -> str:
         driver: Driver = self._self_driver

@@ -207,11 +207,19 @@ def framework_leaves_alone(folder):
             engine.step()
         short = opened(config(2, passes=2 * PASSES))
         drive(short, [False, False, True, True, False, False, True])
+        whole = [False] * (PASSES - 1) + [True]
+        again = opened(config(2, passes=2 * PASSES))
+        drive(again, whole)
+        again.save_checkpoint(folder)
+        drive(again, [True])
+        again.load_checkpoint(folder)
+        drive(again, [*whole, True])
     afterwards = opened(extended)
     return {
         "types": [type(one).__name__ for one in (without_keys, reference, direct, engine, afterwards)],
         "windows": engine.window.index,
         "short": [short.window.index, short.window.passes, short.global_samples],
+        "short again": [again.window.index, again.window.passes, again.global_samples],
     }
 
 
@@ -222,6 +230,11 @@ def test_engines_without_the_keys_or_an_optimizer_are_deepspeeds_own(two_ranks):
 
 def test_a_window_that_a_framework_cuts_short_is_a_step_and_the_next_is_whole(two_ranks):
     assert two_ranks.of(framework_leaves_alone)["short"] == [3, 0, 14]
+
+
+def test_a_window_that_was_cut_short_before_a_load_is_forgotten(two_ranks):
+    """The short window behind the load stands behind a whole one of the same run, and so it does in a new engine."""
+    assert two_ranks.of(framework_leaves_alone)["short again"] == [3, 0, 4 * PASSES + 2]
 
 
 def test_a_loop_that_never_says_where_windows_end_has_them_counted(two_ranks):
