@@ -173,10 +173,11 @@ def _refuse_partitioned(model: torch.nn.Module, stage: int) -> None:
     born = [name for name, one in model.named_parameters() if hasattr(one, "ds_id")]
     if born:
         raise ConfigError(
-            f"zero_optimization.stage = {stage}, and the model was built under deepspeed.zero.Init ({born[0]} is "
-            "partitioned): only ZeRO stage 3 gathers such parameters, and the forward of other stages finds none; set "
-            "the stage to 3, or build the model outside of zero.Init (transformers' from_pretrained enters it while an "
-            "HfDeepSpeedConfig of stage 3 is kept)"
+            f"zero_optimization.stage = {stage}, and {born[0]} is partitioned: the model was built under "
+            "deepspeed.zero.Init, or an engine of stage 3 has trained it before. Only ZeRO stage 3 gathers such "
+            "parameters, and the forward of other stages finds none; set the stage to 3, or build the model anew "
+            "outside of zero.Init (transformers' from_pretrained enters it while an HfDeepSpeedConfig of stage 3 is "
+            "kept)"
         )
 
 
