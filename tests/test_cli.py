@@ -45,7 +45,61 @@ def trace(path, loss=1.0, engine="ds_parity", steps=2):
     return path
 
 
+def streamed(redirected, *arguments, **environment):
+    """What a command ends in whose streams bash has redirected: exit code and standard error, without a traceback."""
+    command = shlex.join([sys.executable, "-m", "ds_parity", *map(str, arguments)])
+    ran = subprocess.run(
+        ["bash", "-c", f"{command} {redirected}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert "Traceback" not in ran.stdout + ran.stderr
+    assert "ignored" not in ran.stderr
+    return ran
+
+
+PRINTING = {"table": ("plan",), "json": ("plan", "--json"), "rewrite": ("rewrite", CONFIG), "help": ("--help",)}
+
+
+class TestStreams:
+    """Standard output may be closed, full, read by nobody, or of an encoding that lacks the signs of a picture."""
+
+    @pytest.mark.parametrize("arguments", PRINTING.values(), ids=PRINTING)
+    def test_a_closed_one_takes_what_is_printed(self, arguments):
+        assert streamed(">&-", *arguments).returncode == 0
+
+    @pytest.mark.parametrize("arguments", PRINTING.values(), ids=PRINTING)
+    def test_a_full_one_is_no_verdict(self, arguments):
+        ran = streamed(">/dev/full", *arguments)
+        assert ran.returncode == 2
+        assert "No space left on device; free some space, or write to another disk" in ran.stderr
+
+    @pytest.mark.parametrize("kind", [kind for kind in PRINTING if kind != "help"])  # that is typer's own to print
+    def test_one_that_nobody_reads_is_no_difference(self, kind):
+        """Exit code 1 says that something differs: the runs, and not the pipe."""
+        ran = streamed("| true", *PRINTING[kind])
+        assert ran.returncode in (0, 2)  # 0: it wrote before the reader had gone
+        assert "ds-parity:" not in ran.stderr
+
+    def test_one_of_another_encoding_shows_the_heights_as_digits(self):
+        ran = streamed("", "plan", "--max-tokens", "2048", PYTHONIOENCODING="ascii")
+        assert ran.returncode == 0
+        assert "rank    0 |8" in ran.stdout
+        assert "?" not in ran.stdout
+
+    def test_what_has_no_plain_form_is_a_question_mark(self, tmp_path):
+        path = tmp_path / "größe.json"
+        ran = streamed("", "rewrite", path, PYTHONIOENCODING="ascii")
+        assert ran.returncode == 2
+        assert "no such file" in ran.stderr
+
+
 class TestRewrite:
+    def test_an_empty_file_is_said_to_be_empty(self, tmp_path):
+        path = tmp_path / "empty.json"
+        path.write_text(" \n")
+        assert f"{path} is empty: a configuration is a JSON object" in refused("rewrite", path)
+
     def test_prints_plain_json_to_stdout_and_reasons_to_stderr(self):
         ran = started("rewrite", CONFIG, "--ranks", 4)
         plain = json.loads(ran.stdout)
@@ -379,7 +433,8 @@ class TestTheMachine:
         ran = ds_parity("verify")
         assert ran.returncode == 2
         assert ran.stderr.strip() == (
-            "ds-parity: /x/trace.jsonl: No space left on device; free some space, or choose another folder with --out"
+            "ds-parity: /x/trace.jsonl: No space left on device; free some space, or write to another disk (by --out, "
+            "--report or the shell's >)"
         )
 
 

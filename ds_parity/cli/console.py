@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.progress import (
@@ -27,9 +28,43 @@ if TYPE_CHECKING:
     from ds_parity.parity.diagnosis import Diagnosis
     from ds_parity.parity.report import Contents
 
+
+class _Console(Console):
+    """A console whose exit code is ours where nobody reads any more: rich would leave with 1."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
+
+
 # A pipe has no width of its own, and 80 columns would cut numbers short.
-_WIDTH = None if sys.stdout.isatty() else 120
-out, err = Console(width=_WIDTH), Console(stderr=True)
+_WIDTH = None if sys.stdout is not None and sys.stdout.isatty() else 120
+out, err = _Console(width=_WIDTH), _Console(stderr=True)
+
+
+def open_streams() -> None:
+    """Let everything be printed: a stream that is closed (`>&-`) takes all, and one of another encoding writes `?`."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # The process's own for as long as it lives: the lowest free number is that of the closed one.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        reconfigure = getattr(getattr(sys, name), "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def forget_output() -> None:
+    """Leave what can't be written: Python would try it once more while it ends, and say so in a traceback."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def printed(sign: str, plain: str) -> str:
+    """Return a sign where standard output can write it, and what stands for it otherwise."""
+    try:
+        sign.encode(out.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return plain
+    return sign
 
 
 @contextmanager

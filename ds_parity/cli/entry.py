@@ -12,7 +12,7 @@ import typer
 from ds_parity._version import __version__
 from ds_parity.cli.calibrate_command import calibrate
 from ds_parity.cli.compare_command import compare
-from ds_parity.cli.console import err, out
+from ds_parity.cli.console import err, forget_output, open_streams, out
 from ds_parity.cli.controls_command import controls
 from ds_parity.cli.doctor_command import doctor
 from ds_parity.cli.init_command import init
@@ -34,14 +34,27 @@ def main() -> None:
 
     So does what the machine refuses. Exit code 1 says that something differs, and nothing else.
     """
+    open_streams()
+    output = sys.stdout
     try:
-        # The name under which completion finds its variable, however the command was started.
-        app(prog_name="ds-parity")
+        try:
+            # The name under which completion finds its variable, however the command was started.
+            app(prog_name="ds-parity")
+        finally:
+            sys.stdout.flush()  # a disk that is full says so here at the latest
+    except SystemExit:
+        if sys.stdout is output:
+            raise
+        sys.exit(2)  # click puts another in its place where nobody reads any more (`| head`), and would leave with 1
     except DsParityError as error:
         err.print(f"ds-parity: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
+    except BrokenPipeError:  # who reads has seen enough (`| head`)
+        forget_output()
+        sys.exit(2)
     except OSError as error:
         err.print(f"ds-parity: {_of_the_machine(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        forget_output()
         sys.exit(2)
     except Exception:
         # Python's own exit code is 1, which would say that the runs differ.
@@ -53,9 +66,9 @@ def _of_the_machine(error: OSError) -> str:
     """Return the message for what the file system or the network refused, with the way out where it is known."""
     what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else f"{error}"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{what}; choose a folder that you may write, with --out or --report"
+        return f"{what}; choose a folder that you may write (--out or --report, where the command has them)"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{what}; free some space, or choose another folder with --out"
+        return f"{what}; free some space, or write to another disk (by --out, --report or the shell's >)"
     return what
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from ds_parity.cli.console import printed
 from ds_parity.errors import ConfigError
 from ds_parity.planning.plans import Plan, WindowPlan, fewest_passes
 
-_FILLED = " ▁▂▃▄▅▆▇█"
-_IDLE = "·"
+_FILLED, _PLAIN = " ▁▂▃▄▅▆▇█", " 12345678"
+_IDLE, _PLAIN_IDLE = "·", "."
 _ROWS = 20
 
 
@@ -61,10 +62,14 @@ def table(planned: Plan) -> Table:
 
 
 def drawn(window: WindowPlan, max_tokens: int) -> str:
-    """Return a window as text: a line a rank, a character a pass, as high as its micro-batch is full."""
+    """Return a window as text: a line a rank, a character a pass, as high as its micro-batch is full.
+
+    Where standard output can't write such characters, the height is a digit from 1 to 8, and an idle pass a point.
+    """
     rows = []
+    filled, idle = printed(_FILLED, _PLAIN), printed(_IDLE, _PLAIN_IDLE)
     for rank, sizes in enumerate(window.sizes.T.tolist()):
-        marks = (_FILLED[min(8, -(-8 * size // max_tokens))] if size else _IDLE for size in sizes)
+        marks = (filled[min(8, -(-8 * size // max_tokens))] if size else idle for size in sizes)
         rows.append(f"rank {rank:>4} |{''.join(marks)}|")
     return "\n".join(rows)
 

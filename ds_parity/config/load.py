@@ -109,6 +109,8 @@ class _Pairs(dict[str, Any]):
 
 
 def _read_text(text: str, name: str) -> dict[str, Any]:
+    if not text.strip():
+        raise ConfigError(f"{name} is empty: a configuration is a JSON object; write {{...}} with DeepSpeed's keys")
     try:
         tree = hjson.loads(text, object_pairs_hook=_Pairs, parse_float=_Real)
         if not isinstance(tree, _Pairs):
