@@ -36,8 +36,9 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
     """Return a context in which an engine on ZeRO 3 that loads weights alone loads those of a tag.
 
     DeepSpeed collects those of `latest`, whatever tag it was given (runtime/engine.py, _load_checkpoint, in every
-    release from 0.16.9 to 0.19.8). Where it loads a universal checkpoint it collects them, too, and makes no use of
-    them: the weights come from other files. So nothing is collected there, and no `latest` is needed.
+    release from 0.16.9 to 0.19.8; tools/deepspeed_faults/latest_weights_zero3.py). Where it loads a universal
+    checkpoint it collects them, too, and makes no use of them: the weights come from other files. So nothing is
+    collected there, and no `latest` is needed.
 
     Args:
         tag: of the checkpoint; None for `latest`.

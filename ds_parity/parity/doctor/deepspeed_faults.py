@@ -345,6 +345,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the loop calls load_checkpoint(load_module_only=True)",
     ),
     DeepSpeedFault(
+        "latest_weights_zero3",
+        "the weights of another checkpoint are loaded: those that the file latest names, whatever the tag",
+        "let latest name the tag, or load the optimizer's states, too",
+        lambda c: c.stage == 3,
+        "a run begins with the weights of an older checkpoint, without its optimizer's states",
+    ),
+    DeepSpeedFault(
         "checkpoint_mid_window",
         "the gradients of the passes before the save are lost",
         "save after step() at a boundary only",
