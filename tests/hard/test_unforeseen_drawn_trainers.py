@@ -6,6 +6,7 @@ between windows, and checkpoints.
 """
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from ds_parity.parity.running.half_precision import experiment
 from tests.hard.unforeseen.drawn_trainers import drawn
@@ -14,10 +15,13 @@ from tests.hard.unforeseen.trainer_player import TrainerPlayer
 
 SEEDS, OF_ONE_START = "0:60", 20
 SECONDS = 60  # for one trainer; most take one
+OPERATORS = ("CPUAdamBuilder", "CPUAdagradBuilder")
 
 
 def play(rank, seeds):
     """Play the trainers of seeds; return by seed what was wrong."""
+    for name in OPERATORS:  # their compilation takes longer than a trainer may
+        get_accelerator().create_op_builder(name).load()
     return played(seeds, _played, SECONDS)
 
 
