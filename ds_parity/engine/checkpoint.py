@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.internals.checkpoints import loads_universal_weights_alone, weights_of
+from ds_parity.engine.internals.checkpoints import loads_universal_weights_alone, own_clipping, weights_of
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.unloadable import explained
@@ -64,7 +64,8 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     _refuse_a_part_of_universal(driver, options)
     with naming_lost_ranks("load_checkpoint()"):
         driver.meet_to_load()
-    with naming_lost_ranks("load_checkpoint()"), explained(driver, load_dir, tag), weights_of(tag, driver.engine):
+    kept = own_clipping(driver.engine)
+    with naming_lost_ranks("load_checkpoint()"), explained(driver, load_dir, tag), kept, weights_of(tag, driver.engine):
         path, state = driver.engine.load_checkpoint(load_dir, tag, **options)
     # Nothing was loaded, so the open window goes on as it was.
     if path is None:

@@ -27,7 +27,7 @@ from ds_parity.engine.internals.stages import (
     averaged_over,
     buffers_of_every_type,
     clip_over_stages,
-    load_parts_of_bf16,
+    load_what_was_saved,
 )
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
@@ -88,7 +88,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
         engine.dynamic_shape = True
         buffers_of_every_type(engine)
-        load_parts_of_bf16(engine)
+        load_what_was_saved(engine)
 
     @property
     def last_step(self) -> StepRecord | None:

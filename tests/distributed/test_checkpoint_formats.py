@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.installed import installed
 from ds_parity.parity.running import weights
+from ds_parity.parity.running.half_precision import fp16_allowed
 from tests.distributed.cells import STAGES, config
 from tests.distributed.continuing import converted, extended, fp32_weights, stands, windows_of
 from tests.distributed.engines import build, forward, from_all, listen, one_pass, perceptron
@@ -23,6 +25,7 @@ from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # By which a part of a checkpoint is asked for.
 PARTS = {"load_optimizer_states": False, "load_module_only": True}
 
@@ -180,6 +183,48 @@ class TestConversion:
         for said in two_ranks.of(universal_elsewhere)["not converted"]:
             assert said.startswith("CheckpointError: load_checkpoint("), said
             assert "ds_to_universal" in said
+
+
+@on_two_ranks
+def clipped_by_its_own(folder):
+    """By stage and precision: how far a step at a rate of 1 goes, clipped to 0.5, from a checkpoint clipped to 2."""
+    results = {}
+    with fp16_allowed():
+        for stage, precision in product(STAGES, PRECISIONS):
+            saved, again = (_clipped(stage, precision, limit) for limit in (2.0, 0.5))
+            saved.save_checkpoint(f"{folder}/{stage}-{precision}")
+            dist.barrier()
+            again.load_checkpoint(f"{folder}/{stage}-{precision}")
+            before = weights.vector(again.module)
+            rows = torch.ones(1, 4, device=again.device, dtype=PRECISIONS[precision])
+            again.backward(again(rows).float().sum() * 8, rollouts=1)
+            again.step()
+            results[f"{stage} {precision}"] = float((weights.vector(again.module) - before).norm())
+            saved.destroy()
+            again.destroy()
+    return results
+
+
+def _clipped(stage, precision, limit):
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_passes": 2,
+        "gradient_clipping": limit,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    if precision != "fp32":
+        made[precision] = {"enabled": True, **({"loss_scale": 1.0} if precision == "fp16" else {})}
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    return ds_parity.initialize(model=model, model_parameters=model.parameters(), config=made)[0]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_clipped_as_the_configuration_says_that_loads(two_ranks, stage, precision):
+    assert two_ranks.of(clipped_by_its_own)[f"{stage} {precision}"] == pytest.approx(0.5, rel=4e-3)  # 2 ** -8 in bf16
 
 
 @on_two_ranks

@@ -1,4 +1,4 @@
-"""How DeepSpeed refuses a checkpoint, what it leaves to the caller of its save, and which weights it loads alone."""
+"""How DeepSpeed refuses a checkpoint, what it leaves to the caller of its save, and what a load may not change."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ REFUSALS: tuple[type[Exception], ...] = (ZeRORuntimeException, AssertionError)
 _COLLECT: Final = "get_fp32_state_dict_from_zero_checkpoint"
 
 
+_CLIP: Final = "clip_grad"
 _ALONE: Final = "load_module_checkpoint_state_from_checkpoint_dir_stage3"
 
 
@@ -29,6 +30,26 @@ def loads_universal_weights_alone(engine: Engine) -> bool:
     """
     stage = engine.zero_optimization_stage()
     return stage == 0 or (stage == 3 and hasattr(engine.optimizer, _ALONE))
+
+
+@contextmanager
+def own_clipping(engine: Any) -> Iterator[None]:
+    """Return a context in which a load leaves the configuration's `gradient_clipping` as it is.
+
+    Wrappers save the norm by which they clip and load it again, without a word (_load_global_state of
+    runtime/zero/stage_1_and_2.py, load_state_dict of runtime/fp16/fused_optimizer.py and runtime/bf16_optimizer.py,
+    0.19.8; tools/deepspeed_faults/clips_as_saved.py), so that one number in the configuration has an effect on ZeRO 3
+    and none on ZeRO 1 and 2.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+    """
+    kept = getattr(engine.optimizer, _CLIP, None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            setattr(engine.optimizer, _CLIP, kept)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from ds_parity.engine.internals.checkpoints import own_clipping
 from ds_parity.engine.internals.replaced import replaced
 
 
@@ -75,21 +77,21 @@ def clip_over_stages(engine: Any) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
-def load_parts_of_bf16(engine: Any) -> None:
-    """Let a pipeline's engine on ZeRO 0 in bf16 load what its optimizer has saved, and go on from weights alone.
+def load_what_was_saved(engine: Any) -> None:
+    """Let a pipeline's engine load what its optimizer has saved, and go on from weights alone, clipped as it was.
 
-    Its optimizer has the weights in fp32, in parts, and saves them in files of their own, as that of ZeRO does.
-    DeepSpeed looks for these only with ZeRO (tools/deepspeed_faults/checkpoint_bf16_pipeline.py).
+    On ZeRO 0 in bf16 the optimizer has the weights in fp32, in parts, and saves them in files of their own, as that of
+    ZeRO does. DeepSpeed looks for these only with ZeRO (tools/deepspeed_faults/checkpoint_bf16_pipeline.py).
 
     Args:
         engine: DeepSpeed's PipelineEngine.
     """
-    if engine.zero_optimization() or not isinstance(engine.optimizer, BF16_Optimizer):
-        return
+    in_parts = not engine.zero_optimization() and isinstance(engine.optimizer, BF16_Optimizer)
     load = engine.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        with replaced(engine, "zero_optimization", lambda: True):
+        as_zero = replaced(engine, "zero_optimization", lambda: True) if in_parts else nullcontext()
+        with as_zero, own_clipping(engine):
             return load(*args, **kwargs)
 
     engine.load_checkpoint = load_checkpoint

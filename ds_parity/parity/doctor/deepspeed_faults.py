@@ -352,6 +352,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run begins with the weights of an older checkpoint, without its optimizer's states",
     ),
     DeepSpeedFault(
+        "clips_as_saved",
+        "gradients are clipped as the run that saved the checkpoint did, whatever gradient_clipping says",
+        "set engine.optimizer.clip_grad behind load_checkpoint()",
+        lambda c: c.stage in (1, 2),
+        "a run goes on from a checkpoint with another gradient_clipping",
+    ),
+    DeepSpeedFault(
         "checkpoint_mid_window",
         "the gradients of the passes before the save are lost",
         "save after step() at a boundary only",
