@@ -56,7 +56,7 @@ def main() -> dict[str, str]:
     """Load and step on each stage and in each precision."""
     deepspeed.init_distributed()
     allow_fp16()
-    cells = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16", "fp16")]
+    cells = [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
     return tell(
         {f"ZeRO {stage} in {precision}": partial(moved, stage, precision) for stage, precision in cells},
         said=lambda value: f"the step is {value:.3f} long; right is 0.5",
