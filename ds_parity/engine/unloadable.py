@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from ds_parity.engine.among_ranks import AmongRanks
@@ -94,6 +95,14 @@ def _no_universal(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -
 
 
 def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    scheduler = driver.engine.lr_scheduler
+    inside = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    if scheduler is not None and _OF_NONE in str(error) and any(one is scheduler for one in inside):
+        return CheckpointError(
+            f"load_checkpoint({load_dir!r}): the checkpoint has no state of an LR scheduler, and this "
+            f"configuration has one ({type(scheduler).__name__}). Load it with load_lr_scheduler_states=False, which begins "
+            f"the schedule here, or without a scheduler; {_HALF_WAY}"
+        )
     stage = int(driver.engine.zero_optimization_stage())
     if driver.engine.load_universal_checkpoint():
         # On the other stages, what does not fit a universal checkpoint is the model.

@@ -228,6 +228,44 @@ def test_gradients_are_clipped_as_the_configuration_says_that_loads(two_ranks, s
 
 
 @on_two_ranks
+def schedules_that_were_not_saved(folder):
+    """By stage and scheduler: what loading a checkpoint of a run without one ends in, and with the way out."""
+    results = {}
+    for stage in STAGES:
+        without = {key: value for key, value in config(stage, passes=4).items() if key != "scheduler"}
+        engine = build(without)
+        windows_of(engine, [2, 2])
+        engine.save_checkpoint(f"{folder}/{stage}")
+        dist.barrier()
+        for name in ("WarmupLR", "LambdaLR"):
+            said, rates = [], []
+            for options in ({}, {"load_lr_scheduler_states": False}):
+                if name == "WarmupLR":
+                    other = build(config(stage, passes=4))
+                else:
+                    other = build(without, lr_scheduler=lambda own: torch.optim.lr_scheduler.LambdaLR(own, _constant))
+                said.append(_ended(other, f"{folder}/{stage}", **options))
+                windows_of(other, [2, 2])
+                rates.append(other.get_lr()[0])
+            results[f"{stage} {name}"] = from_all([*said, rates[1]])
+    return results
+
+
+def _constant(step):
+    return 1.0
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "LambdaLR"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_without_a_schedule_names_the_way_to_begin_one(two_ranks, stage, name):
+    for said, loaded, rate in two_ranks.of(schedules_that_were_not_saved)[f"{stage} {name}"]:
+        assert said.startswith("CheckpointError: load_checkpoint(")
+        assert f"no state of an LR scheduler, and this configuration has one ({name}). Load it with load_lr_sch" in said
+        assert loaded == "loaded"
+        assert rate > 0
+
+
+@on_two_ranks
 def bare(folder):
     """From bare DeepSpeed to ds_parity and back, four rollouts a step; what each engine's LR was, step by step."""
     results = {}

@@ -8,10 +8,11 @@ from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
 
 
-def driver(stage=0, mpu=None):
+def driver(stage=0, mpu=None, scheduler=None):
     engine = SimpleNamespace(
-        zero_optimization_stage=lambda: stage, load_universal_checkpoint=lambda: False, mpu=mpu, module=None
-    )
+        zero_optimization_stage=lambda: stage, load_universal_checkpoint=lambda: False, mpu=mpu, module=None,
+        lr_scheduler=scheduler,
+    )  # fmt: skip
     return SimpleNamespace(engine=engine, ranks=2)
 
 
