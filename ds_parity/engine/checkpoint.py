@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.internals.checkpoints import loads_universal_weights_alone, own_clipping, weights_of
+from ds_parity.engine.internals.checkpoints import (
+    in_turns,
+    loads_universal_weights_alone,
+    own_clipping,
+    steps_by,
+    weights_of,
+)
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.unloadable import explained
@@ -19,6 +26,7 @@ from ds_parity.errors import CheckpointError
 _LOG = logging.getLogger("ds_parity")
 _KEY = "ds_parity"
 _SETTINGS = ("count", "lr_progress")
+_TURNS = "round_robin_gradients"
 # By which load_checkpoint() is asked for a part.
 _PART = (("load_optimizer_states", False), ("load_module_only", True))
 
@@ -64,12 +72,13 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     _refuse_a_part_of_universal(driver, options)
     with naming_lost_ranks("load_checkpoint()"):
         driver.meet_to_load()
-    kept = own_clipping(driver.engine)
-    with naming_lost_ranks("load_checkpoint()"), explained(driver, load_dir, tag), kept, weights_of(tag, driver.engine):
+    keys = _keys_of_groups(driver)
+    with naming_lost_ranks("load_checkpoint()"), explained(driver, load_dir, tag), _as_configured(driver.engine, tag):
         path, state = driver.engine.load_checkpoint(load_dir, tag, **options)
     # Nothing was loaded, so the open window goes on as it was.
     if path is None:
         return path, state
+    _refuse_groups_of_another_optimizer(driver, keys, load_dir)
     driver.abandon()
     forget_sparse_names(driver.engine)
     if not module_only:
@@ -78,6 +87,29 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
     return path, state
+
+
+@contextmanager
+def _as_configured(engine: Any, tag: Any) -> Iterator[None]:
+    with own_clipping(engine), weights_of(tag, engine):
+        yield
+
+
+def _keys_of_groups(driver: Driver) -> list[set[str]]:
+    return [set(group) for group in driver.engine.optimizer.param_groups]
+
+
+def _refuse_groups_of_another_optimizer(driver: Driver, before: list[set[str]], load_dir: str) -> None:
+    # torch takes the groups that were saved in place of its own, and its step() then looks for what they have not.
+    groups = driver.engine.optimizer.param_groups
+    needed = steps_by(driver.engine)
+    lost = sorted({name for own, group in zip(before, groups, strict=False) for name in own & needed - set(group)})
+    if lost:
+        raise CheckpointError(
+            f"load_checkpoint({load_dir!r}): another optimizer than this engine's saved it: its groups have no "
+            f"{', '.join(map(repr, lost))}. Load it with the optimizer that saved it, or with "
+            "load_optimizer_states=False; loading ends half way, so start a new engine"
+        )
 
 
 def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
@@ -110,7 +142,10 @@ def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
         )
     driver.meet_to_save()
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
-    return {**client_state, _KEY: {**driver.ledger.state(), **settings, "groups": _groups(driver)}}
+    return {
+        **client_state,
+        _KEY: {**driver.ledger.state(), **settings, **{_TURNS: in_turns(driver.engine)}, "groups": _groups(driver)},
+    }
 
 
 def _refuse_what_would_be_replaced(driver: Driver, client_state: Any) -> None:
@@ -183,13 +218,16 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
         optimizer: the optimizer's states were loaded too.
 
     Raises:
-        CheckpointError: the checkpoint counted something else, towards another target, or moved its LR otherwise.
+        CheckpointError: the checkpoint counted something else, towards another target, moved its LR otherwise, or has
+            the optimizer's states in another order.
     """
     state = client_state.get(_KEY)
     if state is None:
         _LOG.warning("the checkpoint holds no ds_parity state (bare DeepSpeed wrote it): the window starts fresh")
         state = driver.boundary.counters.state_of_bare(driver.ledger.rules)
     _refuse_other_counting(driver, state)
+    if optimizer:
+        _refuse_other_turns(driver, state)
     if scheduler:
         _refuse_other_progress(driver, state)
     else:
@@ -212,6 +250,18 @@ def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
             f"the checkpoint was counting towards a target of {saved[0]} {saved[1]}s, this configuration says "
             f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes, "
             "ds_parity.count and ds_parity.boundary, or start afresh"
+        )
+
+
+def _refuse_other_turns(driver: Driver, state: dict[str, Any]) -> None:
+    # A universal checkpoint has the states by the names of parameters.
+    saved, wanted = state.get(_TURNS), in_turns(driver.engine)
+    if saved not in (None, wanted) and not driver.engine.load_universal_checkpoint():
+        raise CheckpointError(
+            f"the checkpoint was saved with zero_optimization.{_TURNS} = {str(saved).lower()}, and this configuration "
+            f"says {str(wanted).lower()}: parameters lie on other ranks there, and DeepSpeed has given their states to "
+            "others without an error; load it with the setting that saved it, or with load_optimizer_states=False. "
+            "Loading ends half way, so start a new engine"
         )
 
 

@@ -9,7 +9,7 @@ from traceback import walk_tb
 from typing import Any
 
 from ds_parity.engine.among_ranks import AmongRanks
-from ds_parity.engine.internals.checkpoints import REFUSALS
+from ds_parity.engine.internals.checkpoints import OF_WRAPPERS, REFUSALS
 from ds_parity.errors import CheckpointError
 
 _CONVERT = (
@@ -94,15 +94,19 @@ def _no_universal(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -
     )
 
 
-def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+def _of_nothing(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     scheduler = driver.engine.lr_scheduler
     inside = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
-    if scheduler is not None and _OF_NONE in str(error) and any(one is scheduler for one in inside):
-        return CheckpointError(
-            f"load_checkpoint({load_dir!r}): the checkpoint has no state of an LR scheduler, and this "
-            f"configuration has one ({type(scheduler).__name__}). Load it with load_lr_scheduler_states=False, which begins "
-            f"the schedule here, or without a scheduler; {_HALF_WAY}"
-        )
+    if scheduler is None or _OF_NONE not in str(error) or not any(one is scheduler for one in inside):
+        return _without_states(driver, load_dir, tag, error)
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): the checkpoint has no state of an LR scheduler, and this configuration has "
+        f"one ({type(scheduler).__name__}). Load it with load_lr_scheduler_states=False, which begins the schedule "
+        f"here, or without a scheduler; {_HALF_WAY}"
+    )
+
+
+def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     stage = int(driver.engine.zero_optimization_stage())
     if driver.engine.load_universal_checkpoint():
         # On the other stages, what does not fit a universal checkpoint is the model.
@@ -111,6 +115,8 @@ def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exceptio
     if saved_on is None:
         return None
     if (saved_on != _WHOLE) is bool(stage):
+        if stage and isinstance(error, FileNotFoundError) and stage in saved_on:
+            return _of_another_precision(load_dir, error)
         if stage or _OF_NONE not in str(error):
             return None
         return CheckpointError(
@@ -118,6 +124,31 @@ def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exceptio
             f"before 0.18.5 writes none in bf16 on ZeRO 0. Load it with load_optimizer_states=False; {_HALF_WAY}"
         )
     return _of_another_stage(stage, saved_on, load_dir, f"{type(error).__name__}: {error}")
+
+
+def _of_other_keys(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    # The state of a wrapper (bf16 and fp16) in place of an optimizer's own (fp32), or the reverse.
+    if not int(driver.engine.zero_optimization_stage()) and error.args and error.args[0] in OF_WRAPPERS:
+        return _of_another_precision(load_dir, error)
+    return _frozen_since(driver, load_dir, tag, error)
+
+
+def _of_another_precision(load_dir: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): the checkpoint was saved in another precision (fp32, bf16 or fp16), and its "
+        f"optimizer states are kept otherwise there ({type(error).__name__}: {error}). Load it with the bf16 and fp16 "
+        f"that saved it, or its weights alone with load_optimizer_states=False; {_HALF_WAY}"
+    )
+
+
+def _of_other_groups(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    if "group" not in str(error):
+        return _no_universal(driver, load_dir, tag, error)
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): the parameter groups of the checkpoint are not this engine's ({error}). "
+        "Load it with the groups, the trained parameters, and on ZeRO stage 3 the zero_optimization.sub_group_size, "
+        f"that saved it, or with load_optimizer_states=False; {_HALF_WAY}"
+    )
 
 
 def _of_another_stage(stage: int, saved_on: tuple[int, ...], load_dir: str, said: str) -> CheckpointError:
@@ -160,7 +191,7 @@ def _saved_on(folder: Path | None) -> tuple[int, ...] | None:
 _EXPLAINED = (
     (REFUSALS, _refused),
     (IndexError, _without_a_file),
-    (KeyError, _frozen_since),
-    (ValueError, _no_universal),
-    ((AttributeError, FileNotFoundError, TypeError), _without_states),
+    (KeyError, _of_other_keys),
+    (ValueError, _of_other_groups),
+    ((AttributeError, FileNotFoundError, TypeError), _of_nothing),
 )

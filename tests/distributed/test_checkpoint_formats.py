@@ -251,6 +251,67 @@ def schedules_that_were_not_saved(folder):
     return results
 
 
+def _in_turns(stage):
+    return {**_states(stage, "fp32"), "zero_optimization": {"stage": stage, "round_robin_gradients": True}}
+
+
+def _states(stage, precision, optimizer="AdamW"):
+    made = extended(stage, precision, {}, loss_weight="rollout")
+    return made if optimizer == "AdamW" else {**config(stage, optimizer=optimizer), "ds_parity": made["ds_parity"]}
+
+
+def _small(stage):
+    return {**_states(stage, "fp32"), "zero_optimization": {"stage": stage, "sub_group_size": 8}}
+
+
+# By name: how a run was saved, how it is loaded, the stages, and what is said of it.
+ELSEWHERE = {
+    "bf16": (lambda s: _states(s, "fp32"), lambda s: _states(s, "bf16"), STAGES, "was saved in another precision"),
+    "fp32": (lambda s: _states(s, "bf16"), lambda s: _states(s, "fp32"), STAGES, "was saved in another precision"),
+    "in turns": (lambda s: _states(s, "fp32"), _in_turns, (1, 2), "= false, and this configuration says true"),
+    "not in turns": (_in_turns, lambda s: _states(s, "fp32"), (1, 2), "= true, and this configuration says false"),
+    "sub-groups": (lambda s: _states(s, "fp32"), _small, (3,), "the zero_optimization.sub_group_size"),
+    "optimizer": (
+        lambda s: _states(s, "fp32"),
+        lambda s: _states(s, "fp32", "SGD"),
+        STAGES,
+        "another optimizer than this",
+    ),
+}
+ELSEWHERE_AT = [(name, stage) for name, (_, _, stages, _) in ELSEWHERE.items() for stage in stages]
+
+
+@on_two_ranks
+def states_kept_otherwise(folder):
+    """What loading ends in where the optimizer's states are kept otherwise, and with the way out that is named."""
+    results = {}
+    for number, (name, stage) in enumerate(ELSEWHERE_AT):
+        saved, loads, _, _ = ELSEWHERE[name]
+        engine = build(saved(stage))
+        rows = torch.ones(3, 4, device=engine.device, dtype=next(engine.module.parameters()).dtype)
+        engine.backward(engine(rows).float().pow(2).mean(), rollouts=6)
+        engine.step()
+        path = f"{folder}/{number}"
+        engine.save_checkpoint(path)
+        said = _ended(build(loads(stage)), path)
+        other = build(loads(stage))
+        alone = _ended(other, path, load_optimizer_states=False)
+        alike = torch.allclose(weights.vector(engine.module).float(), weights.vector(other.module).float(), atol=1e-2)
+        assert engine.global_steps == 1
+        results[f"{name} {stage}"] = from_all([said, alone, alike])
+    return results
+
+
+@pytest.mark.parametrize(("name", "stage"), ELSEWHERE_AT)
+def test_states_that_are_kept_otherwise_are_refused_with_a_way_out(two_ranks, name, stage):
+    for said, alone, alike in two_ranks.of(states_kept_otherwise)[f"{name} {stage}"]:
+        assert said.startswith("CheckpointError: ")
+        assert ELSEWHERE[name][3] in said
+        assert "load_optimizer_states=False" in said
+        assert alone == "loaded"
+        assert alike
+
+
 def _constant(step):
     return 1.0
 

@@ -15,6 +15,9 @@ from ds_parity.engine.internals.surface import Engine
 REFUSALS: tuple[type[Exception], ...] = (ZeRORuntimeException, AssertionError)
 """A checkpoint of another number of ranks: a rank that finds no file of its own raises a bare assertion."""
 
+OF_WRAPPERS: Final = ("dynamic_loss_scale", "param_groups")
+"""By name: what the wrapper of bf16 and fp16 on ZeRO 0 saves, and what the optimizer of fp32 does in its place."""
+
 _COLLECT: Final = "get_fp32_state_dict_from_zero_checkpoint"
 
 
@@ -50,6 +53,22 @@ def own_clipping(engine: Any) -> Iterator[None]:
     finally:
         if kept is not None:
             setattr(engine.optimizer, _CLIP, kept)
+
+
+def steps_by(engine: Engine) -> set[str]:
+    """Return the names that the optimizer's step() looks up in its groups, where others may have put more."""
+    return set(getattr(engine.basic_optimizer, "defaults", ()))
+
+
+def in_turns(engine: Any) -> bool:
+    """Return whether ranks are given the parameters in turns (`round_robin_gradients`), on ZeRO 1 and 2.
+
+    Each rank's part of the optimizer's state is one flat tensor, which DeepSpeed loads whatever lies where
+    (_load_legacy_checkpoint of runtime/zero/stage_1_and_2.py, 0.19.8): with the other setting, moments and weights in
+    fp32 become those of other parameters, without an error (tools/deepspeed_faults/states_of_others.py). What it saves
+    of their places does not tell the two apart.
+    """
+    return bool(getattr(engine.optimizer, "round_robin_gradients", False))
 
 
 @contextmanager

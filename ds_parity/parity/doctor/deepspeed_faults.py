@@ -359,6 +359,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run goes on from a checkpoint with another gradient_clipping",
     ),
     DeepSpeedFault(
+        "states_of_others",
+        "a checkpoint gives the optimizer's states to other parameters",
+        "load it with the round_robin_gradients that saved it, or with load_optimizer_states=False",
+        lambda c: c.stage in (1, 2),
+        "a run goes on from a checkpoint of another zero_optimization.round_robin_gradients",
+    ),
+    DeepSpeedFault(
         "checkpoint_mid_window",
         "the gradients of the passes before the save are lost",
         "save after step() at a boundary only",
