@@ -254,9 +254,9 @@ def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
 
 
 def _refuse_other_turns(driver: Driver, state: dict[str, Any]) -> None:
-    # A universal checkpoint has the states by the names of parameters.
+    # A universal checkpoint has the states by the names of parameters, and one rank alone has all of them.
     saved, wanted = state.get(_TURNS), in_turns(driver.engine)
-    if saved not in (None, wanted) and not driver.engine.load_universal_checkpoint():
+    if saved not in (None, wanted) and driver.ranks > 1 and not driver.engine.load_universal_checkpoint():
         raise CheckpointError(
             f"the checkpoint was saved with zero_optimization.{_TURNS} = {str(saved).lower()}, and this configuration "
             f"says {str(wanted).lower()}: parameters lie on other ranks there, and DeepSpeed has given their states to "

@@ -46,10 +46,11 @@ def _refused(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> C
         return _of_universal(driver, load_dir, said)
     folder = _folder(load_dir, tag)
     if folder is not None and not folder.is_dir():
+        by = " (by the file latest)" if tag is None else ""
         there = sorted(one.name for one in Path(load_dir).glob("*") if one.is_dir())
         return CheckpointError(
-            f"load_checkpoint({load_dir!r}): the tag is {folder.name!r}{'' if tag else ' (by the file latest)'}, and "
-            f"there is no such folder; give the tag of a checkpoint that was saved there "
+            f"load_checkpoint({load_dir!r}): the tag is {folder.name!r}{by}, "
+            f"and there is no such folder; give the tag of a checkpoint that was saved there "
             f"({', '.join(there) or 'none was'}); {_HALF_WAY}"
         )
     stage, saved_on = int(driver.engine.zero_optimization_stage()), _saved_on(folder)
@@ -115,7 +116,7 @@ def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exceptio
     if saved_on is None:
         return None
     if (saved_on != _WHOLE) is bool(stage):
-        if stage and isinstance(error, FileNotFoundError) and stage in saved_on:
+        if stage and isinstance(error, FileNotFoundError) and _is_of_another_precision(error):
             return _of_another_precision(load_dir, error)
         if stage or _OF_NONE not in str(error):
             return None
@@ -133,6 +134,15 @@ def _of_other_keys(driver: AmongRanks, load_dir: str, tag: Any, error: Exception
     return _frozen_since(driver, load_dir, tag, error)
 
 
+def _is_of_another_precision(error: FileNotFoundError) -> bool:
+    # Files of one precision are called bf16_zero_pp_rank_..., and those of others zero_pp_rank_...: is all there
+    # but with the other name?
+    missing = Path(error.filename or "")
+    names = ("bf16_zero_pp_rank_", "zero_pp_rank_")
+    there = {name for name in names if any(missing.parent.glob(f"{name}*_optim_states.pt"))}
+    return len(there) == 1 and not missing.name.startswith(there.pop())
+
+
 def _of_another_precision(load_dir: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"load_checkpoint({load_dir!r}): the checkpoint was saved in another precision (fp32, bf16 or fp16), and its "
@@ -142,7 +152,7 @@ def _of_another_precision(load_dir: str, error: Exception) -> CheckpointError:
 
 
 def _of_other_groups(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
-    if "group" not in str(error):
+    if "parameter group" not in str(error):
         return _no_universal(driver, load_dir, tag, error)
     return CheckpointError(
         f"load_checkpoint({load_dir!r}): the parameter groups of the checkpoint are not this engine's ({error}). "

@@ -69,6 +69,24 @@ def test_a_checkpoint_of_its_own_stage_is_one_of_other_ranks(folder, files, stag
     assert "If another number of ranks saved it, convert it" in str(said(folder, AssertionError(), stage=stage))
 
 
+@pytest.mark.parametrize(
+    ("file", "wanted", "precision"),
+    [
+        (STATES, "zero_pp_rank_0_mp_rank_00_optim_states.pt", True),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", STATES, True),
+        (STATES, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", False),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt", False),
+    ],
+)
+def test_a_file_of_another_precision_is_told_from_one_that_is_lost(folder, file, wanted, precision):
+    for name in (MODEL, file):
+        (folder / "saved" / name).touch()
+    lost = FileNotFoundError(2, "No such file or directory", str(folder / "saved" / wanted))
+    found = said(folder, lost, stage=2)
+    assert ("was saved in another precision" in str(found)) is precision
+    assert (found is lost) is not precision
+
+
 @pytest.mark.parametrize("tag", ["none", None])
 def test_a_tag_that_does_not_exist_is_named_with_those_that_do(folder, tag):
     (folder / "latest").write_text("none")
