@@ -1,0 +1,181 @@
+"""A checkpoint that is loaded into a configuration which differs from the one that saved it, in one thing or in two."""
+
+import pytest
+import torch
+
+from tests.hard.unforeseen.cells import CELLS, STAGES, Cell, Watched, config, engine_of
+from tests.hard.unforeseen.oracle import RATE, Net
+from tests.hard.unforeseen.scenarios import Scenarios
+
+play = Scenarios()
+TARGET = 6  # windows of two passes and of one, in turn, so that a surplus is saved
+CLIP = 0.4  # some steps are clipped by it, and others are not
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+WHOLE = [cell for cell in CELLS if not cell.offload]
+ABOVE = {
+    "into-buckets": ({}, {"zero": {"reduce_bucket_size": 10, "allgather_bucket_size": 10}}),
+    "out-of-buckets": ({"zero": {"reduce_bucket_size": 10}}, {}),
+    "into-overlap": ({"zero": {"overlap_comm": False}}, {"zero": {"overlap_comm": True}}),
+    "out-of-contiguous": ({"zero": {"contiguous_gradients": True}}, {"zero": {"contiguous_gradients": False}}),
+    "into-offload": ({}, {"zero": OFFLOAD}),
+    "out-of-offload": ({"zero": OFFLOAD}, {}),
+    "into-scatter": ({"zero": {"reduce_scatter": False}}, {"zero": {"reduce_scatter": True}}),
+}
+EVERYWHERE = {
+    "same": ({}, {}),
+    "into-clipping": ({}, {"clip": CLIP}),
+    "out-of-clipping": ({"clip": CLIP}, {}),
+    "other-clipping": ({"clip": CLIP}, {"clip": CLIP / 4}),
+    "into-look-ahead": ({}, {"section": {"lookahead": 3}}),
+    "fp32-communication": ({}, {"communication_data_type": "fp32"}),
+    "other-timeout": ({}, {"section": {"exchange_timeout": 20.0}}),
+}
+STAGE3 = {
+    "into-persistence": ({"zero": {"stage3_param_persistence_threshold": 0}}, {}),
+    "out-of-persistence": ({}, {"zero": {"stage3_param_persistence_threshold": 0}}),
+    "less-prefetch": ({}, {"zero": {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0}}),
+}
+
+
+def momentum(model, rate=RATE):
+    """An optimizer whose state is seen in every step."""
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def groups(model, rate=RATE):
+    """The same with two groups, of which one decays."""
+    return torch.optim.SGD(
+        [
+            {"params": list(model.body.parameters()), "weight_decay": 0.1},
+            {"params": list(model.head.parameters()), "lr": rate / 2},
+        ],
+        lr=rate,
+        momentum=0.9,
+    )
+
+
+def saved_by(case, options, by=momentum):
+    """An engine that has taken two steps and saved, beside its oracle."""
+    model = Net()
+    watched = Watched(
+        case.cell, TARGET, model=model, by=by, given={"optimizer": by(model)}, optimizer=False, **dict(options)
+    )
+    watched.passes(range(3))
+    watched.engine.save_checkpoint(case.folder, "saved")
+    return watched
+
+
+def loaded_into(watched, case, options, *, cell=None, by=momentum, target=TARGET):
+    """Put another engine, of other weights, in the place of the one that saved."""
+    model = Net(seed=5)
+    extended = config(cell or case.cell, target, optimizer=False, **options)
+    watched.engine = engine_of(extended, model, optimizer=by(model))
+    for index in range(20, 23):  # it has moved, and has a surplus of its own
+        watched.engine.backward(watched.loss(index), rollouts=2)
+        watched.engine.step()
+    watched.engine.load_checkpoint(case.folder)
+    watched.oracle._clip = options.get("clip", 0.0)
+    watched.passes(range(3, 9))
+    return watched.found()
+
+
+@play.right(CELLS, EVERYWHERE)
+def another_configuration_goes_on(case):
+    """As the oracle does, by what the configuration that loads says of steps to come."""
+    saved, loaded = EVERYWHERE[case.variant]
+    return loaded_into(saved_by(case, saved), case, loaded)
+
+
+@play.right([one for one in WHOLE if one.stage], ABOVE)
+def another_zero_section_goes_on(case):
+    """Where gradients and states lie changes no step."""
+    saved, loaded = ABOVE[case.variant]
+    return loaded_into(saved_by(case, saved), case, loaded)
+
+
+@play.right([Cell(3), Cell(3, offload=True)], STAGE3)
+def another_zero3_section_goes_on(case):
+    """The same of what ZeRO 3 alone has."""
+    saved, loaded = STAGE3[case.variant]
+    return loaded_into(saved_by(case, saved), case, loaded)
+
+
+@play.right([Cell(1), Cell(2), Cell(1, offload=True), Cell(2, offload=True)])
+def stages_1_and_2_load_each_other(case):
+    """They have one format."""
+    return loaded_into(saved_by(case, {}), case, {}, cell=Cell(3 - case.cell.stage, offload=case.cell.offload))
+
+
+@play.right([Cell(0), Cell(1)])
+def gradients_are_prescaled_since(case):
+    """DeepSpeed refuses that on the other stages."""
+    return loaded_into(saved_by(case, {}), case, {"prescale_gradients": True})
+
+
+@play.right(CELLS)
+def rates_are_the_checkpoints(case):
+    """They are kept in the groups."""
+    return loaded_into(saved_by(case, {}), case, {}, by=lambda model: momentum(model, 3 * RATE))
+
+
+@play.right(CELLS)
+def groups_go_on_twice(case):
+    """Two groups, and once more from what was saved behind a load."""
+    watched = saved_by(case, {}, groups)
+    loaded_into(watched, case, {}, by=groups)
+    watched.engine.save_checkpoint(case.folder, "again")
+    for index in range(30, 33):  # none of it is left
+        watched.engine.backward(watched.loss(index), rollouts=2)
+        watched.engine.step()
+    watched.engine.load_checkpoint(case.folder, "again")
+    watched.passes(range(9, 12))
+    return watched.found()
+
+
+@play.right(CELLS, ["reset", "caller"])
+def another_boundary_goes_on(case):
+    """With the surplus forgotten, or with windows that the caller ends; the saved steps stay as they were."""
+    watched = saved_by(case, {})
+    oracle = watched.oracle
+    oracle._overshoot = "reset"
+    if case.variant == "reset":
+        section = {"overshoot": "reset"}
+    else:
+        section, oracle._target = {"boundary": "caller"}, 1
+    oracle._closes_at = oracle._begun_anew()
+    return loaded_into(watched, case, {"section": section})
+
+
+@play.refused(
+    STAGES,
+    {
+        "target": "CheckpointError: the checkpoint was counting towards a target of 6 rollouts, "
+        "this configuration says 8",
+        "micro-batch": "CheckpointError: the checkpoint was counting "
+        "towards a target of 6 rollouts, this configuration says 18",
+    },
+)
+def another_target_is_refused(case):
+    """Given by itself, or by the rollouts of a micro-batch."""
+    if case.variant == "target":
+        return loaded_into(saved_by(case, {}), case, {}, target=TARGET + 2)
+    return loaded_into(saved_by(case, {}), case, {"train_micro_batch_size_per_gpu": 3})
+
+
+@play.refused(
+    [Cell(1), Cell(2), Cell(1, offload=True), Cell(2, offload=True)],
+    "CheckpointError: the checkpoint was saved with zero_optimization.round_robin_gradients = ",
+)
+def another_order_of_parameters_is_refused(case):
+    """Every rank would have the momentum of other parameters."""
+    return loaded_into(saved_by(case, {}), case, {"zero": {"round_robin_gradients": True}})
+
+
+@pytest.mark.parametrize("case", play.cases("right"), ids=str)
+def test_every_rank_goes_on_as_the_oracle_does(outcomes, case):
+    outcomes.assert_right(case)
+
+
+@pytest.mark.parametrize("case", play.cases("refused"), ids=str)
+def test_every_rank_refuses_what_would_part(outcomes, case):
+    outcomes.assert_refused(case)
