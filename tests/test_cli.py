@@ -321,6 +321,7 @@ class TestCompareForeign:
 
 @pytest.mark.ranks
 class TestVerify:
+    @pytest.mark.slow
     def test_says_pass_exits_0_and_leaves_both_traces(self, tmp_path):
         """With the user's own model and rollouts."""
         (tmp_path / "mine.py").write_text("from ds_parity.parity.data.model import build_tiny as build\n")

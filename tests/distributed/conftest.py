@@ -43,6 +43,12 @@ def two_ranks_at_length(begun, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def four_ranks_at_length(begun, tmp_path_factory):
+    """The same of four ranks."""
+    return left_by("four_ranks_at_length", begun, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def one_rank(request, begun, tmp_path_factory):
     """What one rank has left."""
     return after_two_ranks("one_rank", request, begun, tmp_path_factory)

@@ -9,7 +9,7 @@ from tests.rank_sets import RankSet
 # Seconds for a whole set, and for one call of it: a call that hangs is named long before the set's time is up.
 LIMITS = {"timeout": 1200, "patience": 400}
 on_one_rank, on_two_ranks, on_four_ranks = (RankSet(ranks, **LIMITS) for ranks in (1, 2, 4))
-at_length_on_two_ranks = RankSet(2, **LIMITS)
+at_length_on_two_ranks, at_length_on_four_ranks = (RankSet(ranks, **LIMITS) for ranks in (2, 4))
 
 # In the order in which they run: those of four ranks and of one go on from what two have left.
 SETS = {
@@ -17,6 +17,7 @@ SETS = {
     "four_ranks": on_four_ranks,
     "one_rank": on_one_rank,
     "two_ranks_at_length": at_length_on_two_ranks,
+    "four_ranks_at_length": at_length_on_four_ranks,
 }
 
 

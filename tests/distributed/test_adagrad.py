@@ -7,10 +7,10 @@ import torch.distributed as dist
 import ds_parity
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import perceptron
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 from tests.distributed.test_loop_shapes import extended, loss_of, micro_batches, weights
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 CELLS = [(stage, kind) for stage in STAGES for kind in ("fp32", "offload") if stage or kind == "fp32"]
 
 
@@ -58,7 +58,7 @@ def trained(engine):
     return rates
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def adagrad(folder):
     """By cell: the rates, the weights after two windows, and those of a run that goes on from a checkpoint."""
     results = {}
@@ -81,8 +81,8 @@ def adagrad(folder):
 
 @pytest.mark.parametrize("way", KINDS)
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
-def test_it_follows_its_scheduler_its_groups_and_its_class(two_ranks, stage, kind, way):
-    results = two_ranks.of(adagrad)
+def test_it_follows_its_scheduler_its_groups_and_its_class(two_ranks_at_length, stage, kind, way):
+    results = two_ranks_at_length.of(adagrad)
     for number, (rates, own) in enumerate(results[f"{stage} {kind} {way}"]):
         first = 2 * number
         assert rates == [pytest.approx([0.1 / step, 0.02 / step]) for step in (first + 2, first + 3)]
@@ -91,6 +91,6 @@ def test_it_follows_its_scheduler_its_groups_and_its_class(two_ranks, stage, kin
             assert one == pytest.approx(other, abs=2e-6)
 
 
-def test_a_class_of_its_own_makes_a_difference(two_ranks):
-    results = two_ranks.of(adagrad)
+def test_a_class_of_its_own_makes_a_difference(two_ranks_at_length):
+    results = two_ranks_at_length.of(adagrad)
     assert results["0 fp32 torch's"][0][1] != results["0 fp32 a class of its own"][0][1]

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 import ds_parity
 from tests.distributed.engines import perceptron
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 from tests.distributed.test_loop_shapes import CELLS, KINDS, RATE, extended, loss_of, sample, weights
 from tests.older_refusals import skip_where_bare_is_wrong, wrong_when_bare
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # Rollouts by window, rank and backward. All windows of the first plan have one total: nothing is corrected.
 ALIKE = (((2, 1, 2), (3, 1, 1)), ((1, 4), (2, 3)), ((5,), (5,)))
@@ -115,7 +115,7 @@ def run(config, plan, loop):
     return state
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def windows_that_callers_end(folder):
     """By cell: what loops of each shape come to."""
     results = {"oracle": {name: oracle(plan) for name, plan in PLANS.items()}}
@@ -143,23 +143,23 @@ def windows_that_callers_end(folder):
 
 @pytest.mark.parametrize(("stage", "kind"), [cell for cell in CELLS if "bf16" not in KINDS[cell[1]]])
 @pytest.mark.parametrize("plan", PLANS)
-def test_steps_are_those_of_the_oracle(two_ranks, stage, kind, plan):
+def test_steps_are_those_of_the_oracle(two_ranks_at_length, stage, kind, plan):
     if plan == "uneven" and stage > 1:
         pytest.skip("ZeRO 2 and 3 talk to the other ranks in every backward")
-    results = two_ranks.of(windows_that_callers_end)
+    results = two_ranks_at_length.of(windows_that_callers_end)
     for right, own in zip(results["oracle"][plan], results[f"{stage} {kind}"][plan]["weights"], strict=True):
         assert own == pytest.approx(right, abs=2e-7)
 
 
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
-def test_the_same_bits_as_deepspeed_driven_by_hand(two_ranks, stage, kind):
+def test_the_same_bits_as_deepspeed_driven_by_hand(two_ranks_at_length, stage, kind):
     skip_where_bare_is_wrong(bare_config(stage, kind))
-    cell = two_ranks.of(windows_that_callers_end)[f"{stage} {kind}"]
+    cell = two_ranks_at_length.of(windows_that_callers_end)[f"{stage} {kind}"]
     assert cell["alike"]["weights"] == cell["by hand"]
 
 
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
-def test_the_same_bits_however_a_window_is_driven(two_ranks, stage, kind):
-    cell = two_ranks.of(windows_that_callers_end)[f"{stage} {kind}"]
+def test_the_same_bits_however_a_window_is_driven(two_ranks_at_length, stage, kind):
+    cell = two_ranks_at_length.of(windows_that_callers_end)[f"{stage} {kind}"]
     assert cell["announced"] == cell["alike"]
     assert cell["passes 0"] == cell["passes 3"] == cell["alike"]

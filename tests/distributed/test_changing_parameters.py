@@ -14,10 +14,10 @@ from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running.half_precision import fp16_allowed
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 from tests.distributed.test_loop_shapes import CELLS, KINDS, extended, weights
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -120,7 +120,7 @@ USED_CELLS = [
 ]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def ranks_that_use_other_parameters(folder):
     """By cell and use: what ranks are answered, and how far the weights have moved."""
     results = {}
@@ -134,9 +134,9 @@ def ranks_that_use_other_parameters(folder):
 
 @pytest.mark.parametrize(("stage", "kind", "use"), USED_CELLS)
 def test_ranks_may_use_other_parameters_where_that_is_right_and_are_refused_before_the_step_elsewhere(
-    two_ranks, stage, kind, use
+    two_ranks_at_length, stage, kind, use
 ):
-    said, moves = two_ranks.of(ranks_that_use_other_parameters)[f"{stage} {kind} {use}"]
+    said, moves = two_ranks_at_length.of(ranks_that_use_other_parameters)[f"{stage} {kind} {use}"]
     if refused(stage, kind, use):
         of = (
             "WindowError: 1 parameters got"
@@ -165,7 +165,7 @@ class Around(torch.nn.Module):
 ZERO_3 = [kind for stage, kind in CELLS if stage == 3]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def single_passes_on_zero_3(folder):
     """By kind and whether the Pair is a leaf: what ranks are answered, and how far the weights have moved.
 
@@ -187,8 +187,8 @@ def single_passes_on_zero_3(folder):
 
 
 @pytest.mark.parametrize(("kind", "leaf"), list(product(ZERO_3, (False, True))))
-def test_zero_3_steps_no_window_in_which_ranks_used_other_parameters_that_are_no_leaf(two_ranks, kind, leaf):
-    said, moves = two_ranks.of(single_passes_on_zero_3)[f"{kind} {leaf}"]
+def test_zero_3_steps_no_window_in_which_ranks_used_other_parameters_that_are_no_leaf(two_ranks_at_length, kind, leaf):
+    said, moves = two_ranks_at_length.of(single_passes_on_zero_3)[f"{kind} {leaf}"]
     if leaf:
         assert said == ["nothing was raised"] * 2
         assert moves == pytest.approx(RIGHT["own_adapter"], abs=1e-6)
@@ -210,7 +210,7 @@ def streams(engine):
         engine.step()
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def ranks_that_use_parameters_of_other_sizes(folder):
     """By cell and use, clipped and not: how far the weights have moved, as each rank has them."""
     results = {}
@@ -236,10 +236,10 @@ STREAMS = [[1, 0.5], [1, 0.25]]
 @pytest.mark.parametrize("use", [*USES, "streams"])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize(("stage", "kind"), ANY_CELLS)
-def test_zero_0_and_1_are_right_where_ranks_use_parameters_of_other_sizes(two_ranks, stage, kind, clip, use):
+def test_zero_0_and_1_are_right_where_ranks_use_parameters_of_other_sizes(two_ranks_at_length, stage, kind, clip, use):
     steps = STREAMS if use == "streams" else [RIGHT[use]]
     right = [sum(each) for each in zip(*(clipped(step) if clip else step for step in steps), strict=True)]
-    moves = two_ranks.of(ranks_that_use_parameters_of_other_sizes)[f"{stage} {kind} {use} {clip}"]
+    moves = two_ranks_at_length.of(ranks_that_use_parameters_of_other_sizes)[f"{stage} {kind} {use} {clip}"]
     assert moves[0] == moves[1]
     # bf16 keeps 8 bits of each weight; clipping multiplies by 1 / (norm + 1e-6).
     assert moves[0] == pytest.approx(right, abs=1e-5, rel=2**-7 if "bf16" in KINDS[kind] else 0)
@@ -279,7 +279,7 @@ def unfrozen_later(engine):
             one_pass(engine, 0, 1)
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def parameters_frozen_on_the_way(folder):
     """By cell: how far a frozen weight moves, and what is answered where that can't be right."""
     results = {}
@@ -299,21 +299,21 @@ def parameters_frozen_on_the_way(folder):
 
 
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
-def test_a_parameter_stands_still_in_windows_for_which_it_is_frozen(two_ranks, stage, kind):
-    moves = two_ranks.of(parameters_frozen_on_the_way)[f"{stage} {kind}"]["frozen for windows"]
+def test_a_parameter_stands_still_in_windows_for_which_it_is_frozen(two_ranks_at_length, stage, kind):
+    moves = two_ranks_at_length.of(parameters_frozen_on_the_way)[f"{stage} {kind}"]["frozen for windows"]
     assert moves == pytest.approx([1, 0, 0, 1], abs=1e-6)
 
 
 @pytest.mark.parametrize("play", [frozen_inside, frozen_before_the_step])
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
-def test_what_is_trained_does_not_change_inside_a_window(two_ranks, stage, kind, play):
-    for said in two_ranks.of(parameters_frozen_on_the_way)[f"{stage} {kind}"][play.__name__]:
+def test_what_is_trained_does_not_change_inside_a_window(two_ranks_at_length, stage, kind, play):
+    for said in two_ranks_at_length.of(parameters_frozen_on_the_way)[f"{stage} {kind}"][play.__name__]:
         assert said.startswith("WindowError: requires_grad of second.weight changed inside window 0"), said
 
 
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
-def test_what_the_optimizer_holds_nothing_for_is_not_trained_in_silence(two_ranks, stage, kind):
-    said, moves = two_ranks.of(parameters_frozen_on_the_way)[f"{stage} {kind}"]["unfrozen later"]
+def test_what_the_optimizer_holds_nothing_for_is_not_trained_in_silence(two_ranks_at_length, stage, kind):
+    said, moves = two_ranks_at_length.of(parameters_frozen_on_the_way)[f"{stage} {kind}"]["unfrozen later"]
     # torch's own optimizer has it in its groups; so has the wrapper of ZeRO 0 in bf16 up to 0.19.0, and trains it.
     if stage == 0 and (kind == "fp32" or before(release("0.19.1"))):
         assert said == ["nothing was raised"] * 2
@@ -343,7 +343,7 @@ def behind_dropped_windows(engine):
     return [after - before for before, after in pairwise(places)]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def parameters_of_dropped_windows(folder):
     results = {}
     for stage, kind in CELLS:
@@ -354,9 +354,9 @@ def parameters_of_dropped_windows(folder):
 
 
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
-def test_the_gradient_of_a_dropped_window_is_in_no_later_one(two_ranks, stage, kind):
+def test_the_gradient_of_a_dropped_window_is_in_no_later_one(two_ranks_at_length, stage, kind):
     """Nor is that of a parameter which the later window uses late, or not at all, or which is frozen by then."""
-    moves = two_ranks.of(parameters_of_dropped_windows)[f"{stage} {kind}"]
+    moves = two_ranks_at_length.of(parameters_of_dropped_windows)[f"{stage} {kind}"]
     assert moves == pytest.approx([0.5, 0, 0], abs=1e-6)
 
 
@@ -404,7 +404,7 @@ SAID_OF_LEAVES = {
 LEAF_CELLS = [*product(("fp32", "bf16", "offload"), LEAVES)]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def leaves_of_zero_3(folder):
     """By cell: what all ranks are answered in a pass, and how far the weight has moved; without a gradient, too."""
     results = {}
@@ -423,9 +423,9 @@ def leaves_of_zero_3(folder):
 
 
 @pytest.mark.parametrize(("kind", "name"), LEAF_CELLS)
-def test_a_leaf_module_loses_no_gradient_in_silence(two_ranks, kind, name):
+def test_a_leaf_module_loses_no_gradient_in_silence(two_ranks_at_length, kind, name):
     """Where none of its inputs needs a gradient, and where its outputs are in a dict or beside the loss."""
-    said, moves = two_ranks.of(leaves_of_zero_3)[f"{kind} {name}"]
+    said, moves = two_ranks_at_length.of(leaves_of_zero_3)[f"{kind} {name}"]
     if name in SAID_OF_LEAVES:
         assert all(one.startswith(SAID_OF_LEAVES[name]) and "make it no leaf" in one for one in said), said
         assert moves == [0]
@@ -433,7 +433,7 @@ def test_a_leaf_module_loses_no_gradient_in_silence(two_ranks, kind, name):
         assert (said, moves) == (["nothing was raised"] * 2, [1])
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def module_alone(folder):
     """By stage: what load_checkpoint(load_module_only=True) is answered with, and the weights after it."""
     results = {}
@@ -452,7 +452,7 @@ def module_alone(folder):
     return results
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def weights_alone(folder):
     """By stage and precision: an older tag's weights, loaded without the optimizer's states, and those after a step."""
     results = {}
@@ -492,15 +492,15 @@ def _of_value(stage, precision, value):
 
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_that_are_loaded_alone_are_those_that_the_next_step_begins_with(two_ranks, stage, precision):
-    loaded, stepped, steps = two_ranks.of(weights_alone)[f"{stage} {precision}"]
+def test_weights_that_are_loaded_alone_are_those_that_the_next_step_begins_with(two_ranks_at_length, stage, precision):
+    loaded, stepped, steps = two_ranks_at_length.of(weights_alone)[f"{stage} {precision}"]
     assert loaded == stepped == [[5.0] * 4]
     assert steps == 1  # a checkpoint of no step, and the one behind it
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_module_alone_is_loaded_or_refused(two_ranks, stage):
-    said, moves = two_ranks.of(module_alone)[f"{stage}"]
+def test_the_module_alone_is_loaded_or_refused(two_ranks_at_length, stage):
+    said, moves = two_ranks_at_length.of(module_alone)[f"{stage}"]
     if stage == 3:
         assert all("DeepSpeed loads nothing there" in one and "load_optimizer_states=False" in one for one in said)
     else:

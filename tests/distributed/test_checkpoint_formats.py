@@ -21,16 +21,16 @@ from ds_parity.parity.running.half_precision import fp16_allowed
 from tests.distributed.cells import STAGES, config
 from tests.distributed.continuing import converted, extended, fp32_weights, stands, windows_of
 from tests.distributed.engines import build, forward, from_all, listen, one_pass, perceptron
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # By which a part of a checkpoint is asked for.
 PARTS = {"load_optimizer_states": False, "load_module_only": True}
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def by_command(folder):
     """What DeepSpeed's documentation names: the converter's command, and the script that lies beside a checkpoint."""
     made = extended(2, "fp32", {}, loss_weight="rollout")
@@ -67,7 +67,7 @@ def _script(folder):
     return [0, ""]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def not_converted(folder):
     """Checkpoints that DeepSpeed's converter does not know, with its message."""
     results = {}
@@ -84,7 +84,7 @@ def not_converted(folder):
     return results
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def universal_elsewhere(folder):
     """What loading a universal checkpoint of ZeRO 2 and of 3 ends in, on every stage."""
     results = {}
@@ -127,8 +127,8 @@ def _ended(engine, path, **options):
 
 
 class TestConversion:
-    def test_by_command_and_the_script_beside_the_checkpoint(self, two_ranks):
-        result = two_ranks.of(by_command)
+    def test_by_command_and_the_script_beside_the_checkpoint(self, two_ranks_at_length):
+        result = two_ranks_at_length.of(by_command)
         assert result["said"] == [[0, ""], [0, ""]]
         assert result["script"]
         assert result["stands"]
@@ -143,49 +143,53 @@ class TestConversion:
             ("SGD 3", "KeyError: 'exp_avg'"),
         ],
     )
-    def test_what_deepspeed_does_not_convert(self, two_ranks, name, said):
-        assert re.search(said, two_ranks.of(not_converted)[name])
+    def test_what_deepspeed_does_not_convert(self, two_ranks_at_length, name, said):
+        assert re.search(said, two_ranks_at_length.of(not_converted)[name])
 
     @pytest.mark.parametrize("saved", [2, 3])
     @pytest.mark.parametrize("stage", STAGES)
-    def test_a_universal_checkpoint_is_loaded_on_its_stage_and_refused_on_others(self, two_ranks, saved, stage):
+    def test_a_universal_checkpoint_is_loaded_on_its_stage_and_refused_on_others(
+        self, two_ranks_at_length, saved, stage
+    ):
         fits = stage in ((1, 2) if saved == 2 else (3,))
-        for said in two_ranks.of(universal_elsewhere)[f"{saved} on {stage}"]:
+        for said in two_ranks_at_length.of(universal_elsewhere)[f"{saved} on {stage}"]:
             assert said == "loaded" if fits else said.startswith("CheckpointError: load_checkpoint("), said
             assert fits or "on the stage that saved it, where 1 and 2 are alike" in said
 
     @pytest.mark.parametrize("flag", PARTS)
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_a_part_of_a_universal_checkpoint_is_refused_where_all_would_be_loaded(self, two_ranks, stage, flag):
-        for said, loaded, _ in two_ranks.of(universal_elsewhere)[f"{flag} on {stage}"]:
+    def test_a_part_of_a_universal_checkpoint_is_refused_where_all_would_be_loaded(
+        self, two_ranks_at_length, stage, flag
+    ):
+        for said, loaded, _ in two_ranks_at_length.of(universal_elsewhere)[f"{flag} on {stage}"]:
             assert said.startswith(
                 f"CheckpointError: load_checkpoint({flag}={PARTS[flag]}) on ZeRO stage {stage}, with"
             )
             assert not loaded
 
-    def test_weights_of_a_universal_checkpoint_are_loaded_alone_on_stage_3_or_refused(self, two_ranks):
+    def test_weights_of_a_universal_checkpoint_are_loaded_alone_on_stage_3_or_refused(self, two_ranks_at_length):
         """DeepSpeed before 0.19.3 loads the optimizer's states, too."""
         here = installed()
-        for said, loaded, states in two_ranks.of(universal_elsewhere)["load_optimizer_states on 3"]:
+        for said, loaded, states in two_ranks_at_length.of(universal_elsewhere)["load_optimizer_states on 3"]:
             if here is not None and here < release("0.19.3"):
                 assert said.startswith("CheckpointError: load_checkpoint(load_optimizer_states=False) on ZeRO stage 3")
                 assert not loaded
             else:
                 assert (said, loaded, states) == ("loaded", True, 0)
 
-    def test_weights_of_a_universal_checkpoint_need_no_file_latest(self, two_ranks):
+    def test_weights_of_a_universal_checkpoint_need_no_file_latest(self, two_ranks_at_length):
         here = installed()
         refused = here is not None and here < release("0.19.3")
-        for said in two_ranks.of(universal_elsewhere)["alone without latest"]:
+        for said in two_ranks_at_length.of(universal_elsewhere)["alone without latest"]:
             assert said.startswith("CheckpointError: load_checkpoint(load_opt") if refused else said == "loaded"
 
-    def test_a_checkpoint_that_was_not_converted_is_no_universal_one(self, two_ranks):
-        for said in two_ranks.of(universal_elsewhere)["not converted"]:
+    def test_a_checkpoint_that_was_not_converted_is_no_universal_one(self, two_ranks_at_length):
+        for said in two_ranks_at_length.of(universal_elsewhere)["not converted"]:
             assert said.startswith("CheckpointError: load_checkpoint("), said
             assert "ds_to_universal" in said
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def clipped_by_its_own(folder):
     """By stage and precision: how far a step at a rate of 1 goes, clipped to 0.5, from a checkpoint clipped to 2."""
     results = {}
@@ -223,11 +227,13 @@ def _clipped(stage, precision, limit):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_clipped_as_the_configuration_says_that_loads(two_ranks, stage, precision):
-    assert two_ranks.of(clipped_by_its_own)[f"{stage} {precision}"] == pytest.approx(0.5, rel=4e-3)  # 2 ** -8 in bf16
+def test_gradients_are_clipped_as_the_configuration_says_that_loads(two_ranks_at_length, stage, precision):
+    assert two_ranks_at_length.of(clipped_by_its_own)[f"{stage} {precision}"] == pytest.approx(
+        0.5, rel=4e-3
+    )  # 2 ** -8 in bf16
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def schedules_that_were_not_saved(folder):
     """By stage and scheduler: what loading a checkpoint of a run without one ends in, and with the way out."""
     results = {}
@@ -281,7 +287,7 @@ ELSEWHERE = {
 ELSEWHERE_AT = [(name, stage) for name, (_, _, stages, _) in ELSEWHERE.items() for stage in stages]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def states_kept_otherwise(folder):
     """What loading ends in where the optimizer's states are kept otherwise, and with the way out that is named."""
     results = {}
@@ -303,8 +309,8 @@ def states_kept_otherwise(folder):
 
 
 @pytest.mark.parametrize(("name", "stage"), ELSEWHERE_AT)
-def test_states_that_are_kept_otherwise_are_refused_with_a_way_out(two_ranks, name, stage):
-    for said, alone, alike in two_ranks.of(states_kept_otherwise)[f"{name} {stage}"]:
+def test_states_that_are_kept_otherwise_are_refused_with_a_way_out(two_ranks_at_length, name, stage):
+    for said, alone, alike in two_ranks_at_length.of(states_kept_otherwise)[f"{name} {stage}"]:
         assert said.startswith("CheckpointError: ")
         assert ELSEWHERE[name][3] in said
         assert "load_optimizer_states=False" in said
@@ -318,15 +324,15 @@ def _constant(step):
 
 @pytest.mark.parametrize("name", ["WarmupLR", "LambdaLR"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_without_a_schedule_names_the_way_to_begin_one(two_ranks, stage, name):
-    for said, loaded, rate in two_ranks.of(schedules_that_were_not_saved)[f"{stage} {name}"]:
+def test_a_checkpoint_without_a_schedule_names_the_way_to_begin_one(two_ranks_at_length, stage, name):
+    for said, loaded, rate in two_ranks_at_length.of(schedules_that_were_not_saved)[f"{stage} {name}"]:
         assert said.startswith("CheckpointError: load_checkpoint(")
         assert f"no state of an LR scheduler, and this configuration has one ({name}). Load it with load_lr_sch" in said
         assert loaded == "loaded"
         assert rate > 0
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def bare(folder):
     """From bare DeepSpeed to ds_parity and back, four rollouts a step; what each engine's LR was, step by step."""
     results = {}
@@ -381,17 +387,17 @@ def build_bare(extended):
 
 
 class TestBareDeepSpeed:
-    def test_a_checkpoint_of_it_goes_on_in_ours_where_its_schedule_stood(self, two_ranks, stage):
+    def test_a_checkpoint_of_it_goes_on_in_ours_where_its_schedule_stood(self, two_ranks_at_length, stage):
         """Five steps of four rollouts on the bare engine, then one on ds_parity's, then one of six."""
-        result = two_ranks.of(bare)[stage]
+        result = two_ranks_at_length.of(bare)[stage]
         assert result["loaded"]
         assert result["rates"][:4] == pytest.approx([0.025 + 0.0025 * at for at in (4, 4, 5, 6.5)])
         assert result["step"] == [6, 4, 30]
         assert result["as bare"]
         assert result["said"].count("the window starts fresh") == 1
 
-    def test_ours_goes_on_in_it(self, two_ranks, stage):
+    def test_ours_goes_on_in_it(self, two_ranks_at_length, stage):
         """At a fractional place of the schedule, a step further with every step."""
-        result = two_ranks.of(bare)[stage]
+        result = two_ranks_at_length.of(bare)[stage]
         assert result["rates"][4:] == pytest.approx([0.025 + 0.0025 * at for at in (6.5, 7.5)])
         assert result["back"] == [True, True, 8]

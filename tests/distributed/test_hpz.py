@@ -13,9 +13,9 @@ from ds_parity.parity.subjects import ulysses
 from tests.distributed.cells import config
 from tests.distributed.continuing import AFTER, BEFORE, Run, converted, groups_of, stands
 from tests.distributed.sequence import remembering, without_mpu
-from tests.distributed.sets import on_four_ranks
+from tests.distributed.sets import at_length_on_four_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 HPZ = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
 ACCUMULATED = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -68,7 +68,7 @@ class _Shared(Run):
             self.engine.load_checkpoint(path, **options)
 
 
-@on_four_ranks
+@at_length_on_four_ranks
 def saved_and_continued(folder):
     """By scenario: whether a run that goes on from a checkpoint, also from a universal one, is the run itself."""
     results = {}
@@ -103,15 +103,15 @@ def _numbers(steps):
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_run_goes_on_bit_for_bit(four_ranks, name):
-    found = four_ranks.of(saved_and_continued)[name]
+def test_a_run_goes_on_bit_for_bit(four_ranks_at_length, name):
+    found = four_ranks_at_length.of(saved_and_continued)[name]
     assert found["idle"] > 0
     assert (found["loaded"], found["alike"]) == (True, True)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_run_goes_on_from_a_universal_checkpoint(four_ranks, name):
-    found = four_ranks.of(saved_and_continued)[name]
+def test_a_run_goes_on_from_a_universal_checkpoint(four_ranks_at_length, name):
+    found = four_ranks_at_length.of(saved_and_continued)[name]
     assert found["converted"] == "nothing was raised"
     universal, whole = found["universal"]
     assert universal == [pytest.approx(step, rel=1e-6) for step in whole]

@@ -15,11 +15,11 @@ import ds_parity
 from ds_parity.parity.data.rollouts import VOCAB, load_rollouts, shorten
 from ds_parity.parity.matrix.model_setups import born
 from tests.distributed.cells import config
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 from tests.pages import blocks
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TRAIN = """
@@ -29,7 +29,7 @@ for micro_batch in engine.passes(stream):
 """
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def models_page(folder):
     """By block: the steps and rollouts of its engine, and how many parameters it trains."""
     rollouts = shorten(load_rollouts()[:48], 48)
@@ -62,9 +62,9 @@ def models_page(folder):
     return {"found": found}
 
 
-def test_every_block_of_the_page_trains_as_it_says(two_ranks):
+def test_every_block_of_the_page_trains_as_it_says(two_ranks_at_length):
     """48 rollouts in windows of 16 are 3 steps; LoRA trains two matrices of each of the 14 layers that it adapts."""
-    found = two_ranks.of(models_page)["found"]
+    found = two_ranks_at_length.of(models_page)["found"]
     assert [one[:2] for one in found] == [[3, 48]] * 3
     assert found[0][2] == 2 * 14
     assert len(blocks("models", "python")) == 3

@@ -15,16 +15,16 @@ from ds_parity.sketches import start_of
 from tests.distributed.cells import STAGES, config
 from tests.distributed.continuing import AFTER, BEFORE, Run
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 RELEASED = "have different metadata than during the forward pass"
 ADAPTED = ("lora", "lora_checkpointed", "lora_reentrant")
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def unfit(folder):
     """What `initialize` says of models that do not go with the stage, on every rank."""
     said = {}
@@ -42,17 +42,17 @@ def _refused(model, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_model_that_was_born_partitioned_is_refused_below_zero_3(two_ranks, stage):
-    for said in two_ranks.of(unfit)[str(stage)]:
+def test_a_model_that_was_born_partitioned_is_refused_below_zero_3(two_ranks_at_length, stage):
+    for said in two_ranks_at_length.of(unfit)[str(stage)]:
         assert said.startswith(f"ConfigError: zero_optimization.stage = {stage}, and embedding.weight is partitioned")
 
 
-def test_deepspeeds_own_experts_are_refused_on_zero_3(two_ranks):
-    for said in two_ranks.of(unfit)["3"]:
+def test_deepspeeds_own_experts_are_refused_on_zero_3(two_ranks_at_length):
+    for said in two_ranks_at_length.of(unfit)["3"]:
         assert said.startswith("ConfigError: zero_optimization.stage = 3, and blocks.0.added.moe is DeepSpeed's own")
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def experts(folder):
     """The norm of a clipped gradient on ZeRO 0 and the weights before it, with experts everywhere and in halves."""
     found = {}
@@ -71,16 +71,16 @@ def experts(folder):
     return found
 
 
-def test_experts_are_clipped_by_the_norm_of_all_of_them_wherever_they_lie(two_ranks):
+def test_experts_are_clipped_by_the_norm_of_all_of_them_wherever_they_lie(two_ranks_at_length):
     """Ranks have the same tokens, so that the gradient is the same with experts in halves."""
-    found = two_ranks.of(experts)
+    found = two_ranks_at_length.of(experts)
     (whole, _), halves = (found[name]["norm"] for name in ("experts_everywhere", "experts_apart"))
     assert whole > 0.5  # what the configuration clips at
     assert halves == [pytest.approx(whole, rel=1e-5)] * 2
 
 
-def test_a_trace_tells_of_the_experts_of_all_ranks(two_ranks):
-    found = two_ranks.of(experts)
+def test_a_trace_tells_of_the_experts_of_all_ranks(two_ranks_at_length):
+    found = two_ranks_at_length.of(experts)
     assert found["experts_apart"]["start"] == pytest.approx(found["experts_everywhere"]["start"], rel=1e-9)
 
 
@@ -94,7 +94,7 @@ class _Adapted(Run):
         self.batches, self.idle = own_batches(scenario), stand_in(scenario)
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def adapters_resumed(folder):
     """By stage: whether a run of adapters goes on from a checkpoint that has no frozen weights."""
     fields = {"model": f"{MODEL_SETUPS}:lora_reentrant", "setup": f"{MODEL_SETUPS}:adapters", "max_tokens": 64}
@@ -115,11 +115,11 @@ def adapters_resumed(folder):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_without_frozen_weights(two_ranks, stage):
-    assert two_ranks.of(adapters_resumed)[str(stage)] == [AFTER, True]
+def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_without_frozen_weights(two_ranks_at_length, stage):
+    assert two_ranks_at_length.of(adapters_resumed)[str(stage)] == [AFTER, True]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def recomputed(folder):
     """How often the first layer runs in a pass."""
     ids, counts = torch.arange(16).view(1, 16) + 3, {}
@@ -143,8 +143,8 @@ def recomputed(folder):
     return counts
 
 
-def test_the_rows_with_checkpointing_do_run_layers_twice(two_ranks):
-    found = two_ranks.of(recomputed)
+def test_the_rows_with_checkpointing_do_run_layers_twice(two_ranks_at_length):
+    found = two_ranks_at_length.of(recomputed)
     assert found["lora"] == [1, True]
     if before(release("0.19.3")) and RELEASED in str(found):
         pytest.skip(

@@ -8,9 +8,9 @@ from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running import weights
 from tests.distributed.cells import config
 from tests.distributed.engines import build, one_pass, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # On ZeRO 3 DeepSpeed moves the states of its own Adam alone.
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.05}}, "scheduler": None}
@@ -45,7 +45,7 @@ def trained(stage, keys, moves, **zero):
     return vector, step
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def moved_inside(folder):
     """Three windows of three passes, with and without moving states behind every pass."""
     return {
@@ -55,7 +55,7 @@ def moved_inside(folder):
     }
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def offloaded_states_moved(folder):
     """The same where the optimizer's states lie on the host all the time; releases before 0.19.0 refuse it."""
     return {
@@ -63,7 +63,7 @@ def offloaded_states_moved(folder):
     }
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def offloaded_parameters_moved(folder):
     """What a loop hears that would move states beside offloaded parameters, and whether it can train on."""
     engine = build(config_of(3, TORCH_ADAM, offload_param={"device": "cpu"}, **OFFLOADED))
@@ -78,7 +78,7 @@ def offloaded_parameters_moved(folder):
     return said, step
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def of_another_optimizer_moved(folder):
     """What a loop hears on ZeRO 3 with torch's Adam, and how many steps it takes after that."""
     engine = build(config_of(3, TORCH_ADAM))
@@ -90,8 +90,8 @@ def of_another_optimizer_moved(folder):
     return said, step
 
 
-def test_states_of_another_optimizer_are_refused_on_stage_3(two_ranks):
-    said, step = two_ranks.of(of_another_optimizer_moved)
+def test_states_of_another_optimizer_are_refused_on_stage_3(two_ranks_at_length):
+    said, step = two_ranks_at_length.of(of_another_optimizer_moved)
     assert said.startswith(
         "ConfigError: offload_states() on ZeRO stage 3: DeepSpeed moves the states of its own FusedAdam"
     )
@@ -100,21 +100,21 @@ def test_states_of_another_optimizer_are_refused_on_stage_3(two_ranks):
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
-def test_states_that_are_offloaded_anyway_may_be_moved(two_ranks, stage):
-    kept, moved = two_ranks.of(offloaded_states_moved)[stage]
+def test_states_that_are_offloaded_anyway_may_be_moved(two_ranks_at_length, stage):
+    kept, moved = two_ranks_at_length.of(offloaded_states_moved)[stage]
     assert moved == kept
     assert moved[1] == 3
 
 
-def test_offloaded_parameters_are_refused_with_the_way_out(two_ranks):
-    said, step = two_ranks.of(offloaded_parameters_moved)
+def test_offloaded_parameters_are_refused_with_the_way_out(two_ranks_at_length):
+    said, step = two_ranks_at_length.of(offloaded_parameters_moved)
     assert said.startswith("ConfigError: offload_states() with zero_optimization.offload_param.device = cpu: ")
     assert "leave the call out" in said
     assert step == 2
 
 
 @pytest.mark.parametrize("name", [f"{stage}-{name}" for stage in (1, 2, 3) for name in PRECISIONS])
-def test_states_that_are_moved_inside_a_window_change_no_step(two_ranks, name):
-    kept, moved = two_ranks.of(moved_inside)[name]
+def test_states_that_are_moved_inside_a_window_change_no_step(two_ranks_at_length, name):
+    kept, moved = two_ranks_at_length.of(moved_inside)[name]
     assert moved == kept
     assert moved[1] == 3

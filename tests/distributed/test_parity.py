@@ -15,7 +15,7 @@ from ds_parity.parity.running.scenario import Scenario
 from tests.distributed import cells
 from tests.distributed.asserting import assert_equal
 from tests.distributed.cells import DTYPES, STAGES, TINY, config
-from tests.distributed.sets import on_four_ranks, on_one_rank, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_four_ranks, on_one_rank, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -173,27 +173,28 @@ PLANNED = [
 ]
 for scenario in PLANNED:
     target = scenario.settings.target
-    on_two_ranks.train(scenario, *ALL)
-    on_two_ranks.train(unplanned(scenario.config["zero_optimization"]["stage"], target), "ds_parity")
+    at_length_on_two_ranks.train(scenario, *ALL)
+    at_length_on_two_ranks.train(unplanned(scenario.config["zero_optimization"]["stage"], target), "ds_parity")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", PLANNED, ids=lambda scenario: scenario.name)
 class TestPlannedWindows:
     """Packed or padded, whole rollouts or a sequence a turn, idle passes where the plan has them."""
 
-    def test_are_bit_identical_to_the_engine_driven_by_hand(self, two_ranks, scenario):
-        assert_equal(two_ranks, scenario, "deepspeed-loop", Tier.EXACT)
+    def test_are_bit_identical_to_the_engine_driven_by_hand(self, two_ranks_at_length, scenario):
+        assert_equal(two_ranks_at_length, scenario, "deepspeed-loop", Tier.EXACT)
 
-    def test_are_the_whole_window_in_one_padded_batch_but_for_rounding(self, two_ranks, scenario):
+    def test_are_the_whole_window_in_one_padded_batch_but_for_rounding(self, two_ranks_at_length, scenario):
         """Which knows nothing of packing: a token that saw its neighbour's would show."""
-        assert_equal(two_ranks, scenario, "torch", Tier.REASSOCIATED)
+        assert_equal(two_ranks_at_length, scenario, "torch", Tier.REASSOCIATED)
 
-    def test_step_as_the_same_rollouts_do_unplanned(self, two_ranks, scenario):
+    def test_step_as_the_same_rollouts_do_unplanned(self, two_ranks_at_length, scenario):
         """Ragged micro-batches of the same windows; also by turns, whose losses add up to the whole rollouts'."""
         target = scenario.settings.target
         reference = unplanned(scenario.config["zero_optimization"]["stage"], target)
         comparison = compare(
-            two_ranks.trace(reference, "ds_parity"), two_ranks.trace(scenario, "ds_parity"), Tier.REASSOCIATED
+            two_ranks_at_length.trace(reference, "ds_parity"), two_ranks_at_length.trace(scenario, "ds_parity"), Tier.REASSOCIATED
         )
         unlike = {difference.field for difference in comparison.differences}
         # A turn tells its rollout's reward once more.

@@ -12,9 +12,9 @@ from ds_parity.parity.data.rollouts import load_rollouts, shorten
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, from_all, one_pass, refusal
-from tests.distributed.sets import on_one_rank, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_one_rank
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def _planned(ranks):
@@ -43,7 +43,7 @@ def planned_for_more_than_one(folder):
     }
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def planned_for_other_ranks(folder):
     results = {}
     for stage in STAGES:
@@ -70,23 +70,23 @@ TOLD = (
 
 @pytest.mark.parametrize("ahead", ["0", "3"])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_passes_refuse_it_on_every_rank(two_ranks, stage, ahead, ranks):
-    for told in two_ranks.of(planned_for_other_ranks)[f"{stage} {ahead} {ranks}"]:
+def test_passes_refuse_it_on_every_rank(two_ranks_at_length, stage, ahead, ranks):
+    for told in two_ranks_at_length.of(planned_for_other_ranks)[f"{stage} {ahead} {ranks}"]:
         assert re.match(TOLD.format(ranks, 2), told)
 
 
 @pytest.mark.parametrize("ahead", ["0", "3"])
-def test_nothing_of_it_is_counted_and_the_right_plan_is_trained_on(two_ranks, stage, ahead):
-    assert two_ranks.of(planned_for_other_ranks)[f"{stage} {ahead}"] == {"untouched": True, "steps": 3}
+def test_nothing_of_it_is_counted_and_the_right_plan_is_trained_on(two_ranks_at_length, stage, ahead):
+    assert two_ranks_at_length.of(planned_for_other_ranks)[f"{stage} {ahead}"] == {"untouched": True, "steps": 3}
 
 
-def test_more_ranks_than_processes_are_refused_where_micro_batches_are_made(two_ranks):
-    for told in two_ranks.of(planned_for_other_ranks)["more than processes"]:
+def test_more_ranks_than_processes_are_refused_where_micro_batches_are_made(two_ranks_at_length):
+    for told in two_ranks_at_length.of(planned_for_other_ranks)["more than processes"]:
         assert told.startswith("ConfigError: the plan is for 4 data-parallel ranks, but 2 processes train")
 
 
-def test_a_rank_that_a_plan_does_not_have_is_refused_with_the_way_out(two_ranks):
-    first, second = two_ranks.of(planned_for_other_ranks)["fewer"]
+def test_a_rank_that_a_plan_does_not_have_is_refused_with_the_way_out(two_ranks_at_length):
+    first, second = two_ranks_at_length.of(planned_for_other_ranks)["fewer"]
     assert first == "nothing was raised"
     assert re.match(r"ConfigError: rank 1: the plan is for 1 data-parallel ranks.*; plan with dp_world_size=", second)
 

@@ -10,9 +10,9 @@ from ds_parity.parity.running.scenario import Scenario
 from tests.distributed.asserting import assert_equal
 from tests.distributed.cells import DTYPES, STAGES, config
 from tests.distributed.sequence import FP32_ACCUMULATION, SHARED, ragged
-from tests.distributed.sets import on_four_ranks
+from tests.distributed.sets import at_length_on_four_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def streams(stage):
@@ -49,59 +49,59 @@ TIERS = [("deepspeed-loop", Tier.EXACT), ("torch", Tier.REASSOCIATED)]
 STREAMED, SUMMED = (0, 2, 3), (1, 3)
 
 for cell in product(STAGES, DTYPES):
-    on_four_ranks.train(ragged(*cell), *ENGINES)
+    at_length_on_four_ranks.train(ragged(*cell), *ENGINES)
 for scenario in (*map(streams, STREAMED), *map(summed, SUMMED)):
-    on_four_ranks.train(scenario, *ENGINES)
+    at_length_on_four_ranks.train(scenario, *ENGINES)
 for stage in (2, 3):
-    on_four_ranks.train(uniform(stage), "deepspeed", "ds_parity")
+    at_length_on_four_ranks.train(uniform(stage), "deepspeed", "ds_parity")
 for scenario in PROBES:
-    on_four_ranks.probe(scenario)
+    at_length_on_four_ranks.probe(scenario)
 
 
 @pytest.mark.parametrize(("reference", "tier"), TIERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_ragged_windows_step_as_the_unsliced_model_does(four_ranks, stage, dtype, reference, tier):
+def test_ragged_windows_step_as_the_unsliced_model_does(four_ranks_at_length, stage, dtype, reference, tier):
     """Token weights, idle micro-batches, corrected boundaries, a last window left open."""
-    assert_equal(four_ranks, ragged(stage, dtype), reference, tier)
+    assert_equal(four_ranks_at_length, ragged(stage, dtype), reference, tier)
 
 
 @pytest.mark.parametrize(("reference", "tier"), TIERS)
 @pytest.mark.parametrize("stage", STREAMED)
-def test_streams_with_look_ahead_step_alike(four_ranks, stage, reference, tier):
-    assert_equal(four_ranks, streams(stage), reference, tier)
+def test_streams_with_look_ahead_step_alike(four_ranks_at_length, stage, reference, tier):
+    assert_equal(four_ranks_at_length, streams(stage), reference, tier)
 
 
 @pytest.mark.parametrize(("reference", "tier"), TIERS)
 @pytest.mark.parametrize("stage", SUMMED)
-def test_a_summed_loss_steps_alike(four_ranks, stage, reference, tier):
-    assert_equal(four_ranks, summed(stage), reference, tier)
+def test_a_summed_loss_steps_alike(four_ranks_at_length, stage, reference, tier):
+    assert_equal(four_ranks_at_length, summed(stage), reference, tier)
 
 
-def test_the_scenarios_hold_what_they_are_there_for(four_ranks):
-    steps = four_ranks.trace(ragged(2, "fp32"), "ds_parity").steps
+def test_the_scenarios_hold_what_they_are_there_for(four_ranks_at_length):
+    steps = four_ranks_at_length.trace(ragged(2, "fp32"), "ds_parity").steps
     assert any(step.idle_passes for step in steps)
     assert steps[-1].rollouts < 12
     assert all(step.total == step.tokens for step in steps)
-    steps = four_ranks.trace(streams(2), "ds_parity").steps
+    steps = four_ranks_at_length.trace(streams(2), "ds_parity").steps
     assert any(step.idle_passes for step in steps)
     assert any(step.rollouts != 12 for step in steps)
 
 
 @pytest.mark.parametrize("scenario", PROBES, ids=lambda scenario: scenario.name)
-def test_every_micro_batch_enters_once_with_its_weight_over_the_total(four_ranks, scenario):
-    result = four_ranks.probed(scenario)
+def test_every_micro_batch_enters_once_with_its_weight_over_the_total(four_ranks_at_length, scenario):
+    result = four_ranks_at_length.probed(scenario)
     assert result.within(TOLERANCE[scenario.dtype]), result
     assert len(result.measured[0]) == 2, "a column for each data-parallel rank"
 
 
-def test_uniform_windows_on_zero_3_are_bit_identical_to_bare_deepspeed(four_ranks):
-    assert_equal(four_ranks, uniform(3), "deepspeed", Tier.EXACT)
+def test_uniform_windows_on_zero_3_are_bit_identical_to_bare_deepspeed(four_ranks_at_length):
+    assert_equal(four_ranks_at_length, uniform(3), "deepspeed", Tier.EXACT)
 
 
-def test_on_zero_2_bare_deepspeed_steps_by_twice_the_gradient_of_a_gathered_loss(four_ranks):
+def test_on_zero_2_bare_deepspeed_steps_by_twice_the_gradient_of_a_gathered_loss(four_ranks_at_length):
     """Why ds_parity differs from it there: DeepSpeed takes slices' gradients to add up to the loss's own."""
-    traces = [four_ranks.trace(uniform(2), engine) for engine in ("deepspeed", "ds_parity")]
+    traces = [four_ranks_at_length.trace(uniform(2), engine) for engine in ("deepspeed", "ds_parity")]
     bare, candidate = (trace.steps[0] for trace in traces)
     assert bare.loss == candidate.loss
     assert bare.grad_norm == pytest.approx(2 * candidate.grad_norm, rel=1e-6)

@@ -10,9 +10,9 @@ import ds_parity
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import Batch, build, forward, from_all, one_pass
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # Rollouts of the micro-batches: nine, in windows that close at four; rank 1 runs out of data long before rank 0.
 ROLLOUTS = ([1, 2, 1, 1, 2], [1, 1])
@@ -30,7 +30,7 @@ def _seed(batch):
     return batch.seed if isinstance(batch, Batch) else batch.inputs["seed"]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def actor_and_critic(folder):
     """A critic that is trained in the actor's loop, beside one that is driven by itself over the same passes."""
     results = {}
@@ -86,26 +86,26 @@ def _actor_alone(stage, own, ahead, actor):
 @pytest.mark.parametrize("ahead", ["0", "3"])
 @pytest.mark.parametrize("kind", NAMED)
 class TestACriticInTheActorsLoop:
-    def test_counts_the_rollouts_that_there_are(self, two_ranks, stage, kind, ahead):
+    def test_counts_the_rollouts_that_there_are(self, two_ranks_at_length, stage, kind, ahead):
         """Seven are the actor's of rank 0, two of rank 1; what rank 1 runs again counts nothing."""
-        result = two_ranks.of(actor_and_critic)[f"{stage} {kind} {ahead}"]
+        result = two_ranks_at_length.of(actor_and_critic)[f"{stage} {kind} {ahead}"]
         assert result["rollouts"] == [9, 9]
         assert result["steps"][0] == result["steps"][1]
 
-    def test_steps_as_one_that_is_driven_by_itself(self, two_ranks, stage, kind, ahead):
-        result = two_ranks.of(actor_and_critic)[f"{stage} {kind} {ahead}"]
+    def test_steps_as_one_that_is_driven_by_itself(self, two_ranks_at_length, stage, kind, ahead):
+        result = two_ranks_at_length.of(actor_and_critic)[f"{stage} {kind} {ahead}"]
         assert result["equal"]
         assert result["actor"]
         assert result["total"][0] == result["total"][1]
 
-    def test_is_told_which_micro_batches_are_stand_ins(self, two_ranks, stage, kind, ahead):
-        said = two_ranks.of(actor_and_critic)[f"{stage} {kind} {ahead}"]["said"]
+    def test_is_told_which_micro_batches_are_stand_ins(self, two_ranks_at_length, stage, kind, ahead):
+        said = two_ranks_at_length.of(actor_and_critic)[f"{stage} {kind} {ahead}"]["said"]
         assert [one[0] for one in said[0]] == [False] * 5
         assert said[1][2:] == [[True, 0, 0]] * 3
         assert [one[0] for one in said[1][:2]] == [False, False]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def marked(folder):
     """What says by itself that it holds nothing, and what is given to stand in."""
     engine = build(config(2, passes=12))
@@ -127,15 +127,15 @@ def marked(folder):
     }
 
 
-def test_a_micro_batch_that_holds_nothing_and_one_that_is_given_say_so_too(two_ranks):
-    result = two_ranks.of(marked)
+def test_a_micro_batch_that_holds_nothing_and_one_that_is_given_say_so_too(two_ranks_at_length):
+    result = two_ranks_at_length.of(marked)
     assert result["handed"][1] == [[9, 0, 0, 0, True], [1, 1, 0, 3, None], [9, 0, 0, 0, True]]
     assert [one[4] for one in result["handed"][0]] == [None] * 3
     assert result["stands"] == [[[1, 1, 0, 3, None]], [[7, 0, 0, 0, True]]]
     assert result["left"] == [0, False]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def taken_apart(folder):
     """A loop that takes the inputs of its micro-batches apart, the first time too."""
     engine = build(config(2, passes=12))
@@ -147,11 +147,11 @@ def taken_apart(folder):
     return from_all(seeds)
 
 
-def test_an_idle_pass_finds_inputs_whole_that_a_loop_has_taken_apart(two_ranks):
-    assert two_ranks.of(taken_apart) == [[0, 1, 2], [0, 0, 0]]
+def test_an_idle_pass_finds_inputs_whole_that_a_loop_has_taken_apart(two_ranks_at_length):
+    assert two_ranks_at_length.of(taken_apart) == [[0, 1, 2], [0, 0, 0]]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def alive(folder):
     """How many micro-batches live: those that were run, after each step; and all, when one is read."""
     results = {}
@@ -192,9 +192,9 @@ def _living(references):
 
 @pytest.mark.parametrize("ahead", [0, 1, 8])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_of_what_was_run_the_inputs_of_the_smallest_alone_are_kept(two_ranks, stage, ahead):
+def test_of_what_was_run_the_inputs_of_the_smallest_alone_are_kept(two_ranks_at_length, stage, ahead):
     """The loop itself holds the micro-batch that it runs, and has it still while the next ones are read."""
-    for rank in two_ranks.of(alive)[f"{stage} {ahead}"]:
+    for rank in two_ranks_at_length.of(alive)[f"{stage} {ahead}"]:
         assert rank["run"] == 1
         assert rank["kept"] == 2
         assert rank["read"] <= 2 * max(1, ahead)

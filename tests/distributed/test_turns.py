@@ -13,16 +13,16 @@ from ds_parity.parity.running import weights
 from ds_parity.planning import PreferencePair, group_advantages
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, forward, from_all, one_pass, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PROMPTS = ["a", "b", "a", "c", "b", "a", "a"]
 
 REWARDS = [1.0, 0.0, 0.0, 2.0, 1.0, 0.5, 1.0]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def grpo(folder):
     """Seven rollouts of three prompts dealt out in turn, so that groups lie on both ranks; then all on one rank."""
     rank = dist.get_rank()
@@ -35,24 +35,24 @@ def grpo(folder):
 
 
 class TestGroupAdvantages:
-    def test_are_those_of_all_rollouts_in_one_list(self, two_ranks):
-        result, expected = two_ranks.of(grpo), group_advantages(PROMPTS, REWARDS)
+    def test_are_those_of_all_rollouts_in_one_list(self, two_ranks_at_length):
+        result, expected = two_ranks_at_length.of(grpo), group_advantages(PROMPTS, REWARDS)
         assert result["own"] == [expected[0::2], expected[1::2]]
         assert result["centred"][0] == group_advantages(PROMPTS, REWARDS, by_std=False)[0::2]
         assert result["own"][0] != group_advantages(PROMPTS[0::2], REWARDS[0::2]), "groups do lie on both ranks"
 
-    def test_a_rank_may_have_none(self, two_ranks):
-        assert two_ranks.of(grpo)["alone"] == [group_advantages(PROMPTS, REWARDS), []]
+    def test_a_rank_may_have_none(self, two_ranks_at_length):
+        assert two_ranks_at_length.of(grpo)["alone"] == [group_advantages(PROMPTS, REWARDS), []]
 
-    def test_a_rank_that_gives_too_few_is_named_on_every_rank(self, two_ranks):
-        for said in two_ranks.of(grpo)["short"]:
+    def test_a_rank_that_gives_too_few_is_named_on_every_rank(self, two_ranks_at_length):
+        for said in two_ranks_at_length.of(grpo)["short"]:
             assert said == (
                 "ConfigError: group_advantages() on rank 1 of those that step together: 2 rewards for 1 prompt ids: "
                 "give one of each for every rollout"
             )
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def turns_by_share(folder):
     """Turns of a rollout, each with its share of the rollout's loss, under a weight of rollouts and summed losses."""
     results = {}
@@ -81,7 +81,7 @@ def turns_by_share(folder):
     return results
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def turns_that_end_open(folder):
     """The data ends after turns that finish no rollout: nothing to divide by, nothing stepped, nothing left behind."""
     results = {}
@@ -103,23 +103,23 @@ def turns_that_end_open(folder):
 
 
 class TestTurns:
-    def test_that_give_their_shares_add_up_to_the_rollout(self, two_ranks, stage):
-        result = two_ranks.of(turns_by_share)[stage]
+    def test_that_give_their_shares_add_up_to_the_rollout(self, two_ranks_at_length, stage):
+        result = two_ranks_at_length.of(turns_by_share)[stage]
         assert result["difference"] < 1e-7
         assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-6)
         assert result["norm"][0] == pytest.approx(result["norm"][1], rel=1e-6)
         assert (result["passes"], result["rollouts"], result["idle"]) == ([2, 4], [4, 4], 0)
 
-    def test_under_a_mean_over_rollouts_are_refused_by_name(self, two_ranks):
-        said = two_ranks.of(turns_by_share)["mean"]
+    def test_under_a_mean_over_rollouts_are_refused_by_name(self, two_ranks_at_length):
+        said = two_ranks_at_length.of(turns_by_share)["mean"]
         assert said.startswith("WindowError: a micro-batch of 3 loss tokens finishes 0 rollouts")
         assert "loss_weight 'token'" in said
 
-    def test_that_end_with_no_rollout_finished_take_no_step_and_leave_nothing(self, two_ranks, stage):
-        assert two_ranks.of(turns_that_end_open)[stage] == {"unmoved": True, "clean": True, "stepped": True}
+    def test_that_end_with_no_rollout_finished_take_no_step_and_leave_nothing(self, two_ranks_at_length, stage):
+        assert two_ranks_at_length.of(turns_that_end_open)[stage] == {"unmoved": True, "clean": True, "stepped": True}
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def preferences(folder):
     """DPO over planned micro-batches of two ranks, weighed by tokens, beside the whole batch in plain torch."""
     pairs = preference_pairs(24)
@@ -164,9 +164,9 @@ def preference_pairs(count):
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", "accuracy", "margin"])
-def test_preferences_weighed_by_tokens_equal_the_whole_batch_in_plain_torch(two_ranks, stage, what):
+def test_preferences_weighed_by_tokens_equal_the_whole_batch_in_plain_torch(two_ranks_at_length, stage, what):
     """The loss and the margin weigh tokens, the accuracy is a mean over pairs; several passes on two ranks."""
-    result = two_ranks.of(preferences)[stage]
+    result = two_ranks_at_length.of(preferences)[stage]
     engine, whole = result[what]
     assert engine == pytest.approx(whole, rel=2e-5)
     assert result["passes"] > 2

@@ -12,10 +12,10 @@ import ds_parity
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.installed import before
 from tests.distributed.engines import from_all, perceptron, refusal
-from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 from tests.distributed.test_loop_shapes import CELLS, REFUSED, extended, loss_of, micro_batches, weights
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def read(parameters):
@@ -143,7 +143,7 @@ def engine_of(stage, kind, place):
     return ds_parity.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def gradients_that_are_written_to(folder):
     """By cell: what each rank is answered, and the weights; of a loop that only reads, the same."""
     return _written_to(DRAWN)
@@ -166,8 +166,8 @@ def _written_to(drawn):
 
 
 @pytest.mark.parametrize(("stage", "kind", "place", "way"), DRAWN)
-def test_a_gradient_that_is_written_to_is_refused_or_none_is_there(two_ranks, stage, kind, place, way):
-    refused_or_not_there(two_ranks.of(gradients_that_are_written_to), stage, kind, place, way)
+def test_a_gradient_that_is_written_to_is_refused_or_none_is_there(two_ranks_at_length, stage, kind, place, way):
+    refused_or_not_there(two_ranks_at_length.of(gradients_that_are_written_to), stage, kind, place, way)
 
 
 @pytest.mark.slow
@@ -188,8 +188,8 @@ def refused_or_not_there(results, stage, kind, place, way):
 
 @pytest.mark.parametrize(("kind", "place"), product(PLAIN, [*PLACES, *BY_CALLER]))
 @pytest.mark.parametrize("stage", [0, 1])
-def test_where_gradients_stay_with_their_parameters_they_are_refused(two_ranks, stage, kind, place):
+def test_where_gradients_stay_with_their_parameters_they_are_refused(two_ranks_at_length, stage, kind, place):
     """On ZeRO 1 nothing is left of them behind a boundary's backward."""
-    said = two_ranks.of(gradients_that_are_written_to)[f"{stage} {kind} {place.__name__} cleared"][0]
+    said = two_ranks_at_length.of(gradients_that_are_written_to)[f"{stage} {kind} {place.__name__} cleared"][0]
     reduced = stage == 1 and place is before_the_last_step
     assert reduced or all(one.startswith(REFUSED) for one in said), said

@@ -130,6 +130,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, monkeypatch, request):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_whose_harness_was_killed_end_by_themselves(tmp_path):
     """SIGKILL leaves it no time to end them: `timeout -s KILL`, or a machine without memory."""
     script = f"""

@@ -23,11 +23,12 @@ def accounted(run, queue="folder"):
     return account(run.output, open_queue(queue, run.output / "queue", (run.output / "run").read_text()))
 
 
-@pytest.fixture(params=["folder", pytest.param("redis", marks=pytest.mark.slow)])
+@pytest.fixture(params=["folder", "redis"])
 def queue(request):
     return "folder" if request.param == "folder" else request.getfixturevalue("redis_server")
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_every_rollout_accounted_for_and_a_picture(tmp_path, queue):
     with OnlineRun(tmp_path, "--steps", STEPS, "--queue", queue, "--kl", 0.02, "--save_every", 5) as run:
         assert run.wait(200) == 0, run.said()
