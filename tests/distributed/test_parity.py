@@ -194,7 +194,9 @@ class TestPlannedWindows:
         target = scenario.settings.target
         reference = unplanned(scenario.config["zero_optimization"]["stage"], target)
         comparison = compare(
-            two_ranks_at_length.trace(reference, "ds_parity"), two_ranks_at_length.trace(scenario, "ds_parity"), Tier.REASSOCIATED
+            two_ranks_at_length.trace(reference, "ds_parity"),
+            two_ranks_at_length.trace(scenario, "ds_parity"),
+            Tier.REASSOCIATED,
         )
         unlike = {difference.field for difference in comparison.differences}
         # A turn tells its rollout's reward once more.

@@ -20,6 +20,7 @@ import gc
 import importlib
 import json
 import time
+import traceback
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -100,6 +101,8 @@ class Scenarios:
         try:
             played = asdict(self._functions[case.scenario](replace(case, folder=str(Path(folder) / name))))
         except (Exception, KeyboardInterrupt) as error:
+            if not isinstance(error, DsParityError):
+                traceback.print_exc()
             played = {"error": f"{type(error).__name__}: {error}", "own": isinstance(error, DsParityError)}
         return {**played, "seconds": time.monotonic() - begun}
 
@@ -149,11 +152,14 @@ class Outcomes:
 def launch(module, names, folder, ranks):
     """Start ranks for the named cases of a module, and again for the rest where a case has ended them."""
     ended = ""
-    for _ in range(STARTS):
-        started = RankSet(ranks, timeout=420)
-        started.call(play_all, module=module, names=names, folder=str(folder))
+    for start in range(STARTS):
+        started, asked = (
+            RankSet(ranks, timeout=max(420, 5 * len(names))),
+            {"module": module, "names": names, "folder": str(folder)},
+        )
+        started.call(play_all, **asked)
         try:
-            started.launch(folder)
+            started.launch(folder / f"start{start}").of(play_all, **asked)
             break
         except HarnessError as error:
             ended = str(error)
