@@ -147,3 +147,39 @@ def test_what_is_refused_instead(two_ranks):
     result = two_ranks.of(refused_instead)
     assert result["save"].startswith("CheckpointError")
     assert result["batch"].startswith("WindowError")
+
+
+class Loss(torch.nn.Module):
+    """A model that returns its loss, whose gradient is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, factor):
+        return (self.weight * factor).sum()
+
+
+@on_two_ranks
+def losses_that_a_module_returns(folder):
+    """Two passes a rank with a gradient of 1 each, of losses that the loop has divided, or that are divided here."""
+    moved = {}
+    for stage in STAGES:
+        for name, section in {"divided": {"loss_weight": "divided", "across_ranks": "mean"}, "weighed": {}}.items():
+            extended = config(stage, passes=4, **section)
+            extended |= {"gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+            del extended["scheduler"]
+            engine, *_ = ds_parity.initialize(model=(model := Loss()), config=extended)
+            for _ in range(2):
+                engine.backward(engine(torch.ones(1, device=engine.device)))
+                engine.step()
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                moved[f"{stage} {name}"] = -float(model.weight)
+    return moved
+
+
+def test_a_loss_that_the_module_has_returned_is_divided_once(two_ranks, stage):
+    """divided_twice_zero0: of bare DeepSpeed's on ZeRO 0 half is left."""
+    moved = two_ranks.of(losses_that_a_module_returns)
+    assert moved[f"{stage} divided"] == pytest.approx(2.0)
+    assert moved[f"{stage} weighed"] == pytest.approx(1.0)

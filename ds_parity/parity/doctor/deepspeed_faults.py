@@ -366,6 +366,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run goes on from a checkpoint of another zero_optimization.round_robin_gradients",
     ),
     DeepSpeedFault(
+        "divided_twice_zero0",
+        "a loss that its caller has divided is divided by gradient_accumulation_steps once more",
+        "use ZeRO 1, 2 or 3, or give backward() another tensor than the model has returned: loss * 1",
+        lambda c: c.stage == 0,
+        f"{SEVERAL_PASSES}, and backward(scale_wrt_gas=False) is given what the model has returned",
+    ),
+    DeepSpeedFault(
         "checkpoint_mid_window",
         "the gradients of the passes before the save are lost",
         "save after step() at a boundary only",
