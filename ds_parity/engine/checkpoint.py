@@ -19,6 +19,7 @@ from ds_parity.engine.internals.checkpoints import (
     weights_of,
 )
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
+from ds_parity.engine.kept_states import OWNERS, owners, refuse_others
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
@@ -85,6 +86,10 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         if not options["load_optimizer_states"]:
             driver.adapter.refresh()
         scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
+        if optimizer:
+            saved = (state or {}).get(_KEY, {}).get(OWNERS, {})
+            named = options["load_module_strict"] and options["custom_load_fn"] is None
+            refuse_others(driver.engine, saved, owners(driver.engine, driver.adapter.groups()), named=named)
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
     return path, state
 
@@ -144,7 +149,13 @@ def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
     return {
         **client_state,
-        _KEY: {**driver.ledger.state(), **settings, **{_TURNS: in_turns(driver.engine)}, "groups": _groups(driver)},
+        _KEY: {
+            **driver.ledger.state(),
+            **settings,
+            _TURNS: in_turns(driver.engine),
+            "groups": _groups(driver),
+            OWNERS: owners(driver.engine, driver.adapter.groups()),
+        },
     }
 
 
@@ -254,9 +265,10 @@ def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
 
 
 def _refuse_other_turns(driver: Driver, state: dict[str, Any]) -> None:
-    # A universal checkpoint has the states by the names of parameters, and one rank alone has all of them.
+    # A universal checkpoint has the states by the names of parameters, and one rank alone has all of them. ZeRO deals
+    # them to the ranks of a sequence, too.
     saved, wanted = state.get(_TURNS), in_turns(driver.engine)
-    if saved not in (None, wanted) and driver.ranks > 1 and not driver.engine.load_universal_checkpoint():
+    if saved not in (None, wanted) and dist.get_world_size() > 1 and not driver.engine.load_universal_checkpoint():
         raise CheckpointError(
             f"the checkpoint was saved with zero_optimization.{_TURNS} = {str(saved).lower()}, and this configuration "
             f"says {str(wanted).lower()}: parameters lie on other ranks there, and DeepSpeed has given their states to "

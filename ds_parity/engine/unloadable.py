@@ -21,6 +21,8 @@ _CONVERT = (
 _HALF_WAY = "loading ends half way, so start a new engine"
 _OF_NONE = "'NoneType'"
 _WHOLE = (0,)
+# torch's word, DeepSpeed's where other parameters make other parts, and torch's where parts have other sizes.
+_OF_GROUPS = ("parameter group", "parameter-alignment layout", "must match the size of tensor")
 
 
 @contextmanager
@@ -49,7 +51,7 @@ def _refused(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> C
         by = " (by the file latest)" if tag is None else ""
         there = sorted(one.name for one in Path(load_dir).glob("*") if one.is_dir())
         return CheckpointError(
-            f"load_checkpoint({load_dir!r}): the tag is {folder.name!r}{by}, "
+            f"load_checkpoint({load_dir!r}): the tag is {str(folder.relative_to(load_dir))!r}{by}, "
             f"and there is no such folder; give the tag of a checkpoint that was saved there "
             f"({', '.join(there) or 'none was'}); {_HALF_WAY}"
         )
@@ -97,14 +99,19 @@ def _no_universal(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -
 
 def _of_nothing(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     scheduler = driver.engine.lr_scheduler
-    inside = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
-    if scheduler is None or _OF_NONE not in str(error) or not any(one is scheduler for one in inside):
+    if _OF_NONE not in str(error) or not _inside_the_schedule(driver, error):
         return _without_states(driver, load_dir, tag, error)
     return CheckpointError(
         f"load_checkpoint({load_dir!r}): the checkpoint has no state of an LR scheduler, and this configuration has "
         f"one ({type(scheduler).__name__}). Load it with load_lr_scheduler_states=False, which begins the schedule "
         f"here, or without a scheduler; {_HALF_WAY}"
     )
+
+
+def _inside_the_schedule(driver: AmongRanks, error: Exception) -> bool:
+    scheduler = driver.engine.lr_scheduler
+    inside = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    return scheduler is not None and any(one is scheduler for one in inside)
 
 
 def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
@@ -128,6 +135,12 @@ def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exceptio
 
 
 def _of_other_keys(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    if _inside_the_schedule(driver, error):
+        return CheckpointError(
+            f"load_checkpoint({load_dir!r}): the checkpoint has the state of another LR scheduler than this engine's "
+            f"{type(driver.engine.lr_scheduler).__name__}, without {error}. Load it with the scheduler that saved it, "
+            f"or with load_lr_scheduler_states=False, which begins the schedule here; {_HALF_WAY}"
+        )
     # The state of a wrapper (bf16 and fp16) in place of an optimizer's own (fp32), or the reverse.
     if not int(driver.engine.zero_optimization_stage()) and error.args and error.args[0] in OF_WRAPPERS:
         return _of_another_precision(load_dir, error)
@@ -152,7 +165,7 @@ def _of_another_precision(load_dir: str, error: Exception) -> CheckpointError:
 
 
 def _of_other_groups(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
-    if "parameter group" not in str(error):
+    if not any(word in str(error) for word in _OF_GROUPS):
         return _no_universal(driver, load_dir, tag, error)
     return CheckpointError(
         f"load_checkpoint({load_dir!r}): the parameter groups of the checkpoint are not this engine's ({error}). "
@@ -202,6 +215,6 @@ _EXPLAINED = (
     (REFUSALS, _refused),
     (IndexError, _without_a_file),
     (KeyError, _of_other_keys),
-    (ValueError, _of_other_groups),
+    ((ValueError, RuntimeError), _of_other_groups),
     ((AttributeError, FileNotFoundError, TypeError), _of_nothing),
 )

@@ -5,6 +5,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+from torch.nn import Module
 
 from ds_parity.engine import checkpoint
 from ds_parity.engine.engine import ParityEngine
@@ -28,7 +29,13 @@ def driver():
         meet_to_save=lambda: None,
         refuse_saving=lambda error: None,
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),
-        engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"params": [], "lr": 0.1}])),
+        adapter=SimpleNamespace(groups=list),
+        engine=SimpleNamespace(
+            optimizer=SimpleNamespace(param_groups=[{"params": [], "lr": 0.1}]),
+            basic_optimizer=None,
+            module=Module(),
+            fp16_enabled=lambda: False,
+        ),
     )
 
 

@@ -171,6 +171,43 @@ def another_order_of_parameters_is_refused(case):
     return loaded_into(saved_by(case, {}), case, {"zero": {"round_robin_gradients": True}})
 
 
+def turned(model, rate=RATE):
+    """The parameters in another order, of which some have equal sizes."""
+    return torch.optim.SGD(list(model.parameters())[::-1], lr=rate, momentum=0.9)
+
+
+class Sign(torch.optim.Optimizer):
+    """An optimizer of the user's own with the names of SGD's groups and states."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(torch.optim.SGD([torch.zeros(1)], lr=lr, momentum=0.9).defaults))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in (one for one in group["params"] if one.grad is not None):
+                kept = self.state[one].setdefault("momentum_buffer", torch.zeros_like(one))
+                kept.mul_(group["momentum"]).add_(one.grad)
+                one.sub_(kept.sign(), alpha=group["lr"])
+
+
+def signs(model, rate=RATE):
+    """The same parameters, stepped otherwise."""
+    return Sign(model.parameters(), lr=rate)
+
+
+OTHERS = {
+    "order": "CheckpointError: ",
+    "optimizer": "CheckpointError: another optimizer than this engine's Sign saved the checkpoint: SGD",
+}
+
+
+@play.refused(STAGES, OTHERS)
+def states_of_others_are_refused(case):
+    """Another order of parameters, and another optimizer with the same names."""
+    return loaded_into(saved_by(case, {}), case, {}, by={"order": turned, "optimizer": signs}[case.variant])
+
+
 @pytest.mark.parametrize("case", play.cases("right"), ids=str)
 def test_every_rank_goes_on_as_the_oracle_does(outcomes, case):
     outcomes.assert_right(case)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from deepspeed.runtime import engine as of_deepspeed
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
@@ -58,6 +59,12 @@ def own_clipping(engine: Any) -> Iterator[None]:
 def steps_by(engine: Engine) -> set[str]:
     """Return the names that the optimizer's step() looks up in its groups, where others may have put more."""
     return set(getattr(engine.basic_optimizer, "defaults", ()))
+
+
+def kinds_of_optimizer(engine: Engine) -> list[str]:
+    """Return the names of the class of the optimizer that is stepped, and of its bases but the last."""
+    bases = type(engine.basic_optimizer).__mro__
+    return [kind.__name__ for kind in bases if kind not in (torch.optim.Optimizer, object)] or [bases[0].__name__]
 
 
 def in_turns(engine: Any) -> bool:

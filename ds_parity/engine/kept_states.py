@@ -1,0 +1,90 @@
+"""Whose optimizer states a checkpoint holds: DeepSpeed gives them to whatever lies in their place, without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ds_parity.engine.internals.checkpoints import kinds_of_optimizer
+from ds_parity.engine.internals.surface import Engine
+from ds_parity.errors import CheckpointError
+
+OWNERS = "states_of"
+"""Under this name of the window's state."""
+_HALF_WAY = "Loading ends half way, so start a new engine"
+# Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
+_ALIKE = (
+    {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"},
+    {"Lion", "FusedLion", "DeepSpeedCPULion"},
+    {"Lamb", "FusedLamb", "DeepSpeedCPULamb"},
+    {"Adagrad", "DeepSpeedCPUAdagrad"},
+)
+
+
+def owners(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict[str, Any]:
+    """Return what tells whose states an engine's are, as a checkpoint keeps it.
+
+    Args:
+        engine: a bare DeepSpeed engine.
+        groups: the parameters of its groups, on ZeRO 3 of its sub-groups.
+    """
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    return {
+        # A subclass has the states of its base: its own steps may differ, and that is the user's choice.
+        "optimizer": kinds_of_optimizer(engine),
+        "fp16": bool(engine.fp16_enabled()),
+        "parameters": [[names.get(id(one), "") for one in group] for group in groups],
+    }
+
+
+def refuse_others(engine: Engine, saved: Mapping[str, Any], own: Mapping[str, Any], *, named: bool) -> None:
+    """Raise CheckpointError where the states that were loaded are those of another optimizer or parameter.
+
+    Args:
+        engine: a bare DeepSpeed engine.
+        saved: `owners` of the engine that saved, empty where a release without it, or bare DeepSpeed, did.
+        own: `owners` of this engine.
+        named: parameters have the names here that they had there.
+    """
+    if not saved:
+        return
+    if not _related(saved["optimizer"], own["optimizer"]):
+        raise CheckpointError(
+            f"another optimizer than this engine's {own['optimizer'][0]} saved the checkpoint: "
+            f"{saved['optimizer'][0]}, whose states are others. Load it with the optimizer that saved it, or with "
+            f"load_optimizer_states=False. {_HALF_WAY}"
+        )
+    if saved["fp16"] != own["fp16"] and (own["fp16"] or not int(engine.zero_optimization_stage())):
+        there, here = ("with" if one["fp16"] else "without" for one in (saved, own))
+        raise CheckpointError(
+            f"the checkpoint was saved {there} fp16, and this engine runs {here} it: DeepSpeed has put the loss scale "
+            "of then in the place of this one's, and steps would be divided by it, or gradients vanish. Load it with "
+            f"the fp16 that saved it, or with load_optimizer_states=False. {_HALF_WAY}"
+        )
+    if named and not engine.load_universal_checkpoint():
+        _refuse_other_places(saved["parameters"], own["parameters"])
+
+
+def _refuse_other_places(saved: list[list[str]], own: list[list[str]]) -> None:
+    if saved == own:
+        return
+    number = next((i for i, (one, other) in enumerate(zip(saved, own, strict=False)) if one != other), None)
+    number = min(len(saved), len(own)) if number is None else number
+    there, here = (_in_words(groups[number]) if number < len(groups) else "not there" for groups in (saved, own))
+    raise CheckpointError(
+        f"the checkpoint's parameter groups are not this engine's: group {number} was {there}, and is {here}. "
+        "DeepSpeed has given the states, and weights in fp32, to whatever lies in their place. Load it with the "
+        "groups, the order of parameters, the trained parameters, and on ZeRO stage 3 the "
+        f"zero_optimization.sub_group_size, that saved it, or with load_optimizer_states=False. {_HALF_WAY}"
+    )
+
+
+def _in_words(names: list[str]) -> str:
+    return f"{', '.join(names[:3]) or 'empty'}{', ...' if len(names) > 3 else ''} ({len(names)} parameters)"
+
+
+def _related(one: list[str], other: list[str]) -> bool:
+    alike = [names for names in _ALIKE if names & set(one)]
+    return bool(set(one) & set(other)) or any(names & set(other) for names in alike)
