@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import getmro
 from typing import Any, Final
 
 import torch
@@ -63,7 +64,7 @@ def steps_by(engine: Engine) -> set[str]:
 
 def kinds_of_optimizer(engine: Engine) -> list[str]:
     """Return the names of the class of the optimizer that is stepped, and of its bases but the last."""
-    bases = type(engine.basic_optimizer).__mro__
+    bases = getmro(type(engine.basic_optimizer))
     return [kind.__name__ for kind in bases if kind not in (torch.optim.Optimizer, object)] or [bases[0].__name__]
 
 
