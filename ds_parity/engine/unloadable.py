@@ -141,6 +141,12 @@ def _of_other_keys(driver: AmongRanks, load_dir: str, tag: Any, error: Exception
             f"{type(driver.engine.lr_scheduler).__name__}, without {error}. Load it with the scheduler that saved it, "
             f"or with load_lr_scheduler_states=False, which begins the schedule here; {_HALF_WAY}"
         )
+    # torch's optimizers fill in what a state of older releases lacks, and look for names that another's never had.
+    if any(frame.f_code.co_name == "__setstate__" for frame, _ in walk_tb(error.__traceback__)):
+        return CheckpointError(
+            f"load_checkpoint({load_dir!r}): another optimizer than this engine's saved it: its states have no "
+            f"{error}. Load it with the optimizer that saved it, or with load_optimizer_states=False; {_HALF_WAY}"
+        )
     # The state of a wrapper (bf16 and fp16) in place of an optimizer's own (fp32), or the reverse.
     if not int(driver.engine.zero_optimization_stage()) and error.args and error.args[0] in OF_WRAPPERS:
         return _of_another_precision(load_dir, error)
