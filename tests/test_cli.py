@@ -74,10 +74,24 @@ class TestStreams:
         assert ran.returncode == 2
         assert "No space left on device; free some space, or write to another disk" in ran.stderr
 
-    @pytest.mark.parametrize("kind", [kind for kind in PRINTING if kind != "help"])  # that is typer's own to print
-    def test_one_that_nobody_reads_is_no_difference(self, kind):
+    @pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full", "2> >(true)"], ids=["closed", "full", "unread"])
+    @pytest.mark.parametrize(
+        ("arguments", "code"),
+        [(("plan",), 0), (("--help",), 0), (("--nonesuch",), 2), (("plan", "nonesuch.jsonl"), 2), ((), 2)],
+        ids=["plan", "help", "no option", "no file", "nothing"],
+    )
+    def test_standard_error_has_no_part_in_the_exit_code(self, redirected, arguments, code):
+        ran = streamed(redirected, *arguments)
+        assert ran.returncode == code
+        assert bool(ran.stdout) is (arguments in (("plan",), ("--help",), ()))
+
+    def test_two_full_ones_are_no_verdict(self):
+        assert streamed(">/dev/full 2>/dev/full", "plan").returncode == 2
+
+    @pytest.mark.parametrize("arguments", PRINTING.values(), ids=PRINTING)
+    def test_one_that_nobody_reads_is_no_difference(self, arguments):
         """Exit code 1 says that something differs: the runs, and not the pipe."""
-        ran = streamed("| true", *PRINTING[kind])
+        ran = streamed("| true", *arguments)
         assert ran.returncode in (0, 2)  # 0: it wrote before the reader had gone
         assert "ds-parity:" not in ran.stderr
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+import wrapt
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -29,20 +30,38 @@ if TYPE_CHECKING:
     from ds_parity.parity.report import Contents
 
 
-class _Console(Console):
-    """A console whose exit code is ours where nobody reads any more: rich would leave with 1."""
-
-    def on_broken_pipe(self) -> NoReturn:
-        raise BrokenPipeError
-
-
 # A pipe has no width of its own, and 80 columns would cut numbers short.
 _WIDTH = None if sys.stdout is not None and sys.stdout.isatty() else 120
-out, err = _Console(width=_WIDTH), _Console(stderr=True)
+out, err = Console(width=_WIDTH), Console(stderr=True)
+
+
+class _Dispensable(wrapt.ObjectProxy[TextIO]):
+    """A stream whose text is dropped, from then on, where it can't be written (a full disk, nobody reads).
+
+    Messages and progress have no part in the verdict, and a run of an hour does not end because of them.
+    """
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self.__wrapped__.write(text))
+        except OSError:
+            _forget(self.__wrapped__)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.__wrapped__.flush()
+        except OSError:
+            _forget(self.__wrapped__)
 
 
 def open_streams() -> None:
-    """Let everything be printed: a stream that is closed (`>&-`) takes all, and one of another encoding writes `?`."""
+    """Let everything be printed: a stream that is closed (`>&-`) takes all, and one of another encoding writes `?`.
+
+    Only where standard output can't be written, printing raises an OSError.
+    """
+    # rich would leave with 1 where nobody reads any more, and typer prints its help with consoles of its own.
+    Console.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign]
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # The process's own for as long as it lives: the lowest free number is that of the closed one.
@@ -50,12 +69,21 @@ def open_streams() -> None:
         reconfigure = getattr(getattr(sys, name), "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
+    sys.stderr = _Dispensable(sys.stderr)
 
 
 def forget_output() -> None:
     """Leave what can't be written: Python would try it once more while it ends, and say so in a traceback."""
+    _forget(sys.stdout)
+
+
+def _forget(stream: TextIO) -> None:
     with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _raise_broken_pipe(_: Console) -> NoReturn:
+    raise BrokenPipeError
 
 
 def printed(sign: str, plain: str) -> str:
