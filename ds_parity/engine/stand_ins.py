@@ -24,7 +24,7 @@ def whole(batch: Any) -> Any:
         return batch
     if again is batch or not isinstance(inputs, Mapping):
         return again
-    return _answering(again, {"inputs": dict(inputs)})
+    return _answering(again, {"inputs": _own(inputs)})
 
 
 def stand_in(batch: Any) -> Any:
@@ -38,6 +38,25 @@ def stand_in(batch: Any) -> Any:
     # One that can't be copied, or that answers by what its constructor was given.
     made = _of_dataclass(batch)
     return made if made is not None and says_so(made) else _StandIn(again)
+
+
+def _own(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a copy of inputs whose keys can be taken away: of their own class where that can be copied, else a dict.
+
+    A loop may call what its class has, such as `to()` of transformers' BatchEncoding.
+    """
+    kind = type(inputs)
+    if kind is dict:
+        return dict(inputs)
+    # copy() of a subclass of dict returns a plain one, and copy.copy() of another class may share what holds the keys.
+    knows_how = isinstance(inputs, dict) or hasattr(kind, "__copy__")
+    copied = copy.copy if knows_how else getattr(kind, "copy", dict)
+    try:
+        again = copied(inputs)
+        has_all = type(again) is kind and again is not inputs and set(again.keys()) == set(inputs.keys())
+    except Exception:  # a constructor of its own, say
+        has_all = False
+    return again if has_all else dict(inputs)
 
 
 def _silenced(again: Any, batch: Any) -> Any:
@@ -64,7 +83,7 @@ def _of_dataclass(batch: Any) -> Any:
         return None
     names = {field.name for field in fields(batch) if field.init}
     inputs = getattr(batch, "inputs", None)
-    own = {"inputs": dict(inputs)} if isinstance(inputs, Mapping) else {}
+    own = {"inputs": _own(inputs)} if isinstance(inputs, Mapping) else {}
     answers = {**_SILENT, "idle": True, **own}
     try:
         made = replace(batch, **{name: value for name, value in answers.items() if name in names})
@@ -118,12 +137,12 @@ class _StandIn(wrapt.ObjectProxy[Any]):
         super().__init__(batch)
         inputs = getattr(batch, "inputs", None)
         if isinstance(inputs, Mapping):
-            self._self_inputs = dict(inputs)
+            self._self_inputs = _own(inputs)
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> Mapping[str, Any]:
         # Without inputs this raises AttributeError, and the micro-batch is asked, as for every other attribute.
-        inputs: dict[str, Any] = self._self_inputs
+        inputs: Mapping[str, Any] = self._self_inputs
         return inputs
 
     def __copy__(self) -> _StandIn:

@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections import namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -18,6 +19,46 @@ from ds_parity.engine.stand_ins import says_so, stand_in, whole
 
 def inputs():
     return {"x": torch.ones(3)}
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding: a mapping with methods, and no dict."""
+
+    def to(self, device):
+        return Encoding({name: value.to(device) for name, value in self.items()})
+
+
+class Output(OrderedDict):
+    """As transformers' ModelOutput: keys that are attributes, too."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Sharing(Mapping):
+    """A mapping whose copy.copy() would share what holds its keys, and which has no copy() of its own."""
+
+    def __init__(self, values):
+        self.values_of = values
+
+    def __getitem__(self, name):
+        return self.values_of[name]
+
+    def __iter__(self):
+        return iter(self.values_of)
+
+    def __len__(self):
+        return len(self.values_of)
+
+    def clear(self):
+        self.values_of.clear()
+
+
+class Built(dict):
+    """A dict that can't be copied: its class says nothing of what its constructor took."""
+
+    def __copy__(self):
+        raise TypeError("not to be copied")
 
 
 @dataclass
@@ -240,6 +281,19 @@ def test_a_copy_has_inputs_of_its_own_and_the_counts():
         batch.inputs.clear()
         assert counts(again) == (2, 1, 5)
         assert list(again.inputs) == ["x"]
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(Encoding, Encoding), (Output, Output), (Sharing, dict), (Built, dict)])
+@pytest.mark.parametrize("make", [ds_parity.MicroBatch, Computed, ReadOnlyInputs, NotCopied])
+def test_has_inputs_of_their_own_class_and_keys_that_can_be_taken_away(kind, kept, make):
+    """A loop that calls `micro_batch.inputs.to(device)` calls it in idle passes too."""
+    batch = make(inputs(), 2, 1, 5) if make is ds_parity.MicroBatch else make()
+    object.__setattr__(batch, "_inputs" if make is ReadOnlyInputs else "inputs", kind(inputs()))
+    for stands in (stand_in(batch), stand_in(whole(batch))):
+        assert type(stands.inputs) is kept
+        assert stands.inputs["x"] is batch.inputs["x"]
+        stands.inputs.clear()
+        assert list(batch.inputs) == ["x"]
 
 
 def test_that_of_a_micro_batch_is_one_in_everything():
