@@ -61,7 +61,7 @@ def open_streams() -> None:
     Only where standard output can't be written, printing raises an OSError.
     """
     # rich would leave with 1 where nobody reads any more, and typer prints its help with consoles of its own.
-    Console.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign]
+    Console.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign, assignment]
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # The process's own for as long as it lives: the lowest free number is that of the closed one.

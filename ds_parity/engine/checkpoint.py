@@ -11,23 +11,22 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.checkpoints import (
-    in_turns,
     loads_universal_weights_alone,
     own_clipping,
-    steps_by,
     weights_of,
 )
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
-from ds_parity.engine.kept_states import OWNERS, owners, refuse_others
+from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_others
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
 
 _LOG = logging.getLogger("ds_parity")
-_KEY = "ds_parity"
+KEY = "ds_parity"
+"""Under this name of the client state."""
 _SETTINGS = ("count", "lr_progress")
-_TURNS = "round_robin_gradients"
 # By which load_checkpoint() is asked for a part.
 _PART = (("load_optimizer_states", False), ("load_module_only", True))
 
@@ -47,13 +46,28 @@ def save(
     """
     with naming_lost_ranks("save_checkpoint()"):
         state = with_window(driver, client_state)
-    tag = f"global_step{driver.engine.global_steps}" if tag is None else tag
+        return write(driver.adapter, save_dir, tag, state, names_latest=names_latest, without_frozen=without_frozen)
+
+
+def write(
+    adapter: Adapter, save_dir: str, tag: Any, state: Mapping[str, Any], *, names_latest: bool, without_frozen: bool
+) -> Any:
+    """Let DeepSpeed save, and name the checkpoint in `latest` once all ranks have written it; return what it returns.
+
+    Args:
+        adapter: of the engine, which may be a pipeline's.
+        save_dir: as in DeepSpeed.
+        tag: name of the checkpoint; None for one by DeepSpeed's count of steps.
+        state: the client state.
+        names_latest: `latest` is to name the checkpoint.
+        without_frozen: leave frozen parameters out.
+    """
+    tag = f"global_step{adapter.engine.global_steps}" if tag is None else tag
     # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
-    by_deepspeed = names_latest and driver.adapter.writes_latest_itself
-    with naming_lost_ranks("save_checkpoint()"):
-        saved = driver.engine.save_checkpoint(save_dir, tag, state, by_deepspeed, without_frozen)
-        if names_latest and not by_deepspeed:
-            name_latest(save_dir, str(tag))
+    by_deepspeed = names_latest and adapter.writes_latest_itself
+    saved = adapter.engine.save_checkpoint(save_dir, tag, state, by_deepspeed, without_frozen)
+    if names_latest and not by_deepspeed:
+        name_latest(save_dir, str(tag))
     return saved
 
 
@@ -73,13 +87,16 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     _refuse_a_part_of_universal(driver, options)
     with naming_lost_ranks("load_checkpoint()"):
         driver.meet_to_load()
-    keys = _keys_of_groups(driver)
-    with naming_lost_ranks("load_checkpoint()"), explained(driver, load_dir, tag), _as_configured(driver.engine, tag):
+    with (
+        naming_lost_ranks("load_checkpoint()"),
+        explained(driver, load_dir, tag),
+        of_this_optimizer(driver.engine, load_dir),
+        _as_configured(driver.engine, tag),
+    ):
         path, state = driver.engine.load_checkpoint(load_dir, tag, **options)
     # Nothing was loaded, so the open window goes on as it was.
     if path is None:
         return path, state
-    _refuse_groups_of_another_optimizer(driver, keys, load_dir)
     driver.abandon()
     forget_sparse_names(driver.engine)
     if not module_only:
@@ -87,9 +104,8 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             driver.adapter.refresh()
         scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
         if optimizer:
-            saved = (state or {}).get(_KEY, {}).get(OWNERS, {})
             named = options["load_module_strict"] and options["custom_load_fn"] is None
-            refuse_others(driver.engine, saved, owners(driver.engine, driver.adapter.groups()), named=named)
+            refuse_others(driver.engine, (state or {}).get(KEY, {}), driver.adapter.groups(), named=named)
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
     return path, state
 
@@ -100,36 +116,17 @@ def _as_configured(engine: Any, tag: Any) -> Iterator[None]:
         yield
 
 
-def _keys_of_groups(driver: Driver) -> list[set[str]]:
-    return [set(group) for group in driver.engine.optimizer.param_groups]
-
-
-def _refuse_groups_of_another_optimizer(driver: Driver, before: list[set[str]], load_dir: str) -> None:
-    # torch takes the groups that were saved in place of its own, and its step() then looks for what they have not.
-    groups = driver.engine.optimizer.param_groups
-    needed = steps_by(driver.engine)
-    lost = sorted({name for own, group in zip(before, groups, strict=False) for name in own & needed - set(group)})
-    if lost:
-        raise CheckpointError(
-            f"load_checkpoint({load_dir!r}): another optimizer than this engine's saved it: its groups have no "
-            f"{', '.join(map(repr, lost))}. Load it with the optimizer that saved it, or with "
-            "load_optimizer_states=False; loading ends half way, so start a new engine"
-        )
-
-
 def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
     """Return the client state with the window's beside it.
 
     All ranks meet here, so that one that saves alone is not left waiting in DeepSpeed.
 
     Raises:
-        CheckpointError: a window is open, or the client state is no mapping, or has a value of the caller's own under
-            our name.
+        CheckpointError: a window is open, or `own_values` refuses the client state.
         RankDesyncError: not every rank saves.
     """
-    client_state = {} if client_state is None else client_state
     try:
-        _refuse_what_would_be_replaced(driver, client_state)
+        client_state = own_values(driver.engine, client_state, driver.ledger.state())
     except CheckpointError as error:
         driver.refuse_saving(error)
         raise
@@ -149,30 +146,41 @@ def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
     return {
         **client_state,
-        _KEY: {
+        KEY: {
             **driver.ledger.state(),
             **settings,
-            _TURNS: in_turns(driver.engine),
             "groups": _groups(driver),
-            OWNERS: owners(driver.engine, driver.adapter.groups()),
+            **kept(driver.engine, driver.adapter.groups()),
         },
     }
 
 
-def _refuse_what_would_be_replaced(driver: Driver, client_state: Any) -> None:
+def own_values(engine: Any, client_state: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the caller's own of a client state is: one that was loaded has DeepSpeed's values of then in it.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        client_state: as it was given; None for none.
+        ours: what is saved beside it, by which that of an earlier checkpoint is known.
+
+    Raises:
+        CheckpointError: it is no mapping, or has a value of the caller's own under our name, or DeepSpeed's.
+    """
+    client_state = {} if client_state is None else client_state
     if not isinstance(client_state, Mapping):
         raise CheckpointError(
             f"save_checkpoint(client_state={client_state!r}): must be a dict, beside whose values the state of the "
             'windows is saved; write for example {"own": ...}'
         )
     # What load_checkpoint() returned holds our state of then, and is often saved again with more in it.
-    given = client_state.get(_KEY)
-    ours = isinstance(given, dict) and set(driver.ledger.state()) - {"last_total"} <= set(given)
-    if _KEY in client_state and not ours:
+    given = client_state.get(KEY)
+    known = isinstance(given, dict) and set(ours) - {"last_total"} <= set(given)
+    if KEY in client_state and not known:
         raise CheckpointError(
-            f"save_checkpoint(): client_state[{_KEY!r}] is {given!r}: the state of the windows is saved there, and "
+            f"save_checkpoint(): client_state[{KEY!r}] is {given!r}: the state of the windows is saved there, and "
             "would replace it; give it another name"
         )
+    return dict(client_state)
 
 
 def name_latest(save_dir: str, tag: str) -> None:
@@ -229,16 +237,13 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
         optimizer: the optimizer's states were loaded too.
 
     Raises:
-        CheckpointError: the checkpoint counted something else, towards another target, moved its LR otherwise, or has
-            the optimizer's states in another order.
+        CheckpointError: the checkpoint counted something else, towards another target, or moved its LR otherwise.
     """
-    state = client_state.get(_KEY)
+    state = client_state.get(KEY)
     if state is None:
         _LOG.warning("the checkpoint holds no ds_parity state (bare DeepSpeed wrote it): the window starts fresh")
         state = driver.boundary.counters.state_of_bare(driver.ledger.rules)
     _refuse_other_counting(driver, state)
-    if optimizer:
-        _refuse_other_turns(driver, state)
     if scheduler:
         _refuse_other_progress(driver, state)
     else:
@@ -261,19 +266,6 @@ def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
             f"the checkpoint was counting towards a target of {saved[0]} {saved[1]}s, this configuration says "
             f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes, "
             "ds_parity.count and ds_parity.boundary, or start afresh"
-        )
-
-
-def _refuse_other_turns(driver: Driver, state: dict[str, Any]) -> None:
-    # A universal checkpoint has the states by the names of parameters, and one rank alone has all of them. ZeRO deals
-    # them to the ranks of a sequence, too.
-    saved, wanted = state.get(_TURNS), in_turns(driver.engine)
-    if saved not in (None, wanted) and dist.get_world_size() > 1 and not driver.engine.load_universal_checkpoint():
-        raise CheckpointError(
-            f"the checkpoint was saved with zero_optimization.{_TURNS} = {str(saved).lower()}, and this configuration "
-            f"says {str(wanted).lower()}: parameters lie on other ranks there, and DeepSpeed has given their states to "
-            "others without an error; load it with the setting that saved it, or with load_optimizer_states=False. "
-            "Loading ends half way, so start a new engine"
         )
 
 

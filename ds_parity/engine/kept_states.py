@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ds_parity.engine.internals.checkpoints import kinds_of_optimizer
+from ds_parity.engine.internals.checkpoints import in_turns, kinds_of_optimizer, steps_by
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
 
-OWNERS = "states_of"
-"""Under this name of the window's state."""
+# Under these names of the window's state.
+_OWNERS = "states_of"
+_TURNS = "round_robin_gradients"
 _HALF_WAY = "Loading ends half way, so start a new engine"
 # Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
 _ALIKE = (
@@ -23,13 +26,55 @@ _ALIKE = (
 )
 
 
-def owners(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict[str, Any]:
-    """Return what tells whose states an engine's are, as a checkpoint keeps it.
+def kept(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict[str, Any]:
+    """Return what tells whose states an engine's are, as a checkpoint keeps it beside the window's state.
 
     Args:
-        engine: a bare DeepSpeed engine.
+        engine: a bare DeepSpeed engine, of a pipeline or not.
         groups: the parameters of its groups, on ZeRO 3 of its sub-groups.
     """
+    return {_TURNS: in_turns(engine), _OWNERS: _owners(engine, groups)}
+
+
+def refuse_others(
+    engine: Engine, state: Mapping[str, Any], groups: Iterable[Iterable[torch.nn.Parameter]], *, named: bool
+) -> None:
+    """Raise CheckpointError where the states that were loaded are those of another optimizer or parameter.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        state: what the checkpoint has of the window, with `kept` of the engine that saved; without it where a release
+            of before, or bare DeepSpeed, did.
+        groups: the parameters of this engine's groups, on ZeRO 3 of its sub-groups.
+        named: parameters have the names here that they had there.
+    """
+    _refuse_other_owners(engine, state.get(_OWNERS, {}), _owners(engine, groups), named=named)
+    _refuse_other_turns(engine, state.get(_TURNS))
+
+
+@contextmanager
+def of_this_optimizer(engine: Engine, load_dir: str) -> Iterator[None]:
+    """Raise CheckpointError where what is loaded inside leaves groups without a name that the optimizer's step() needs.
+
+    torch takes the groups that were saved in place of its own.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        load_dir: for the message.
+    """
+    before = [set(group) for group in engine.optimizer.param_groups]
+    yield
+    needed, groups = steps_by(engine), engine.optimizer.param_groups
+    lost = sorted({name for own, group in zip(before, groups, strict=False) for name in own & needed - set(group)})
+    if lost:
+        raise CheckpointError(
+            f"load_checkpoint({load_dir!r}): another optimizer than this engine's saved it: its groups have no "
+            f"{', '.join(map(repr, lost))}. Load it with the optimizer that saved it, or with "
+            "load_optimizer_states=False; loading ends half way, so start a new engine"
+        )
+
+
+def _owners(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     return {
         # A subclass has the states of its base: its own steps may differ, and that is the user's choice.
@@ -39,15 +84,7 @@ def owners(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> di
     }
 
 
-def refuse_others(engine: Engine, saved: Mapping[str, Any], own: Mapping[str, Any], *, named: bool) -> None:
-    """Raise CheckpointError where the states that were loaded are those of another optimizer or parameter.
-
-    Args:
-        engine: a bare DeepSpeed engine.
-        saved: `owners` of the engine that saved, empty where a release without it, or bare DeepSpeed, did.
-        own: `owners` of this engine.
-        named: parameters have the names here that they had there.
-    """
+def _refuse_other_owners(engine: Engine, saved: Mapping[str, Any], own: Mapping[str, Any], *, named: bool) -> None:
     if not saved:
         return
     if not _related(saved["optimizer"], own["optimizer"]):
@@ -65,6 +102,19 @@ def refuse_others(engine: Engine, saved: Mapping[str, Any], own: Mapping[str, An
         )
     if named and not engine.load_universal_checkpoint():
         _refuse_other_places(saved["parameters"], own["parameters"])
+
+
+def _refuse_other_turns(engine: Engine, saved: bool | None) -> None:
+    # A universal checkpoint has the states by the names of parameters, and one rank alone has all of them. ZeRO deals
+    # them to the ranks of a sequence, too.
+    wanted = in_turns(engine)
+    if saved not in (None, wanted) and dist.get_world_size() > 1 and not engine.load_universal_checkpoint():
+        raise CheckpointError(
+            f"the checkpoint was saved with zero_optimization.{_TURNS} = {str(saved).lower()}, and this configuration "
+            f"says {str(wanted).lower()}: parameters lie on other ranks there, and DeepSpeed has given their states to "
+            "others without an error; load it with the setting that saved it, or with load_optimizer_states=False. "
+            f"{_HALF_WAY}"
+        )
 
 
 def _refuse_other_places(saved: list[list[str]], own: list[list[str]]) -> None:

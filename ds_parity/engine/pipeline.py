@@ -23,17 +23,13 @@ from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_w
 from ds_parity.engine.division import silenced, silent
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.replaced import replaced
-from ds_parity.engine.internals.stages import (
-    averaged_over,
-    buffers_of_every_type,
-    clip_over_stages,
-    load_what_was_saved,
-)
+from ds_parity.engine.internals.stages import averaged_over, buffers_of_every_type, clip_over_stages
+from ds_parity.engine.pipeline_checkpoints import load, refusal, save, with_states
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import Place
-from ds_parity.errors import ConfigError, RankDesyncError, WindowError
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVES, Place
+from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import StepRecord
 from ds_parity.window import Counts
@@ -82,13 +78,14 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_columns: int = engine.dp_world_size
         self._self_weighting = weighting_of(settings, self._self_columns)
         self._self_over = HostSum(everybody(), settings.exchange_timeout)
+        # Before a checkpoint ranks may have done other things for a while, and no window waits for them.
+        self._self_patient = HostSum(everybody())
         self._self_last: StepRecord | None = None
         self._self_stand_in: MicroBatch | None = None
         self._self_empty = 0
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
         engine.dynamic_shape = True
         buffers_of_every_type(engine)
-        load_what_was_saved(engine)
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -150,6 +147,71 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             "that call the micro-batches of the window"
         )
 
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """Save between windows, as DeepSpeed does, with whose states they are under `client_state["ds_parity"]`.
+
+        `latest` names the checkpoint once all ranks have written their files.
+
+        Raises:
+            CheckpointError: `client_state` is no mapping, or has a value of the caller's own under `ds_parity`, or
+                under a name of DeepSpeed's (one that was loaded may be given: these are brought up to date).
+            RankDesyncError: another rank ended before it had saved, or does something else: all ranks save.
+        """
+        try:
+            state = with_states(self.__wrapped__, client_state)
+        except CheckpointError as error:
+            self._tell(SAVES, error)
+            raise
+        options = {"names_latest": save_latest, "without_frozen": exclude_frozen_parameters}
+        with naming_lost_ranks("save_checkpoint()"):
+            self._self_patient.gather(None, self._place(SAVES, self._windows))
+            return save(self.__wrapped__, save_dir, tag, state, **options)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """Load, as DeepSpeed does, and compare whose states were loaded.
+
+        Raises:
+            CheckpointError: DeepSpeed refused the checkpoint, or its states are those of another optimizer, or of other
+                parameters.
+            RankDesyncError: another rank ended before it had loaded, or does something else: all ranks load.
+        """
+        options = {
+            "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "load_module_only": load_module_only,
+            "custom_load_fn": custom_load_fn,
+        }
+        with naming_lost_ranks("load_checkpoint()"):
+            # A rank may load wherever it is, as the way out of an error.
+            self._self_patient.gather(None, self._place(LOADS, ANYWHERE))
+            path, state = load(self.__wrapped__, load_dir, tag, options)
+            # Each stage has parameters of its own, so what doesn't fit one may fit another.
+            error = refusal(self.__wrapped__, state, options)
+            said = self._self_over.gather(error and in_short(error), self._place(LOADS, ANYWHERE))
+        if error is not None:
+            raise error
+        for rank, other in enumerate(said):
+            if other is not None:
+                raise CheckpointError(f"load_checkpoint({load_dir!r}): rank {rank} has refused it: {other}")
+        return path, state
+
     # The exchange.
 
     @property
@@ -161,10 +223,17 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
     def _own_column(self) -> int:
         return int(self.grid.get_data_parallel_id())
 
+    def _place(self, kind: str, window: int) -> Place:
+        return Place(kind, window, 0, self._self_settings.fingerprint, self._self_number)
+
+    def _tell(self, kind: str, error: Exception) -> None:
+        """Come to what the other ranks wait in, to say that this one has raised."""
+        with suppress(RankDesyncError, RuntimeError):
+            self._self_over.gather(None, replace(self._place(kind, self._windows), error=in_short(error)))
+
     def _exchanged(self, micro_batches: Iterable[MicroBatch]) -> tuple[list[MicroBatch], list[_Column]]:
         """Return this rank's micro-batches, and what every rank said of its own."""
-        settings, over = self._self_settings, self._self_over
-        place = Place("trains a window", self._windows, 0, settings.fingerprint, self._self_number)
+        over, kind = self._self_over, "trains a window"
         try:
             batches = _listed(micro_batches)
             counts = tuple(counts_in(one, self._self_weighting) for one in batches)
@@ -172,12 +241,11 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 refuse_mean_of_parts(self._self_weighting, own, len(getattr(batch, "held", ())))
             self._refuse_inputs(batches)
         except Exception as error:
-            with suppress(RankDesyncError, RuntimeError):
-                over.gather(None, replace(place, error=in_short(error)))
+            self._tell(kind, error)
             raise
         said = _Column(self._own_column, counts, bool(batches) or self._self_stand_in is not None)
         with naming_lost_ranks("train_window()"):
-            gathered: list[_Column] = over.gather(said, place)
+            gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
         for rank, one in enumerate(gathered):
             first = next(other for other in gathered if other.number == one.number)
             if first != one:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, Protocol
 
-from ds_parity.engine.among_ranks import AmongRanks
 from ds_parity.engine.internals.checkpoints import OF_WRAPPERS, REFUSALS
 from ds_parity.errors import CheckpointError
 
@@ -25,8 +24,20 @@ _WHOLE = (0,)
 _OF_GROUPS = ("parameter group", "parameter-alignment layout", "must match the size of tensor")
 
 
+class Loading(Protocol):
+    """Who loads: the bare DeepSpeed engine, of a pipeline or not, and how many data-parallel ranks there are (>= 1)."""
+
+    @property
+    def engine(self) -> Any:
+        """The engine."""
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+
+
 @contextmanager
-def explained(driver: AmongRanks, load_dir: str, tag: Any = None) -> Iterator[None]:
+def explained(driver: Loading, load_dir: str, tag: Any = None) -> Iterator[None]:
     """Add the way out to what DeepSpeed says of a checkpoint of other ranks, another stage, another model or release.
 
     Raises:
@@ -42,7 +53,7 @@ def explained(driver: AmongRanks, load_dir: str, tag: Any = None) -> Iterator[No
         raise said from error
 
 
-def _refused(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError:
+def _refused(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError:
     said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
     if driver.engine.load_universal_checkpoint():
         return _of_universal(driver, load_dir, said)
@@ -65,7 +76,7 @@ def _refused(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> C
     )
 
 
-def _without_a_file(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
+def _without_a_file(driver: Loading, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
     if driver.engine.mpu is None:
         return None
     return CheckpointError(
@@ -75,7 +86,7 @@ def _without_a_file(driver: AmongRanks, load_dir: str, _: Any, error: Exception)
     )
 
 
-def _frozen_since(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
+def _frozen_since(driver: Loading, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
     # ZeRO 2 and 3 save a copy of each parameter that is frozen then, and look for one of each that is frozen now.
     frozen = {name for name, one in driver.engine.module.named_parameters() if not one.requires_grad}
     missing = frozen.intersection(error.args)
@@ -88,7 +99,7 @@ def _frozen_since(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -
     )
 
 
-def _no_universal(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
+def _no_universal(driver: Loading, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
     if not driver.engine.load_universal_checkpoint():
         return None
     return CheckpointError(
@@ -97,7 +108,7 @@ def _no_universal(driver: AmongRanks, load_dir: str, _: Any, error: Exception) -
     )
 
 
-def _of_nothing(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+def _of_nothing(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     scheduler = driver.engine.lr_scheduler
     if _OF_NONE not in str(error) or not _inside_the_schedule(driver, error):
         return _without_states(driver, load_dir, tag, error)
@@ -108,13 +119,13 @@ def _of_nothing(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -
     )
 
 
-def _inside_the_schedule(driver: AmongRanks, error: Exception) -> bool:
+def _inside_the_schedule(driver: Loading, error: Exception) -> bool:
     scheduler = driver.engine.lr_scheduler
     inside = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     return scheduler is not None and any(one is scheduler for one in inside)
 
 
-def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+def _without_states(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     stage = int(driver.engine.zero_optimization_stage())
     if driver.engine.load_universal_checkpoint():
         # On the other stages, what does not fit a universal checkpoint is the model.
@@ -134,7 +145,7 @@ def _without_states(driver: AmongRanks, load_dir: str, tag: Any, error: Exceptio
     return _of_another_stage(stage, saved_on, load_dir, f"{type(error).__name__}: {error}")
 
 
-def _of_other_keys(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+def _of_other_keys(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     if _inside_the_schedule(driver, error):
         return CheckpointError(
             f"load_checkpoint({load_dir!r}): the checkpoint has the state of another LR scheduler than this engine's "
@@ -170,7 +181,7 @@ def _of_another_precision(load_dir: str, error: Exception) -> CheckpointError:
     )
 
 
-def _of_other_groups(driver: AmongRanks, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+def _of_other_groups(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     if not any(word in str(error) for word in _OF_GROUPS):
         return _no_universal(driver, load_dir, tag, error)
     return CheckpointError(
@@ -189,7 +200,7 @@ def _of_another_stage(stage: int, saved_on: tuple[int, ...], load_dir: str, said
     )
 
 
-def _of_universal(driver: AmongRanks, load_dir: str, said: str) -> CheckpointError:
+def _of_universal(driver: Loading, load_dir: str, said: str) -> CheckpointError:
     stage = int(driver.engine.zero_optimization_stage())
     return CheckpointError(
         f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}, with load_universal: DeepSpeed refused it ({said}). It "

@@ -1,15 +1,15 @@
-"""Makes DeepSpeed's pipelines right: the norm by which they clip, the buffers they receive in, and what they load."""
+"""Makes DeepSpeed's pipelines right: the norm by which they clip, the buffers they receive in, and how they load."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from ds_parity.engine.internals.checkpoints import own_clipping
 from ds_parity.engine.internals.replaced import replaced
 
 
@@ -77,8 +77,9 @@ def clip_over_stages(engine: Any) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
-def load_what_was_saved(engine: Any) -> None:
-    """Let a pipeline's engine load what its optimizer has saved, and go on from weights alone, clipped as it was.
+@contextmanager
+def as_it_was_saved(engine: Any) -> Iterator[None]:
+    """Return a context in which a pipeline's engine loads what its optimizer has saved, and goes on from weights alone.
 
     On ZeRO 0 in bf16 the optimizer has the weights in fp32, in parts, and saves them in files of their own, as that of
     ZeRO does. DeepSpeed looks for these only with ZeRO (tools/deepspeed_faults/checkpoint_bf16_pipeline.py).
@@ -87,11 +88,5 @@ def load_what_was_saved(engine: Any) -> None:
         engine: DeepSpeed's PipelineEngine.
     """
     in_parts = not engine.zero_optimization() and isinstance(engine.optimizer, BF16_Optimizer)
-    load = engine.load_checkpoint
-
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        as_zero = replaced(engine, "zero_optimization", lambda: True) if in_parts else nullcontext()
-        with as_zero, own_clipping(engine):
-            return load(*args, **kwargs)
-
-    engine.load_checkpoint = load_checkpoint
+    with replaced(engine, "zero_optimization", lambda: True) if in_parts else nullcontext():
+        yield

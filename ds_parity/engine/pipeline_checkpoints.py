@@ -1,0 +1,90 @@
+"""Checkpoints of a pipeline: DeepSpeed's own, and whose states each stage has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_parity.engine import kept_states
+from ds_parity.engine.checkpoint import KEY, own_values, write
+from ds_parity.engine.internals.adapter import choose
+from ds_parity.engine.internals.checkpoints import own_clipping
+from ds_parity.engine.internals.stages import as_it_was_saved
+from ds_parity.engine.unloadable import explained
+from ds_parity.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """As `unloadable.Loading` says."""
+
+    engine: Any
+    ranks: int
+
+
+def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
+    """Return the client state with whose states this stage has.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+        client_state: the caller's own values; None for none.
+
+    Raises:
+        CheckpointError: `own_values` refuses the client state.
+    """
+    ours = kept_states.kept(engine, choose(engine).groups())
+    return {**own_values(engine, client_state, ours), KEY: ours}
+
+
+def save(engine: Any, save_dir: str, tag: Any, state: Mapping[str, Any], **options: bool) -> Any:
+    """Save a checkpoint; return what DeepSpeed returns.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+        save_dir: as in DeepSpeed.
+        tag: name of the checkpoint; None for one by DeepSpeed's count of steps.
+        state: what `with_states` has returned.
+        options: as those of `checkpoint.write`.
+    """
+    return write(choose(engine), save_dir, tag, state, **options)
+
+
+def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Load a checkpoint; return what DeepSpeed returns.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+        load_dir: as in DeepSpeed.
+        tag: likewise.
+        options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
+
+    Raises:
+        CheckpointError: DeepSpeed refused it.
+    """
+    with (
+        explained(_Loading(engine, engine.dp_world_size), load_dir, tag),
+        kept_states.of_this_optimizer(engine, load_dir),
+        as_it_was_saved(engine),
+        own_clipping(engine),
+    ):
+        path, state = engine.load_checkpoint(load_dir, tag, **options)
+    return path, state
+
+
+def refusal(engine: Any, state: Any, options: Mapping[str, Any]) -> CheckpointError | None:
+    """Return the error where this stage has been given the states of another optimizer, or of other parameters.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+        state: the client state that was loaded; None where nothing was.
+        options: with which it was loaded.
+    """
+    if state is None or options["load_module_only"] or not options["load_optimizer_states"]:
+        return None
+    groups, named = choose(engine).groups(), options["load_module_strict"]
+    try:
+        kept_states.refuse_others(engine, state.get(KEY, {}), groups, named=named)
+    except CheckpointError as error:
+        return error
+    return None

@@ -1,0 +1,137 @@
+"""A pipeline's checkpoint goes to whom it belongs: another optimizer, order or partition of its states is refused."""
+
+import dataclasses
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_parity
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sets import on_four_ranks
+from tests.distributed.test_pipelines import alone_in_the_process, config, micro_batches, squares
+
+pytestmark = pytest.mark.ranks
+SIZES = [[2, 1], [3]]
+HALVES = {"bf16": {"enabled": True}}
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+IN_TURNS = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What is other where a checkpoint is loaded, and what the error must say; nothing where it loads."""
+
+    stage: int
+    says: str
+    changed: dict = dataclasses.field(default_factory=dict)
+    saved: dict = dataclasses.field(default_factory=dict)
+    options: dict = dataclasses.field(default_factory=dict)
+    turned: bool = False
+    frozen: int | None = None
+
+
+NOT_THIS = "the checkpoint's parameter groups are not this engine's: group 0 was "
+CHANGES = {
+    **{f"the same on ZeRO {stage}": Change(stage, "nothing was raised") for stage in (0, 1)},
+    "the same in bf16": Change(0, "nothing was raised", HALVES, HALVES),
+    "in turns": Change(1, "saved with zero_optimization.round_robin_gradients = false", IN_TURNS),
+    "in turns, weights alone": Change(1, "nothing was raised", IN_TURNS, options={"load_optimizer_states": False}),
+    **{f"order on ZeRO {stage}": Change(stage, NOT_THIS, turned=True) for stage in (0, 1)},
+    "order in bf16": Change(0, NOT_THIS, HALVES, HALVES, turned=True),
+    # In the first stage alone: the other one is told.
+    "frozen": Change(0, NOT_THIS, frozen=1),
+    **{f"optimizer on ZeRO {stage}": Change(stage, "another optimizer than this engine's", ADAM) for stage in (0, 1)},
+    "no schedule": Change(1, "no state of an LR scheduler", saved={"scheduler": {"type": None}}),
+    "stage": Change(1, "the checkpoint was saved on stage 0", saved={"zero_optimization": {"stage": 0}}),
+}  # fmt: skip
+
+
+def build(extended, turned=False, frozen=None):
+    """Build a pipeline whose layers are of one size, so that the states of one fit another."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)]
+    layers += [nn.Tanh(), nn.Linear(6, 6, bias=False)]
+    if frozen is not None:
+        layers[2 * frozen].requires_grad_(False)
+    pipeline = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=mean_of_all, partition_method="uniform")
+    trained = [one for one in pipeline.parameters() if one.requires_grad]
+    return ds_parity.initialize(model=pipeline, model_parameters=trained[::-1] if turned else trained, config=extended)[
+        0
+    ]
+
+
+def mean_of_all(outputs, labels):
+    return squares(outputs.mean(-1, keepdim=True), labels)
+
+
+def answered(folder, name, change):
+    """What a rank is answered where it loads, and how far its weights are then from those that were saved."""
+    saving = build(config(change.stage, **change.saved), frozen=0 if change.frozen is not None else None)
+    saving.train_window(micro_batches(saving, 0, SIZES))
+    saving.save_checkpoint(folder, tag=name)
+    loading = build(config(change.stage, **change.changed), change.turned, change.frozen)
+    said = refusal(lambda: loading.load_checkpoint(folder, tag=name, **change.options))
+    pairs = zip(saving.module.parameters(), loading.module.parameters(), strict=True)
+    return [said, max(float((one - other).abs().max()) for one, other in pairs)]
+
+
+@on_four_ranks
+@alone_in_the_process
+def changed(folder):
+    return {name: from_all(answered(folder, name, change)) for name, change in CHANGES.items()}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_states_go_to_their_own_parameters_or_are_refused_on_every_rank(four_ranks, name):
+    for said, apart in four_ranks.of(changed)[name]:
+        assert CHANGES[name].says in said
+        assert said.startswith(("CheckpointError", "nothing was raised"))
+        assert said.startswith("CheckpointError") or apart == 0.0
+
+
+@on_four_ranks
+@alone_in_the_process
+def around(folder):
+    """What each rank is answered that saves what can't be, or alone, and what `latest` names."""
+    engine, rank = build(config(1)), dist.get_rank()
+    engine.train_window(micro_batches(engine, 0, SIZES))
+    found = {
+        "no mapping": refusal(lambda: engine.save_checkpoint(folder, client_state=3)),
+        "on one rank": refusal(lambda: engine.save_checkpoint(folder, client_state=3 if rank == 1 else {})),
+        "own value": refusal(lambda: engine.save_checkpoint(folder, client_state={"ds_parity": 1})),
+        "alone": refusal(
+            lambda: (
+                engine.save_checkpoint(folder) if rank == 2 else engine.train_window(micro_batches(engine, 1, SIZES))
+            )
+        ),
+        "missing": refusal(lambda: engine.load_checkpoint(folder, tag="a/c")),
+    }
+    engine.save_checkpoint(folder, client_state={"own": 5})
+    found["latest"] = Path(folder, "latest").read_text()
+    _, state = engine.load_checkpoint(folder)
+    found["own"] = state["own"]
+    found["then"] = engine.train_window(micro_batches(engine, 1, SIZES)).step
+    return from_all(found)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("no mapping", ["CheckpointError: save_checkpoint(client_state=3): must be a dict"] * 4),
+        ("on one rank", ["RankDesyncError", "CheckpointError", "RankDesyncError", "RankDesyncError"]),
+        ("own value", ["CheckpointError: save_checkpoint(): client_state['ds_parity'] is 1"] * 4),
+        ("alone", ["RankDesyncError"] * 4),
+        ("missing", ["CheckpointError: load_checkpoint("] * 4),
+    ],
+)
+def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(four_ranks, what, says):
+    for said, expected in zip((one[what] for one in four_ranks.of(around)), says, strict=True):
+        assert said.startswith(expected), said
+
+
+def test_latest_names_the_checkpoint_and_the_callers_values_are_loaded(four_ranks):
+    assert [[one["latest"], one["own"], one["then"]] for one in four_ranks.of(around)] == [["global_step1", 5, 2]] * 4
