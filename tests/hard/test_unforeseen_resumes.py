@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from ds_parity.parity.running.half_precision import fp16_allowed
 from tests.hard.unforeseen.cells import CELLS, STAGES, Cell, Watched, config, engine_of
-from tests.hard.unforeseen.oracle import RATE, Net
+from tests.hard.unforeseen.oracle import RATE, Net, sample
 from tests.hard.unforeseen.scenarios import Scenarios
 
 play = Scenarios()
@@ -206,6 +207,95 @@ OTHERS = {
 def states_of_others_are_refused(case):
     """Another order of parameters, and another optimizer with the same names."""
     return loaded_into(saved_by(case, {}), case, {}, by={"order": turned, "optimizer": signs}[case.variant])
+
+
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 128.0}}
+PRECISIONS = {"bf16 into fp16": (BF16, FP16), "fp32 into fp16": ({}, FP16), "fp16 into bf16": (FP16, BF16)}
+
+
+def saved_and_loaded(case, saving, loading):
+    """Step an engine, save it, and load it into another; each is what `config` and `engine_of` are given."""
+    with fp16_allowed():
+        for number, (options, by, given) in enumerate((saving, loading)):
+            model = Net(seed=number)
+            optimizer = by(model)
+            engine = engine_of(
+                config(case.cell, TARGET, optimizer=False, **options), model, optimizer=optimizer, **given(optimizer)
+            )
+            if number:
+                engine.load_checkpoint(case.folder)
+                continue
+            kind = next(engine.module.parameters()).dtype
+            for index in range(3):
+                x, y = sample(engine.global_rank, index, 2)
+                engine.backward(engine(x.to(engine.device, kind), y.to(engine.device)).float(), rollouts=2)
+                engine.step()
+            engine.save_checkpoint(case.folder, "saved")
+
+
+def nothing_more(optimizer):
+    """No keyword beside the optimizer."""
+    return {}
+
+
+@play.refused(STAGES, dict.fromkeys(PRECISIONS, "CheckpointError: "))
+def another_precision_is_refused(case):
+    """A loss scale of another precision would make steps of nothing, or of 128 times their length."""
+    saved, loaded = PRECISIONS[case.variant]
+    saved_and_loaded(case, (saved, momentum, nothing_more), (loaded, momentum, nothing_more))
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023), whose groups have the betas that Adam's have."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in (one for one in group["params"] if one.grad is not None):
+                kept = self.state[one].setdefault("exp_avg", torch.zeros_like(one))
+                one.sub_(torch.lerp(kept, one.grad, 1 - group["betas"][0]).sign(), alpha=group["lr"])
+                kept.lerp_(one.grad, 1 - group["betas"][1])
+
+
+def lion(model):
+    """Steps by signs."""
+    return Lion(model.parameters(), RATE / 10)
+
+
+def adam(model):
+    """Steps by two moments."""
+    return torch.optim.AdamW(model.parameters(), RATE / 10)
+
+
+OPTIMIZERS = {"Lion into AdamW": (lion, adam), "AdamW into Lion": (adam, lion), "SGD into AdamW": (momentum, adam)}
+
+
+@play.refused(STAGES, dict.fromkeys(OPTIMIZERS, "CheckpointError: "))
+def another_optimizers_states_are_refused(case):
+    """Also where the names in their groups are the same."""
+    saved, loaded = OPTIMIZERS[case.variant]
+    saved_and_loaded(case, ({}, saved, nothing_more), ({}, loaded, nothing_more))
+
+
+def falling(optimizer):
+    """A schedule of torch's."""
+    return {"lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))}
+
+
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
+SCHEDULES = {
+    "torch's into DeepSpeed's": (({}, momentum, falling), (WARMUP, momentum, nothing_more)),
+    "DeepSpeed's into torch's": ((WARMUP, momentum, nothing_more), ({}, momentum, falling)),
+}
+
+
+@play.refused(STAGES, dict.fromkeys(SCHEDULES, "CheckpointError: "))
+def another_schedule_is_refused(case):
+    """Their states have other names."""
+    saved_and_loaded(case, *SCHEDULES[case.variant])
 
 
 @pytest.mark.parametrize("case", play.cases("right"), ids=str)
