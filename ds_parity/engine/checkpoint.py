@@ -13,9 +13,12 @@ import torch.distributed as dist
 from ds_parity.engine.driver import Driver
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.checkpoints import (
+    COUNTS,
+    NAMES,
     loads_universal_weights_alone,
     own_clipping,
     weights_of,
+    without_deepspeeds,
 )
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_others
@@ -180,7 +183,14 @@ def own_values(engine: Any, client_state: Any, ours: Mapping[str, Any]) -> dict[
             f"save_checkpoint(): client_state[{KEY!r}] is {given!r}: the state of the windows is saved there, and "
             "would replace it; give it another name"
         )
-    return dict(client_state)
+    own = without_deepspeeds(client_state)
+    for name in sorted(NAMES & own.keys()):
+        if name not in COUNTS or own[name] != getattr(engine, name, None):
+            raise CheckpointError(
+                f"save_checkpoint(): client_state[{name!r}] is of {type(own[name]).__name__}: DeepSpeed saves its own "
+                "under this name, and the value would replace it; give it another name"
+            )
+    return own
 
 
 def name_latest(save_dir: str, tag: str) -> None:

@@ -406,8 +406,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         in here leaves the `latest` of before. So give every checkpoint a tag of its own.
 
         Raises:
-            CheckpointError: a window is open: gradients of its passes would be lost; or `client_state` has a value of
-                the caller's own under `ds_parity` (one that was loaded may stay: it is replaced).
+            CheckpointError: a window is open: gradients of its passes would be lost; or `client_state` is no mapping,
+                or has a value of the caller's own under `ds_parity`, or under a name of DeepSpeed's such as `optimizer`
+                (one that was loaded may be given: these are brought up to date).
             RankDesyncError: another rank ended before it had saved, or does something else: all ranks save.
         """
         return checkpoint.save(

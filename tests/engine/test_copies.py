@@ -35,6 +35,7 @@ def driver():
             basic_optimizer=None,
             module=Module(),
             fp16_enabled=lambda: False,
+            global_steps=5,
         ),
     )
 
@@ -49,3 +50,22 @@ def test_a_client_state_that_was_loaded_is_taken_and_brought_up_to_date():
     loaded = checkpoint.with_window(driver(), {"epoch": 3})
     stale = {**loaded, "ds_parity": {**loaded["ds_parity"], "windows": 17}}
     assert checkpoint.with_window(driver(), stale) == loaded
+
+
+OF_DEEPSPEED = {"ds_config": {}, "ds_version": "0.19.8", "checkpoint_parallel_dimensions": {}, "optimizer": {"old": 1}}
+
+
+def test_what_deepspeed_had_in_a_client_state_that_was_loaded_is_left_out():
+    """DeepSpeed writes the client state over its own values, so that the optimizer's states would be old ones."""
+    loaded = checkpoint.with_window(driver(), {"epoch": 3})
+    assert checkpoint.with_window(driver(), {**loaded, **OF_DEEPSPEED, "global_steps": 1}) == loaded
+
+
+@pytest.mark.parametrize("name", ["optimizer", "module", "global_steps", "lr_scheduler", "ds_config"])
+def test_a_value_of_the_callers_own_under_a_name_of_deepspeeds_is_refused(name):
+    with pytest.raises(CheckpointError, match=rf"client_state\['{name}'\] is of int: DeepSpeed saves its own"):
+        checkpoint.with_window(driver(), {name: 4})
+
+
+def test_a_count_that_is_the_engines_own_may_be_saved_beside_it():
+    assert checkpoint.with_window(driver(), {"global_steps": 5})["global_steps"] == 5

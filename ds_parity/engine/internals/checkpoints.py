@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import getmro
 from typing import Any, Final
@@ -19,6 +19,32 @@ REFUSALS: tuple[type[Exception], ...] = (ZeRORuntimeException, AssertionError)
 
 OF_WRAPPERS: Final = ("dynamic_loss_scale", "param_groups")
 """By name: what the wrapper of bf16 and fp16 on ZeRO 0 saves, and what the optimizer of fp32 does in its place."""
+
+COUNTS: Final = ("global_steps", "global_samples", "skipped_steps")
+"""By name: what a checkpoint has of the engine's own attributes of these names."""
+
+NAMES: Final = frozenset(COUNTS) | {
+    *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size", "mp_world_size"),
+    *("buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
+    *("sparse_tensor_module_names", "csr_tensor_module_names", "ds_config", "ds_version", "num_experts"),
+    *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "folding", "ds_autoep_layers", "autoep_layers"),
+}
+"""What DeepSpeed 0.18.4 to 0.19.8 write beside the client state, which is written over it (runtime/engine.py,
+_common_checkpoint_state, _save_checkpoint and _save_moe_checkpoint)."""
+
+_OF_A_CHECKPOINT: Final = {"ds_config", "ds_version"}
+
+
+def without_deepspeeds(client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a client state without what DeepSpeed has put there while it loaded a checkpoint; any other as it is.
+
+    Most of a checkpoint is returned as its client state. Saved again, it replaces what is true by then, on ZeRO 0 the
+    optimizer's states and weights in fp32, too (tools/deepspeed_faults/client_state_again.py); 0.19.8 raises a
+    KeyError.
+    """
+    loaded = client_state.keys() >= _OF_A_CHECKPOINT
+    return {name: value for name, value in client_state.items() if not (loaded and name in NAMES)}
+
 
 _COLLECT: Final = "get_fp32_state_dict_from_zero_checkpoint"
 

@@ -366,6 +366,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run goes on from a checkpoint of another zero_optimization.round_robin_gradients",
     ),
     DeepSpeedFault(
+        "client_state_again",
+        "a checkpoint gets the optimizer's states of the one before, or save_checkpoint() raises a KeyError",
+        "save your own values alone, and not what load_checkpoint() has returned",
+        lambda c: True,
+        "a run saves a client state that load_checkpoint() has returned",
+    ),
+    DeepSpeedFault(
         "divided_twice_zero0",
         "a loss that its caller has divided is divided by gradient_accumulation_steps once more",
         "use ZeRO 1, 2 or 3, or give backward() another tensor than the model has returned: loss * 1",
