@@ -123,8 +123,9 @@ class TestRewrite:
         assert "gradient_accumulation_steps: (absent) -> 3" in ran.stderr
 
     def test_does_not_import_torch(self):
-        code = f"import sys; sys.argv = ['ds-parity', 'rewrite', {str(CONFIG)!r}]\nfrom ds_parity.cli import app\n"
-        code += "app(standalone_mode=False)\nassert not {'torch', 'deepspeed'} & set(sys.modules)"
+        code = f"import sys; sys.argv = ['ds-parity', 'rewrite', {str(CONFIG)!r}]\n"
+        code += "from ds_parity.cli.entry import app\napp(standalone_mode=False)\n"
+        code += "assert not {'torch', 'deepspeed'} & set(sys.modules)"
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ds_parity.cli import app
+from ds_parity.cli.entry import app
 from ds_parity.cli.init_command import StartingPrecision
 from ds_parity.config import load_config, parse, rewrite
 from ds_parity.config.starting import PRECISIONS, starting
@@ -87,7 +87,7 @@ class TestFiles:
         assert list(tmp_path.iterdir()) == []
 
     def test_are_written_without_torch(self, tmp_path):
-        code = "import sys; sys.argv = ['ds-parity', 'init']\nfrom ds_parity.cli import app\n"
+        code = "import sys; sys.argv = ['ds-parity', 'init']\nfrom ds_parity.cli.entry import app\n"
         code += "app(standalone_mode=False)\nassert not {'torch', 'deepspeed'} & set(sys.modules)"
         run = [sys.executable, "-c", code]
         subprocess.run(run, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)

@@ -12,7 +12,7 @@ import click
 import pytest
 import typer
 
-from ds_parity.cli import app
+from ds_parity.cli.entry import app
 from ds_parity.config import parse
 from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.parity.matrix.variant import STAGES

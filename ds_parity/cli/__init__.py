@@ -3,6 +3,15 @@
 Exit code 0: equal, 1: differs, 2: no verdict (bad input, a rank that failed, time that ran out).
 """
 
-from ds_parity.cli.entry import app, main
+import sys
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; a Ctrl-C while it is being imported ends it as any later one does."""
+    try:
+        from ds_parity.cli import entry
+    except KeyboardInterrupt:
+        sys.exit(130)
+    entry.main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -157,8 +158,17 @@ def plain(comparison: Comparison) -> dict[str, Any]:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON for machines."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    """Print JSON for machines; it has no NaN and no infinity, which are strings here as they are in a trace."""
+    sys.stdout.write(json.dumps(_spelt(value), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def _spelt(value: Any) -> Any:
+    """Return a value whose numbers JSON can write."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _spelt(one) for name, one in value.items()}
+    return [_spelt(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def leave(contents: Contents, report: Path | None, junit: Path | None) -> None:

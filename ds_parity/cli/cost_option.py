@@ -60,7 +60,10 @@ def _of_file(path: Path) -> Cost:
         ) from error
     except ValueError as error:
         raise ConfigError(f"--cost {path}: it is no JSON ({error}); give the config.json of a model") from error
-    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    config = config if isinstance(config, dict) else {}
+    # A model of images and text has the sizes of its text there.
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, dict) else config
     missing = [name for name in _NAMES if name not in config]
     if missing:
         raise ConfigError(

@@ -97,16 +97,14 @@ class Cost:
             ConfigError: a size is no whole number from 1.
         """
         key_value_heads = heads if key_value_heads is None else key_value_heads
-        head_size = max(1, hidden_size // max(1, heads)) if head_size is None else head_size
-        for name, value in (
-            *(("layers", layers), ("hidden_size", hidden_size), ("intermediate_size", intermediate_size)),
-            *(("vocabulary", vocabulary), ("heads", heads), ("key_value_heads", key_value_heads)),
-            ("head_size", head_size),
-        ):
+        sizes = {"layers": layers, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        sizes |= {"vocabulary": vocabulary, "heads": heads, "key_value_heads": key_value_heads}
+        for name, value in sizes.items() if head_size is None else {**sizes, "head_size": head_size}.items():
             if (whole(value) or 0) < 1:
                 raise ConfigError(
                     f"{name} is {value!r}: it must be a whole number from 1; read it in the model's config"
                 )
+        head_size = max(1, hidden_size // heads) if head_size is None else head_size
         attention = 2 * hidden_size * head_size * (heads + key_value_heads)
         weights = layers * (attention + (3 if gated else 2) * hidden_size * intermediate_size)
         pairs = (2 if causal else 2 * 2) * layers * heads * head_size

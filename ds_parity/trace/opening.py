@@ -28,7 +28,7 @@ def opened(path: str | Path) -> Iterator[IO[bytes]]:
 
     Raises:
         OSError: it can't be opened or read.
-        TraceError: inside, where the packed data end too early or are broken.
+        TraceError: a pipe can't be copied; or inside, where the packed data end too early or are broken.
     """
     path = Path(path)
     with _raw(path) as file:
@@ -68,15 +68,26 @@ def same_pipe(one: str | Path, other: str | Path) -> bool:
 def _raw(path: Path) -> IO[bytes]:
     if path not in _COPIES and is_pipe(path):
         _COPIES[path] = _copied(path)
-    return Path(_COPIES[path].name if path in _COPIES else path).open("rb")
+    copy = _COPIES.get(path)
+    if isinstance(copy, TraceError):  # what the pipe had is gone: whoever opens it once more is told so, too
+        raise copy
+    return Path(path if copy is None else copy.name).open("rb")
 
 
 def _copied(path: Path) -> Any:
     # It is deleted when the process ends.
     copy = tempfile.NamedTemporaryFile(prefix="ds_parity_")  # noqa: SIM115
-    with path.open("rb") as pipe:
-        shutil.copyfileobj(pipe, copy, 1 << 20)
-    copy.flush()
+    try:
+        with path.open("rb") as pipe:
+            shutil.copyfileobj(pipe, copy, 1 << 20)
+        copy.flush()
+    except OSError as error:
+        with suppress(OSError):
+            copy.close()
+        return TraceError(
+            f"{path}: a pipe is copied to {tempfile.gettempdir()} as it comes, and that has failed "
+            f"({error.strerror or error}): set TMPDIR to a folder with more room, or give the trace as a file"
+        )
     return copy
 
 

@@ -1,5 +1,6 @@
 """Reading a trace. Whatever is wrong with it is a TraceError that names the file and the line."""
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,8 @@ def pieces(path: str | Path, size: int) -> Iterator[tuple[int, list[bytes]]]:
     try:
         with opened(path) as file:
             while lines := file.readlines(size):
+                if number == 1:
+                    lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
                 yield number, lines
                 number += len(lines)
     except OSError as error:

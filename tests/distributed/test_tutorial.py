@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from ds_parity.cli import app
+from ds_parity.cli.entry import app
 from tests.distributed.sets import on_two_ranks
 from tests.pages import blocks, text, titled
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import torch.distributed as dist
@@ -22,6 +23,10 @@ def die(rank):
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def leave(way):
+    {"sys.exit": sys.exit, "os._exit": os._exit}[way](0)
 
 
 def hang():

@@ -14,6 +14,7 @@ from ds_parity.parity.diagnosis import CLASSES, Cause, Fit, diagnose, grouped, k
 from ds_parity.parity.diagnosis.causes import REMEDIES
 from ds_parity.parity.subjects.controls.known import WITHOUT_TRACE, known
 from ds_parity.trace import Header, Hypothesis, StepRecord, Trace, Weights
+from ds_parity.trace.foreign import open_pair
 
 ROLLOUTS = (13, 14, 13, 8, 12, 7)
 LR = (0.025, 0.0275, 0.03, 0.0325, 0.035, 0.0375)
@@ -229,6 +230,34 @@ def test_the_first_cause_is_the_fault_that_was_put_in(name):
     found = causes(change, **options)
     assert found, "a difference without a cause"
     assert name in {cause.name for cause in grouped(found)[0]}, [(cause.name, cause.evidence) for cause in found]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda n: {"loss": (0.5 + n - 1) * (1 + 2e-5)}, "is 1.00002 times the reference's in every step"),
+        (trained(lambda n: {"lr": (LR[n - 1] * (1 + 1e-9),)}), "the LR is 1.000000001 times the reference's"),
+    ],
+)
+def test_a_cause_tells_what_is_other(change, says):
+    """A factor that rounds to 1, or the factor of what isn't there, explains nothing."""
+    found = causes(change)
+    assert says in found[0].evidence
+    assert "lr-rounded" not in {cause.name for cause in found}
+
+
+def test_a_loss_that_is_not_logged_once_has_no_factor(tmp_path):
+    lines = [f"{step},{2 + step / 10},0.001,{0.5 + step / 50}" for step in range(1, 9)]
+    lost = [line.replace("2.5,", ",") if line.startswith("5,") else line for line in lines]
+    paths = tmp_path / "a.csv", tmp_path / "b.csv"
+    for path, rows in zip(paths, (lines, lost), strict=True):
+        path.write_text("\n".join(["step,loss,lr,grad_norm", *rows]) + "\n")
+    one, other = open_pair(*paths)
+    (cause,) = diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes
+    assert (cause.name, cause.evidence.partition(";")[0]) == (
+        "reported-loss",
+        "no loss is logged in step 5, where the reference has one",
+    )
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -86,6 +86,20 @@ def test_an_exception_on_one_rank_is_named_with_its_rank_and_ends_the_others(tmp
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["sys.exit", "os._exit"])
+def test_a_function_that_ends_its_process_is_no_result(tmp_path, way):
+    """With code 0, which a launcher takes for an end as it should be."""
+    told = {
+        "sys.exit": r"rank \d failed in 'leave': SystemExit: it has called sys.exit\(0\)",
+        "os._exit": r"a rank ended with code 0 in 'leave' without saying why",
+    }
+    with pytest.raises(HarnessError, match=told[way]):
+        run_job(job(tmp_path, "leave", way=way))
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.ranks
 def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_path):
     begun = time.monotonic()
     # The launcher looks once a second, and then kills the other rank, which may not have told of its lost peer by then.

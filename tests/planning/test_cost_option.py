@@ -55,6 +55,18 @@ def test_experts_are_as_wide_as_all_that_a_token_enters(read, more, width):
     assert read(**more) == of_width(width)
 
 
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", ["64", None, [64], {"of": 64}, True, 6.5, 0])
+def test_a_size_that_is_no_number_is_named(read, name, value):
+    with pytest.raises(ConfigError, match=r"is .*: it must be a whole number from 1"):
+        read(**{name: value})
+
+
+@pytest.mark.parametrize("inner", [None, 5, True, "x", []])
+def test_sizes_that_are_not_in_text_config_are_read_beside_it(read, inner):
+    assert read(text_config=inner) == of_width(256)
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [

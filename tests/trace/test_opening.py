@@ -1,5 +1,6 @@
 """Traces that gzip has packed, and traces that come through a pipe: the same as the file, or an error in a sentence."""
 
+import errno
 import gzip
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from ds_parity.errors import TraceError
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.trace import iter_steps, read_trace
+from ds_parity.trace import iter_steps, opening, read_trace
 from ds_parity.trace.columns import TraceFile
 from ds_parity.trace.foreign import open_pair, read_any
 from tests.parity.comparison.comparing import on_disk, record, trace
@@ -61,6 +62,26 @@ def test_two_pipes_are_two_traces(plain):
     data = plain.read_bytes()
     other = data.replace(b'"tokens":100', b'"tokens":101', 1)
     assert compare(*open_pair(*map(through_a_pipe, (data, other))), Tier.EXACT).count == 1
+
+
+def test_a_pipe_that_cannot_be_copied_is_said_each_time(plain, monkeypatch):
+    """What it had is gone by then, so that whoever opens it next would find it empty."""
+    pipe = through_a_pipe(plain.read_bytes())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(opening.shutil, "copyfileobj", full)
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"a pipe is copied to .* failed \(No space left .* set TMPDIR"):
+            read_any(pipe)
+
+
+def test_a_byte_order_mark_before_a_trace_is_left_out(plain, tmp_path):
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert read_trace(marked) == read_trace(plain)
+    assert compare(*open_pair(plain, marked), Tier.EXACT).equal
 
 
 def test_one_pipe_for_both_sides_is_refused(plain):

@@ -56,8 +56,8 @@ def of_rules(rules: Rules, absent: Iterable[str]) -> Iterator[str]:
 
 
 def _has_torch(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> bool:
-    """Whether a side is `torch`, which is always one rank."""
-    return "torch" in (reference.header.engine, candidate.header.engine)
+    """Whether one side is `torch`, which is always one rank, and the other one is not."""
+    return (reference.header.engine == "torch") is not (candidate.header.engine == "torch")
 
 
 def of_headers(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import Moves, along
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.view import View, near, told
 
 # Of what a fault changes: a norm that it hardly changes must fit so much better.
 _FIRST, _LATER = 0.01, 0.05
@@ -131,7 +131,7 @@ def _factors(view: View) -> Iterator[Cause]:
         return
     ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
     if view.first == 0 and len(ratios) > 2 and _fits(view, [first] * (len(view.pairs) - view.first)):
-        said = f"the gradient norm is {first:.5g} times the reference's in all {len(ratios)} steps"
+        said = f"the gradient norm is {told(first)} times the reference's in all {len(ratios)} steps"
         yield Cause("constant-factor", Fit.CONSTANT, said)
     elif parallel(view):
         listed = ", ".join(f"{it:.4g}" for it in ratios[:5])

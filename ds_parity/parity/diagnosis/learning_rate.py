@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 # Learning rates are computed, not measured: what is the same differs by rounding alone.
 _SAME = 1e-6
@@ -38,11 +38,11 @@ def _of_some_groups(
     if not alike(factors, _SAME) or any(y for a, b in other for x, y in zip(a, b, strict=True) if not x):
         return
     if len(other) < len(groups):
-        said = f"the LR of {len(other)} of {len(groups)} parameter groups is {factors[0]:.6g} times the reference's "
+        said = f"the LR of {len(other)} of {len(groups)} parameter groups is {told(factors[0])} times the reference's "
         yield Cause("group-lr", Fit.SEQUENCE, f"{said}in every step, that of the others agrees")
     elif len(factors) > 1:
         ranks = f", and {view.ranks} is the number of ranks" if view.ranks > 1 and near(factors[0], view.ranks) else ""
-        yield Cause("base-lr", Fit.SEQUENCE, f"the LR is {factors[0]:.6g} times the reference's in every step{ranks}")
+        yield Cause("base-lr", Fit.SEQUENCE, f"the LR is {told(factors[0])} times the reference's in every step{ranks}")
 
 
 def _of_all(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -117,7 +117,8 @@ def _skipped(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     for decimals in range(1, 8):
-        if _equal([round(it, decimals) for it in a], b):
+        rounded = [round(it, decimals) for it in a]
+        if _equal(rounded, b) and not _equal(rounded, a):
             said = f"the LR is the reference's, rounded to {decimals} decimals ({b[0]:.6g}, where {a[0]:.6g} was due)"
             yield Cause("lr-rounded", Fit.SEQUENCE, said)
             break

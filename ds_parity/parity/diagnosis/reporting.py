@@ -9,7 +9,7 @@ from itertools import pairwise
 from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 
 def causes(view: View) -> Iterator[Cause]:
@@ -40,8 +40,11 @@ def _loss(view: View) -> Iterator[Cause]:
         said = f"the loss is {factor:.5g} times the reference's, and windows have {passes} passes; {_proof(view)}"
         yield Cause("returned-loss-scaled", Fit.CONSTANT, said)
         return
-    if factor:
-        said = f"the logged loss is {factor:.5g} times the reference's in every step; {_proof(view)}"
+    if lost := _without_a_loss(view):
+        said = f"no loss is logged in step {', '.join(map(str, lost[:5]))}{', ...' if lost[5:] else ''}, where the "
+        said += f"reference has one; {_proof(view)}"
+    elif factor:
+        said = f"the logged loss is {told(factor)} times the reference's in every step; {_proof(view)}"
     elif (share := _smoothed(view)) is not None:
         said = f"the logged loss is a moving average of the reference's, {share:.4g} of it new; {_proof(view)}"
     else:
@@ -49,6 +52,13 @@ def _loss(view: View) -> Iterator[Cause]:
     yield Cause("reported-loss", Fit.ALONE, said)
     if not factor:
         yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
+
+
+def _without_a_loss(view: View) -> list[int]:
+    """The steps without a logged loss, if all other losses are the reference's."""
+    lost = [at for at, (a, b) in enumerate(view.pairs) if a.loss is not None and b.loss is None]
+    others = [(a.loss, b.loss) for a, b in view.pairs if b.loss is not None]
+    return [view.step(at) for at in lost] if lost and all(x == y for x, y in others) else []
 
 
 def _one_factor(view: View) -> float | None:

@@ -20,6 +20,12 @@ def near(value: float | None, other: float, relative: float = 0.02) -> bool:
     return value is not None and abs(value - other) <= relative * abs(other)
 
 
+def told(factor: float) -> str:
+    """A factor in five digits, or in as many as tell it from 1."""
+    digits = next((some for some in range(5, 17) if float(f"{factor:.{some}g}") != 1.0 or factor == 1.0), 17)
+    return f"{factor:.{digits}g}"
+
+
 def alike(values: list[float], relative: float = 0.03) -> bool:
     """Whether there are numbers, and all are near their median."""
     if not values:

@@ -65,7 +65,8 @@ def ask(commands: Sequence[Sequence[str]], environment: Mapping[str, str], limit
     running = [
         subprocess.Popen(
             [sys.executable, _INQUIRY, *command],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(environment), start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, env=dict(environment), start_new_session=True,
         )
         for command in commands
     ]  # fmt: skip

@@ -7,12 +7,29 @@ DeepSpeed.
 import json
 import os
 import sys
+import threading
 from datetime import timedelta
 
 
 def say(**facts: object) -> None:
     """Print what was found out."""
     print("doctor:" + json.dumps(facts), flush=True)
+
+
+def end_with_the_doctor(compiles: bool) -> None:
+    """End this process once the one that has started it is gone, and its end of standard input with it.
+
+    Args:
+        compiles: a compiler may run, and leaves a lock behind that every later run waits for if it is ended.
+    """
+
+    def wait_and_end() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    if not compiles:
+        threading.Thread(target=wait_and_end, daemon=True).start()
 
 
 def installed() -> None:
@@ -75,6 +92,7 @@ if __name__ == "__main__":
     # The folder of this file would hide packages behind modules of the same name.
     sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != os.path.dirname(__file__)]  # noqa: PTH100, PTH120  # before anything is imported
     what, *arguments = sys.argv[1:]
+    end_with_the_doctor(compiles=what != "talk")
     if what == "installed":
         installed()
     elif what == "talk":

@@ -18,6 +18,7 @@ from ds_parity.parity.matrix.cells import Cell, cells
 from ds_parity.parity.matrix.results import Result, equal, judge
 from ds_parity.parity.matrix.summary import markdown, summary
 from ds_parity.parity.matrix.variants import VARIANTS
+from ds_parity.parity.running.alone import alone_in
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,14 @@ def verify(wanted: Sequence[Cell], folder: Path, progress: Progress = lambda don
     """Run the cells, and leave `matrix.html`, `matrix.md` and `matrix.json` in `folder` beside the traces.
 
     Raises:
-        HarnessError: the ranks could not be started.
+        HarnessError: the ranks could not be started, or another process runs the matrix in `folder`.
     """
     folder = folder.resolve()
     begun = time.perf_counter()
-    answers = run_cells(wanted, folder, progress)
-    here = read(version("deepspeed"))
-    results = tuple(judge(cell, answers, folder, here) for cell in wanted)
+    with alone_in(folder, "matrix"):
+        answers = run_cells(wanted, folder, progress)
+        here = read(version("deepspeed"))
+        results = tuple(judge(cell, answers, folder, here) for cell in wanted)
     facts = _facts(answers) | {"took": f"{time.perf_counter() - begun:.0f} s"}
     matrix = Matrix(results, facts)
     pages.write(results, facts, folder / "matrix.html")

@@ -10,6 +10,7 @@ from typing import Any
 from ds_parity.config.autotp import data_parallel_ranks
 from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
 from ds_parity.parity.probe.probed_data import EVERYWHERE, probed_data
+from ds_parity.parity.running.alone import alone_in
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.policies import refuse_unknown_model
@@ -69,7 +70,7 @@ def probe_config(
 
     Raises:
         ConfigError: the configuration can't be run.
-        HarnessError: a rank failed, or time ran out.
+        HarnessError: a rank failed, or time ran out, or another process probes in `folder`.
     """
     base = Scenario(
         "probe", without_outputs(config), data_parallel_ranks(config, ranks), shape="overshoot", windows=2, **options
@@ -83,6 +84,8 @@ def probe_config(
         for data, scenario in scenarios.items()
     )
     look = Call("a look at the model", _INSPECT, {"scenario": base.to_json()})
-    _, *results = run_job(Job((look, *calls), folder.resolve() / "probe", ranks, timeout), progress)
+    folder = folder.resolve()
+    with alone_in(folder, "probe"):
+        _, *results = run_job(Job((look, *calls), folder / "probe", ranks, timeout), progress)
     probed = (Probed(data, ProbeResult(**result)) for data, result in zip(scenarios, results, strict=True))
     return tuple(probed), TOLERANCE[base.dtype]

@@ -36,6 +36,7 @@ def check(folder: Path | None, junit: Path | None) -> None:
         with _naming("--junit", junit, "a file"):
             _writable(junit.parent)
             _free_for_a_file(junit)
+            _keep_what_is_no_xml(junit)
 
 
 def write(contents: Contents, folder: Path | None, junit: Path | None) -> tuple[Path, ...]:
@@ -80,6 +81,12 @@ def _free_for_a_file(path: Path) -> None:
     if path.exists():
         with path.open("ab"):
             pass
+
+
+def _keep_what_is_no_xml(path: Path) -> None:
+    # A report of before may go; what else lies there may be the trace that is compared, or a configuration.
+    if path.is_file() and path.read_bytes()[:1024].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"", b"<"):
+        raise ValueError("it is there already and is no XML: what it contains would be lost")
 
 
 @contextmanager

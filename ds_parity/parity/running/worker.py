@@ -42,8 +42,9 @@ def main(path: str) -> int:
             begun = time.perf_counter()
             try:
                 result = resolve(call["function"])(**call["arguments"])
-            except Exception as error:
-                _say(out, {"failed": number, "at": time.time(), "error": type(error).__name__, "message": str(error)})
+            except (Exception, SystemExit) as error:
+                said = f"it has called sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
+                _say(out, {"failed": number, "at": time.time(), "error": type(error).__name__, "message": said})
                 traceback.print_exc()
                 sys.stderr.flush()
                 # A peer may wait in a collective for ever; leaving at once lets the launcher end it.

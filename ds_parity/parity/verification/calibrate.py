@@ -14,6 +14,7 @@ from typing import Any
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.comparison.fields import Comparison
+from ds_parity.parity.running.alone import alone_in
 from ds_parity.parity.running.launch import Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.verification.verify import Progress, calls, outcome
@@ -82,12 +83,13 @@ def calibrate(
         progress: called with the number of runs that have finished, and the title of the one under way.
 
     Raises:
-        HarnessError: ranks died, hung, or time ran out.
+        HarnessError: ranks died, hung, or time ran out, or another process calibrates in `folder`.
     """
     folder = folder.resolve()
     job = Job(calls([(one, ("torch",)) for one in scenarios], folder), folder / "ranks", scenarios[0].ranks, timeout)
-    ran = run_job(job, progress)
-    comparisons = {one.name: outcome(one, "torch", folder).comparison for one in scenarios}
+    with alone_in(folder, "calibrate"):
+        ran = run_job(job, progress)
+        comparisons = {one.name: outcome(one, "torch", folder).comparison for one in scenarios}
     return Calibration(comparisons, ran[0]["accelerator"])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import NOTHING, Diagnosis, grouped
+from ds_parity.parity.running.alone import alone_in
 from ds_parity.parity.running.launch import Job, run_job
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.controls.known import known
@@ -114,18 +115,18 @@ def run_controls(
 
     Raises:
         ConfigError: a name is unknown, or the configuration can't be run.
-        HarnessError: ranks died, hung, or time ran out.
+        HarnessError: ranks died, hung, or time ran out, or another process runs controls in `folder`.
     """
     folder = folder.resolve()
     wanted = planned_runs(config, names)
     calls = tuple(
         replace(call(shape, engine, folder, hypotheses=True), function=ATTEMPT_SCENARIO) for shape, engine in wanted
     )
-    answers = run_job(Job(calls, folder / "ranks", RANKS, timeout), progress)
-    raised = {one.title: answer.get("raised") for one, answer in zip(calls, answers, strict=True)}
-    return tuple(
-        _finding(shape, engine, folder, raised[title(shape, engine)]) for shape, engine in wanted if engine != "torch"
-    )
+    with alone_in(folder, "controls"):
+        answers = run_job(Job(calls, folder / "ranks", RANKS, timeout), progress)
+        raised = {one.title: answer.get("raised") for one, answer in zip(calls, answers, strict=True)}
+        subjects = [(shape, engine) for shape, engine in wanted if engine != "torch"]
+        return tuple(_finding(shape, engine, folder, raised[title(shape, engine)]) for shape, engine in subjects)
 
 
 def good(findings: Sequence[ControlFinding]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from ds_parity.config import Settings
 from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import NOTHING, Diagnosis, diagnose
+from ds_parity.parity.running.alone import alone_in
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
 from ds_parity.parity.running.policies import refuse_unknown_model
@@ -178,7 +179,8 @@ def verify(
 
     Raises:
         ConfigError: the configuration can't be run.
-        HarnessError: a rank failed, such as over a model that can't be compared, or time ran out.
+        HarnessError: a rank failed, such as over a model that can't be compared, or time ran out, or another process
+            verifies in `folder`.
     """
     runs, left_out = (of_bare if bare else scenarios)(config, ranks, **options)
     scenario = runs[-1][0]
@@ -189,17 +191,18 @@ def verify(
     first, *others = calls(runs, folder, bare=bare)
     # The model is looked at before anything trains.
     steps = (replace(first, function=_INSPECT_AND_RUN), *others)
-    ran = run_job(Job(steps, folder / "ranks", ranks, timeout, import_from=import_from), progress)
-    found = judge(runs, left_out, folder, ran[0]["accelerator"], bare=bare)
-    # What known faults would make of the steps is computed where there is a difference to explain.
-    again = tuple(
-        call(one.scenario, "torch", folder, hypotheses=True)
-        for one in found.outcomes
-        if one.reference == "torch" and not one.comparison.equal and not one.scenario.train
-    )
-    if again:
-        run_job(Job(again, folder / "explaining", ranks, timeout, import_from=import_from))
-        found = judge(runs, left_out, folder, found.accelerator, bare=bare)
+    with alone_in(folder, "verify"):
+        ran = run_job(Job(steps, folder / "ranks", ranks, timeout, import_from=import_from), progress)
+        found = judge(runs, left_out, folder, ran[0]["accelerator"], bare=bare)
+        # What known faults would make of the steps is computed where there is a difference to explain.
+        again = tuple(
+            call(one.scenario, "torch", folder, hypotheses=True)
+            for one in found.outcomes
+            if one.reference == "torch" and not one.comparison.equal and not one.scenario.train
+        )
+        if again:
+            run_job(Job(again, folder / "explaining", ranks, timeout, import_from=import_from))
+            found = judge(runs, left_out, folder, found.accelerator, bare=bare)
     return found
 
 

@@ -209,6 +209,14 @@ def test_passes_are_left_out_where_the_ranks_decide_them_and_nothing_else_is(tie
     assert fields(compare(trace(), rollouts, tier)) == [(2, "rollouts")]
 
 
+def test_two_traces_of_torch_have_the_same_passes():
+    """Both are one rank, so that the ranks don't tell them apart."""
+    one, other = (
+        trace(*(record(step, passes=passes) for step in (1, 2)), engine="torch", ranks=1) for passes in (1, 9)
+    )
+    assert fields(compare(one, other, EXACT)) == [(1, "passes"), (2, "passes")]
+
+
 def test_headers_that_differ_are_said_first():
     other = trace(config_hash="cd", seed=2, ranks=4)
     notes = compare(trace(), other, EXACT).notes

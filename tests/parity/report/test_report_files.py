@@ -1,6 +1,7 @@
 """Reports through the command line: files where they were asked for, and refusals before anything long is run."""
 
 import json
+import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -121,11 +122,28 @@ class TestCompare:
         assert code == 0
         assert f"{path} against {path}" in out.replace("\n", "")
 
+    @pytest.mark.parametrize("content", [b'{"stage": 2}', b"step,loss\n1,2.0\n", b"\xef\xbb\xbf[]"])
+    def test_junit_does_not_replace_what_is_no_xml(self, call, traces, tmp_path, content):
+        """The trace that is compared, say."""
+        path = tmp_path / "kept"
+        path.write_bytes(content)
+        code, out, err = call("compare", traces[0], traces[0], "--junit", path)
+        assert (code, out) == (2, "")
+        assert "it is there already and is no XML: what it contains would be lost" in err
+        assert path.read_bytes() == content
+
+    def test_what_is_not_finite_is_a_string_of_json(self, call, tmp_path):
+        path = left(tmp_path / "a.jsonl", trace(3, {2: {"loss": math.nan, "grad_norm": math.inf}}))
+        code, out, _ = call("compare", path, path, "--json")
+        told = json.loads(out, parse_constant=pytest.fail)
+        assert code == 1
+        assert [told["rows"][1]["candidate"][name] for name in ("loss", "grad_norm")] == ["NaN", "Infinity"]
+
     def test_pyplot_is_not_touched_and_torch_not_loaded(self, traces, tmp_path):
         code = (
             f"import sys\npath = {str(traces[0])!r}\n"
             f"sys.argv = ['x', 'compare', path, path, '--report', {str(tmp_path)!r}]\n"
-            "from ds_parity.cli import app\napp(standalone_mode=False)\n"
+            "from ds_parity.cli.entry import app\napp(standalone_mode=False)\n"
             "assert 'matplotlib' in sys.modules\nassert not {'matplotlib.pyplot', 'torch'} & set(sys.modules)"
         )
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
