@@ -26,6 +26,7 @@ from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.older import building
+from ds_parity.engine.internals.passing_through import let_others_pass
 from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_remembered, with_recorded
 from ds_parity.engine.internals.unable import refuse_unable
 from ds_parity.engine.listeners.monitoring import show
@@ -199,7 +200,9 @@ def honoured(
     if optimizer is None:
         # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
         _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
-        return bare(**{**keywords, **without_keys(keywords, extended)})
+        forward_only = bare(**{**keywords, **without_keys(keywords, extended)})
+        let_others_pass(forward_only[0])
+        return forward_only
     number = agree(everybody, _alike(rewritten), keywords.get("model"))
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ds_parity.engine.internals.kept import KeptGradients
+from ds_parity.engine.internals.passing_through import let_others_pass
 from ds_parity.engine.internals.surface import Engine, GradScaler, Parameter
 from ds_parity.engine.internals.timers import let_timers_be, start_backward_timers
 
@@ -61,6 +62,7 @@ class Adapter(ABC):
         """Put right, once and before training, what the wrapper would leave out or lose."""
         self.kept.guard()
         let_timers_be(self.engine)
+        let_others_pass(self.engine)
         if (scaler := self.grad_scaler()) is not None:
             # torch makes the scale with the first loss; a rank may end its first window without one.
             scaler.scale(torch.zeros((), device=self.engine.device))

@@ -139,6 +139,21 @@ GUARDS: tuple[Guard, ...] = (
         "a rank takes its own part out of the row that it is given, which must reach as far",
         ("value.flatten().narrow(0, fp32_grad.numel() * my_rank, fp32_grad.numel())", "fp32_grad.data.copy_("),
     ),
+    # Backwards that are not the engine's own.
+    Guard(
+        ENGINE,
+        "forward",
+        "internals/passing_through.py",
+        "both hooks of what a forward has given are looked up on the engine in each forward",
+        ("self._backward_prologue", "preprocess_per_tensor_fn=self._backward_prologue_per_tensor"),
+    ),
+    Guard(
+        ENGINE,
+        "backward",
+        "internals/passing_through.py",
+        "the engine knows whether a backward is its own",
+        ("self._running_engine_backward = True",),
+    ),
     # What is accumulated between the backwards of a window: internals/kept.py.
     Guard(
         ENGINE,

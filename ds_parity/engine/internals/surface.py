@@ -104,6 +104,7 @@ class Engine(Protocol):
     tput_timer: ThroughputTimer
     clip_fp32_gradients: Callable[[], None]
     _global_grad_norm: Any
+    _running_engine_backward: bool
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = ..., scale_wrt_gas: bool = ...) -> Any:
         """Run a backward; ZeRO 2 and 3 reduce in each, ZeRO 0 and 1 in the boundary's."""
@@ -164,6 +165,12 @@ class Engine(Protocol):
 
     def zero_grad(self) -> None:
         """Clear the gradients of parameters."""
+
+    def _backward_prologue(self) -> None:
+        """Begin a backward, in a hook of what a forward of the engine has given."""
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        """Divide a gradient of what a forward has given, unless the loss was divided."""
 
     def _start_timers(self, timer_names: Iterable[str]) -> None:
         """Start wall-clock timers, each of which must rest."""

@@ -366,6 +366,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run goes on from a checkpoint of another zero_optimization.round_robin_gradients",
     ),
     DeepSpeedFault(
+        "gradient_read_scaled",
+        "a gradient that is read through engine(x) is divided by gradient_accumulation_steps, or reading it raises",
+        "read it through engine.module(x)",
+        lambda c: True,
+        f"{SEVERAL_PASSES}, and the loop calls torch.autograd.grad on what engine(x) has returned",
+    ),
+    DeepSpeedFault(
         "client_state_again",
         "a checkpoint gets the optimizer's states of the one before, or save_checkpoint() raises a KeyError",
         "save your own values alone, and not what load_checkpoint() has returned",
