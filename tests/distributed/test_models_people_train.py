@@ -1,5 +1,7 @@
 """Models as people build them: refused where DeepSpeed can't train them, and right where ranks share the experts."""
 
+from itertools import product
+
 import deepspeed
 import pytest
 import torch
@@ -57,16 +59,24 @@ def experts(folder):
     """The norm of a clipped gradient on ZeRO 0 and the weights before it, with experts everywhere and in halves."""
     found = {}
     ids = torch.arange(48).view(2, 24) + 3
-    for name in ("experts_everywhere", "experts_apart"):
+    for name, dtype in product(("experts_everywhere", "experts_apart"), ("fp32", "bf16")):
         with getattr(model_setups, name)({}):
             model = model_setups.deepspeed_moe(0)
         # Both sorts of parameters are handed over in groups of their own, as DeepSpeed wants it.
         given = model_setups.expert_groups(model)
-        engine, *_ = ds_parity.initialize(model=model, config=config(0, passes=2), **given)
+        engine, *_ = ds_parity.initialize(model=model, config=config(0, dtype, passes=2), **given)
         start = start_of(engine.module)
-        engine.backward(engine(ids.to(engine.device)).logsumexp(-1).pow(2).mean())
+        # bf16 rounds most of a step away, so that the optimizer's own copies are asked.
+        stepped = [one for group in engine.optimizer.param_groups for one in group["params"]]
+        before = [one.detach().clone() for one in stepped]
+        engine.backward(engine(ids.to(engine.device)).float().logsumexp(-1).pow(2).mean())
         engine.step()
-        found[name] = {"norm": from_all(engine.last_step.grad_norm), "start": [start.norm, *start.sketch]}
+        moved = [one.detach() - was for one, was in zip(stepped, before, strict=True)]
+        found[name if dtype == "fp32" else f"{name}, bf16"] = {
+            "norm": from_all(engine.last_step.grad_norm),
+            "start": [start.norm, *start.sketch],
+            "moved": from_all(float(torch.cat([one.flatten() for one in moved]).norm())),
+        }
         engine.destroy()
     return found
 
@@ -77,6 +87,16 @@ def test_experts_are_clipped_by_the_norm_of_all_of_them_wherever_they_lie(two_ra
     (whole, _), halves = (found[name]["norm"] for name in ("experts_everywhere", "experts_apart"))
     assert whole > 0.5  # what the configuration clips at
     assert halves == [pytest.approx(whole, rel=1e-5)] * 2
+
+
+@pytest.mark.parametrize("name", ["experts_everywhere", "experts_apart"])
+def test_experts_are_in_the_norm_in_bf16(two_ranks_at_length, name):
+    """The wrapper of SGD there takes the norm of all but the experts."""
+    found = two_ranks_at_length.of(experts)
+    whole, half = (found[one]["norm"] for one in ("experts_everywhere", f"{name}, bf16"))
+    assert half == [pytest.approx(whole[0], rel=0.01)] * 2
+    # Both were clipped, to the same length.
+    assert found[f"{name}, bf16"]["moved"] == [pytest.approx(one, rel=0.01) for one in found[name]["moved"]]
 
 
 def test_a_trace_tells_of_the_experts_of_all_ranks(two_ranks_at_length):

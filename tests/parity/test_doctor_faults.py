@@ -105,6 +105,7 @@ BESIDE = {
     "fp16_zero0_unscaled_loss": FP16_ZERO0,
     "clip_norm_lost": {"gradient_clipping": 1.0},
     "expert_norm_zero0": {"gradient_clipping": 1.0},
+    "expert_norm_unfused": {"gradient_clipping": 1.0},
     "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},
     "sparse_gradients_zero0": {"sparse_gradients": True},
 }

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.experts import groups_of_experts, squares_of
 from ds_parity.engine.internals.surface import LowPrecisionOptimizer, Parameter
 
 
@@ -59,6 +62,28 @@ class LowPrecision(Adapter):
 
 class Unfused(LowPrecision):
     """FP16_UnfusedOptimizer keeps the norm of the gradients as they came in, before they are unscaled."""
+
+    def prepare(self) -> None:
+        """Clip by a norm with the experts in it, which DeepSpeed splits off and then leaves out.
+
+        runtime/fp16/unfused_optimizer.py, step and step_fused_lamb, 0.19.8; tools/deepspeed_faults/
+        expert_norm_unfused.py shows it.
+        """
+        super().prepare()
+        groups = groups_of_experts(self.engine.module)
+        if not groups:
+            return
+        optimizer = self._optimizer
+        clip = optimizer.unscale_and_clip_grads
+
+        def clip_with_experts(total_norm: float, apply_scale: bool = True) -> float:
+            experts = (one for group in optimizer.fp16_groups for one in group if id(one) in groups)
+            squares = [torch.as_tensor(one.item()) for one in squares_of(experts, groups)]
+            norm = torch.stack([torch.as_tensor(float(total_norm)) ** 2, *squares]).sum().sqrt().item()
+            optimizer._global_grad_norm = norm
+            return clip(norm, apply_scale)
+
+        optimizer.unscale_and_clip_grads = clip_with_experts  # type: ignore[method-assign]
 
     @contextmanager
     def corrected(self, expected: float, total: float) -> Iterator[None]:

@@ -311,6 +311,13 @@ GUARDS: tuple[Guard, ...] = (
         ("self._global_grad_norm = get_global_norm(norm_list=norm_groups)",),
     ),
     Guard(
+        UNFUSED,
+        "step",
+        "internals/fp16.py",
+        "the unfused wrapper clips by a norm without experts, in a method that is looked up on the object",
+        ("grads_for_norm, _ = split_params", "self.unscale_and_clip_grads(self._global_grad_norm)"),
+    ),
+    Guard(
         ENGINE,
         "backward",
         "internals/fp16.py",

@@ -8,12 +8,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from ds_parity.engine.internals.base import Adapter
-from ds_parity.engine.internals.surface import ExpertLayer, Parameter
+from ds_parity.engine.internals.experts import groups_of_experts, squares_of
+from ds_parity.engine.internals.surface import Parameter
 
 _LOG = logging.getLogger("ds_parity")
 
@@ -67,18 +66,8 @@ class Plain(Adapter):
 
     def _clip_with_experts(self, parameters: list[torch.Tensor]) -> torch.Tensor:
         """Clip by the norm of all experts' gradients, of which a rank has its own, and return that norm."""
-        layers: list[ExpertLayer] = [one for one in self.engine.module.modules() if isinstance(one, MOELayer)]
-        groups = {id(p): one.ep_group for one in layers for p in one.experts.parameters()}
-        squares: dict[Any, torch.Tensor] = {}
-        for one in parameters:
-            # A rank has no gradient of an expert that no token entered, and is in the sum all the same.
-            gradient = torch.zeros_like(one) if one.grad is None else one.grad
-            group = groups.get(id(one))
-            squares[group] = squares.get(group, 0.0) + gradient.detach().float().pow(2).sum()
-        for group, square in squares.items():
-            if group is not None:
-                dist.all_reduce(square, group=group)
-        norm = torch.stack(list(squares.values())).sum().sqrt()
+        squares = squares_of(parameters, groups_of_experts(self.engine.module))
+        norm = torch.stack(squares).sum().sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, self.engine.gradient_clipping(), norm)
         return norm
 

@@ -387,6 +387,9 @@ class LowPrecisionOptimizer(Protocol):
     def refresh_fp32_params(self) -> None:
         """Copy the model's weights to those in fp32."""
 
+    def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = ...) -> float:
+        """Divide the gradients in fp32 by the loss scale and by what clipping asks for; the unfused wrapper's."""
+
 
 class Grid(Protocol):
     """PipelineParallelGrid: which ranks have which stage of a pipeline."""

@@ -268,9 +268,16 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
     DeepSpeedFault(
         "expert_norm_zero0",
         "clips by the mean of the ranks' norms, which is smaller than the norm of the gradient",
-        "use ZeRO 1 or 2, or bf16",
+        "use ZeRO 1 or 2",
         lambda c: c.fp32 and c.stage == 0 and c.clips,
         "the model has experts on different ranks (DeepSpeed's MoE, ep_size above 1)",
+    ),
+    DeepSpeedFault(
+        "expert_norm_unfused",
+        "experts are left out of the norm, which is reported too small, and clips too little",
+        "use ZeRO 1 or 2, or DeepSpeed's fused Adam",
+        lambda c: (c.bf16 or c.fp16) and c.stage == 0 and c.clips,
+        "the model has DeepSpeed's MoE layers, and the optimizer is none of DeepSpeed's fused Adam",
     ),
     DeepSpeedFault(
         "checkpoint_bf16_zero0",
