@@ -32,6 +32,7 @@ RUN = {
     "loops": "tests/distributed/test_loops_page.py",
     "several_engines": "tests/distributed/test_several_engines_page.py",
     "pipelines": "tests/distributed/test_pipelines.py",
+    "sequence_parallelism": "tests/distributed/test_sequence.py",
     "frameworks": "tests/frameworks/test_frameworks_page.py",
     "planning": "tests/distributed/test_page_blocks.py",
     "own_model": "tests/distributed/test_page_blocks.py",

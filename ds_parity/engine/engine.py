@@ -90,9 +90,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         is multiplied by `engine.window.correction`. What `safe_set_full_grad` puts in its place must be divided by it.
 
         With sequence parallelism every rank of a group gives the counts and the loss of the whole micro-batch, gathered
-        from the group with `torch.distributed.nn.functional.all_gather` as in DeepSpeed's ALST tutorial: in value and
-        in gradient, the micro-batch's loss is the mean of what its ranks give. A rank that gives only its own share, so
-        that the shares add up to the loss, multiplies it by the group's size.
+        from the group with a differentiable all-gather as in DeepSpeed's ALST tutorial (docs/sequence_parallelism.md
+        has one): in value and in gradient, the micro-batch's loss is the mean of what its ranks give. A rank that gives
+        only its own share, so that the shares add up to the loss, multiplies it by the group's size.
 
         Args:
             loss: one element, with a graph behind it; a mean over the micro-batch's weight units, or their sum

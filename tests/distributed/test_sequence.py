@@ -1,6 +1,7 @@
 """Sequence-parallel groups of 2 out of 4 ranks: what bare DeepSpeed does with them, and what ds_parity does."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -19,6 +20,7 @@ from tests.distributed.cells import DTYPES, STAGES, config
 from tests.distributed.engines import build, from_all, refusal
 from tests.distributed.sequence import BF16, FP32_ACCUMULATION, loss_of, ragged, remembering, without_mpu
 from tests.distributed.sets import on_four_ranks
+from tests.pages import blocks
 
 pytestmark = pytest.mark.ranks
 
@@ -51,6 +53,28 @@ class _Megatron:
         group = self.data if "data_parallel" in name else self.alone
         results = {"group": group, "rank": dist.get_rank(group), "size": dist.get_world_size(group)}
         return lambda: results[name.rsplit("_", 1)[1]]
+
+
+@on_four_ranks
+def gathered_as_on_the_page(folder):
+    """The loss that the page gathers, and the gradient that this rank's part has of it, in groups of two."""
+    rank, made = dist.get_rank(), [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    weight = torch.ones(3, requires_grad=True)
+    (code,) = blocks("sequence_parallelism", "python")
+    names = {"torch": torch, "dist": dist, "mpu": SimpleNamespace(get_sequence_parallel_group=lambda: made[rank // 2])}
+    names |= {"loss_sum": (weight * (torch.arange(3.0) + rank)).sum(), "token_count": torch.tensor(2.0 + rank)}
+    exec(compile(code, "sequence_parallelism", "exec"), names)
+    names["loss"].backward()
+    return from_all([float(names["loss"].detach()), weight.grad.tolist()])
+
+
+def test_the_page_gathers_a_loss_of_which_ranks_have_equal_shares(four_ranks):
+    """Over gloo torch's own function raises in the second group. The sum of ranks gives twice the gradient."""
+    for rank, (loss, gradient) in enumerate(four_ranks.of(gathered_as_on_the_page)):
+        first = rank - rank % 2
+        tokens = 2.0 + first + 3.0 + first
+        assert loss == pytest.approx((3.0 + 3 * first + 6.0 + 3 * first) / tokens)
+        assert gradient == pytest.approx([2 * (index + rank) / tokens for index in range(3)])
 
 
 def step_of_bare(keys, **keywords):
