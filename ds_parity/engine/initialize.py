@@ -31,7 +31,12 @@ from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_remembe
 from ds_parity.engine.internals.unable import refuse_unable
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
-from ds_parity.engine.pipeline import PipelinedEngine, refuse_in_pipelines
+from ds_parity.engine.pipeline import (
+    PipelinedEngine,
+    refuse_half_tied,
+    refuse_in_pipelines,
+    refuse_stage_without_training,
+)
 from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
 from ds_parity.engine.startup import refuse_local_rank, refuse_without_assertions
 from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
@@ -195,6 +200,9 @@ def honoured(
             _refuse_by_release({**extended, **rewritten.config})
             refuse_optimizer(keywords.get("optimizer"), rewritten.config)
             refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))
+            if pipeline:
+                refuse_stage_without_training(keywords["model"], handed_over(keywords))
+                refuse_half_tied(keywords["model"])
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
     if optimizer is None:

@@ -375,7 +375,7 @@ def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *,
     assert settings is not None, "the configuration has the extra keys"
     if why := refused_by_call(PIPELINES.name):
         raise ConfigError(f"model is a PipelineModule: {why}")
-    asked = Wanted(config)
+    asked, timed = Wanted(config), bool(config.get("wall_clock_breakdown"))
     stage, halves = asked.stage, asked.precision == "fp16" or asked.autocast == "fp16"
     refused = (
         (not plain, "install()", "frameworks drive passes", "call ds_parity.initialize"),
@@ -389,11 +389,46 @@ def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *,
         (settings.terms is not None, "ds_parity.terms", "a pipeline has one loss", "add the terms up in loss_fn"),
         (settings.trace is not None, "ds_parity.trace", "no trace is written", "write engine.last_step yourself"),
         (settings.lr_progress == "rollout", "lr_progress 'rollout'", "the scheduler is DeepSpeed's", "leave it out"),
+        (timed, "wall_clock_breakdown", "DeepSpeed's timers of a pipeline raise inside train_batch()", "leave it out"),
         (halves, "fp16", "its loss scale was not verified over stages", "use bf16, or fp32"),
     )
     for refuse, what, why, way_out in refused:
         if refuse:
             raise ConfigError(f"model is a PipelineModule, with {what}: {why}; {way_out}")
+
+
+def refuse_stage_without_training(model: Any, given: Iterable[Any]) -> None:
+    """Raise ConfigError where this stage trains nothing: DeepSpeed's optimizer raises there, and other stages wait.
+
+    Args:
+        model: the PipelineModule, of which this rank has a stage.
+        given: the parameters that were handed over; none: those of the stage.
+    """
+    if not any(one.requires_grad for one in given or model.parameters() if isinstance(one, torch.Tensor)):
+        raise ConfigError(
+            f"stage {model.stage_id} of the pipeline trains no parameter: DeepSpeed builds an optimizer on each stage, "
+            "and none without a parameter; choose a partition_method, or num_stages, by which each stage trains some"
+        )
+
+
+def refuse_half_tied(model: Any) -> None:
+    """Raise ConfigError where a module that stages share has parameters that they do not share.
+
+    DeepSpeed takes the whole module for shared where it computes the norm of the gradient (runtime/pipe/module.py,
+    _index_tied_modules), and where a stage loads a checkpoint, so that these parameters are left out of the norm, and
+    keep their old values on a stage that only uses the module by a forward_fn.
+
+    Args:
+        model: the PipelineModule.
+    """
+    for key, tied in model.tied_comms.items():
+        own = sorted({name for name, _ in tied["module"].named_parameters()} - set(tied["weight_attr"]))
+        if own and len(tied["ranks"]) > 1:
+            raise ConfigError(
+                f"the tied layer {key!r} has {', '.join(own)} beside {', '.join(tied['weight_attr'])}, which is all "
+                "that its stages share: DeepSpeed leaves the rest out of the norm of the gradient, and out of what a "
+                "stage loads; put it into a layer of its own, or name it in tied_weight_attr"
+            )
 
 
 def _listed(micro_batches: Any) -> list[Any]:

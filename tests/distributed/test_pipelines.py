@@ -70,12 +70,12 @@ def config(stage, section=None, **more):
     }
 
 
-def module():
-    return deepspeed.PipelineModule(layers(), num_stages=2, loss_fn=squares, partition_method="uniform")
+def module(layers_of=layers):
+    return deepspeed.PipelineModule(layers_of(), num_stages=2, loss_fn=squares, partition_method="uniform")
 
 
-def build(extended, initialize=ds_parity.initialize):
-    pipeline = module()
+def build(extended, initialize=ds_parity.initialize, layers_of=layers):
+    pipeline = module(layers_of)
     return initialize(model=pipeline, model_parameters=list(pipeline.parameters()), config=extended)[0]
 
 
@@ -310,9 +310,31 @@ def refused(folder):
         "stage": config(2),
         "trace": config(1, {"trace": f"{folder}/trace.jsonl"}),
         "fp16": config(1, fp16={"enabled": True}),
+        "timers": config(1, wall_clock_breakdown=True),
     }.items():
         found[name] = refusal(lambda extended=extended: build(extended))
+    for name, layers_of in {"tied": half_tied, "untrained": last_frozen}.items():
+        found[name] = refusal(lambda layers_of=layers_of: build(config(1), layers_of=layers_of))
     return from_all(found)
+
+
+def half_tied():
+    """The first and the last layer share a weight, and the last one uses a bias beside it."""
+
+    def first(module, x):
+        return x @ module.weight
+
+    def last(module, x):
+        return x @ module.weight.t() + module.bias
+
+    tied = functools.partial(deepspeed.pipe.TiedLayerSpec, "shared", nn.Linear, 6, 6)
+    return [tied(forward_fn=first), nn.Tanh(), nn.Linear(6, 6), tied(forward_fn=last)]
+
+
+def last_frozen():
+    """The second stage has nothing to train."""
+    first, *others = layers()
+    return [first, *(one.requires_grad_(False) for one in others)]
 
 
 @pytest.mark.parametrize(
@@ -329,11 +351,19 @@ def refused(folder):
         ("stage", "ConfigError: model is a PipelineModule, with zero_optimization.stage 2"),
         ("trace", "ConfigError: model is a PipelineModule, with ds_parity.trace"),
         ("fp16", "ConfigError: model is a PipelineModule, with fp16"),
+        ("timers", "ConfigError: model is a PipelineModule, with wall_clock_breakdown"),
+        ("tied", "ConfigError: the tied layer 'shared' has bias beside weight"),
     ],
 )
 def test_what_a_pipeline_refuses_it_refuses_on_every_rank(four_ranks, what, says):
     for answers in four_ranks.of(refused):
         assert answers[what].startswith(says), answers[what]
+
+
+def test_a_stage_that_trains_nothing_is_refused_on_every_rank(four_ranks):
+    for answers in four_ranks.of(refused):
+        assert answers["untrained"].startswith(("ConfigError: stage 1 of the pipeline trains no", "RankDesyncError: "))
+    assert any("ConfigError: stage 1" in answers["untrained"] for answers in four_ranks.of(refused))
 
 
 def test_what_one_rank_raises_the_others_are_told(four_ranks):
