@@ -68,6 +68,7 @@ EXCUSED = {
     ("parity/matrix/needed.py", "deepspeed.ops.op_builder"): "where DeepSpeed's own ds_report asks for its operators",
     ("parity/running/memory.py", "_cdata"): "torch's, as its own torch.multiprocessing.reductions tells storages apart",
     ("parity/running/worker.py", "_exit"): "os._exit is Python's own",
+    ("parity/doctor/inquiry.py", "_exit"): "os._exit is Python's own",
     ("parity/running/left_behind.py", "_exit"): "os._exit is Python's own",
     ("parity/subjects/candidate.py", "_self_driver"): "ds_parity's own engine, not DeepSpeed's",
     (

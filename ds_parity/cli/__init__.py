@@ -4,8 +4,9 @@ Exit code 0: equal, 1: differs, 2: no verdict (bad input, a rank that failed, ti
 """
 
 import sys
+from typing import Any
 
-__all__ = ["main"]
+__all__ = ["app", "main"]
 
 
 def main() -> None:
@@ -15,3 +16,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     entry.main()
+
+
+def __getattr__(name: str) -> Any:
+    """Import the commands when somebody asks for them."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ds_parity.cli.entry import app
+
+    return app

@@ -44,10 +44,10 @@ class _Dispensable(wrapt.ObjectProxy[TextIO]):
 
     def write(self, text: str) -> int:
         try:
-            return int(self.__wrapped__.write(text))
+            self.__wrapped__.write(text)
         except OSError:
             _forget(self.__wrapped__)
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
         try:

@@ -185,7 +185,8 @@ def own_values(engine: Any, client_state: Any, ours: Mapping[str, Any]) -> dict[
         )
     own = without_deepspeeds(client_state)
     for name in sorted(NAMES & own.keys()):
-        if name not in COUNTS or own[name] != getattr(engine, name, None):
+        its_own = name in COUNTS and isinstance(own[name], int) and own[name] == getattr(engine, name, None)
+        if not its_own:
             raise CheckpointError(
                 f"save_checkpoint(): client_state[{name!r}] is of {type(own[name]).__name__}: DeepSpeed saves its own "
                 "under this name, and the value would replace it; give it another name"

@@ -33,7 +33,6 @@ from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
 from ds_parity.engine.pipeline import (
     PipelinedEngine,
-    refuse_half_tied,
     refuse_in_pipelines,
     refuse_stage_without_training,
 )
@@ -202,7 +201,6 @@ def honoured(
             refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))
             if pipeline:
                 refuse_stage_without_training(keywords["model"], handed_over(keywords))
-                refuse_half_tied(keywords["model"])
     # By itself, because without an optimizer all else differs.
     agree(everybody, {"where their optimizer comes from": optimizer or "nowhere"})
     if optimizer is None:

@@ -23,8 +23,14 @@ from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_w
 from ds_parity.engine.division import silenced, silent
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.replaced import replaced
-from ds_parity.engine.internals.stages import averaged_over, buffers_of_every_type, clip_over_stages
-from ds_parity.engine.pipeline_checkpoints import load, refusal, save, with_states
+from ds_parity.engine.internals.stages import (
+    averaged_over,
+    buffers_of_every_type,
+    clip_over_stages,
+    count_what_is_not_shared,
+    lost_by_a_load,
+)
+from ds_parity.engine.pipeline_checkpoints import load, save, with_states
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
@@ -73,7 +79,9 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 f"a pipeline whose stages are split over {engine.grid.model_parallel_size} tensor-parallel ranks: what "
                 "they share is not counted once in the norm of the gradient; use stages of one rank each"
             )
+        count_what_is_not_shared(engine)
         clip_over_stages(engine)
+        self._self_lost = lost_by_a_load(engine)
         self._self_settings, self._self_number = settings, number
         self._self_columns: int = engine.dp_world_size
         self._self_weighting = weighting_of(settings, self._self_columns)
@@ -166,6 +174,12 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         """
         try:
             state = with_states(self.__wrapped__, client_state)
+            if self._self_lost:
+                raise CheckpointError(
+                    f"save_checkpoint(): this stage trains {', '.join(sorted(self._self_lost))} of a tied layer, which "
+                    "it does not share, and uses by a forward_fn alone: DeepSpeed saves no file of it, and a run that "
+                    "goes on would lose it; put it into a layer of its own, or name it in tied_weight_attr"
+                )
         except CheckpointError as error:
             self._tell(SAVES, error)
             raise
@@ -201,10 +215,13 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         with naming_lost_ranks("load_checkpoint()"):
             # A rank may load wherever it is, as the way out of an error.
             self._self_patient.gather(None, self._place(LOADS, ANYWHERE))
-            path, state = load(self.__wrapped__, load_dir, tag, options)
-            # Each stage has parameters of its own, so what doesn't fit one may fit another.
-            error = refusal(self.__wrapped__, state, options)
-            said = self._self_over.gather(error and in_short(error), self._place(LOADS, ANYWHERE))
+            path, state, error = load(self.__wrapped__, load_dir, tag, options)
+            # Each stage has parameters and files of its own, so what doesn't fit one may fit another.
+            try:
+                said = self._self_over.gather(error and in_short(error), self._place("has loaded", ANYWHERE))
+            except (RankDesyncError, RuntimeError):
+                if error is None:
+                    raise
         if error is not None:
             raise error
         for rank, other in enumerate(said):
@@ -409,26 +426,6 @@ def refuse_stage_without_training(model: Any, given: Iterable[Any]) -> None:
             f"stage {model.stage_id} of the pipeline trains no parameter: DeepSpeed builds an optimizer on each stage, "
             "and none without a parameter; choose a partition_method, or num_stages, by which each stage trains some"
         )
-
-
-def refuse_half_tied(model: Any) -> None:
-    """Raise ConfigError where a module that stages share has parameters that they do not share.
-
-    DeepSpeed takes the whole module for shared where it computes the norm of the gradient (runtime/pipe/module.py,
-    _index_tied_modules), and where a stage loads a checkpoint, so that these parameters are left out of the norm, and
-    keep their old values on a stage that only uses the module by a forward_fn.
-
-    Args:
-        model: the PipelineModule.
-    """
-    for key, tied in model.tied_comms.items():
-        own = sorted({name for name, _ in tied["module"].named_parameters()} - set(tied["weight_attr"]))
-        if own and len(tied["ranks"]) > 1:
-            raise ConfigError(
-                f"the tied layer {key!r} has {', '.join(own)} beside {', '.join(tied['weight_attr'])}, which is all "
-                "that its stages share: DeepSpeed leaves the rest out of the norm of the gradient, and out of what a "
-                "stage loads; put it into a layer of its own, or name it in tied_weight_attr"
-            )
 
 
 def _listed(micro_batches: Any) -> list[Any]:

@@ -50,41 +50,29 @@ def save(engine: Any, save_dir: str, tag: Any, state: Mapping[str, Any], **optio
     return write(choose(engine), save_dir, tag, state, **options)
 
 
-def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Load a checkpoint; return what DeepSpeed returns.
+def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any, CheckpointError | None]:
+    """Load a checkpoint; return what DeepSpeed returns, and the error where this stage can't go on from it.
+
+    The error is that DeepSpeed refused the checkpoint, or that its states are those of another optimizer, or of other
+    parameters. It is returned, so that the other stages can be told of it first.
 
     Args:
         engine: DeepSpeed's PipelineEngine.
         load_dir: as in DeepSpeed.
         tag: likewise.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
-
-    Raises:
-        CheckpointError: DeepSpeed refused it.
     """
-    with (
-        explained(_Loading(engine, engine.dp_world_size), load_dir, tag),
-        kept_states.of_this_optimizer(engine, load_dir),
-        as_it_was_saved(engine),
-        own_clipping(engine),
-    ):
-        path, state = engine.load_checkpoint(load_dir, tag, **options)
-    return path, state
-
-
-def refusal(engine: Any, state: Any, options: Mapping[str, Any]) -> CheckpointError | None:
-    """Return the error where this stage has been given the states of another optimizer, or of other parameters.
-
-    Args:
-        engine: DeepSpeed's PipelineEngine.
-        state: the client state that was loaded; None where nothing was.
-        options: with which it was loaded.
-    """
-    if state is None or options["load_module_only"] or not options["load_optimizer_states"]:
-        return None
-    groups, named = choose(engine).groups(), options["load_module_strict"]
     try:
-        kept_states.refuse_others(engine, state.get(KEY, {}), groups, named=named)
+        with (
+            explained(_Loading(engine, engine.dp_world_size), load_dir, tag),
+            kept_states.of_this_optimizer(engine, load_dir),
+            as_it_was_saved(engine),
+            own_clipping(engine),
+        ):
+            path, state = engine.load_checkpoint(load_dir, tag, **options)
+        if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:
+            groups, named = choose(engine).groups(), options["load_module_strict"]
+            kept_states.refuse_others(engine, (state or {}).get(KEY, {}), groups, named=named)
     except CheckpointError as error:
-        return error
-    return None
+        return None, None, error
+    return path, state, None

@@ -111,6 +111,24 @@ def test_the_steps_are_those_of_plain_torch(two_ranks, stage, name):
 
 
 @on_two_ranks
+def functional(folder):
+    """By stage, how far torch.func.grad through the engine is from that through the module."""
+    found = {}
+    for stage in (0, 1, 2):
+        engine = built(Net(0), stage)
+        x = sample(dist.get_rank(), 0).to(engine.device)
+        one, other = (torch.func.grad(lambda x, f=f: f(x).pow(2).mean())(x) for f in (engine, engine.module))
+        found[str(stage)] = from_all(float((one - other).abs().max()))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_a_functional_gradient_is_that_of_the_module(two_ranks, stage):
+    assert two_ranks.of(functional)[stage] == [0.0, 0.0]
+
+
+@on_two_ranks
 def through_one_that_only_runs_forward(folder):
     """An engine without an optimizer, on the stages that it may have: a reward model."""
     found = {}

@@ -110,6 +110,13 @@ def around(folder):
         ),
         "missing": refusal(lambda: engine.load_checkpoint(folder, tag="a/c")),
     }
+    engine.save_checkpoint(folder, tag="broken")
+    dist.barrier()
+    if rank == 0:
+        for path in Path(folder, "broken").glob("layer_05-*"):
+            path.unlink()
+    dist.barrier()
+    found["lost file"] = refusal(lambda: engine.load_checkpoint(folder, tag="broken"))
     engine.save_checkpoint(folder, client_state={"own": 5})
     found["latest"] = Path(folder, "latest").read_text()
     _, state = engine.load_checkpoint(folder)
@@ -127,6 +134,7 @@ def around(folder):
         ("own value", ["CheckpointError: save_checkpoint(): client_state['ds_parity'] is 1"] * 4),
         ("alone", ["RankDesyncError"] * 4),
         ("missing", ["CheckpointError: load_checkpoint("] * 4),
+        ("lost file", ["CheckpointError: load_checkpoint("] * 4),
     ],
 )
 def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(four_ranks, what, says):

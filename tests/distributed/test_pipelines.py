@@ -313,22 +313,69 @@ def refused(folder):
         "timers": config(1, wall_clock_breakdown=True),
     }.items():
         found[name] = refusal(lambda extended=extended: build(extended))
-    for name, layers_of in {"tied": half_tied, "untrained": last_frozen}.items():
-        found[name] = refusal(lambda layers_of=layers_of: build(config(1), layers_of=layers_of))
+    found["untrained"] = refusal(lambda: build(config(1), layers_of=last_frozen))
     return from_all(found)
 
 
-def half_tied():
-    """The first and the last layer share a weight, and the last one uses a bias beside it."""
+class Inner(nn.Module):
+    """A weight that is shared under the name of a property, as Megatron's embedding, and two that are not."""
 
-    def first(module, x):
-        return x @ module.weight
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.Linear(6, 6, bias=False)
+        self.first, self.last = (nn.Parameter(torch.full((6,), 0.3)) for _ in range(2))
+
+    @property
+    def tied(self):
+        return self.inner.weight
+
+    def forward(self, x):
+        return x @ self.inner.weight + self.first
+
+
+def half_tied(used):
+    """The first and the last layer share a weight, and the last one uses a bias beside it, or does not."""
 
     def last(module, x):
-        return x @ module.weight.t() + module.bias
+        return (x @ module.inner.weight.t() + (module.last if used else 0.0)).sum(-1, keepdim=True)
 
-    tied = functools.partial(deepspeed.pipe.TiedLayerSpec, "shared", nn.Linear, 6, 6)
-    return [tied(forward_fn=first), nn.Tanh(), nn.Linear(6, 6), tied(forward_fn=last)]
+    torch.manual_seed(0)
+    tied = functools.partial(deepspeed.pipe.TiedLayerSpec, "shared", Inner, tied_weight_attr="tied")
+    return [tied(), nn.Tanh(), nn.Linear(6, 6), tied(forward_fn=last)]
+
+
+@on_four_ranks
+@alone_in_the_process
+def half_tied_layers(folder):
+    """By stage and whether the bias is used: the norm of a window, the right one, and what saving answers."""
+    found = {}
+    for stage, used in itertools.product((0, 1), (False, True)):
+        engine = build(config(stage), layers_of=lambda used=used: half_tied(used))
+        record = engine.train_window(micro_batches(engine, 0, [[2, 1], [3]]))
+        torch.manual_seed(0)
+        middle, inner = nn.Linear(6, 6).double(), Inner().double()
+        total = 0.0
+        for column, sizes in enumerate([[2, 1], [3]]):
+            for index, size in enumerate(sizes):
+                x, y = (one.double() for one in sample(column, 0, index, size))
+                out = middle(torch.tanh(inner(x))) @ inner.inner.weight.t() + (inner.last if used else 0.0)
+                total = total + (out.sum(-1) - y).pow(2).mean() * size / 6
+        total.backward()
+        squares = [one.grad.pow(2).sum() for one in [*middle.parameters(), *inner.parameters()] if one.grad is not None]
+        said = refusal(lambda engine=engine: engine.save_checkpoint(folder))
+        found[f"{stage} {used}"] = from_all([record.grad_norm, float(sum(squares)) ** 0.5, said])
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("used", [False, True])
+def test_what_a_tied_layer_does_not_share_is_in_the_norm(four_ranks, stage, used):
+    for norm, right, said in four_ranks.of(half_tied_layers)[f"{stage} {used}"]:
+        assert norm == pytest.approx(right, rel=1e-5)
+        assert said.startswith(("CheckpointError", "RankDesyncError") if used else "nothing was raised")
+        assert not used or "shared.last" in said
 
 
 def last_frozen():
@@ -352,7 +399,6 @@ def last_frozen():
         ("trace", "ConfigError: model is a PipelineModule, with ds_parity.trace"),
         ("fp16", "ConfigError: model is a PipelineModule, with fp16"),
         ("timers", "ConfigError: model is a PipelineModule, with wall_clock_breakdown"),
-        ("tied", "ConfigError: the tied layer 'shared' has bias beside weight"),
     ],
 )
 def test_what_a_pipeline_refuses_it_refuses_on_every_rank(four_ranks, what, says):

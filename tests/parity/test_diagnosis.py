@@ -247,7 +247,7 @@ def test_a_cause_tells_what_is_other(change, says):
 
 
 def test_a_loss_that_is_not_logged_once_has_no_factor(tmp_path):
-    lines = [f"{step},{2 + step / 10},0.001,{0.5 + step / 50}" for step in range(1, 9)]
+    lines = [f"{step},{2 + step / 10},{step / 1e4},{0.5 + step / 50}" for step in range(1, 21)]
     lost = [line.replace("2.5,", ",") if line.startswith("5,") else line for line in lines]
     paths = tmp_path / "a.csv", tmp_path / "b.csv"
     for path, rows in zip(paths, (lines, lost), strict=True):

@@ -16,31 +16,8 @@ import torch
 import torch.distributed as dist
 from _places import exit_code, tell
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-WIDTH = 4
-
-
-class Experts(torch.nn.Module):
-    """Nothing but experts, one on each of two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        options = {"k": 1, "drop_tokens": False, "min_capacity": 0, "use_rts": False}
-        expert = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-        self.moe = MoE(WIDTH, expert, num_experts=2, ep_size=2, **options)
-        with torch.no_grad():
-            for weight in self.parameters():
-                weight.zero_()
-            # Positive rows enter the first expert and negative ones the second, by a gate that does not train.
-            gate = self.moe.deepspeed_moe.gate.wg.weight
-            gate[0], gate[1] = 1.0, -1.0
-            gate.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return 10 times the sum of what the experts say."""
-        return 10 * self.moe(x)[0].sum()
+from expert_norm_zero0 import WIDTH, Experts
 
 
 def clipped(stage: int) -> float:

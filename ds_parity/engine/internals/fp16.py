@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-
-import torch
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.experts import groups_of_experts, squares_of
@@ -78,8 +77,7 @@ class Unfused(LowPrecision):
 
         def clip_with_experts(total_norm: float, apply_scale: bool = True) -> float:
             experts = (one for group in optimizer.fp16_groups for one in group if id(one) in groups)
-            squares = [torch.as_tensor(one.item()) for one in squares_of(experts, groups)]
-            norm = torch.stack([torch.as_tensor(float(total_norm)) ** 2, *squares]).sum().sqrt().item()
+            norm = math.sqrt(float(total_norm) ** 2 + sum(map(float, squares_of(experts, groups))))
             optimizer._global_grad_norm = norm
             return clip(norm, apply_scale)
 

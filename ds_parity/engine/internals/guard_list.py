@@ -139,6 +139,24 @@ GUARDS: tuple[Guard, ...] = (
         "a rank takes its own part out of the row that it is given, which must reach as far",
         ("value.flatten().narrow(0, fp32_grad.numel() * my_rank, fp32_grad.numel())", "fp32_grad.data.copy_("),
     ),
+    # What a tied layer of a pipeline has beside the weights that its stages share.
+    Guard(
+        "deepspeed.runtime.pipe.module:PipelineModule",
+        "_index_tied_modules",
+        "internals/stages.py",
+        "the whole layer is marked as counted on the first of its stages",
+        ("p.ds_pipe_replicated = True",),
+    ),
+    Guard(
+        "deepspeed.runtime.pipe.module:PipelineModule",
+        "_build",
+        "internals/stages.py",
+        "a tied layer is among the functions of a stage as it is, or, with a forward_fn, as a partial",
+        (
+            "self.forward_funcs.append(self.tied_modules[layer.key])",
+            "self.forward_funcs.append(partial(layer.forward_fn",
+        ),
+    ),
     # Backwards that are not the engine's own.
     Guard(
         ENGINE,

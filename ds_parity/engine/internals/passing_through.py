@@ -44,8 +44,10 @@ def _brings_a_gradient(parameters: Iterable[Parameter]) -> bool:
 def _is_accumulated(parameter: Parameter) -> bool:
     with torch.enable_grad():
         through = parameter.expand_as(parameter).grad_fn
+    # Inside torch.func.grad and its like nothing is accumulated, and nothing has a function.
     accumulates = None if through is None else through.next_functions[0][0]
-    assert accumulates is not None, "a parameter that requires a gradient has a place where it is accumulated"
+    if accumulates is None:
+        return False
     try:
         return bool(torch._C._will_engine_execute_node(accumulates))
     except RuntimeError:  # torch.autograd.grad returns it, and accumulates nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def clip_over_stages(engine: Any) -> None:
             id(parameter)
             for tied in engine.module.tied_comms.values()
             if engine.global_rank != min(tied["ranks"])
-            for parameter in tied["module"].parameters()
+            for parameter in _shared(tied)
         }
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
         squares = [p.grad.float().pow(2).sum() for p in parameters if id(p) not in again]
@@ -75,6 +76,52 @@ def clip_over_stages(engine: Any) -> None:
         engine.optimizer.overflow = not finite
 
     engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def count_what_is_not_shared(engine: Any) -> None:
+    """Let the norm count what a tied layer has beside the weights that its stages share.
+
+    DeepSpeed marks the whole layer as counted on the first of its stages (runtime/pipe/module.py, _index_tied_modules,
+    0.19.8), and so leaves out a bias that another stage uses.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+    """
+    for _, parameter in _own_of_tied(engine.module):
+        parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+
+
+def lost_by_a_load(engine: Any) -> set[str]:
+    """Return a set that will have the names of what this stage trains, and DeepSpeed saves in no file.
+
+    A stage saves the layers that it has, and a tied one that it uses by a `forward_fn` is none: what it does not share
+    with the stage that saves it is lost.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+    """
+    trained: set[str] = set()
+    model = engine.module
+    for name, parameter in _own_of_tied(model):
+        layers = (one for one in model.forward_funcs if isinstance(one, torch.nn.Module))
+        saved = any(one is parameter for layer in layers for one in layer.parameters())
+        if parameter.requires_grad and not saved:
+            parameter.register_hook(lambda _, name=name: trained.add(name))  # type: ignore[no-untyped-call]
+    return trained
+
+
+def _own_of_tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield what tied layers have on this stage alone, unless it is the first of their stages."""
+    for key, tied in model.tied_comms.items():
+        shared = {id(one) for one in _shared(tied)}
+        for name, parameter in tied["module"].named_parameters():
+            if model.global_rank != min(tied["ranks"]) and id(parameter) not in shared:
+                yield f"{key}.{name}", parameter
+
+
+def _shared(tied: Any) -> list[torch.Tensor]:
+    """Return what the stages of a tied layer share; an attribute may be that of an inner module, or a property."""
+    return [attrgetter(name)(tied["module"]) for name in tied["weight_attr"]]
 
 
 @contextmanager

@@ -110,9 +110,10 @@ _EXPERTS = (
         _WITHOUT_3,
         _EVERYWHERE,
         left_out=ROUTED_BY_ROUNDING,
+        faults={0: "expert_norm_unfused"},
     ),
     _apart("", stages=(0, 1, 2, 3), faults={0: "expert_norm_zero0"}, refused=(3,), quick=(0,)),
-    _apart(", bf16", BF16, left_out=ROUTED_BY_ROUNDING),
+    _apart(", bf16", BF16, left_out=ROUTED_BY_ROUNDING, faults={0: "expert_norm_unfused"}),
     _apart(
         ", bf16, fp32 accumulation",
         BF16 | FP32_ACCUMULATION,

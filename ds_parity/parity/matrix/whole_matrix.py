@@ -18,7 +18,7 @@ from ds_parity.parity.matrix.cells import Cell, cells
 from ds_parity.parity.matrix.results import Result, equal, judge
 from ds_parity.parity.matrix.summary import markdown, summary
 from ds_parity.parity.matrix.variants import VARIANTS
-from ds_parity.parity.running.alone import alone_in
+from ds_parity.parity.running.one_at_a_time import alone_in
 
 
 @dataclass(frozen=True)

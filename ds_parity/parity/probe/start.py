@@ -10,9 +10,9 @@ from typing import Any
 from ds_parity.config.autotp import data_parallel_ranks
 from ds_parity.parity.probe.decomposition import TOLERANCE, ProbeResult
 from ds_parity.parity.probe.probed_data import EVERYWHERE, probed_data
-from ds_parity.parity.running.alone import alone_in
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
+from ds_parity.parity.running.one_at_a_time import alone_in
 from ds_parity.parity.running.policies import refuse_unknown_model
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.running.side_effects import without_outputs

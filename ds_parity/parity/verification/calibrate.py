@@ -14,8 +14,8 @@ from typing import Any
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.running.alone import alone_in
 from ds_parity.parity.running.launch import Job, run_job
+from ds_parity.parity.running.one_at_a_time import alone_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.verification.verify import Progress, calls, outcome
 

@@ -10,8 +10,8 @@ from typing import Any
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import NOTHING, Diagnosis, grouped
-from ds_parity.parity.running.alone import alone_in
 from ds_parity.parity.running.launch import Job, run_job
+from ds_parity.parity.running.one_at_a_time import alone_in
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.controls.known import known
 from ds_parity.parity.subjects.controls.loop import Loop

@@ -10,9 +10,9 @@ from typing import Any
 from ds_parity.config import Settings
 from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import NOTHING, Diagnosis, diagnose
-from ds_parity.parity.running.alone import alone_in
 from ds_parity.parity.running.functions import refuse_unknown
 from ds_parity.parity.running.launch import Call, Job, run_job
+from ds_parity.parity.running.one_at_a_time import alone_in
 from ds_parity.parity.running.policies import refuse_unknown_model
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.verification.compared_with import BARE, TIERS, LeftOut, of_bare, scenarios

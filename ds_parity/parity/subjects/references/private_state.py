@@ -6,6 +6,7 @@ piece of code for both, an error would cancel out of every comparison.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -50,12 +51,16 @@ def keep_clip_norm(engine: Any) -> None:
 
 
 def clip_by_all_experts(engine: Any) -> None:
-    """Let the engine clip by the norm of the whole gradient where experts lie on different ranks, on ZeRO 0 in fp32.
+    """Let the engine clip by the norm of the whole gradient, experts included, on ZeRO 0.
 
-    DeepSpeed takes the mean of the ranks' norms, each of a rank's own experts and of what all have
-    (tools/deepspeed_faults/expert_norm_zero0.py).
+    In fp32, where experts lie on different ranks, DeepSpeed takes the mean of the ranks' norms, each of a rank's own
+    experts and of what all have (tools/deepspeed_faults/expert_norm_zero0.py). In low precision without a fused Adam
+    it takes the norm of what all have (expert_norm_unfused.py).
     """
-    layers = [one for one in engine.module.modules() if isinstance(one, MOELayer) and one.ep_size > 1]
+    everywhere = [one for one in engine.module.modules() if isinstance(one, MOELayer)]
+    layers = [one for one in everywhere if one.ep_size > 1]
+    if everywhere and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        _clip_unfused_by_all_experts(engine.optimizer, layers[0].ep_group if layers else None)
     if not layers or engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
         return
     group = layers[0].ep_group  # the harness has no model of layers that are shared by other ranks each
@@ -74,6 +79,22 @@ def clip_by_all_experts(engine: Any) -> None:
         engine._global_grad_norm = norm
 
     engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def _clip_unfused_by_all_experts(optimizer: Any, group: Any) -> None:
+    clip = optimizer.unscale_and_clip_grads
+
+    def clip_by_all(total_norm: float, apply_scale: bool = True) -> Any:
+        own = torch.zeros((), device=optimizer.fp16_groups[0][0].device)
+        for parameter in (one for group in optimizer.fp16_groups for one in group):
+            if not getattr(parameter, "allreduce", True) and parameter.grad is not None:
+                own = own + parameter.grad.float().pow(2).sum()
+        if group is not None:
+            dist.all_reduce(own, group=group)
+        optimizer._global_grad_norm = math.sqrt(float(total_norm) ** 2 + float(own))
+        return clip(optimizer._global_grad_norm, apply_scale)
+
+    optimizer.unscale_and_clip_grads = clip_by_all
 
 
 def loss_scale(engine: Any) -> float | None:

@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from ds_parity.errors import HarnessError
-from ds_parity.parity.running.alone import alone_in
+from ds_parity.parity.running.one_at_a_time import alone_in
 
 KEEPS = """
 import sys
 from pathlib import Path
-from ds_parity.parity.running.alone import alone_in
+from ds_parity.parity.running.one_at_a_time import alone_in
 with alone_in(Path(sys.argv[1]), "verify"):
     print("there", flush=True)
     sys.stdin.read()
