@@ -148,7 +148,8 @@ def _reduction(reader: _Reader, stage: int | None) -> Iterator[Fault]:
             "ZeRO stage 3 refuses it with reduce_scatter, and without that does not multiply by it again where it "
             "equals the number of ranks, so the gradient comes out too small"
         )
-        yield Fault("gradient_predivide_factor", factor, rule, "remove it, or use ZeRO stage 2")
+        yield Fault("gradient_predivide_factor", factor, rule, "remove it, or use ZeRO stage 1 or 2")
+    yield from _before_a_scatter(reader, stage)
     if reader.text("gradient_allreduce_op") == "sum" and stage == 3:
         rule = "ZeRO stage 3 can only average over ranks, and DeepSpeed refuses it"
         yield Fault("gradient_allreduce_op", "sum", rule, 'write "mean": ds_parity undoes the mean')
@@ -160,6 +161,22 @@ def _reduction(reader: _Reader, stage: int | None) -> Iterator[Fault]:
         yield Fault(
             "sequence_parallel_size", size, "must be a whole number from 1", "write how many ranks share a sequence"
         )
+
+
+def _before_a_scatter(reader: _Reader, stage: int | None) -> Iterator[Fault]:
+    # DeepSpeed refuses these by a bare assertion (stage_1_and_2.py and stage3.py, __init__).
+    averages = reader.text("gradient_allreduce_op") != "sum"
+    if stage not in (2, 3) or (stage == 2 and not averages):
+        return
+    if reader.raw("zero_optimization.reduce_scatter") not in (ABSENT, AUTO, True):
+        return
+    rule = f"DeepSpeed does not support it on ZeRO stage {stage} with reduce_scatter, which is on unless it is false"
+    way_out = "remove it, or set zero_optimization.reduce_scatter to false"
+    factor = reader.number("gradient_predivide_factor", 1.0)
+    if factor != 1 and stage == 2:  # stage 3 refuses every one
+        yield Fault("gradient_predivide_factor", factor, rule, way_out)
+    if reader.flag("prescale_gradients"):
+        yield Fault("prescale_gradients", True, rule, way_out)
 
 
 def _step(reader: _Reader, stage: int | None) -> Iterator[Fault]:

@@ -76,10 +76,14 @@ def _raw(path: Path) -> IO[bytes]:
 
 def _copied(path: Path) -> Any:
     # It is deleted when the process ends.
+    with path.open("rb") as pipe:  # that it can't be opened has nothing to do with where the copy goes
+        return _copied_to_disk(path, pipe)
+
+
+def _copied_to_disk(path: Path, pipe: IO[bytes]) -> Any:
     copy = tempfile.NamedTemporaryFile(prefix="ds_parity_")  # noqa: SIM115
     try:
-        with path.open("rb") as pipe:
-            shutil.copyfileobj(pipe, copy, 1 << 20)
+        shutil.copyfileobj(pipe, copy, 1 << 20)
         copy.flush()
     except OSError as error:
         with suppress(OSError):

@@ -319,8 +319,9 @@ class Ledger:
                 f"backward() in window {self.window.index}, whose totals are not known: the terms of ds_parity.terms "
                 f"are means over different units ({units}), and one accumulated gradient can't be corrected by several "
                 "factors. Call engine.expect(rollouts=..., tokens=...) before the window's first backward(), on every "
-                "rank with what it will run; or take micro-batches from passes() with ds_parity.lookahead 'window'; or "
-                "give all terms one unit"
+                "rank with what it will run; or take micro-batches from passes() with ds_parity.lookahead 'window', "
+                "from one stream, because a window must lie in one (itertools.chain makes one of several); or give all "
+                "terms one unit"
             )
 
     def _checked(self, window: Window) -> Window:

@@ -140,7 +140,22 @@ REFUSED = [
     (
         {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},
         "gradient_predivide_factor = 2.0",
-        "stage 2",
+        "stage 1 or 2",
+    ),
+    (
+        {"zero_optimization": {"stage": 2}, "gradient_predivide_factor": 2.0},
+        "gradient_predivide_factor = 2.0: DeepSpeed does not support it on ZeRO stage 2 with reduce_scatter",
+        "reduce_scatter to false",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "reduce_scatter": "auto"}, "prescale_gradients": True},
+        "prescale_gradients = true: DeepSpeed does not support it on ZeRO stage 2 with reduce_scatter",
+        "reduce_scatter to false",
+    ),
+    (
+        {"zero_optimization": {"stage": 3}, "prescale_gradients": True, "gradient_allreduce_op": "mean"},
+        "prescale_gradients = true: DeepSpeed does not support it on ZeRO stage 3 with reduce_scatter",
+        "reduce_scatter to false",
     ),
     (
         {"zero_optimization": False, "fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
@@ -196,7 +211,10 @@ def test_an_option_that_would_go_wrong_is_refused_with_a_way_out(keys, thing, wa
 @pytest.mark.parametrize(
     "keys",
     [
-        {"zero_optimization": {"stage": 2}, "gradient_predivide_factor": 2.0},
+        {"zero_optimization": {"stage": 1}, "gradient_predivide_factor": 2.0, "prescale_gradients": True},
+        {"zero_optimization": {"stage": 2, "reduce_scatter": False}, "gradient_predivide_factor": 2.0},
+        {"zero_optimization": {"stage": 2}, "prescale_gradients": True, "gradient_allreduce_op": "sum"},
+        {"zero_optimization": {"stage": 3, "reduce_scatter": False}, "prescale_gradients": True},
         {"fp16": {"enabled": True}},
         {"zero_optimization": {"stage": 2, "compute_grad_norm": False}, "torch_autocast": {"enabled": False}},
         {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}},

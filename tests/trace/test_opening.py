@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,22 @@ def test_a_pipe_that_cannot_be_copied_is_said_each_time(plain, monkeypatch):
     for _ in range(2):
         with pytest.raises(TraceError, match=r"a pipe is copied to .* failed \(No space left .* set TMPDIR"):
             read_any(pipe)
+
+
+def test_a_pipe_that_cannot_be_opened_is_not_told_of_room(plain, monkeypatch):
+    pipe = through_a_pipe(plain.read_bytes())
+    whole = Path.open
+
+    def closed(path, *args):
+        if path == Path(pipe):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return whole(path, *args)
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises((OSError, TraceError)) as told:
+        read_any(pipe)
+    assert "Permission denied" in str(told.value)
+    assert "TMPDIR" not in str(told.value)
 
 
 def test_a_byte_order_mark_before_a_trace_is_left_out(plain, tmp_path):
