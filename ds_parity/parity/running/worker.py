@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.file_baton import FileBaton
 
 from ds_parity.parity.running.functions import resolve
-from ds_parity.parity.running.left_behind import end_with_the_harness
+from ds_parity.parity.running.left_behind import end_with_the_harness, free_shared_memory
 
 
 def main(path: str) -> int:
@@ -52,6 +52,8 @@ def main(path: str) -> int:
             _say(out, {"finished": number, "seconds": time.perf_counter() - begun, "result": result})
     dist.barrier()
     dist.destroy_process_group()
+    # The harness does it too, unless it is ended before the launcher is.
+    free_shared_memory(int(os.environ["MASTER_PORT"]))
     return 0
 
 
