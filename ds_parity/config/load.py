@@ -3,6 +3,7 @@
 import base64
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,8 @@ from ds_parity.config.faults import Fault, refuse, show
 from ds_parity.config.settings import PASSES, SECTION
 from ds_parity.errors import ConfigError
 
+# Python writes them into JSON; HJSON takes them, and all behind them on their line, for a text.
+_NOT_FINITE = re.compile(r'"(?P<key>[^"\n]*)"\s*:\s*(?P<value>[-+]?(?:NaN|Infinity|nan|inf))\b')
 _ACCEPTED = "give the path of a JSON file, a mapping, or urlsafe base64 of JSON"
 
 
@@ -118,6 +121,12 @@ def _read_text(text: str, name: str) -> dict[str, Any]:
         refuse(_number_faults(tree, "", name))
         return {key: _settled(value, strict=key in (PASSES, SECTION)) for key, value in tree.items()}
     except hjson.HjsonDecodeError as error:
+        if bare := _NOT_FINITE.search(text):
+            line = text.count("\n", 0, bare.start("value")) + 1
+            raise ConfigError(
+                f"{name}, line {line}: {bare['key']} = {bare['value']}: JSON has no such number; write a finite one, "
+                "or leave the key out"
+            ) from None
         where = f"line {error.lineno}, column {error.colno}"
         what = error.msg.removesuffix(" %r at").removesuffix(" %r")  # hjson fills in the character after the wrong one
         raise ConfigError(f"{name}, {where}: not valid JSON: {what}; correct the file there") from None

@@ -72,6 +72,11 @@ def test_reading_agrees_with_deepspeeds_own_reader(tmp_path):
     [
         ('{\n  "a": 1,\n  "b": }', ["config.json, line 3, column 8", "not valid JSON"]),
         ('{"a": 1} x', ["line 1, column 10", "not valid JSON"]),
+        (
+            '{"passes": 4,\n "clipping": NaN, "size": 1}',
+            ["config.json, line 2: clipping = NaN: JSON has no such number"],
+        ),
+        ('{"a": {"clipping": -Infinity}}', ["config.json, line 1: clipping = -Infinity: JSON has no such number"]),
         ('{"a": {"b": 1, "c": 2, "b": 3}}', ["a.b = 3", "given more than once", "keep one"]),
         ('{"a": 1, "a": 1}', ["a = 1", "given more than once"]),
         ('{"l": [{"x": 1, "x": 2}]}', ["l.0.x = 2", "given more than once"]),

@@ -53,6 +53,11 @@ def test_never_nothing(log):
     assert last_words(log(f"a\nb\nc\nd\n{NOISE}")) == "b | c | d"
 
 
+def test_operators_that_were_built_are_no_reason(log):
+    built = "DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully\n"
+    assert last_words(log(f"it ends here\n{2 * built}{NOISE}")) == "it ends here"
+
+
 def test_it_is_part_of_the_message(tmp_path, log):
     log(f"/bin/sh: 1: c++: not found\n{NOISE}")
     message = launch._why(launch.Job((), tmp_path, 1), 1)

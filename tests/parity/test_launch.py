@@ -66,13 +66,14 @@ class TestAFreePort:
 def test_results_come_back_in_order_and_progress_is_told(tmp_path, monkeypatch):
     seen = []
     calls = tuple(Call(f"call {n}", "launched:echo", {"value": n, "seconds": 0.3}) for n in range(3))
+    calls += (Call("thread", "launched:leave_a_thread", {}),)
     port = launch.free_port()
     monkeypatch.setattr(launch, "free_port", lambda: port)
     # A harness that is ended between its ranks and their launcher frees nothing: ranks that end as they should do.
     monkeypatch.setattr(launch, "free_shared_memory", lambda port: None)
     # Time enough for DeepSpeed to compile its ops, once a machine; the tests below find them compiled.
     results = run_job(Job(calls, tmp_path / "ranks", 2, 300, (HERE,)), lambda done, title: seen.append((done, title)))
-    assert results == [0, 1, 2]
+    assert results == [0, 1, 2, "left"]
     assert not buffers(port), "DeepSpeed's buffers of 66 MB a rank were left in memory"
     assert (0, "starting ranks") in seen
     assert any(done and title.startswith("call") for done, title in seen)

@@ -6,7 +6,9 @@ import re
 import shutil
 from pathlib import Path
 
-_LAUNCHERS = re.compile(r"\] \[(?:INFO|ERROR|WARNING)\] \[(?:launch|runner)\.py:")
+_LAUNCHERS = re.compile(
+    r"\] \[(?:INFO|ERROR|WARNING)\] \[(?:launch|runner)\.py:|^DeepSpeed \S+ built successfully$", re.MULTILINE
+)
 _RAISED = re.compile(r"^(?:\[rank\d+\]:\s*)?[\w.]*(?:Error|Exception|Interrupt)\b")
 _NO_COMPILER = re.compile(
     r"\b(?:c\+\+|g\+\+|\S*-gcc|\S*-g\+\+|ninja): (?:command )?not found|Ninja is required to load"

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -54,7 +55,19 @@ def main(path: str) -> int:
     dist.destroy_process_group()
     # The harness does it too, unless it is ended before the launcher is.
     free_shared_memory(int(os.environ["MASTER_PORT"]))
+    _leave_threads()
     return 0
+
+
+def _leave_threads() -> None:
+    # Python waits at its end for every thread that is no daemon, and the harness for its ranks: a logger's or a
+    # prefetcher's that nobody stops would hold both until the time limit.
+    left = [one.name for one in threading.enumerate() if one is not threading.current_thread() and not one.daemon]
+    if left:
+        print(f"threads still run behind the last call, and are left: {', '.join(left)}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _make_repeatable() -> None:
