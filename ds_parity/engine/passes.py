@@ -79,6 +79,9 @@ class PassQueue:
         self.upcoming = driver.upcoming(RUNS_WHOLE if whole_windows else RUNS)
         self.upcoming.whole_windows = whole_windows
         self._out_of_data = False
+        # A rank without any micro-batch is heard of in the first exchange. ZeRO 3's forward would wait for it until the
+        # time limit, and could not say why.
+        self._hears_first = driver.engine.zero_optimization_stage() == 3
         # What a thread has made by the end of a window is known before it is taken.
         if chunk > 1 and made_ahead >= chunk:
             self.upcoming.early = self
@@ -137,7 +140,8 @@ class PassQueue:
         wanted = self._chunk if self._driver.ledger.window.passes == 0 else 1
         while len(self.upcoming) < wanted and not self.upcoming.all_out_of_data:
             pending = self.upcoming.announce(self._next_chunk())
-            if self._chunk > 1 or self._out_of_data or self._smallest is None:
+            if self._chunk > 1 or self._out_of_data or self._smallest is None or self._hears_first:
+                self._hears_first = False
                 self.upcoming.learn()
             else:
                 # This rank goes into its forward; one whose stream has ended waits to hear whether there is a pass at

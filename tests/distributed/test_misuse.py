@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.cells import config
-from tests.distributed.engines import Batch, build, forward, from_all, one_pass, refusal
+from tests.distributed.engines import Batch, build, forward, from_all, one_pass, refusal, run_stream
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -49,6 +49,8 @@ def misuse(folder):
     results["overshoot"] = refusal(lambda: exact.backward(forward(exact, 0), rollouts=2))
     dry = build(config(1))
     results["stuck"] = refusal(lambda: list(dry.passes([] if dist.get_rank() else [Batch()], lookahead=3)))
+    sharded = build(config(3, exchange_timeout=20))
+    results["stuck on ZeRO 3"] = refusal(lambda: run_stream(sharded, [] if dist.get_rank() else [Batch()], lookahead=0))
     skipping = build(config(1, passes=20))
     batches = skipping.passes([Batch() for _ in range(3)], finish=False)
     next(batches)
@@ -127,6 +129,7 @@ MISUSE = {
     "0 where their other rollouts are still to come",
     "overshoot": "4 rollouts, 1 more than its target of 3.*choose 'carry' or 'reset'",
     "stuck": "1 of 2 ranks have no micro-batch at all.*idle=micro_batch",
+    "stuck on ZeRO 3": "1 of 2 ranks have no micro-batch at all.*idle=micro_batch",
     "no_sync": "inside no_sync.*leave no_sync",
     "plateau": "ReduceLROnPlateau.*choose 'optimizer_step'",
 }
