@@ -21,8 +21,11 @@ from ds_parity.config import Settings
 from ds_parity.config.features import PIPELINES, Wanted
 from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
 from ds_parity.engine.division import silenced, silent
+from ds_parity.engine.internals.adapter import choose
+from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.replaced import replaced
+from ds_parity.engine.internals.schedule import failing_loudly, needed_by
 from ds_parity.engine.internals.stages import (
     averaged_over,
     buffers_of_every_type,
@@ -79,9 +82,16 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 f"a pipeline whose stages are split over {engine.grid.model_parallel_size} tensor-parallel ranks: what "
                 "they share is not counted once in the norm of the gradient; use stages of one rank each"
             )
+        if needed := needed_by(engine.lr_scheduler):
+            raise ConfigError(
+                f"a pipeline with the scheduler {type(engine.lr_scheduler).__name__}, whose step() needs "
+                f"{', '.join(needed)}: train_window() has nothing to give it, and DeepSpeed gives it the batch size; "
+                "leave it out of initialize, and step it behind train_window() on every rank"
+            )
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
         self._self_lost = lost_by_a_load(engine)
+        self._self_between = BetweenWindows(choose(engine))
         self._self_settings, self._self_number = settings, number
         self._self_columns: int = engine.dp_world_size
         self._self_weighting = weighting_of(settings, self._self_columns)
@@ -114,7 +124,9 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             The record of the step, the same on every rank.
 
         Raises:
-            WindowError: a micro-batch is wrong, or a column without one has never had any to stand in for it.
+            WindowError: a micro-batch is wrong, or a column without one has never had any to stand in for it; gradients
+                were changed outside of `train_window`, a parameter is trained that was frozen or not there when the
+                engine was built, or all of this stage are frozen; or an earlier window has raised.
             RankDesyncError: ranks are not in the same window, ranks of a column gave different micro-batches, or
                 another rank raised.
         """
@@ -170,9 +182,11 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         Raises:
             CheckpointError: `client_state` is no mapping, or has a value of the caller's own under `ds_parity`, or
                 under a name of DeepSpeed's (one that was loaded may be given: these are brought up to date).
+            WindowError: a window has raised in this engine.
             RankDesyncError: another rank ended before it had saved, or does something else: all ranks save.
         """
         try:
+            self._self_between.refuse_failed("save_checkpoint()")
             state = with_states(self.__wrapped__, client_state)
             if self._self_lost:
                 raise CheckpointError(
@@ -180,7 +194,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                     "it does not share, and uses by a forward_fn alone: DeepSpeed saves no file of it, and a run that "
                     "goes on would lose it; put it into a layer of its own, or name it in tied_weight_attr"
                 )
-        except CheckpointError as error:
+        except (CheckpointError, WindowError) as error:
             self._tell(SAVES, error)
             raise
         options = {"names_latest": save_latest, "without_frozen": exclude_frozen_parameters}
@@ -201,6 +215,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         """Load, as DeepSpeed does, and compare whose states were loaded.
 
         Raises:
+            WindowError: a window has raised in this engine.
             CheckpointError: DeepSpeed refused the checkpoint, or its states are those of another optimizer, or of other
                 parameters.
             RankDesyncError: another rank ended before it had loaded, or does something else: all ranks load.
@@ -212,6 +227,11 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             "load_module_only": load_module_only,
             "custom_load_fn": custom_load_fn,
         }
+        try:
+            self._self_between.refuse_failed("load_checkpoint()")
+        except WindowError as failed:
+            self._tell(LOADS, failed)
+            raise
         with naming_lost_ranks("load_checkpoint()"):
             # A rank may load wherever it is, as the way out of an error.
             self._self_patient.gather(None, self._place(LOADS, ANYWHERE))
@@ -252,6 +272,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         """Return this rank's micro-batches, and what every rank said of its own."""
         over, kind = self._self_over, "trains a window"
         try:
+            self._self_between.refuse(self._windows)
             batches = _listed(micro_batches)
             counts = tuple(counts_in(one, self._self_weighting) for one in batches)
             for batch, own in zip(batches, counts, strict=True):
@@ -355,7 +376,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         engine.global_samples = samples - engine.train_batch_size()
         data = iter([(batch.inputs.get("inputs"), batch.inputs.get("labels")) for batch in runs])
         try:
-            with self._weighed(shares), silenced(engine.module) if idle else nullcontext():
+            silence = silenced(engine.module) if idle else nullcontext()
+            with self._self_between.training(), self._weighed(shares), failing_loudly(engine), silence:
                 # DeepSpeed averages losses over columns also where it adds their gradients up.
                 return float(engine.train_batch(data)) * (self._self_columns // averaged)
         finally:

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ds_parity.engine import kept_states
 from ds_parity.engine.checkpoint import KEY, own_values, write
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.checkpoints import own_clipping
 from ds_parity.engine.internals.stages import as_it_was_saved
-from ds_parity.engine.unloadable import explained
+from ds_parity.engine.unloadable import explained, folder_of
 from ds_parity.errors import CheckpointError
 
 
@@ -74,5 +76,33 @@ def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tu
             groups, named = choose(engine).groups(), options["load_module_strict"]
             kept_states.refuse_others(engine, (state or {}).get(KEY, {}), groups, named=named)
     except CheckpointError as error:
-        return None, None, error
+        return None, None, _of_another_topology(engine, load_dir, tag) or error
     return path, state, None
+
+
+def _of_another_topology(engine: Any, load_dir: str, tag: Any) -> CheckpointError | None:
+    """Return what to say of a checkpoint that other stages or columns saved; None for one of as many, or of nothing.
+
+    Asked where a load was refused: on ZeRO stage 0 in fp32 other columns may load.
+    """
+    stages, columns = engine.grid.pipe_parallel_size, engine.dp_world_size
+    folder = folder_of(load_dir, tag)
+    files = sorted(folder.glob("mp_rank_*_model_states.pt")) if folder is not None else []
+    if not files:
+        return None
+    try:
+        saved = torch.load(files[0], map_location="cpu", weights_only=False).get("dp_world_size")
+    except Exception:  # what can't be read has been refused for that
+        return None
+    if saved is None or (len(files), saved) == (stages, columns):
+        return None
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): {_counted(len(files), saved)} saved the checkpoint, and this pipeline has "
+        f"{_counted(stages, columns)}, on which its optimizer states don't lie as they did. Load it with as many "
+        "stages and columns, or its weights alone with load_optimizer_states=False; loading ends half way, so start a "
+        "new engine"
+    )
+
+
+def _counted(stages: int, columns: int) -> str:
+    return f"{stages} stage{'s' * (stages > 1)} of {columns} column{'s' * (columns > 1)} (data-parallel ranks)"

@@ -57,7 +57,7 @@ def _refused(driver: Loading, load_dir: str, tag: Any, error: Exception) -> Chec
     said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
     if driver.engine.load_universal_checkpoint():
         return _of_universal(driver, load_dir, said)
-    folder = _folder(load_dir, tag)
+    folder = folder_of(load_dir, tag)
     if folder is not None and not folder.is_dir():
         by = " (by the file latest)" if tag is None else ""
         there = sorted(one.name for one in Path(load_dir).glob("*") if one.is_dir())
@@ -130,7 +130,7 @@ def _without_states(driver: Loading, load_dir: str, tag: Any, error: Exception) 
     if driver.engine.load_universal_checkpoint():
         # On the other stages, what does not fit a universal checkpoint is the model.
         return None if stage else _of_universal(driver, load_dir, f"{type(error).__name__}: {error}")
-    saved_on = _saved_on(_folder(load_dir, tag))
+    saved_on = _saved_on(folder_of(load_dir, tag))
     if saved_on is None:
         return None
     if (saved_on != _WHOLE) is bool(stage):
@@ -211,7 +211,7 @@ def _of_universal(driver: Loading, load_dir: str, said: str) -> CheckpointError:
     )
 
 
-def _folder(load_dir: str, tag: Any) -> Path | None:
+def folder_of(load_dir: str, tag: Any) -> Path | None:
     """Return the folder of a checkpoint's tag, which need not exist; None where nothing names one."""
     latest = Path(load_dir) / "latest"
     if tag is None:

@@ -50,14 +50,14 @@ CHANGES = {
 }  # fmt: skip
 
 
-def build(extended, turned=False, frozen=None):
+def build(extended, turned=False, frozen=None, stages=2):
     """Build a pipeline whose layers are of one size, so that the states of one fit another."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)]
     layers += [nn.Tanh(), nn.Linear(6, 6, bias=False)]
     if frozen is not None:
         layers[2 * frozen].requires_grad_(False)
-    pipeline = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=mean_of_all, partition_method="uniform")
+    pipeline = deepspeed.PipelineModule(layers, num_stages=stages, loss_fn=mean_of_all, partition_method="uniform")
     trained = [one for one in pipeline.parameters() if one.requires_grad]
     return ds_parity.initialize(model=pipeline, model_parameters=trained[::-1] if turned else trained, config=extended)[
         0
@@ -144,3 +144,41 @@ def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(four_ranks, wha
 
 def test_latest_names_the_checkpoint_and_the_callers_values_are_loaded(four_ranks):
     assert [[one["latest"], one["own"], one["then"]] for one in four_ranks.of(around)] == [["global_step1", 5, 2]] * 4
+
+
+# By precision and ZeRO stage; from 2 stages of 2 columns to 1 stage of 4.
+ONTO_OTHERS = {"bf16 on ZeRO 0": (0, HALVES), "fp32 on ZeRO 0": (0, {}), "fp32 on ZeRO 1": (1, {})}
+
+
+@on_four_ranks
+@alone_in_the_process
+def onto_other_stages(folder):
+    """What a rank is answered that loads all, and the weights alone; and whether these are those that were saved."""
+    results = {}
+    for name, (stage, more) in ONTO_OTHERS.items():
+        saving = build(config(stage, **more))
+        saving.train_window(micro_batches(saving, 0, SIZES))
+        saving.save_checkpoint(folder, tag=name)
+        saved = {}
+        for one in from_all({n: p.tolist() for n, p in saving.module.named_parameters()}):
+            saved |= one
+        said = refusal(lambda s=stage, m=more, n=name: build(config(s, **m), stages=1).load_checkpoint(folder, tag=n))
+        loading = build(config(stage, **more), stages=1)
+        loading.load_checkpoint(folder, tag=name, load_optimizer_states=False)
+        same = {n: p.tolist() for n, p in loading.module.named_parameters()} == saved
+        results[name] = from_all([said, same, refusal(lambda e=loading: trained_on(e))])
+    return results
+
+
+def trained_on(engine):
+    engine.train_window(micro_batches(engine, 1, [*SIZES, *SIZES]))
+
+
+@pytest.mark.parametrize("name", ONTO_OTHERS)
+def test_weights_alone_go_to_other_stages_and_columns(four_ranks, name):
+    for said, same, trains in four_ranks.of(onto_other_stages)[name]:
+        there, here = "2 stages of 2 columns (data-parallel ranks)", "1 stage of 4 columns (data-parallel ranks)"
+        assert f"{there} saved the checkpoint, and this pipeline has {here}" in said
+        assert "load_optimizer_states=False" in said
+        assert same
+        assert trains == "nothing was raised"

@@ -1,20 +1,124 @@
-"""Putting a scheduler at a position: `lr_progress: rollout`."""
+"""Putting a scheduler at a position (`lr_progress: rollout`), and what its `step()` is given elsewhere."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
 import wrapt
 from deepspeed.runtime import lr_schedules
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ds_parity.errors import ConfigError
+from ds_parity.engine.internals.surface import Engine
+from ds_parity.errors import ConfigError, WindowError
 from ds_parity.window import Progress
 
 # DeepSpeed's schedulers are functions of `last_batch_iteration`, which stands one behind the steps taken
 # (lr_schedules.py, 0.19.8: -1 before the first).
 _BY_ITERATION = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
+
+# Megatron's schedulers count samples, and DeepSpeed gives them its batch size: `step(increment)`.
+_SAMPLES: Final = "increment"
+
+
+def refuse_unfit(scheduler: Any, given: Any, doing: str) -> None:
+    """Raise WindowError where a scheduler's `step()` can't be called with what a loop has given for it.
+
+    DeepSpeed would call it with its batch size then, whatever the argument means there (engine.py, `_take_model_step`,
+    0.19.8), so that ReduceLROnPlateau takes the batch size for the metric, and StepLR for the epoch.
+
+    Args:
+        scheduler: the engine's; None for none.
+        given: `lr_kwargs` of the loop.
+        doing: what the loop has called, for the message ("step() in window 3").
+    """
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+        raise WindowError(
+            f"{doing} was given lr_kwargs={given!r}: must be a mapping of names to values for the scheduler's step(); "
+            "give lr_kwargs={'metrics': ...}, or leave it out"
+        )
+    if scheduler is None or _fits(scheduler, (), given := dict(given or {})):
+        return
+    name = type(scheduler).__name__
+    if given:
+        takes = ", ".join(inspect.signature(scheduler.step).parameters) or "nothing"
+        raise WindowError(
+            f"{doing} was given lr_kwargs with {', '.join(sorted(given))}, but {name}.step() takes {takes}: DeepSpeed "
+            "would give it the batch size in their place; leave lr_kwargs out, or give what the scheduler takes"
+        )
+    if not (wanted := needed_by(scheduler)):
+        return
+    raise WindowError(
+        f"{doing} was given no lr_kwargs, but {name}.step() needs {', '.join(wanted)}: DeepSpeed would give it the "
+        f"batch size in its place; give step(lr_kwargs={{{wanted[0]!r}: ...}}) the same value on every rank, where the "
+        "data end inside a window finish(lr_kwargs=...) too, behind passes(..., finish=False)"
+    )
+
+
+def _fits(scheduler: Any, args: Any, given: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(scheduler.step).bind(*args, **given)
+    except TypeError:
+        return False
+    except ValueError:  # it has none that can be read
+        return True
+    return True
+
+
+def needed_by(scheduler: Any) -> list[str]:
+    """Return the names of what a scheduler's `step()` must be given by a loop.
+
+    Args:
+        scheduler: the engine's; None for none.
+    """
+    if scheduler is None or _fits(scheduler, (), {}):
+        return []
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty]
+    return [] if needed == [_SAMPLES] else needed
+
+
+class _Loud(wrapt.ObjectProxy[Any]):
+    """A scheduler whose own TypeError is seen: DeepSpeed takes every one for an argument that is missing."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step it.
+
+        Raises:
+            WindowError: it has raised a TypeError, though it takes these arguments.
+        """
+        scheduler = self.__wrapped__
+        try:
+            return scheduler.step(*args, **kwargs)
+        except TypeError as error:
+            if not _fits(scheduler, args, kwargs):
+                raise
+            raise WindowError(
+                f"step() of the scheduler {type(scheduler).__name__} has raised TypeError: {error}. DeepSpeed would "
+                "step it once more, with the batch size as its argument; mend the scheduler, and load a checkpoint: "
+                "the weights have been stepped, and the learning rates have not"
+            ) from error
+
+
+@contextmanager
+def failing_loudly(engine: Engine) -> Iterator[None]:
+    """Let a TypeError that the scheduler raises inside DeepSpeed's step be seen.
+
+    Raises:
+        WindowError: it has raised one.
+    """
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
+        yield
+        return
+    engine.lr_scheduler = _Loud(scheduler)
+    try:
+        yield
+    finally:
+        engine.lr_scheduler = scheduler
 
 
 class RolloutSchedule(wrapt.ObjectProxy[Any]):

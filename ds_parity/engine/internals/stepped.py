@@ -14,15 +14,19 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ds_parity.errors import WindowError
 
-if TYPE_CHECKING:
-    from ds_parity.engine.internals.kept import KeptGradients
+
+class Watcher(Protocol):
+    """Knows when an engine itself steps its optimizers."""
+
+    def keeps_steps(self, *, always: bool) -> bool:
+        """Whether nobody but the engine may step them now; `always`: also between windows."""
 
 
-def guard_step(watcher: KeptGradients, owner: Any, *, always: bool) -> None:
+def guard_step(watcher: Watcher, owner: Any, *, always: bool) -> None:
     """Make `owner.step()` raise WindowError where it is called past its engine.
 
     Args:
@@ -49,7 +53,7 @@ def guard_step(watcher: KeptGradients, owner: Any, *, always: bool) -> None:
     owner.step = types.MethodType(guarded, owner)
 
 
-def refuse_groups(watcher: KeptGradients, owner: Any, where: str) -> None:
+def refuse_groups(watcher: Watcher, owner: Any, where: str) -> None:
     """Make `owner.add_param_group()` raise WindowError: DeepSpeed has divided, or copied, the groups that there are.
 
     Args:
