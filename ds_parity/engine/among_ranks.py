@@ -75,7 +75,8 @@ class AmongRanks:
 
         Args:
             kind: what they do there, as in `Place`.
-            used: all must have used the same parameters in the window, too, where DeepSpeed needs that.
+            used: a step follows: all must have used the same parameters in the window, too, where DeepSpeed needs that,
+                and have the same learning rates.
 
         Raises:
             WindowError: this is the thread of `passes(prefetch=...)`.
@@ -90,9 +91,13 @@ class AmongRanks:
 
         def place() -> Place:
             here = self._place(kind)
-            return replace(here, used=self.adapter.used_parameters()) if used else here
+            return replace(here, used=self.adapter.used_parameters(), rates=self.rates()) if used else here
 
         return PlacedSum(self.over, place)
+
+    def rates(self) -> tuple[float, ...]:
+        """Return the learning rates that a step now would use, one for each parameter group."""
+        return tuple(float(rate) for rate in self.engine.get_lr())
 
     def upcoming(self, doing: str = RUNS) -> Upcoming:
         """Return an empty line of passes, whose exchanges say where this rank is and what it does."""

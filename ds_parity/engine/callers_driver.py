@@ -14,7 +14,7 @@ from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.pass_state import PARTLY_THERE
-from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_strays
+from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_schedule, refuse_strays
 from ds_parity.engine.ranks.wire import SAVES, Place
 from ds_parity.errors import CheckpointError, ConfigError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
@@ -201,6 +201,7 @@ class CallersDriver(Driver):
             self._open()
             self._reduce()
         self.boundary.schedule()  # one that cannot be moved is refused while step() may come again
+        refuse_schedule(self, kwargs.get("lr_kwargs"), "step()")
         if self._passes_over_ranks(ENDS) == 0:
             self._keep_open()
             raise WindowError(
@@ -209,11 +210,14 @@ class CallersDriver(Driver):
             )
         self._close(**kwargs)
 
-    def finish(self) -> None:
+    def finish(self, **kwargs: Any) -> None:
         """Settle the window that the data ended in: step, drop or error.
 
+        Args:
+            **kwargs: for DeepSpeed's `step`.
+
         Raises:
-            WindowError: a window is open and `last_window` is `error`.
+            WindowError: a window is open and `last_window` is `error`, or its scheduler needs what it was not given.
             RankDesyncError: not every rank has finished.
         """
         if self.ledger.window.passes:
@@ -222,6 +226,8 @@ class CallersDriver(Driver):
             self.state.refuse_lost()
             self._refuse_block()
             refuse_ending_here(self)
+        if self.ledger.window.passes and self.settings.last_window == "step":
+            refuse_schedule(self, kwargs.get("lr_kwargs"), "finish()")
         drop = self.settings.last_window == "drop"
         self._open()
         ledger = self.ledger
@@ -241,7 +247,7 @@ class CallersDriver(Driver):
                 "ds_parity.last_window is 'error'; call step() after the window's backwards, or choose 'step' or 'drop'"
             )
         refuse_strays(self, newcomers=True, ends=True)
-        self._close(drop=drop)
+        self._close(drop=drop, **kwargs)
 
     def _close(self, *, drop: bool = False, **kwargs: Any) -> None:
         with self.state.ending():
@@ -301,7 +307,7 @@ class CallersDriver(Driver):
     def _passes_over_ranks(self, doing: str, *, drop: bool = False) -> int:
         """Close the window with what all ranks have run in it, where one has; return the most that a rank ran."""
         self._open()  # a rank that has run none is waited for in the first window's exchange
-        place = self._place(doing)
+        place = replace(self._place(doing), rates=self.rates())
         if self._reduced or not self.adapter.silent_inside_windows:
             # Else the reduction is still to come, and brings zeros for what a rank has not used.
             place = replace(place, used=self.adapter.used_parameters())

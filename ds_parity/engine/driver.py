@@ -20,7 +20,7 @@ from ds_parity.engine.internals.groups import members_of
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.late_pass import LatePass
 from ds_parity.engine.pass_state import PARTLY_THERE, PassState
-from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_strays
+from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_schedule, refuse_strays
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import RUNS, SAVES, Announcement
 from ds_parity.engine.record.metrics import Meter
@@ -221,6 +221,8 @@ class Driver(AmongRanks):
         if self.ledger.window.closed:
             refuse_strays(self, newcomers=True, ends=True)
             self.boundary.schedule()  # one that cannot be moved is refused while step() may come again
+            if self.ledger.total() > 0:
+                refuse_schedule(self, kwargs.get("lr_kwargs"), "step()")
         self.state.awaits_step = False
         with self.state.ending():
             if not self.ledger.window.closed:
@@ -275,11 +277,15 @@ class Driver(AmongRanks):
 
     # The end of the data.
 
-    def finish(self) -> None:
+    def finish(self, **kwargs: Any) -> None:
         """Settle the window that the data ended in: step, drop or error.
 
+        Args:
+            **kwargs: for DeepSpeed's `step`.
+
         Raises:
-            WindowError: a window is open and `last_window` is `error`, or it has a backward that raised.
+            WindowError: a window is open and `last_window` is `error`, or it has a backward that raised; or its
+                scheduler needs what it was not given.
             RankDesyncError: not every rank has finished.
         """
         if self.ledger.window.passes:
@@ -289,6 +295,8 @@ class Driver(AmongRanks):
             refuse_ending_here(self)
         if self.state.awaits_step:
             raise WindowError("finish() between a backward() and its step(): call step() first")
+        if self.ledger.window.passes and self.settings.last_window == "step":
+            refuse_schedule(self, kwargs.get("lr_kwargs"), "finish()")
         # All ranks must end here: one that still runs passes would wait in its own exchange.
         self.exchange.start(self._place("finishes"), []).wait()
         self._finished = True
@@ -306,9 +314,9 @@ class Driver(AmongRanks):
                 "multiple of the target, or choose 'step' or 'drop'"
             )
         refuse_strays(self, newcomers=True, ends=True)
-        self._settle_last_window()
+        self._settle_last_window(**kwargs)
 
-    def _settle_last_window(self) -> None:
+    def _settle_last_window(self, **kwargs: Any) -> None:
         drop = self.settings.last_window == "drop"
         if drop:
             self.ledger.drop()
@@ -321,7 +329,7 @@ class Driver(AmongRanks):
             else:
                 # There is no backward left that could reduce on ZeRO 0 and 1.
                 self.boundary.reduce()
-                self.boundary.update()
+                self.boundary.update(**kwargs)
 
     def passes_pending(self) -> int:
         """Return how many passes of the open window have run."""

@@ -174,8 +174,14 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
 
         A gradient that is not finite takes no step, in any precision: `last_step.skipped` says so.
 
+        Args:
+            lr_kwargs: what the scheduler's `step()` is given at the boundary, by names: `{"metrics": ...}` for torch's
+                ReduceLROnPlateau, with the same value on every rank.
+
         Raises:
-            WindowError: there was no `backward` since the last `step`, or gradients were changed outside of it.
+            WindowError: there was no `backward` since the last `step`, or gradients were changed outside of it; or the
+                scheduler does not take what it is given, or needs what it is not given.
+            RankDesyncError: the learning rates of the ranks differ.
         """
         with self._self_driver.waiting("step()"):
             self._self_driver.step(lr_kwargs=lr_kwargs)
@@ -253,17 +259,22 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         if finish and not self.stopping:
             self.finish()
 
-    def finish(self) -> StepRecord | None:
+    def finish(self, lr_kwargs: Any = None) -> StepRecord | None:
         """Settle the last window as `ds_parity.last_window` says; every rank calls it. Returns the last step.
 
         The next data begins with a full window: a surplus of this data is forgotten, unless a `stop()` ended it.
 
+        Args:
+            lr_kwargs: what the scheduler's `step()` is given, as in `step`. A loop whose scheduler needs it gives
+                `finish=False` to `passes`, and calls this behind it.
+
         Raises:
-            WindowError: a window is open under `last_window: error`, or a `step()` is owed.
-            RankDesyncError: not every rank has finished.
+            WindowError: a window is open under `last_window: error`, or a `step()` is owed; or the scheduler needs what
+                it is not given: the window stays open, and may be finished with it.
+            RankDesyncError: not every rank has finished, or the learning rates of the ranks differ.
         """
         with self._self_driver.waiting("finish()"):
-            self._self_driver.finish()
+            self._self_driver.finish(lr_kwargs=lr_kwargs)
         return self.last_step
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ds_parity.engine.among_ranks import AmongRanks
 from ds_parity.engine.arguments import parts_of, refuse_what_is_no_loss
+from ds_parity.engine.internals.schedule import refuse_unfit
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts
 
@@ -89,3 +90,15 @@ def refuse_ending_here(driver: AmongRanks) -> None:
             f"step() or finish() inside no_sync(), in window {driver.ledger.window.index}: DeepSpeed does not step "
             "there; call it behind the block, or leave no_sync() out: DeepSpeed communicates only where it must"
         )
+
+
+def refuse_schedule(driver: AmongRanks, given: Any, doing: str) -> None:
+    """Raise WindowError where the scheduler's `step()` does not take what it would be given in the coming step.
+
+    Args:
+        driver: whose window ends.
+        given: `lr_kwargs` of the loop.
+        doing: what the loop has called ("step()").
+    """
+    with driver.telling():
+        refuse_unfit(driver.engine.lr_scheduler, given, f"{doing} in window {driver.ledger.window.index}")

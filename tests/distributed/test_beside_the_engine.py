@@ -8,7 +8,12 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_parity
@@ -106,6 +111,42 @@ def gradients_that_are_set(folder):
 def test_a_gradient_that_is_set_is_divided_by_the_correction(two_ranks, stage):
     moved = two_ranks.of(gradients_that_are_set)[stage]
     assert moved == pytest.approx([0.5] * len(moved), abs=1e-6)
+
+
+# Weights and states that are written between windows.
+
+WRITTEN = [*product((1, 2, 3), ("fp32", "bf16")), (3, "offload")]
+
+
+@on_two_ranks
+def weights_that_are_written(folder):
+    """By cell: what is read of weights and states behind writing them, and the weights behind another window."""
+    results = {}
+    for stage, kind in WRITTEN:
+        torch.manual_seed(0)
+        engine, _ = engine_of(stage, kind, model=torch.nn.Sequential(torch.nn.Linear(4, 13), torch.nn.Linear(13, 1)))
+        train(engine)
+        read = []
+        for number, parameter in enumerate(engine.module.parameters()):
+            full = safe_get_full_fp32_param(parameter)
+            value = torch.arange(full.numel(), dtype=torch.float32, device=full.device).view(full.shape) + number
+            safe_set_full_fp32_param(parameter, value)
+            read.append(bool(torch.equal(safe_get_full_fp32_param(parameter), value)))
+            if stage == 3:
+                other = torch.ones(99, device=full.device)
+                wrong = answer(lambda p=parameter, other=other: safe_set_full_fp32_param(p, other))
+                read.append("do not match" in wrong)
+        results[f"{stage} {kind}"] = read
+        engine.destroy()
+    return from_all(results)
+
+
+@pytest.mark.parametrize("cell", [f"{stage} {kind}" for stage, kind in WRITTEN])
+def test_a_weight_of_any_size_can_be_written_on_every_rank(two_ranks, cell):
+    """Bare DeepSpeed's ZeRO 3 raises on the last rank alone where ranks do not divide the size."""
+    for found in two_ranks.of(weights_that_are_written):
+        assert found[cell]
+        assert all(found[cell])
 
 
 # Optimizers that are stepped by their user.

@@ -125,6 +125,17 @@ GUARDS: tuple[Guard, ...] = (
         "safe_set_full_grad asks the parameter on ZeRO 1 and 2, and its optimizer on ZeRO 3",
         ("param._z3_optimizer.set_fp32_grad_for_param(value, param)", "param.set_full_hp_grad(value)"),
     ),
+    # A weight or a state that a loop writes.
+    Guard(
+        "deepspeed.utils.tensor_fragment:",
+        "",
+        "internals/zero3.py",
+        "safe_set_full_fp32_param and safe_set_full_optimizer_state ask the parameter's optimizer on ZeRO 3",
+        (
+            "param._z3_optimizer.set_full_hp_param(value, param)",
+            "param._z3_optimizer.set_full_hp_param(value, param, optim_state_key)",
+        ),
+    ),
     Guard(
         "deepspeed.utils.mixed_precision_linkage:",
         "",
@@ -260,6 +271,13 @@ GUARDS: tuple[Guard, ...] = (
         "internals/base.py",
         "a growing scale is read after it grew, which is why every fp16 step is corrected",
         first=("self._update_scale(self.overflow)", "self.unscale_and_clip_grads("),
+    ),
+    Guard(
+        ENGINE,
+        "_take_model_step",
+        "internals/schedule.py",
+        "a step moves the engine's scheduler by what a loop gives, and by the batch size where that raises a TypeError",
+        ("self.lr_scheduler.step(**(lr_kwargs or {}))", "self.lr_scheduler.step(self.train_batch_size())"),
     ),
     # Pipelines: pipeline.py and internals/stages.py.
     Guard(

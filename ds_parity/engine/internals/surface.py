@@ -314,6 +314,14 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         """Write a loop's own gradient of a step: `safe_set_full_grad`."""
 
+    def set_full_hp_param(self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None) -> None:
+        """Write a weight or a state: `safe_set_full_fp32_param`, `safe_set_full_optimizer_state`."""
+
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Write this rank's partition of one."""
+
     def _get_param_partition_rank(self, param: Zero3Parameter) -> int:
         """This rank among those that share a parameter."""
 

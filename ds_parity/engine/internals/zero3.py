@@ -60,6 +60,7 @@ class Zero3(Zero):
 
         optimizer.partition_grads = partition_grads  # type: ignore[method-assign]
         self._follow_writes(optimizer.set_fp32_grad_for_param)
+        self._let_any_size_be_written(optimizer.set_full_hp_param)
 
     def _follow_writes(self, write: Callable[[torch.Tensor, Zero3Parameter], None]) -> None:
         """Let a loop write its own gradient of a step (`safe_set_full_grad`), of a parameter of any size.
@@ -79,6 +80,24 @@ class Zero3(Zero):
                 self._renew_norm(optimizer.get_param_id(param), part, torch.float32)
 
         optimizer.set_fp32_grad_for_param = set_gradient  # type: ignore[method-assign]
+
+    def _let_any_size_be_written(self, write: Callable[..., None]) -> None:
+        """Let a loop write weights and states (`safe_set_full_fp32_param`, `safe_set_full_optimizer_state`), likewise.
+
+        The last ranks alone raise in bare DeepSpeed, so that the others wait for them where they meet next.
+        """
+        optimizer = self._optimizer
+
+        def set_full(value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None) -> None:
+            if not param.requires_grad or value.numel() != param.ds_numel:
+                write(value, param, optim_state_key)  # does nothing, or raises on every rank
+                return
+            length, rank = param.partition_numel(), optimizer._get_param_partition_rank(param)
+            row = value.flatten()
+            row = torch.nn.functional.pad(row, (0, max(0, length * (rank + 1) - row.numel())))
+            optimizer.set_local_hp_param(row.narrow(0, length * rank, length), param, optim_state_key)
+
+        optimizer.set_full_hp_param = set_full  # type: ignore[method-assign]
 
     def _note(self, number: int) -> None:
         super()._note(number)

@@ -380,6 +380,20 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         f"{SEVERAL_PASSES}, and the loop calls torch.autograd.grad on what engine(x) has returned",
     ),
     DeepSpeedFault(
+        "scheduler_by_batch_size",
+        "the scheduler takes the batch size for what it was not given: for a metric, or for the epoch",
+        "give step(lr_kwargs=...) what the scheduler's step() takes, and nothing else",
+        lambda c: True,
+        "the loop gives ReduceLROnPlateau no metric or another scheduler one, or a scheduler raises a TypeError",
+    ),
+    DeepSpeedFault(
+        "weights_written_zero3",
+        "safe_set_full_fp32_param and safe_set_full_optimizer_state raise on the last ranks alone, and the others wait",
+        "write this rank's part with safe_set_local_fp32_param and safe_set_local_optimizer_state",
+        lambda c: c.stage == 3,
+        "the loop writes a parameter or a state of a size that the ranks do not divide",
+    ),
+    DeepSpeedFault(
         "client_state_again",
         "a checkpoint gets the optimizer's states of the one before, or save_checkpoint() raises a KeyError",
         "save your own values alone, and not what load_checkpoint() has returned",
