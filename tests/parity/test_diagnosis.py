@@ -380,6 +380,70 @@ def test_windows_that_go_on_past_the_end_of_an_epoch_are_no_resume(told):
     assert {cause.name for cause in found} & {"resume-resets-window", "counter-drift"} == set()
 
 
+IDLE = (4, 3, 5, 4, 3, 3)
+
+
+def ended_early(*rollouts, passes=4, before=0):
+    """A run without its last step, whose windows hold so many rollouts; `before`: steps before those of the trace."""
+    each = passes if isinstance(passes, tuple) else (passes,) * len(rollouts)
+
+    def windows(number):
+        return {"rollouts": rollouts[number - 1], "passes": each[number - 1], "idle_passes": IDLE[number - 1]}
+
+    whole, cut = trace(windows, steps=len(rollouts)), trace(windows, steps=len(rollouts) - 1)
+    a, b = (
+        Trace(one.header, tuple(it.model_copy(update={"step": it.step + before}) for it in one.steps))
+        for one in (whole, cut)
+    )
+    return diagnose(a, b, compare(a, b, Tier.EXACT))
+
+
+@pytest.mark.parametrize("before", [0, 40])
+@pytest.mark.parametrize(
+    ("rollouts", "passes"),
+    [
+        ((16, 16, 16, 16), 4),
+        ((16, 16, 16, 20), 4),
+        ((14, 13, 13, 14), 4),  # the last window is as long as others
+        ((13, 14, 13, 8), (4, 4, 5, 3)),  # a target of 12, and a surplus that is carried on: 48 are four of them
+        ((14, 15, 13, 12), 4),  # a target of 12, and windows that each count anew
+        ((13, 14, 13, 8), None),
+        ((16, 10), 4),  # a target of 10, and a pass of 8
+    ],
+)
+def test_a_run_that_ends_a_whole_window_early_has_lost_no_tail(rollouts, passes, before):
+    found = ended_early(*rollouts, passes=passes, before=before)
+    assert found.causes == ()
+    assert {"data", "gradient", "logging"} <= set(found.classes), "what cuts a trace short may cut the log alone"
+    end = len(rollouts) - 1 + before
+    said = f"the candidate ends with step {end}, where step {end + 1} of {rollouts[-1]} rollouts was due"
+    assert said in found.certain
+
+
+@pytest.mark.parametrize("before", [0, 40])
+@pytest.mark.parametrize(
+    ("rollouts", "passes"),
+    [
+        ((16, 16, 16, 15), 4),
+        ((16, 16, 16, 15), None),
+        ((13, 14, 13, 8, 7), (4, 4, 5, 3, 3)),
+        ((13, 14, 13, 8, 12, 7), 4),
+        ((14, 15, 13, 1), None),
+    ],
+)
+def test_a_window_that_is_too_short_for_any_target_is_a_lost_tail(rollouts, passes, before):
+    found = ended_early(*rollouts, passes=passes, before=before)
+    assert {cause.name for cause in found.causes} == {"partial-window-leak", "indivisible-batch"}
+    assert "too few for a whole window" in found.causes[0].evidence
+
+
+def test_a_run_that_ends_several_steps_early_says_where():
+    found = diagnosed(lambda n: {}, steps=3)
+    assert found.causes == ()
+    assert "the candidate ends with step 3, where step 4 of 8 rollouts was due" in found.certain
+    assert "logging" in found.classes
+
+
 def test_a_window_that_is_counted_anew_is_seen_only_where_passes_are_known():
     counted = held(13, 14, 14, 12, 12, 2, passes=(None,) * 6)
     assert "resume-resets-window" not in {cause.name for cause in causes(counted)}

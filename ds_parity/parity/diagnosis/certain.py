@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ds_parity.parity.diagnosis import gradient, updates
+from ds_parity.parity.diagnosis import gradient, updates, windows
 from ds_parity.parity.diagnosis.view import View, plain
 
 _WORDS = {
@@ -33,6 +33,7 @@ def _sentences(view: View) -> Iterator[str]:
         (step, fields), *rest = order
         said = f"first to differ, in step {step}: {_listed(fields)}"
         yield said + "".join(f"; from step {later} on also {_listed(names)}" for later, names in rest)
+    yield from windows.facts(view)
     yield from gradient.facts(view)
     yield from updates.facts(view)
     agree = [name for name in _WORDS if name != "step" and view.agrees(name)]

@@ -14,6 +14,7 @@ from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
 from ds_parity.parity.diagnosis.view import View
+from ds_parity.parity.diagnosis.windows import ends_early
 
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound: weights that lie further apart before the first difference have not agreed, they were let pass.
@@ -45,7 +46,7 @@ def possible(view: View) -> tuple[str, ...]:
             found |= _OF_UPDATE
     if _crept(view) and at & {"loss", "grad_norm"} and not at & {"rollouts", "step"}:
         found |= _OF_UPDATE
-    if not _trained_apart(view):
+    if not _trained_apart(view) or ends_early(view):
         found |= {"logging"}
     return tuple(name for name in CLASSES if name in found)
 

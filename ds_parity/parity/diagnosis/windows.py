@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,14 +68,72 @@ def _rollouts(trace: Trace) -> list[int]:
     return known if len(known) == len(trace.steps) else []
 
 
+def ends_early(view: View) -> bool:
+    """Whether the candidate has the reference's first steps, all of them equal, and no others."""
+    numbers = [[one.step for one in side.steps] for side in (view.reference, view.candidate)]
+    return (
+        view.fields == {"step"}
+        and 0 < len(numbers[1]) < len(numbers[0])
+        and numbers[1] == numbers[0][: len(numbers[1])]
+    )
+
+
+def facts(view: View) -> Iterator[str]:
+    """Yield where a run ends that has the reference's steps as far as it goes."""
+    if ends_early(view):
+        due = view.reference.steps[len(view.candidate.steps)]
+        held = "" if due.rollouts is None else f" of {due.rollouts} rollouts"
+        yield f"the candidate ends with step {view.candidate.steps[-1].step}, where step {due.step}{held} was due"
+
+
 def _end(view: View, cut: Cut) -> Iterator[Cause]:
-    if cut.b == cut.a[:-1] and view.fields == {"step"}:
+    if cut.b != cut.a[:-1] or not ends_early(view):
+        return
+    if _is_short(cut.a, _last_passes(view, cut), from_start=view.step(0) == 1):
         others = min(cut.a[:-1])
-        said = (
-            f"all steps but the last are there, and equal; it holds {cut.a[-1]} rollouts, the others {others} or more"
-        )
+        said = f"all steps but the last are there, and equal; it holds {cut.a[-1]} rollouts, and the others "
+        said += f"{others} or more: too few for a whole window"
         yield Cause("partial-window-leak", Fit.SEQUENCE, said)
         yield Cause("indivisible-batch", Fit.SEQUENCE, said)
+
+
+def _last_passes(view: View, cut: Cut) -> list[float]:
+    """How many rollouts the last pass of each common window may have held: a micro-batch of each rank.
+
+    Half of the window where its passes are not known.
+    """
+    micro_batches = [n * view.ranks - idle for n, idle in zip(view.passes, view.idle, strict=True)]
+    return [
+        count * min(1.0, view.ranks / n if n > 0 else 0.5)
+        for count, n in zip(cut.a[: len(micro_batches)], micro_batches, strict=True)
+    ]
+
+
+def _is_short(held: list[int], last_passes: list[float], *, from_start: bool) -> bool:
+    """Whether the last window ended before its target, for each target that the windows before may have had.
+
+    Args:
+        held: rollouts of all windows.
+        last_passes: rollouts that the last pass of each window but the last may have held.
+        from_start: the first window is that of the run, so that no surplus was carried into it.
+    """
+    *whole, last = held
+    if len(whole) > 1 and len(set(whole)) == 1:
+        return last < whole[0]
+    # Before its last pass no window had reached its target.
+    *ends, end = accumulate(held)
+    # Windows that each count from 0, and windows that begin with what the one before had beyond its target.
+    counted = [(whole, [1] * len(whole), last, 1)]
+    for surplus in range(1 if from_start else math.ceil(max(last_passes))):
+        reached = [one + surplus for one in ends]
+        counted.append((reached, list(range(1, len(held))), end + surplus, len(held)))
+    short = []
+    for reached, numbers, at_last, number in counted:
+        missed = [(one - most) / n for one, most, n in zip(reached, last_passes, numbers, strict=True)]
+        target = math.floor(max(0.0, *missed)) + 1
+        if all(target * n <= one for one, n in zip(reached, numbers, strict=True)):
+            short.append(at_last < target * number)
+    return bool(short) and all(short)
 
 
 def _start(view: View, cut: Cut) -> Iterator[Cause]:
