@@ -56,7 +56,9 @@ class Run:
             before, weights = weights, weights - self.rate(at) * buffer
             weights = self.after(at, weights, before)
             steps.append(record(at + 1, norm, self.kept(weights)))
-        header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="a", engine="loop")
+        header = Header(
+            scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="a", engine="loop", optimizer="SGD"
+        )
         return Trace(header, tuple(steps))
 
 

@@ -78,24 +78,33 @@ def parallel(view: View) -> bool | None:
     With SGD the gradient of a step is a sum of the update and of the one before it (momentum). So what a multiple adds
     to the weights lies in the plane of these two, and what another gradient adds does not. Where the run begins isn't
     known, and so the first update is not: there the next step tells, to which momentum carries the first difference.
+
+    Other optimizers add no gradients up, and where none is named nothing is said. Another direction is told only of
+    what Nesterov's momentum and the decay of weights leave over, too, and of a step whose weights were still the same:
+    from then on gradients have another direction because of the weights.
     """
     moves, at = Moves(view), view.first
-    if not moves.known or at >= len(view.pairs):
+    if not moves.known or not moves.linear or at >= len(view.pairs):
         return None
     norms = view.ratios("grad_norm")
     updates = moves.update(at), moves.update(at - 1) if at > 0 else None
-    if updates[0] is not None and (at == 0 or updates[1] is not None):
-        shares, rest = along(moves.apart(at), [it for it in updates if it is not None])
+    same = updates[0] is not None and (at == 0 or updates[1] is not None)
+    if same:
+        apart, basis = moves.apart(at), [*updates]
     else:
         at += 1
         if at >= len(view.pairs) or near(norms[at], 1.0, _HARDLY):
             return False if moves.too_far else None
-        basis = [moves.update(at), moves.apart(at - 1), *([moves.update(at - 1)] if at > 1 else [])]
-        shares, rest = along(moves.widened(at), [it for it in basis if it is not None])
+        apart, basis = moves.widened(at), [moves.update(at), moves.update(at - 1), moves.apart(at - 1)]
+    plane = [it for it in basis if it is not None]
+    shares, rest = along(apart, plane)
     off = (norms[at] or math.nan) - 1
     if rest < _ALIGNED and abs(shares[0] - off) <= _LIKE_NORM * abs(off):
         return True  # the update has as much more of the gradient as the norm says
-    return False if rest > _ANOTHER and moves.clear(at) else None
+    if not same:
+        return False if moves.too_far else None
+    another = moves.clear(at) and along(apart, [*plane, *moves.carried(at)])[1] > _ANOTHER
+    return False if another else None
 
 
 def _fits(view: View, predicted: Sequence[float | None]) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_parity.parity.comparison.bounds import EPS
+from ds_parity.parity.diagnosis.lengths import linear
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord
 
@@ -24,7 +25,9 @@ Vector = NDArray[np.float64]
 _ENOUGH = 8
 # Momentum makes updates of SGD up to ten times as long as its gradients, where it is 0.9.
 _OF_MOMENTUM = 30.0
-_TOO_FAR = 2.0
+# Updates before the last that Nesterov's momentum may still hold.
+_OLDER = 3
+_TOO_FAR = 3.0
 _CLEAR = 10.0
 
 
@@ -68,6 +71,11 @@ class Moves:
         return None if self.view.step(0) != 1 else (np.array(sketches[0]), np.array(sketches[1]))
 
     @property
+    def linear(self) -> bool:
+        """Whether the headers say that both runs add gradients up as they are, as SGD does."""
+        return bool(linear(self.view.reference.header, self.view.candidate.header))
+
+    @property
     def one_start(self) -> bool:
         """Whether both sides are known to start from the same weights."""
         return self.starts is not None and bool((self.starts[0] == self.starts[1]).all())
@@ -77,6 +85,11 @@ class Moves:
         if at > 0:
             return self.reference(at) - self.reference(at - 1)
         return self.reference(0) - self.starts[0] if self.starts is not None and self.one_start else None
+
+    def carried(self, at: int) -> list[Vector]:
+        """What Nesterov's momentum and weight decay mix into the reference's update of a step; (n,) each."""
+        older = [self.update(one) for one in range(max(0, at - _OLDER), max(0, at - 1))]
+        return [it for it in (*older, self.reference(max(0, at - 1))) if it is not None]
 
     def widened(self, at: int) -> Vector:
         """By how much further a step took the weights apart; (n,)."""
@@ -90,7 +103,12 @@ class Moves:
 
     @cached_property
     def sgd(self) -> bool:
-        """Whether the reference's updates are as long as its gradients times the LR, momentum aside; Adam's are not."""
+        """Whether the optimizer is SGD: by the headers, or by updates as long as gradients times the LR.
+
+        What is read off lengths alone is no proof: a long gradient makes Adam look so, too.
+        """
+        if (named := linear(self.view.reference.header, self.view.candidate.header)) is not None:
+            return named
         lengths = [
             float(np.linalg.norm(self.reference(at) - self.reference(at - 1))) / (self._root * lr[0] * norm)
             for at in self._later
@@ -114,12 +132,13 @@ class Moves:
     def too_far(self) -> bool:
         """Whether the first difference is too long for gradients of one direction; a sketch errs by a fifth.
 
-        Gradients of one direction lie as far apart as their norms do.
+        Gradients of one direction lie as far apart as their norms do, and enter less than twice with Nesterov's
+        momentum.
         """
         a, b = self.view.pairs[self.view.first]
         if not (self.sgd and a.lr and a.lr[0] and a.grad_norm and b.grad_norm):
             return False
-        apart = float(np.linalg.norm(self.widened(self.view.first))) / (self._root * a.lr[0])
+        apart = float(np.linalg.norm(self.widened(self.view.first))) / (self._root * max(a.lr))
         return self.clear(self.view.first) and apart > _TOO_FAR * abs(b.grad_norm - a.grad_norm)
 
     @property

@@ -178,6 +178,8 @@ def gradient_scaled(view: View, moves: Moves) -> float | None:
 
     None where it entered in another direction, or the record can't tell. Of SGD: other optimizers don't add gradients.
     """
+    if not moves.linear:
+        return None
     at = view.first
     updates = moves.update(at), moves.update(at - 1) if at > 0 else None
     if updates[0] is not None and (at == 0 or updates[1] is not None):

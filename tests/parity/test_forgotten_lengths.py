@@ -1,0 +1,128 @@
+"""What weights say of a gradient's length: nothing with most optimizers, and with SGD that always clips."""
+
+from hashlib import sha256
+
+import numpy as np
+import pytest
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose
+from ds_parity.trace import Header, StepRecord, Trace, Weights
+from ds_parity.trace.records import Start
+
+SIZE, STEPS = 400, 6
+RNG = np.random.default_rng(1)
+# Gradients of six lengths, each in a direction of its own.
+LENGTHS = (1.0, 0.6, 1.7, 0.9, 1.3, 0.5)
+GRADIENTS = [length * RNG.normal(size=SIZE) / SIZE**0.5 for length in LENGTHS]
+SIGNS = RNG.choice([-1.0, 1.0], size=(32, SIZE))
+START = RNG.normal(size=SIZE) * 20
+TOKENS = (900, 1500, 700, 1100, 1300, 600)
+RATE = 0.01
+
+
+def adam(gradients, eps=1e-8):
+    first, second, found = 0.0, 0.0, []
+    for at, g in enumerate(gradients, 1):
+        first, second = 0.9 * first + 0.1 * g, 0.95 * second + 0.05 * g * g
+        found.append(first / (1 - 0.9**at) / (np.sqrt(second / (1 - 0.95**at)) + eps))
+    return found
+
+
+def lamb(gradients):
+    return [update / np.linalg.norm(update) for update in adam(gradients)]
+
+
+def lion(gradients):
+    kept, found = 0.0, []
+    for g in gradients:
+        found.append(np.sign(0.9 * kept + 0.1 * g))
+        kept = 0.99 * kept + 0.01 * g
+    return found
+
+
+def adagrad(gradients):
+    return [g / np.sqrt(sum(it * it for it in gradients[: at + 1])) for at, g in enumerate(gradients)]
+
+
+def rmsprop(gradients):
+    kept, found = 0.0, []
+    for g in gradients:
+        kept = 0.99 * kept + 0.01 * g * g
+        found.append(g / (np.sqrt(kept) + 1e-8))
+    return found
+
+
+def sgd(gradients, *, momentum=0.9, nesterov=False):
+    kept, found = 0.0, []
+    for g in gradients:
+        kept = momentum * kept + g
+        found.append(g + momentum * kept if nesterov else kept)
+    return found
+
+
+def nesterov(gradients):
+    return sgd(gradients, nesterov=True)
+
+
+def clipped(gradients, limit):
+    return [g * min(1.0, limit / np.linalg.norm(g)) for g in gradients]
+
+
+def run(update=sgd, optimizer="SGD", *, scale=lambda at, g: g, logged=lambda at, norm: norm, rates=None, **options):
+    """A run whose gradients are scaled, clipped at a limit and stepped, with weight decay beside them."""
+    limit, decay, loss = options.get("limit", 1e9), options.get("decay", 0.0), options.get("loss", lambda at: 0.5 + at)
+    gradients = [scale(at, g) for at, g in enumerate(GRADIENTS)]
+    weights, steps = START.copy(), []
+    for at, moved in enumerate(update([g + decay * START for g in clipped(gradients, limit)])):
+        weights = weights - (rates or [RATE] * STEPS)[at] * moved
+        norm = logged(at, float(np.linalg.norm(gradients[at])))
+        summary = Weights(
+            checksum=sha256(weights.astype(np.float32).tobytes()).hexdigest(),
+            norm=float(np.linalg.norm(weights)),
+            sketch=tuple((SIGNS @ weights).tolist()),
+        )
+        counts = {"passes": 4, "idle_passes": 0, "rollouts": 12, "prompts": 3, "tokens": TOKENS[at]}
+        figures = {"total": float(TOKENS[at]), "loss": loss(at), "lr": (RATE,), "grad_norm": norm}
+        steps.append(StepRecord(step=at + 1, **counts, **figures, weights=summary))
+    start = Start(norm=float(np.linalg.norm(START)), sketch=tuple((SIGNS @ START).tolist()), dtype="fp32")
+    header = Header(
+        scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="a", engine="loop",
+        optimizer=optimizer, start=start if options.get("told", True) else None,
+    )  # fmt: skip
+    return Trace(header, tuple(steps))
+
+
+def found(a, b):
+    return diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+
+
+def times(factor):
+    return lambda at, g: factor * g
+
+
+@pytest.mark.parametrize("options", [{}, {"decay": 0.01}, {"update": nesterov}, {"update": nesterov, "decay": 0.01}])
+@pytest.mark.parametrize("told", [True, False])
+def test_sgd_with_decay_or_nesterovs_momentum_gives_a_factor_no_other_direction(options, told):
+    """Both mix something else than the gradient into the updates."""
+    for first in (0, 1, 3):
+        scale = {"scale": lambda at, g, first=first: (1.0 if at < first else 1.3) * g}
+        diagnosis = found(run(told=told, **options), run(told=told, **options, **scale))
+        assert diagnosis.certain
+        assert not [said for said in diagnosis.certain if "another direction" in said], (first, diagnosis.certain)
+
+
+def test_another_direction_is_told_of_sgd_alone():
+    """By the headers: what a trace does not name is not taken for SGD."""
+    turned = {"scale": lambda at, g: g + 0.5 * np.roll(g, 7)}
+    assert any("another direction" in said for said in found(run(), run(**turned)).certain)
+    diagnosis = found(run(optimizer=None), run(optimizer=None, **turned))
+    assert not any("direction" in said for said in diagnosis.certain)
+
+
+def test_a_rate_that_adam_used_once_is_not_told_of_the_gradient():
+    rates = [RATE, 1.1 * RATE, *[RATE] * 4]
+    diagnosis = found(run(adam, "AdamW"), run(adam, "AdamW", rates=rates))
+    assert "weights" in diagnosis.certain[0]
+    assert not any("gradient entered" in said for said in diagnosis.certain), diagnosis.certain
