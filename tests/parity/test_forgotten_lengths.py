@@ -126,3 +126,11 @@ def test_a_rate_that_adam_used_once_is_not_told_of_the_gradient():
     diagnosis = found(run(adam, "AdamW"), run(adam, "AdamW", rates=rates))
     assert "weights" in diagnosis.certain[0]
     assert not any("gradient entered" in said for said in diagnosis.certain), diagnosis.certain
+
+
+@pytest.mark.parametrize(("optimizer", "update"), [("AdamW", adam), ("SGD", sgd)])
+def test_a_norm_that_is_hardly_off_is_not_proved_wrong_by_a_loss_that_is_far_off(optimizer, update):
+    """A loss in bf16 rounds each gradient by 0.2 %, its own value by more where it is near 0, and weights hardly."""
+    rounded = {"scale": lambda at, g: (1.0 + 0.002 * (-1) ** at) * g, "loss": lambda at: 1.1 * (0.5 + at)}
+    diagnosis = found(run(update, optimizer), run(update, optimizer, **rounded))
+    assert {"loss", "gradient"} <= set(diagnosis.classes), diagnosis

@@ -123,7 +123,8 @@ class View:
     def trained_alike(self) -> bool:
         """Whether the record proves that both sides trained alike, so that only what is logged can differ.
 
-        Weights prove it that are nearer than a loss, an LR or a norm as far off as the logged ones would leave them.
+        Weights prove it that are nearer than a loss, an LR or a norm as far off as the logged ones would leave them:
+        nearer than the least of these would, as a loss that is far off proves no norm wrong that hardly is.
         So do gradient norms that agree in every step where losses or metrics are far apart: another loss, or other
         data, has other gradients. Without weights each norm still follows from the weights of the step before, but
         only one that is written in full shows them.
@@ -131,7 +132,7 @@ class View:
         if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2:
             return False
         if self.recorded("weights"):
-            near_enough = self.weights_apart is not None and self.weights_apart < _TELLING * self._effect
+            near_enough = self.weights_apart is not None and self.weights_apart < _TELLING * min(self._effects)
             return near_enough or self._norms_tell
         rounded = self.reference.precision.keys() | self.candidate.precision.keys()
         return self.agrees("grad_norm") and "grad_norm" not in rounded and not self.fields & {"lr"}
@@ -144,14 +145,17 @@ class View:
         if self.fields & {"metrics"}:
             return self.agrees("loss")
         norms = [abs(ratio - 1) for ratio in self.ratios("grad_norm") if ratio is not None]
-        return self._effect > _FAR and max(norms, default=1.0) < _TELLING * self._effect
+        effect = max(self._effects)
+        return effect > _FAR and max(norms, default=1.0) < _TELLING * effect
 
     @property
-    def _effect(self) -> float:
-        """By what share the updates would be off if what is logged were what was trained; at most 1."""
+    def _effects(self) -> list[float]:
+        """By what share updates would be off if what is logged were what was trained, by field; at most 1 each."""
+        return [self._effect(name) for name in sorted(self.fields & {"loss", "grad_norm", "lr"})] or [1.0]
+
+    def _effect(self, name: str) -> float:
         shares = [
             abs(y - x) / abs(x) if x else 1.0
-            for name in self.fields & {"loss", "grad_norm", "lr"}
             for pair in self.pairs
             for x, y in zip(*(_numbers(getattr(one, name)) for one in pair), strict=False)
         ]
