@@ -7,7 +7,7 @@ import pytest
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis import diagnose
+from ds_parity.parity.diagnosis import Fit, diagnose, grouped
 from ds_parity.trace import Header, StepRecord, Trace, Weights
 from ds_parity.trace.records import Start
 
@@ -102,6 +102,89 @@ def times(factor):
     return lambda at, g: factor * g
 
 
+FORGETFUL = {
+    "AdamW": adam, "Lamb": lamb, "Lion": lion, "Adagrad": adagrad, "RMSprop": rmsprop, None: adam,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("factor", [2.0, 0.5, 10.0])
+@pytest.mark.parametrize("optimizer", FORGETFUL)
+def test_a_factor_that_an_optimizer_forgets_is_named_beside_a_log_that_is_off(optimizer, factor, told):
+    update = FORGETFUL[optimizer]
+    one = run(update, optimizer, told=told)
+    for other in ({"scale": times(factor)}, {"logged": lambda at, norm: factor * norm}):
+        diagnosis = found(one, run(update, optimizer, told=told, **other))
+        names = {cause.name for cause in grouped(diagnosis.causes)[0]}
+        assert names == {"reported-norm", "constant-factor" if factor == 10.0 else "dp-mean-left-in"}
+        assert diagnosis.causes[0].fit is Fit.CONSTANT
+        assert {"gradient", "logging"} <= set(diagnosis.classes)
+        assert not [said for said in diagnosis.certain if "direction" in said], diagnosis.certain
+
+
+def test_a_factor_that_epsilon_shows_is_still_a_factor():
+    """The weights differ then, and so no log alone is off."""
+
+    def with_epsilon(gradients):
+        return adam(gradients, eps=1e-3)
+
+    diagnosis = found(run(with_epsilon, "Adam"), run(with_epsilon, "Adam", scale=times(0.5)))
+    assert "weights" in diagnosis.certain[0]
+    assert [cause.name for cause in diagnosis.causes] == ["dp-mean-left-in"]
+    assert not [said for said in diagnosis.certain if "another direction" in said]
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 10.0])
+def test_sgd_that_clips_every_step_forgets_a_factor_too(factor):
+    diagnosis = found(run(limit=0.2), run(limit=0.2, scale=times(factor)))
+    names = {cause.name for cause in grouped(diagnosis.causes)[0]}
+    assert names == {"reported-norm", "constant-factor" if factor == 10.0 else "dp-mean-left-in"}
+    assert "SGD with clipping in every step" in diagnosis.causes[0].evidence
+
+
+@pytest.mark.parametrize("update", [sgd, nesterov])
+@pytest.mark.parametrize("limit", [1e9, 2.0])
+def test_sgd_that_does_not_clip_shows_that_only_the_log_is_off(update, limit):
+    diagnosis = found(run(update, limit=limit), run(update, limit=limit, logged=lambda at, norm: 0.1 * norm))
+    assert (diagnosis.causes[0].name, diagnosis.causes[0].fit) == ("reported-norm", Fit.ALONE)
+    assert diagnosis.classes == ("logging",)
+
+
+def test_norms_that_follow_from_the_right_ones_are_logged_wrong_whatever_the_optimizer_forgets():
+    late = [float(np.linalg.norm(GRADIENTS[max(0, at - 1)])) for at in range(STEPS)]
+    for pattern in (lambda at, norm: norm**2, lambda at, norm: min(norm, 0.8), lambda at, norm: late[at]):
+        diagnosis = found(run(adam, "AdamW"), run(adam, "AdamW", logged=pattern))
+        assert [(cause.name, cause.fit) for cause in diagnosis.causes] == [("reported-norm", Fit.EVERY_STEP)]
+
+
+def test_norms_that_are_off_by_no_one_factor_may_be_another_divisor():
+    """Of gradients that are clipped in every step."""
+    factors = (1.4, 2.3, 1.1, 3.1, 1.9, 2.7)
+    clips = {"limit": 0.2}
+    for other in ({"scale": lambda at, g: factors[at] * g}, {"logged": lambda at, norm: factors[at] * norm}):
+        diagnosis = found(run(adam, "AdamW", **clips), run(adam, "AdamW", **clips, **other))
+        assert {cause.name for cause in grouped(diagnosis.causes)[0]} == {"reported-norm", "another-divisor"}
+        assert diagnosis.causes[0].fit is Fit.PATTERN
+
+
+def test_a_loss_that_is_off_with_no_norm_beside_it_may_be_minimised():
+    """As it is in a run that records no norms."""
+
+    def without(trace):
+        return Trace(trace.header, tuple(one.model_copy(update={"grad_norm": None}) for one in trace.steps))
+
+    for optimizer, update, names in (
+        ("AdamW", adam, {"reported-loss", "constant-factor"}),
+        ("SGD", sgd, {"reported-loss"}),
+    ):
+        one, other = run(update, optimizer), run(update, optimizer, loss=lambda at: 2 * (0.5 + at))
+        diagnosis = found(one, other)
+        assert {cause.name for cause in grouped(diagnosis.causes)[0]} == {"reported-loss"}
+        diagnosis = found(without(one), without(other))
+        assert {cause.name for cause in grouped(diagnosis.causes)[0]} >= names - {"constant-factor"}
+        assert optimizer == "SGD" or "constant-factor" in {cause.name for cause in diagnosis.causes}
+
+
 @pytest.mark.parametrize("options", [{}, {"decay": 0.01}, {"update": nesterov}, {"update": nesterov, "decay": 0.01}])
 @pytest.mark.parametrize("told", [True, False])
 def test_sgd_with_decay_or_nesterovs_momentum_gives_a_factor_no_other_direction(options, told):
@@ -134,3 +217,10 @@ def test_a_norm_that_is_hardly_off_is_not_proved_wrong_by_a_loss_that_is_far_off
     rounded = {"scale": lambda at, g: (1.0 + 0.002 * (-1) ** at) * g, "loss": lambda at: 1.1 * (0.5 + at)}
     diagnosis = found(run(update, optimizer), run(update, optimizer, **rounded))
     assert {"loss", "gradient"} <= set(diagnosis.classes), diagnosis
+
+
+def test_a_learning_rate_that_is_logged_wrong_is_so_where_lengths_are_forgotten_too():
+    other = run(adam, "AdamW", logged=lambda at, norm: 2 * norm)
+    other = Trace(other.header, tuple(one.model_copy(update={"lr": (2 * RATE,)}) for one in other.steps))
+    diagnosis = found(run(adam, "AdamW"), other)
+    assert {cause.name for cause in diagnosis.causes} == {"reported-lr"}

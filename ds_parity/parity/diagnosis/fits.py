@@ -15,10 +15,10 @@ class Fit(Enum):
 
     COMPUTED = ("a reference has computed the step under it, and these are the figures", 7, 7)
     SEQUENCE = ("its counts or learning rates are the predicted ones in every step", 11, 11)
-    EVERY_STEP = ("it predicts the number of every step", 4, 4)
+    EVERY_STEP = ("it predicts the number of every step", 5, 5)
     CONSTANT = ("it predicts one number that all steps have", 0, 0)
     DIRECTION = ("the weights lie in the direction that it predicts", 11, 11)
-    ALONE = ("nothing but the logged number differs, and what it would change is recorded", 13, 13)
+    ALONE = ("nothing but the logged number differs, and what it would change is recorded", 12, 12)
     PATTERN = ("it predicts which steps and fields differ", 1, 1)
     HEADER = ("the headers of the traces say so", 1, 1)
 

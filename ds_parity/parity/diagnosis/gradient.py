@@ -131,21 +131,39 @@ def _factors(view: View) -> Iterator[Cause]:
     if not first:
         return
     fitting = {name: it for name, it in _predictions(view, first).items() if _fits(view, it[0])}
+    hidden = unproven(view)
     if fitting:
         listed = ", ".join("-" if it is None else f"{it:.4g}" for it in next(iter(fitting.values()))[0][:5])
         meanings = ", or ".join(meaning for _, meaning in fitting.values())
-        for name, (predicted, _) in fitting.items():
-            fit = Fit.EVERY_STEP if _varies(predicted) else Fit.CONSTANT
-            yield Cause(name, fit, f"gradient norms are {meanings} times the reference's ({listed})")
+        said = f"gradient norms are {meanings} times the reference's ({listed}){hidden}"
+        fits = {name: Fit.EVERY_STEP if _varies(it[0]) else Fit.CONSTANT for name, it in fitting.items()}
+        yield from (Cause(name, fit, said) for name, fit in fits.items())
+        if hidden:
+            yield Cause("reported-norm", next(iter(fits.values())), said)
         return
     ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
     if view.first == 0 and len(ratios) > 2 and _fits(view, [first] * (len(view.pairs) - view.first)):
-        said = f"the gradient norm is {told(first)} times the reference's in all {len(ratios)} steps"
-        yield Cause("constant-factor", Fit.CONSTANT, said)
+        said = f"the gradient norm is {told(first)} times the reference's in all {len(ratios)} steps{hidden}"
+        for name in ("constant-factor", "reported-norm") if hidden else ("constant-factor",):
+            yield Cause(name, Fit.CONSTANT, said)
     elif parallel(view):
         listed = ", ".join(f"{it:.4g}" for it in ratios[:5])
         said = f"the gradients have the reference's direction, and {listed} times its length"
         yield Cause("another-divisor", Fit.DIRECTION, said)
+
+
+def unproven(view: View) -> str:
+    """Return what is said of weights that agree where a log that is off and a factor that is real look alike."""
+    if not view.forgetting or view.fields & {"loss", "lr"}:
+        return ""
+    return (
+        f"; {agreeing(view)} agree in every step, as {view.forgetting} leaves them where gradients have a factor, too"
+    )
+
+
+def agreeing(view: View) -> str:
+    """Return which of loss, gradient norm and weights agree in every step."""
+    return ", ".join(name for name in ("loss", "grad_norm", "weights") if view.agrees(name))
 
 
 def _predictions(view: View, first: float) -> Mapping[str, tuple[list[float | None], str]]:
@@ -200,7 +218,11 @@ def facts(view: View) -> Iterator[str]:
         yield "the gradients have another direction than the reference's: no one factor explains them"
     ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
     if len(ratios) > 1 and all(near(it, 1.0, _HARDLY) for it in ratios[1:]) and not near(ratios[0], 1.0, 2 * _HARDLY):
-        yield f"only the gradient of step {view.step(view.first)} is off; later norms follow from its weights"
+        alone = f"of step {view.step(view.first)} is off"
+        if view.weights_alike:
+            yield f"only the gradient norm {alone}, and the weights agree"
+        else:
+            yield f"only the gradient {alone}; later norms follow from its weights"
 
 
 def _denominator(view: View) -> Iterator[Cause]:

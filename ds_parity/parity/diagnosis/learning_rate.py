@@ -24,7 +24,7 @@ def causes(view: View) -> Iterator[Cause]:
         return
     groups = [([x[at] for x, _ in rates], [y[at] for _, y in rates]) for at in range(len(rates[0][0]))]
     other = [(a, b) for a, b in groups if a != b]
-    if not view.trained_alike:
+    if not view.updated_alike:
         yield from _of_some_groups(view, groups, other)
     if len(other) == len(groups):
         yield from _of_all(view, *other[0])
@@ -47,10 +47,10 @@ def _of_some_groups(
 
 def _of_all(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     found = [*_logged_off(view, a, b)]
-    if not found and view.trained_alike:
+    if not found and view.updated_alike:
         said = f"the logged LR differs ({b[0]:.4g}, where {a[0]:.4g} was due), and the weights agree in every step"
         found = [Cause("reported-lr", Fit.ALONE, said)]
-    if not view.trained_alike:
+    if not view.updated_alike:
         found += [*_shifted(view, a, b), *_skipped(view, a, b), *_still(view, a, b), *_per_rollout(view, a, b)]
         found += [*_slower(a, b), *_faster(view, a, b), *_stretched(view, a, b)]
     # Each gives all of the rates, so that none is likelier than another.

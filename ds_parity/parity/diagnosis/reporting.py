@@ -9,12 +9,18 @@ from itertools import pairwise
 from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.gradient import agreeing, unproven
+from ds_parity.parity.diagnosis.gradient import causes as of_gradients
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 
 def causes(view: View) -> Iterator[Cause]:
-    """Yield what would change what is written down and nothing else, where the record proves that nothing else did."""
+    """Yield what would change what is written down and nothing else, where the record proves that nothing else did.
+
+    Where it proves as much of all but the lengths of gradients, a logged number is a cause beside what changes these.
+    """
     if not view.trained_alike:
+        yield from _unproven(view)
         return
     if "loss" in view.fields and not view.fields & {"grad_norm", "lr"}:
         yield from _loss(view)
@@ -28,9 +34,23 @@ def causes(view: View) -> Iterator[Cause]:
         yield Cause("reported-counts", Fit.ALONE, said)
 
 
+def _unproven(view: View) -> Iterator[Cause]:
+    if not view.forgetting or "lr" in view.fields or {"loss", "grad_norm"} <= view.fields:
+        return
+    if "loss" in view.fields:
+        found, factor = list(_loss(view)), _one_factor(view)
+        said = f"{found[0].evidence}, as {view.forgetting} leaves them where gradients have a factor, too"
+        names = [*(cause.name for cause in found), *(["constant-factor"] if factor else [])]
+        yield from (Cause(name, Fit.CONSTANT if factor else Fit.PATTERN, said) for name in names)
+    elif "grad_norm" in view.fields and (said := _pattern_of_norms(view)):
+        yield Cause("reported-norm", Fit.EVERY_STEP, f"{said}{unproven(view)}")
+    elif "grad_norm" in view.fields and not any(of_gradients(view)):
+        said = f"the logged gradient norm is off by no one factor{unproven(view)}"
+        yield from (Cause(name, Fit.PATTERN, said) for name in ("reported-norm", "another-divisor"))
+
+
 def _proof(view: View) -> str:
-    agree = [name for name in ("loss", "grad_norm", "weights") if view.agrees(name)]
-    return f"{', '.join(agree)} agree in every step"
+    return f"{agreeing(view)} agree in every step"
 
 
 def _loss(view: View) -> Iterator[Cause]:
@@ -86,15 +106,21 @@ def _smoothed(view: View) -> float | None:
 
 
 def _norm(view: View) -> Iterator[Cause]:
+    said = _pattern_of_norms(view) or "the logged gradient norm differs"
+    yield Cause("reported-norm", Fit.ALONE, f"{said}; {_proof(view)}")
+
+
+def _pattern_of_norms(view: View) -> str:
+    """What was made of the reference's norms, if the logged ones follow from them; empty: not known."""
     known = [(a.grad_norm, b.grad_norm) for a, b in view.pairs if a.grad_norm and b.grad_norm]
     limit = max((y for _, y in known), default=0.0)
     if known and all(near(y, x * x, 1e-4) for x, y in known):
-        said = "the logged gradient norm is the square of the reference's"
-    elif len(known) > 1 and all(near(y, min(x, limit), 1e-4) for x, y in known):
-        said = f"the logged gradient norm is the reference's after clipping at {limit:.4g}"
-    else:
-        said = "the logged gradient norm differs"
-    yield Cause("reported-norm", Fit.ALONE, f"{said}; {_proof(view)}")
+        return "the logged gradient norm is the square of the reference's"
+    if len(known) > 1 and all(near(y, min(x, limit), 1e-4) for x, y in known):
+        return f"the logged gradient norm is the reference's after clipping at {limit:.4g}"
+    if len(known) > 2 and all(near(y, x, 1e-4) for (x, _), (_, y) in pairwise(known)):
+        return "the logged gradient norm is that of the step before"
+    return ""
 
 
 def _metrics(view: View) -> Iterator[Cause]:

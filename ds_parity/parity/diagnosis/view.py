@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ds_parity.parity.comparison.fields import Comparison
+from ds_parity.parity.diagnosis.lengths import forgetting
 from ds_parity.trace import StepRecord, Trace
 from ds_parity.trace.records import METRIC
 
@@ -123,19 +124,39 @@ class View:
     def trained_alike(self) -> bool:
         """Whether the record proves that both sides trained alike, so that only what is logged can differ.
 
-        Weights prove it that are nearer than a loss, an LR or a norm as far off as the logged ones would leave them:
-        nearer than the least of these would, as a loss that is far off proves no norm wrong that hardly is.
-        So do gradient norms that agree in every step where losses or metrics are far apart: another loss, or other
-        data, has other gradients. Without weights each norm still follows from the weights of the step before, but
-        only one that is written in full shows them.
+        Weights prove it that are nearer than a loss, an LR or a norm as far off as the logged ones would leave them,
+        unless what differs is a length of gradients that they forget. So do gradient norms that agree in every step
+        where losses or metrics are far apart: another loss, or other data, has other gradients. Without weights each
+        norm still follows from the weights of the step before, but only one that is written in full shows them.
         """
         if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2:
             return False
         if self.recorded("weights"):
-            near_enough = self.weights_apart is not None and self.weights_apart < _TELLING * min(self._effects)
-            return near_enough or self._norms_tell
+            return (self.weights_alike and not self.forgetting) or self._norms_tell
         rounded = self.reference.precision.keys() | self.candidate.precision.keys()
         return self.agrees("grad_norm") and "grad_norm" not in rounded and not self.fields & {"lr"}
+
+    @cached_property
+    def weights_alike(self) -> bool:
+        """Whether the weights are much nearer than a loss, an LR or a norm as far off as logged would leave them.
+
+        The least of them counts: a norm that is hardly off is not proved wrong by a loss that is far off.
+        """
+        if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2 or not self.recorded("weights"):
+            return False
+        return self.weights_apart is not None and self.weights_apart < _TELLING * min(self._effects)
+
+    @property
+    def updated_alike(self) -> bool:
+        """Whether the record proves that the learning rates were the same: weights show them, whatever they forget."""
+        return self.weights_alike or self.trained_alike
+
+    @cached_property
+    def forgetting(self) -> str:
+        """What may keep weights alike though gradients have another length, in words; empty where nothing does."""
+        if not self.weights_alike or self.agrees("grad_norm") or not self.fields & {"loss", "grad_norm", "total"}:
+            return ""
+        return forgetting(self.reference, self.candidate, self.pairs)
 
     @property
     def _norms_tell(self) -> bool:

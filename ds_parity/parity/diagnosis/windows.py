@@ -49,7 +49,7 @@ class Cut:
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what ends windows exactly where the candidate's end."""
-    if view.trained_alike:
+    if view.updated_alike:
         return
     passes = [[one.passes or 0 for one in side.steps] for side in (view.candidate, view.reference)]
     cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), *passes)
