@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import math
@@ -13,9 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+from torch.distributed.distributed_c10d import _world
 
 import ds_parity
+from ds_parity.engine.ranks import hostgroups
 from ds_parity.parity.data.rollouts import VOCAB, load_rollouts, shorten
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_four_ranks
@@ -116,14 +121,25 @@ class Alone:
 
 
 def alone_in_the_process(task):
-    """Let no later task's engine find the grid of this one's: DeepSpeed remembers it."""
+    """Let no later task's engine find the grid of this one's, and leave no group behind: DeepSpeed keeps both.
+
+    Each pipeline makes some 10 groups, and a thread of each wakes up 100 times a second (gloo's tcp/loop.cc): a
+    thousand of them keep two cores busy.
+    """
 
     @functools.wraps(task)
     def run(*args, **kwargs):
+        before = set(_world.pg_map)
         try:
             return task(*args, **kwargs)
         finally:
-            deepspeed.utils.groups.mpu = None
+            deepspeed.utils.groups.mpu = p2p._grid = None
+            # On ZeRO 1 its hooks hold an engine, and it its groups, whose threads end with the last that holds them.
+            for engine in [one for one in gc.get_objects() if isinstance(one, PipelineEngine)]:
+                engine.destroy()
+            gc.collect()
+            for group in [one for one in _world.pg_map if one not in before | set(hostgroups._GROUPS.values())]:
+                dist.destroy_process_group(group)
 
     return run
 
