@@ -15,7 +15,10 @@ from ds_parity.config.settings import PASSES, SECTION
 from ds_parity.errors import ConfigError
 
 # Python writes them into JSON; HJSON takes them, and all behind them on their line, for a text.
-_NOT_FINITE = re.compile(r'"(?P<key>[^"\n]*)"\s*:\s*(?P<value>[-+]?(?:NaN|Infinity|nan|inf))\b')
+_NOT_FINITE = re.compile(
+    r'(?:^|[{,])[ \t]*"(?P<key>[^"\n]*)"\s*:\s*(?:\[[^\]"\n]*)?(?P<value>[-+]?\b(?:NaN|Infinity|nan|inf))\b',
+    re.MULTILINE,
+)
 _ACCEPTED = "give the path of a JSON file, a mapping, or urlsafe base64 of JSON"
 
 

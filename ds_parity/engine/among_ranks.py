@@ -91,13 +91,16 @@ class AmongRanks:
 
         def place() -> Place:
             here = self._place(kind)
-            return replace(here, used=self.adapter.used_parameters(), rates=self.rates()) if used else here
+            if not used:
+                return here
+            steps = self.ledger.total() > 0 and not self.ledger.drops
+            return replace(here, used=self.adapter.used_parameters(), rates=self.rates() if steps else ())
 
         return PlacedSum(self.over, place)
 
-    def rates(self) -> tuple[float, ...]:
-        """Return the learning rates that a step now would use, one for each parameter group."""
-        return tuple(float(rate) for rate in self.engine.get_lr())
+    def rates(self) -> tuple[str, ...]:
+        """Return the learning rates that a step now would use, in digits, one for each parameter group."""
+        return tuple(repr(float(rate)) for rate in self.engine.get_lr())
 
     def upcoming(self, doing: str = RUNS) -> Upcoming:
         """Return an empty line of passes, whose exchanges say where this rank is and what it does."""

@@ -295,7 +295,7 @@ class Driver(AmongRanks):
             refuse_ending_here(self)
         if self.state.awaits_step:
             raise WindowError("finish() between a backward() and its step(): call step() first")
-        if self.ledger.window.passes and self.settings.last_window == "step":
+        if self.ledger.window.passes and self.settings.last_window == "step" and self.ledger.total() > 0:
             refuse_schedule(self, kwargs.get("lr_kwargs"), "finish()")
         # All ranks must end here: one that still runs passes would wait in its own exchange.
         self.exchange.start(self._place("finishes"), []).wait()

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -57,11 +57,15 @@ class _Column:
         number: of the column, the data-parallel rank.
         counts: of each micro-batch.
         runs: whether there is anything that it could run.
+        stage: of the rank.
+        rates: learning rates of its coming step, one for each parameter group.
     """
 
     number: int
     counts: tuple[Counts, ...]
     runs: bool
+    stage: int = field(default=0, compare=False)
+    rates: tuple[str, ...] = field(default=(), compare=False)
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -86,7 +90,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             raise ConfigError(
                 f"a pipeline with the scheduler {type(engine.lr_scheduler).__name__}, whose step() needs "
                 f"{', '.join(needed)}: train_window() has nothing to give it, and DeepSpeed gives it the batch size; "
-                "leave it out of initialize, and step it behind train_window() on every rank"
+                "leave it out of initialize, and step it behind train_window() on every rank, with the same value"
             )
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
@@ -249,6 +253,11 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 raise CheckpointError(f"load_checkpoint({load_dir!r}): rank {rank} has refused it: {other}")
         return path, state
 
+    def destroy(self) -> Any:
+        """Destroy the engine, as DeepSpeed does; its optimizer may be stepped by others then."""
+        self._self_between.end()
+        return self.__wrapped__.destroy()
+
     # The exchange.
 
     @property
@@ -281,7 +290,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         except Exception as error:
             self._tell(kind, error)
             raise
-        said = _Column(self._own_column, counts, bool(batches) or self._self_stand_in is not None)
+        runs, rates = bool(batches) or self._self_stand_in is not None, tuple(repr(float(r)) for r in self.get_lr())
+        said = _Column(self._own_column, counts, runs, int(self.grid.get_stage_id()), rates)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
         for rank, one in enumerate(gathered):
@@ -291,6 +301,14 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                     f"rank {rank} gave {len(one.counts)} micro-batches of {one.counts}, and another stage of its "
                     f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
                     "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
+                )
+        for rank, one in enumerate(gathered):
+            first = next(other for other in gathered if other.stage == one.stage)
+            if first.rates != one.rates:
+                raise RankDesyncError(
+                    f"rank {rank} has the learning rates {', '.join(one.rates)}, and another column of its stage has "
+                    f"{', '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
+                    "rates on all ranks alike, by the same metric"
                 )
         if not all(one.runs for one in gathered):
             raise WindowError(

@@ -76,15 +76,14 @@ def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tu
             groups, named = choose(engine).groups(), options["load_module_strict"]
             kept_states.refuse_others(engine, (state or {}).get(KEY, {}), groups, named=named)
     except CheckpointError as error:
-        return None, None, _of_another_topology(engine, load_dir, tag) or error
+        return None, None, _of_another_topology(engine, load_dir, tag, error) or error
     return path, state, None
 
 
-def _of_another_topology(engine: Any, load_dir: str, tag: Any) -> CheckpointError | None:
-    """Return what to say of a checkpoint that other stages or columns saved; None for one of as many, or of nothing.
-
-    Asked where a load was refused: on ZeRO stage 0 in fp32 other columns may load.
-    """
+def _of_another_topology(engine: Any, load_dir: str, tag: Any, error: CheckpointError) -> CheckpointError | None:
+    """Return what to say of a checkpoint that other stages or columns saved; None where they are no reason."""
+    if engine.load_universal_checkpoint():
+        return None
     stages, columns = engine.grid.pipe_parallel_size, engine.dp_world_size
     folder = folder_of(load_dir, tag)
     files = sorted(folder.glob("mp_rank_*_model_states.pt")) if folder is not None else []
@@ -94,14 +93,18 @@ def _of_another_topology(engine: Any, load_dir: str, tag: Any) -> CheckpointErro
         saved = torch.load(files[0], map_location="cpu", weights_only=False).get("dp_world_size")
     except Exception:  # what can't be read has been refused for that
         return None
-    if saved is None or (len(files), saved) == (stages, columns):
+    # torch's own optimizer (ZeRO stage 0 in fp32) is saved whole by every column.
+    columns_matter = not isinstance(engine.optimizer, torch.optim.Optimizer)
+    if saved is None or (len(files) == stages and not (columns_matter and saved != columns)):
         return None
-    return CheckpointError(
+    other = CheckpointError(
         f"load_checkpoint({load_dir!r}): {_counted(len(files), saved)} saved the checkpoint, and this pipeline has "
         f"{_counted(stages, columns)}, on which its optimizer states don't lie as they did. Load it with as many "
         "stages and columns, or its weights alone with load_optimizer_states=False; loading ends half way, so start a "
-        "new engine"
+        f"new engine ({error})"
     )
+    other.__cause__ = error
+    return other
 
 
 def _counted(stages: int, columns: int) -> str:

@@ -47,6 +47,7 @@ def weights(engine):
     return torch.cat([p.detach().flatten().float() for p in engine.module.parameters()])
 
 
+@alone_in_the_process
 def strays(cell, found):
     engine = build(cell)
     regulariser = sum(p.float().pow(2).sum() for p in engine.module.parameters())
@@ -76,6 +77,7 @@ def strays(cell, found):
     found["autograd.grad"] = trains(engine, 3)
 
 
+@alone_in_the_process
 def trained(cell, found):
     first = next(name for name, _ in build(cell).module.named_parameters())
     engine = build(cell, frozen=(first,))
@@ -95,10 +97,16 @@ def trained(cell, found):
     for one in engine.module.parameters():
         one.requires_grad_(False)
     found["all frozen"] = trains(engine, 1)
+    pipeline = deepspeed.PipelineModule(layers(), num_stages=2, loss_fn=squares, partition_method="uniform")
+    stage, more = CELLS[cell]
+    some = [one for one in pipeline.parameters() if one.dim() > 1]
+    engine, *_ = ds_parity.initialize(model=pipeline, model_parameters=some, config=config(stage, **more))
+    found["a part is given"] = [trains(engine), trains(engine, 1)][1]
     with torch.no_grad():
         found["no_grad"] = trains(build(cell))
 
 
+@alone_in_the_process
 def optimizers(cell, found):
     engine = build(cell)
     trains(engine)
@@ -107,12 +115,22 @@ def optimizers(cell, found):
     found["step, weights"] = bool(torch.equal(weights(engine), begun))
     later = {"params": [nn.Parameter(torch.zeros(3, device=engine.device))]}
     found["group"] = refusal(lambda: engine.optimizer.add_param_group(later))
+    engine = build(cell, scheduler=lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0))
+    rows = engine.optimizer.param_groups
+    rows[0]["lr"] = 0.1 * (1 + engine.grid.get_data_parallel_id())
+    found["rates apart"] = trains(engine)
+    for row in rows:
+        row["lr"] = 0.05
+    found["rates alike"] = trains(engine)
+    engine.destroy()
+    found["destroyed"] = trains(engine)
     found["plateau"] = refusal(lambda: build(cell, scheduler=lr_scheduler.ReduceLROnPlateau))
     engine = build(cell, scheduler=lambda optimizer: Broken(optimizer, lambda epoch: 1.0))
     found["scheduler, first"] = trains(engine)
     found["scheduler"] = trains(engine, 1)
 
 
+@alone_in_the_process
 def failing(cell, found, folder):
     calls = []
 
@@ -133,7 +151,6 @@ def failing(cell, found, folder):
 
 
 @on_four_ranks
-@alone_in_the_process
 def between_windows(folder):
     results = {}
     for cell in CELLS:
@@ -162,6 +179,10 @@ SAID = {
     "replaced": LOST,
     "frozen later": GOES_ON,
     "all frozen": "WindowError: this stage trains nothing in window 1",
+    "a part is given": GOES_ON,
+    "rates apart": "RankDesyncError: rank . has the learning rates 0.2, and another column of its stage has 0.1",
+    "rates alike": GOES_ON,
+    "destroyed": "WindowError: the engine was destroyed|RankDesyncError: this rank stops because another did",
     "no_grad": r"WindowError: train_window\(\) in window 0 under torch.no_grad\(\)",
     "plateau": "ConfigError: a pipeline with the scheduler ReduceLROnPlateau, whose step.* needs metrics",
     "scheduler, first": GOES_ON,

@@ -44,6 +44,16 @@ class Broken(lr_scheduler.LambdaLR):
         return super().step(epoch)
 
 
+class Handing:
+    """Hands on what it is given, as a framework's wrapper does."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def step(self, *args, **kwargs):
+        self.scheduler.step(*args, **kwargs)
+
+
 def plateau(optimizer):
     return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
@@ -125,6 +135,24 @@ def schedulers(folder):
         found["increments"] = engine.lr_scheduler.taken
         engine.destroy()
 
+        engine = engine_with(stage, Increments)
+        engine.lr_scheduler = Handing(engine.lr_scheduler)
+        run(engine, lambda n: None, {})
+        found["handed on"] = engine.lr_scheduler.scheduler.taken
+        engine.destroy()
+
+        engine = engine_with(stage, halving, lr_progress="rollout")
+        found["by rollout"] = refusal(lambda e=engine: run(e, lambda n: {"metrics": 1.0}))
+        engine.destroy()
+        found["by rollout, needs"] = refusal(lambda s=stage: engine_with(s, Increments, lr_progress="rollout"))
+
+        engine = engine_with(stage, None, last_window="drop")
+        engine.backward(forward(engine, dist.get_rank()), rollouts=1)
+        engine.step()
+        engine.optimizer.param_groups[0]["lr"] = RATE * (1 + dist.get_rank())
+        found["apart, dropped"] = refusal(engine.finish)
+        engine.destroy()
+
         engine = engine_with(stage, lambda optimizer: Broken(optimizer, lambda epoch: 1.0))
         found["broken"] = refusal(lambda e=engine: run(e, lambda n: None))
         engine.destroy()
@@ -170,6 +198,9 @@ SAID = {
     "passes": rf"WindowError: finish\(\) in window 0 was given no lr_kwargs, but {NEEDS}",
     "unwanted": r"lr_kwargs with metrics, but StepLR.step\(\) takes epoch",
     "broken": "WindowError: step.* of the scheduler Broken has raised TypeError: unsupported operand",
+    "by rollout": r"lr_kwargs with metrics, but StepLR.step\(\) takes epoch",
+    "by rollout, needs": r"ConfigError: .*Increments, whose step\(\) needs increment and has no position",
+    "apart, dropped": "^nothing was raised$",
     "apart": APART,
     "set apart": APART,
     "caller": rf"WindowError: step\(\) in window 0 was given no lr_kwargs, but {NEEDS}",
@@ -184,6 +215,7 @@ IS = {
     "passes, finished": 1,
     "wanted": [RATE, RATE / 2, RATE / 2, RATE / 2**7, RATE / 2**7, RATE / 2**8],
     "increments": [4, 4, 4],
+    "handed on": [4, 4, 4],
     "apart, steps": 2,
     "caller, steps": 2,
 }

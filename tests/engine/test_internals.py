@@ -53,13 +53,22 @@ def test_every_protocol_stands_for_classes_of_deepspeed():
 
 # What the room uses beside DeepSpeed: of torch, of Python, of DeepSpeed's documented accelerator, and of ds_parity.
 OTHERS = {
-    *("_C", "_will_engine_execute_node", "enable_grad", "expand_as", "grad_fn", "next_functions", "register_hook"),
+    *(
+        "_C",
+        "__wrapped__",
+        "_will_engine_execute_node",
+        "enable_grad",
+        "expand_as",
+        "grad_fn",
+        "next_functions",
+        "register_hook",
+    ),
     *("ds_pipe_replicated", "forward_funcs"),  # of a pipeline's parameters and module: guards name them
     *("float32", "functional", "pad", "pop", "popitem", "compiler", "disable", "Muon", "optim"),
     *("contiguous", "dim", "is_contiguous", "layout", "shape", "stride", "strided"),
     *("Adagrad", "any", "cat", "defaults", "equal", "no_grad", "signature", "type", "uint8"),
     *("__delattr__", "__setattr__", "dense_gradients", "differ", "forget", "note"),
-    *("bind", "default", "empty"),  # of a signature
+    *("VAR_KEYWORD", "VAR_POSITIONAL", "bind", "default", "empty", "kind"),  # of a signature
     *("GatheredParameters", "Module", "Parameter", "all", "bfloat16", "cpu", "detach", "dtype", "flatten", "float"),
     *("float16", "inf", "linalg", "logical_not", "master", "new_zeros", "vector_norm", "where", "zero"),
     *(

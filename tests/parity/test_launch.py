@@ -66,14 +66,13 @@ class TestAFreePort:
 def test_results_come_back_in_order_and_progress_is_told(tmp_path, monkeypatch):
     seen = []
     calls = tuple(Call(f"call {n}", "launched:echo", {"value": n, "seconds": 0.3}) for n in range(3))
-    calls += (Call("thread", "launched:leave_a_thread", {}),)
     port = launch.free_port()
     monkeypatch.setattr(launch, "free_port", lambda: port)
     # A harness that is ended between its ranks and their launcher frees nothing: ranks that end as they should do.
     monkeypatch.setattr(launch, "free_shared_memory", lambda port: None)
     # Time enough for DeepSpeed to compile its ops, once a machine; the tests below find them compiled.
     results = run_job(Job(calls, tmp_path / "ranks", 2, 300, (HERE,)), lambda done, title: seen.append((done, title)))
-    assert results == [0, 1, 2, "left"]
+    assert results == [0, 1, 2]
     assert not buffers(port), "DeepSpeed's buffers of 66 MB a rank were left in memory"
     assert (0, "starting ranks") in seen
     assert any(done and title.startswith("call") for done, title in seen)
@@ -88,6 +87,15 @@ def test_an_exception_on_one_rank_is_named_with_its_rank_and_ends_the_others(tmp
         run_job(job(tmp_path, "fail", rank=1))
     assert not left_behind(tmp_path)
     assert not buffers(port)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_threads_may_end_and_are_not_waited_for_longer(tmp_path):
+    """One sleeps for 10 minutes, one writes a file a second behind the last call, and one is an idle pool's."""
+    (tmp_path / "ranks").mkdir()
+    assert run_job(job(tmp_path, "leave_threads", folder=str(tmp_path))) == ["left"]
+    assert sorted(path.name for path in tmp_path.glob("late*")) == ["late0", "late1"]
 
 
 @pytest.mark.ranks

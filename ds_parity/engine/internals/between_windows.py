@@ -32,7 +32,9 @@ class BetweenWindows:
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self._trained: list[Parameter] = [p for group in adapter.groups() for p in group]
-        self._inside, self._stray, self._failed = False, False, ""
+        # Held, so that none that comes later is given the id of one that went: what an optimizer was not given rests.
+        self._at_start = {id(p): (p, p.requires_grad) for p in adapter.engine.module.parameters()}
+        self._inside, self._stray, self._failed, self._ended = False, False, "", False
         adapter.engine.zero_grad()  # what a model has accumulated before it came here belongs to no window
         self._left = self._gradients()
         note_gradients(self._trained, self._note)
@@ -51,7 +53,11 @@ class BetweenWindows:
         Args:
             always: also between windows.
         """
-        return always and not self._inside
+        return always and not (self._inside or self._ended)
+
+    def end(self) -> None:
+        """Guard nothing any more: the engine is destroyed."""
+        self._ended = True
 
     def refuse_failed(self, doing: str) -> None:
         """Raise WindowError where a window has raised: DeepSpeed keeps what had run of it.
@@ -73,6 +79,11 @@ class BetweenWindows:
             window: index of the coming window, for the message.
         """
         self.refuse_failed("train_window()")
+        if self._ended:
+            raise WindowError(
+                "the engine was destroyed (engine.destroy()), and takes no more train_window(); build a new engine, "
+                "and load a checkpoint into it"
+            )
         if not torch.is_grad_enabled():
             raise WindowError(
                 f"train_window() in window {window} under torch.no_grad() or inference_mode(): nothing could be "
@@ -81,7 +92,7 @@ class BetweenWindows:
         self._refuse_strays(window)
         own = {id(p) for group in self._adapter.groups() for p in group}
         trained = [(name, p) for name, p in self._adapter.engine.module.named_parameters() if p.requires_grad]
-        lost = [one for one in trained if id(one[1]) not in own]
+        lost = [one for one in trained if id(one[1]) not in own and not self._rested(one[1])]
         if lost:
             raise WindowError(
                 f"{names_of(lost)}: trained now, but no group of the optimizer holds it, because it was frozen, or not "
@@ -106,6 +117,9 @@ class BetweenWindows:
         finally:
             self._inside = False
             self._left = self._gradients()
+
+    def _rested(self, parameter: Parameter) -> bool:
+        return self._at_start.get(id(parameter), (None, False))[1]
 
     def _note(self, _: int) -> None:
         self._stray = self._stray or not self._inside

@@ -40,7 +40,9 @@ def refuse_unfit(scheduler: Any, given: Any, doing: str) -> None:
             f"{doing} was given lr_kwargs={given!r}: must be a mapping of names to values for the scheduler's step(); "
             "give lr_kwargs={'metrics': ...}, or leave it out"
         )
-    if scheduler is None or _fits(scheduler, (), given := dict(given or {})):
+    # What stands at a position takes anything, and has no use for it.
+    scheduler, given = _own(scheduler), dict(given or {})
+    if scheduler is None or _fits(scheduler, (), given):
         return
     name = type(scheduler).__name__
     if given:
@@ -56,6 +58,10 @@ def refuse_unfit(scheduler: Any, given: Any, doing: str) -> None:
         f"batch size in its place; give step(lr_kwargs={{{wanted[0]!r}: ...}}) the same value on every rank, where the "
         "data end inside a window finish(lr_kwargs=...) too, behind passes(..., finish=False)"
     )
+
+
+def _own(scheduler: Any) -> Any:
+    return scheduler.__wrapped__ if isinstance(scheduler, RolloutSchedule) else scheduler
 
 
 def _fits(scheduler: Any, args: Any, given: Mapping[str, Any]) -> bool:
@@ -77,7 +83,8 @@ def needed_by(scheduler: Any) -> list[str]:
     if scheduler is None or _fits(scheduler, (), {}):
         return []
     parameters = inspect.signature(scheduler.step).parameters.values()
-    needed = [one.name for one in parameters if one.default is one.empty]
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind not in any_number]
     return [] if needed == [_SAMPLES] else needed
 
 
@@ -94,12 +101,14 @@ class _Loud(wrapt.ObjectProxy[Any]):
         try:
             return scheduler.step(*args, **kwargs)
         except TypeError as error:
-            if not _fits(scheduler, args, kwargs):
+            # One that hands on what it is given may hand it to Megatron's.
+            if not _fits(scheduler, args, kwargs) or f"argument: {_SAMPLES!r}" in str(error):
                 raise
             raise WindowError(
-                f"step() of the scheduler {type(scheduler).__name__} has raised TypeError: {error}. DeepSpeed would "
-                "step it once more, with the batch size as its argument; mend the scheduler, and load a checkpoint: "
-                "the weights have been stepped, and the learning rates have not"
+                f"step() of the scheduler {type(_own(scheduler)).__name__} has raised TypeError: {error}. DeepSpeed "
+                "would step it once more, with the batch size as its argument. The weights have been stepped, and the "
+                "learning rates have not: mend the scheduler, or give it what it needs with step(lr_kwargs=...), and "
+                "load a checkpoint into a new engine"
             ) from error
 
 
@@ -137,6 +146,12 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
             raise ConfigError(
                 "ds_parity.lr_progress is 'rollout' but the scheduler is ReduceLROnPlateau, which moves by a metric "
                 "and has no position to stand at; choose 'optimizer_step', or a scheduler that counts steps"
+            )
+        if not _fits(scheduler, (), {}):
+            raise ConfigError(
+                f"ds_parity.lr_progress is 'rollout' but the scheduler is {type(scheduler).__name__}, whose step() "
+                f"needs {', '.join(needed_by(scheduler)) or _SAMPLES} and has no position to stand at; choose "
+                "'optimizer_step', or a scheduler that counts steps"
             )
         super().__init__(scheduler)
         self._self_progress: Progress | None = None

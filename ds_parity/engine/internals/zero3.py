@@ -90,7 +90,7 @@ class Zero3(Zero):
 
         def set_full(value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None) -> None:
             if not param.requires_grad or value.numel() != param.ds_numel:
-                write(value, param, optim_state_key)  # does nothing, or raises on every rank
+                write(value, param, optim_state_key)  # does nothing, or raises before anything is written
                 return
             length, rank = param.partition_numel(), optimizer._get_param_partition_rank(param)
             row = value.flatten()

@@ -126,8 +126,11 @@ class HostSum:
                 "Every rank must call save_checkpoint() and load_checkpoint(), at the same place of its loop, because "
                 "each writes and reads a part: leave conditions such as `if rank == 0` out"
             )
-        elif len({where.rates for where in places}) > 1 and len({replace(where, rates=()) for where in places}) == 1:
-            lines = "; ".join(f"rank {rank} has {list(where.rates)}" for rank, where, _ in gathered)
+        elif (
+            len({where.rates for where in places}) > 1
+            and len({replace(where, rates=(), used=0) for where in places}) == 1
+        ):
+            lines = "; ".join(f"rank {rank} has [{', '.join(where.rates)}]" for rank, where, _ in gathered)
             rule = (
                 "These are the learning rates of a step that would be another one on each rank. The weights are as "
                 "they were. Give the scheduler the same metric on every rank (an average over them), and set learning "

@@ -67,7 +67,8 @@ class Place:
         engine: number of its engine, as the ranks have agreed on it (>= 1); 0 where there is no engine yet.
         error: what it has raised; empty where it goes on.
         used: 24 bits of the parameters that got gradients in the window; 0 where ranks need not agree on them.
-        rates: learning rates of the coming step, one for each parameter group; empty where there is none.
+        rates: learning rates of the coming step, one for each parameter group, in digits (a NaN is not equal to
+            another); empty where there is no step.
     """
 
     kind: str
@@ -77,7 +78,7 @@ class Place:
     engine: int = 0
     error: str = ""
     used: int = 0
-    rates: tuple[float, ...] = ()
+    rates: tuple[str, ...] = ()
 
     def head(self, length: int) -> list[int]:
         """Return the numbers that a sum of `length` numbers begins with: the fingerprint and its square."""

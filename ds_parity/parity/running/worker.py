@@ -25,6 +25,9 @@ from torch.utils.file_baton import FileBaton
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.left_behind import end_with_the_harness, free_shared_memory
 
+# Seconds that threads of a loop have to end when the last call has.
+_LAST_WORDS = 20
+
 
 def main(path: str) -> int:
     """Run the calls of a job, and return 0; at the first call that raises, end the process with exit code 1."""
@@ -55,19 +58,19 @@ def main(path: str) -> int:
     dist.destroy_process_group()
     # The harness does it too, unless it is ended before the launcher is.
     free_shared_memory(int(os.environ["MASTER_PORT"]))
-    _leave_threads()
+    threading.Thread(target=_leave_threads, daemon=True).start()
     return 0
 
 
 def _leave_threads() -> None:
     # Python waits at its end for every thread that is no daemon, and the harness for its ranks: a logger's or a
-    # prefetcher's that nobody stops would hold both until the time limit.
-    left = [one.name for one in threading.enumerate() if one is not threading.current_thread() and not one.daemon]
-    if left:
-        print(f"threads still run behind the last call, and are left: {', '.join(left)}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    # prefetcher's that nobody stops would hold both until the time limit. One that writes its last may do so.
+    time.sleep(_LAST_WORDS)
+    left = [one.name for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    print(
+        f"{_LAST_WORDS} s behind the last call these threads still run: {', '.join(left)}", file=sys.stderr, flush=True
+    )
+    os._exit(0)
 
 
 def _make_repeatable() -> None:
