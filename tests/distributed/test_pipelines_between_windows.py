@@ -11,13 +11,14 @@ from torch.optim import lr_scheduler
 
 import ds_parity
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_four_ranks
+from tests.distributed.sets import at_length_on_four_ranks, on_four_ranks
 from tests.distributed.test_pipelines import alone_in_the_process, config, layers, micro_batches, squares
 
 pytestmark = pytest.mark.ranks
 SIZES = [[2, 1], [3]]
 HALVES = {"bf16": {"enabled": True}}
 CELLS = {"0 fp32": (0, {}), "1 fp32": (1, {}), "0 bf16": (0, HALVES), "1 bf16": (1, HALVES)}
+OFTEN, SELDOM = ("0 fp32", "1 bf16"), ("1 fp32", "0 bf16")
 
 
 class Broken(lr_scheduler.LambdaLR):
@@ -152,14 +153,33 @@ def failing(cell, found, folder):
 
 @on_four_ranks
 def between_windows(folder):
+    return found_in(OFTEN, folder)
+
+
+@at_length_on_four_ranks
+def between_windows_of_others(folder):
+    return found_in(SELDOM, folder)
+
+
+def found_in(cells, folder):
     results = {}
-    for cell in CELLS:
+    for cell in cells:
         found = results[cell] = {}
         strays(cell, found)
         trained(cell, found)
         optimizers(cell, found)
         failing(cell, found, str(folder))
     return from_all(results)
+
+
+@pytest.fixture
+def found(request, cell):
+    """What each rank has found in a cell."""
+    if cell in OFTEN:
+        every = request.getfixturevalue("four_ranks").of(between_windows)
+    else:
+        every = request.getfixturevalue("four_ranks_at_length").of(between_windows_of_others)
+    return [one[cell] for one in every]
 
 
 STRAYS = r"WindowError: gradients were changed outside of train_window\(\) before window"
@@ -195,24 +215,24 @@ SAID = {
 
 
 @pytest.mark.parametrize("case", SAID)
-@pytest.mark.parametrize("cell", CELLS)
-def test_what_is_done_between_windows(four_ranks, cell, case):
-    for found in four_ranks.of(between_windows):
-        assert re.search(SAID[case], found[cell][case], re.DOTALL), found[cell][case]
+@pytest.mark.parametrize("cell", [*OFTEN, *(pytest.param(one, marks=pytest.mark.slow) for one in SELDOM)])
+def test_what_is_done_between_windows(found, cell, case):
+    for one in found:
+        assert re.search(SAID[case], one[case], re.DOTALL), one[case]
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_no_weight_moves_by_what_is_refused(four_ranks, cell):
-    for found in four_ranks.of(between_windows):
-        assert found[cell]["weights as they were"]
-        assert found[cell]["step, weights"]
+@pytest.mark.parametrize("cell", [*OFTEN, *(pytest.param(one, marks=pytest.mark.slow) for one in SELDOM)])
+def test_no_weight_moves_by_what_is_refused(found, cell):
+    for one in found:
+        assert one["weights as they were"]
+        assert one["step, weights"]
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_optimizers_in_wrappers_are_the_engines(four_ranks, cell):
+@pytest.mark.parametrize("cell", [*OFTEN, *(pytest.param(one, marks=pytest.mark.slow) for one in SELDOM)])
+def test_optimizers_in_wrappers_are_the_engines(found, cell):
     """On ZeRO 0 in fp32 there is none: torch's own does nothing between windows, and takes new groups."""
-    for found in four_ranks.of(between_windows):
-        said = [found[cell]["step"], found[cell]["group"]]
+    for one in found:
+        said = [one["step"], one["group"]]
         if cell == "0 fp32":
             assert said == ["nothing was raised"] * 2
         else:

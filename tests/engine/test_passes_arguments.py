@@ -32,6 +32,7 @@ class Alone:
         window, weighting = SimpleNamespace(passes=0), Weighting.configured("token", "mean", 8)
         self.ledger = SimpleNamespace(window=window, weighting=weighting)
         self.queue = None
+        self.engine = SimpleNamespace(zero_optimization_stage=lambda: 0)
 
     def look_ahead(self, passes):
         self.chunks.append(passes)

@@ -32,12 +32,14 @@ def leave(way):
     {"sys.exit": sys.exit, "os._exit": os._exit}[way](0)
 
 
-def leave_threads(folder):
+def leave_threads(into):
     """As a logger's that nobody stops, a writer's, and a pool's: Python would wait for the first at its end."""
+
+    late = Path(into, f"late{dist.get_rank()}")
 
     def write():
         time.sleep(1)
-        Path(folder, f"late{dist.get_rank()}").touch()
+        late.touch()
 
     threading.Thread(target=time.sleep, args=(600,)).start()
     threading.Thread(target=write).start()
