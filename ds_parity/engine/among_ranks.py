@@ -13,6 +13,7 @@ from ds_parity.engine.arguments import weighting_of
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.groups import Members, groups_of
 from ds_parity.engine.internals.other_modules import explain
+from ds_parity.engine.internals.schedule import rates_in_digits
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.prefetching import is_reading
 from ds_parity.engine.ranks.agreement import naming_lost_ranks, same
@@ -94,13 +95,10 @@ class AmongRanks:
             if not used:
                 return here
             steps = self.ledger.total() > 0 and not self.ledger.drops
-            return replace(here, used=self.adapter.used_parameters(), rates=self.rates() if steps else ())
+            rates = rates_in_digits(self.engine) if steps else ()
+            return replace(here, used=self.adapter.used_parameters(), rates=rates)
 
         return PlacedSum(self.over, place)
-
-    def rates(self) -> tuple[str, ...]:
-        """Return the learning rates that a step now would use, in digits, one for each parameter group."""
-        return tuple(repr(float(rate)) for rate in self.engine.get_lr())
 
     def upcoming(self, doing: str = RUNS) -> Upcoming:
         """Return an empty line of passes, whose exchanges say where this rank is and what it does."""

@@ -25,7 +25,7 @@ from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.replaced import replaced
-from ds_parity.engine.internals.schedule import failing_loudly, needed_by
+from ds_parity.engine.internals.schedule import failing_loudly, needed_by, rates_in_digits
 from ds_parity.engine.internals.stages import (
     averaged_over,
     buffers_of_every_type,
@@ -290,26 +290,11 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         except Exception as error:
             self._tell(kind, error)
             raise
-        runs, rates = bool(batches) or self._self_stand_in is not None, tuple(repr(float(r)) for r in self.get_lr())
-        said = _Column(self._own_column, counts, runs, int(self.grid.get_stage_id()), rates)
+        runs, stage = bool(batches) or self._self_stand_in is not None, int(self.grid.get_stage_id())
+        said = _Column(self._own_column, counts, runs, stage, rates_in_digits(self.__wrapped__))
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
-        for rank, one in enumerate(gathered):
-            first = next(other for other in gathered if other.number == one.number)
-            if first != one:
-                raise RankDesyncError(
-                    f"rank {rank} gave {len(one.counts)} micro-batches of {one.counts}, and another stage of its "
-                    f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
-                    "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
-                )
-        for rank, one in enumerate(gathered):
-            first = next(other for other in gathered if other.stage == one.stage)
-            if first.rates != one.rates:
-                raise RankDesyncError(
-                    f"rank {rank} has the learning rates {', '.join(one.rates)}, and another column of its stage has "
-                    f"{', '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
-                    "rates on all ranks alike, by the same metric"
-                )
+        _refuse_parted(gathered)
         if not all(one.runs for one in gathered):
             raise WindowError(
                 "a column of the pipeline has no micro-batch in its first window, so nothing can run there, and the "
@@ -419,6 +404,25 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         # It may stand in front of a module (torch.nn.CrossEntropyLoss).
         with replaced(module, "loss_fn", loss_fn):
             yield
+
+
+def _refuse_parted(gathered: Sequence[_Column]) -> None:
+    """Raise RankDesyncError where stages of a column differ, or the learning rates of one stage in its columns."""
+    for rank, one in enumerate(gathered):
+        first = next(other for other in gathered if other.number == one.number)
+        if first != one:
+            raise RankDesyncError(
+                f"rank {rank} gave {len(one.counts)} micro-batches of {one.counts}, and another stage of its "
+                f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
+                "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
+            )
+        first = next(other for other in gathered if other.stage == one.stage)
+        if first.rates != one.rates:
+            raise RankDesyncError(
+                f"rank {rank} has the learning rates {', '.join(one.rates)}, and another column of its stage has "
+                f"{', '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
+                "rates on all ranks alike, by the same metric"
+            )
 
 
 def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *, plain: bool) -> None:

@@ -75,12 +75,12 @@ def _raw(path: Path) -> IO[bytes]:
 
 
 def _copied(path: Path) -> Any:
-    # It is deleted when the process ends.
     with path.open("rb") as pipe:  # that it can't be opened has nothing to do with where the copy goes
         return _copied_to_disk(path, pipe)
 
 
 def _copied_to_disk(path: Path, pipe: IO[bytes]) -> Any:
+    # It is deleted when the process ends.
     copy = tempfile.NamedTemporaryFile(prefix="ds_parity_")  # noqa: SIM115
     try:
         shutil.copyfileobj(pipe, copy, 1 << 20)

@@ -13,8 +13,7 @@ from tests.distributed.test_loop_shapes import weights
 
 pytestmark = pytest.mark.ranks
 RATE = 0.01
-# Rollouts of each rank's passes: a target of 4 is reached by every second pass, and the last window stays open.
-PASSES = (1, 1, 1, 1, 1)
+PASSES = 5  # of one rollout on each rank: every second one reaches the target of 4, and the last window stays open
 IMPROVING = {"metrics": 0.0}
 
 
@@ -72,7 +71,7 @@ def engine_with(stage, scheduler, **extra):
 def run(engine, lr_kwargs, ends=None):
     """The learning rates behind each pass; `ends` is given to finish()."""
     rates = []
-    for number in range(len(PASSES)):
+    for number in range(PASSES):
         engine.backward(forward(engine, 2 * number + dist.get_rank()), rollouts=1)
         engine.step(lr_kwargs=lr_kwargs(number))
         rates.append(engine.get_lr()[0])

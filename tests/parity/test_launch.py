@@ -93,7 +93,6 @@ def test_an_exception_on_one_rank_is_named_with_its_rank_and_ends_the_others(tmp
 @pytest.mark.slow
 def test_threads_may_end_and_are_not_waited_for_longer(tmp_path):
     """One sleeps for 10 minutes, one writes a file a second behind the last call, and one is an idle pool's."""
-    (tmp_path / "ranks").mkdir()
     assert run_job(job(tmp_path, "leave_threads", into=str(tmp_path))) == ["left"]
     assert sorted(path.name for path in tmp_path.glob("late*")) == ["late0", "late1"]
 

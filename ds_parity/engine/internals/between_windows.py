@@ -14,7 +14,7 @@ import torch
 
 from ds_parity.engine.internals.kept import note_gradients
 from ds_parity.engine.internals.newcomers import names_of
-from ds_parity.engine.internals.stepped import guard_step, refuse_groups
+from ds_parity.engine.internals.stepped import guard_optimizers
 from ds_parity.errors import WindowError
 
 if TYPE_CHECKING:
@@ -38,14 +38,7 @@ class BetweenWindows:
         adapter.engine.zero_grad()  # what a model has accumulated before it came here belongs to no window
         self._left = self._gradients()
         note_gradients(self._trained, self._note)
-        optimizer, inner = adapter.engine.optimizer, adapter.engine.basic_optimizer
-        wrapped = not isinstance(optimizer, torch.optim.Optimizer)
-        guard_step(self, optimizer, always=wrapped)
-        if inner is not optimizer:
-            guard_step(self, inner, always=True)
-            where = f"ZeRO stage {adapter.engine.zero_optimization_stage()} ({type(optimizer).__name__})"
-            for owner in (inner, optimizer):
-                refuse_groups(self, owner, where)
+        guard_optimizers(self, adapter.engine)
 
     def keeps_steps(self, *, always: bool) -> bool:
         """Whether nobody but the engine may step the optimizer now.

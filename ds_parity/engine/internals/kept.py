@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_parity.engine.internals.newcomers import Newcomers, names_of
-from ds_parity.engine.internals.stepped import guard_step, refuse_groups
+from ds_parity.engine.internals.stepped import guard_optimizers
 from ds_parity.engine.internals.written import Samples
 from ds_parity.errors import WindowError
 
@@ -89,11 +89,7 @@ class KeptGradients:
         # them in the next window, too, and raises an AttributeError without them. It never calls this itself.
         if engine.basic_optimizer is not engine.optimizer:
             self._guard_one(engine.basic_optimizer, always=True)
-            guard_step(self, engine.basic_optimizer, always=True)
-            where = f"ZeRO stage {engine.zero_optimization_stage()} ({type(engine.optimizer).__name__})"
-            for owner in (engine.basic_optimizer, engine.optimizer):
-                refuse_groups(self, owner, where)
-        guard_step(self, engine.optimizer, always=not isinstance(engine.optimizer, torch.optim.Optimizer))
+        guard_optimizers(self, engine)
 
     def keeps_steps(self, *, always: bool) -> bool:
         """Whether nobody but an engine may step the optimizer now.

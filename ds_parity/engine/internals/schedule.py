@@ -88,6 +88,14 @@ def needed_by(scheduler: Any) -> list[str]:
     return [] if needed == [_SAMPLES] else needed
 
 
+def rates_in_digits(engine: Engine) -> tuple[str, ...]:
+    """Return the learning rates that a step now would use, one for each parameter group.
+
+    Ranks compare them, and a NaN is not equal to another.
+    """
+    return tuple(repr(float(rate)) for rate in engine.get_lr())
+
+
 class _Loud(wrapt.ObjectProxy[Any]):
     """A scheduler whose own TypeError is seen: DeepSpeed takes every one for an argument that is missing."""
 

@@ -14,9 +14,14 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from ds_parity.errors import WindowError
+
+if TYPE_CHECKING:
+    from ds_parity.engine.internals.surface import Engine
 
 
 class Watcher(Protocol):
@@ -24,6 +29,22 @@ class Watcher(Protocol):
 
     def keeps_steps(self, *, always: bool) -> bool:
         """Whether nobody but the engine may step them now; `always`: also between windows."""
+
+
+def guard_optimizers(watcher: Watcher, engine: Engine) -> None:
+    """Make `step()` of an engine's optimizers raise WindowError past the engine, and new groups inside a wrapper.
+
+    Args:
+        watcher: of the engine; an optimizer may outlive it, and must neither keep it alive nor be bound by it then.
+        engine: the bare DeepSpeed engine.
+    """
+    optimizer, inner = engine.optimizer, engine.basic_optimizer
+    guard_step(watcher, optimizer, always=not isinstance(optimizer, torch.optim.Optimizer))
+    if inner is not optimizer:
+        guard_step(watcher, inner, always=True)
+        where = f"ZeRO stage {engine.zero_optimization_stage()} ({type(optimizer).__name__})"
+        for owner in (inner, optimizer):
+            refuse_groups(watcher, owner, where)
 
 
 def guard_step(watcher: Watcher, owner: Any, *, always: bool) -> None:

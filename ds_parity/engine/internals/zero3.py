@@ -71,13 +71,10 @@ class Zero3(Zero):
         optimizer = self._optimizer
 
         def set_gradient(value: torch.Tensor, param: Zero3Parameter) -> None:
-            length, rank = param.partition_numel(), optimizer._get_param_partition_rank(param)
-            row = value.flatten()
-            row = torch.nn.functional.pad(row, (0, max(0, length * (rank + 1) - row.numel())))
+            row, part = self._row_and_part(value, param)
             write(row, param)
             if optimizer.offload_optimizer and param.requires_grad:
-                part = self._on_accelerator(row.narrow(0, length * rank, length))
-                self._renew_norm(optimizer.get_param_id(param), part, torch.float32)
+                self._renew_norm(optimizer.get_param_id(param), self._on_accelerator(part), torch.float32)
 
         optimizer.set_fp32_grad_for_param = set_gradient  # type: ignore[method-assign]
 
@@ -92,12 +89,17 @@ class Zero3(Zero):
             if not param.requires_grad or value.numel() != param.ds_numel:
                 write(value, param, optim_state_key)  # does nothing, or raises before anything is written
                 return
-            length, rank = param.partition_numel(), optimizer._get_param_partition_rank(param)
-            row = value.flatten()
-            row = torch.nn.functional.pad(row, (0, max(0, length * (rank + 1) - row.numel())))
-            optimizer.set_local_hp_param(row.narrow(0, length * rank, length), param, optim_state_key)
+            _, part = self._row_and_part(value, param)
+            optimizer.set_local_hp_param(part, param, optim_state_key)
 
         optimizer.set_full_hp_param = set_full  # type: ignore[method-assign]
+
+    def _row_and_part(self, value: torch.Tensor, param: Zero3Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is written to a parameter as one row with the padding of its partitions, and this rank's part."""
+        length, rank = param.partition_numel(), self._optimizer._get_param_partition_rank(param)
+        row = value.flatten()
+        row = torch.nn.functional.pad(row, (0, max(0, length * (rank + 1) - row.numel())))
+        return row, row.narrow(0, length * rank, length)
 
     def _note(self, number: int) -> None:
         super()._note(number)
