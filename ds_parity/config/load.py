@@ -121,15 +121,12 @@ def _read_text(text: str, name: str) -> dict[str, Any]:
         tree = hjson.loads(text, object_pairs_hook=_Pairs, parse_float=_Real)
         if not isinstance(tree, _Pairs):
             _refuse_top_level(tree, name)
+        _refuse_words(tree, text, name)
         refuse(_number_faults(tree, "", name))
         return {key: _settled(value, strict=key in (PASSES, SECTION)) for key, value in tree.items()}
     except hjson.HjsonDecodeError as error:
         if bare := _NOT_FINITE.search(text):
-            line = text.count("\n", 0, bare.start("value")) + 1
-            raise ConfigError(
-                f"{name}, line {line}: {bare['key']} = {bare['value']}: JSON has no such number; write a finite one, "
-                "or leave the key out"
-            ) from None
+            raise _not_finite(bare, text, name) from None
         where = f"line {error.lineno}, column {error.colno}"
         what = error.msg.removesuffix(" %r at").removesuffix(" %r")  # hjson fills in the character after the wrong one
         raise ConfigError(f"{name}, {where}: not valid JSON: {what}; correct the file there") from None
@@ -143,6 +140,35 @@ def _read_text(text: str, name: str) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise ConfigError(f"{name}: not valid JSON: {error}; correct the file") from None
+
+
+def _not_finite(bare: re.Match[str], text: str, name: str) -> ConfigError:
+    line = text.count("\n", 0, bare.start("value")) + 1
+    return ConfigError(
+        f"{name}, line {line}: {bare['key']} = {bare['value']}: JSON has no such number; write a finite one, or leave "
+        "the key out"
+    )
+
+
+def _refuse_words(tree: Any, text: str, name: str) -> None:
+    """Raise ConfigError where a number that is not finite stands on a line of its own, and was read as a text."""
+    texts = set(_texts(tree))
+    for bare in _NOT_FINITE.finditer(text):
+        if not texts.isdisjoint({(bare["key"], bare["value"]), (bare["key"], f"{bare['value']},")}):
+            raise _not_finite(bare, text, name)
+
+
+def _texts(node: Any) -> Iterator[tuple[str, str]]:
+    """Yield each text with the key that it is written behind."""
+    if isinstance(node, list):
+        for value in node:
+            yield from _texts(value)
+    elif isinstance(node, _Pairs):
+        for key, value in node.items():
+            if isinstance(value, str):
+                yield key, value
+            else:
+                yield from _texts(value)
 
 
 def _never_ends(text: str, name: str) -> str:

@@ -265,7 +265,8 @@ class CallersDriver(Driver):
             self._reduce()
             self._reduced = False
         self.boundary.mark(True)
-        self.boundary.update(**kwargs)
+        with self.telling():
+            self.boundary.update(**kwargs)
 
     def _reduce(self) -> None:
         self.boundary.reduce()

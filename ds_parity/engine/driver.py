@@ -231,7 +231,8 @@ class Driver(AmongRanks):
             queue = None if self.over is None else self.queue  # alone there is nobody to tell
             with announced_early(self.exchange, queue, self.meter, lambda: self._place(RUNS)):
                 if self.ledger.total() > 0:
-                    self.boundary.update(**kwargs)
+                    with self.telling():
+                        self.boundary.update(**kwargs)
                 else:
                     self.engine.step(**kwargs)
                     self.boundary.skip()
@@ -329,7 +330,8 @@ class Driver(AmongRanks):
             else:
                 # There is no backward left that could reduce on ZeRO 0 and 1.
                 self.boundary.reduce()
-                self.boundary.update(**kwargs)
+                with self.telling():
+                    self.boundary.update(**kwargs)
 
     def passes_pending(self) -> int:
         """Return how many passes of the open window have run."""
