@@ -30,7 +30,7 @@ from ds_parity.parity.verification.verify import call, title
 from ds_parity.trace import read_trace
 from tests.beside import Errand
 from tests.older_refusals import is_older, refusal, skip_where_bare_is_wrong
-from tests.starts import MOST_STARTS, run_all
+from tests.starts import MOST_STARTS, run_in_parts
 
 ROOT = str(Path(__file__).parents[1])
 BARE = ("deepspeed-loop", "deepspeed")
@@ -113,14 +113,14 @@ class RankSet:
             folder: for all that the ranks leave.
             earlier: the folder of the set from which tasks go on.
         """
-        return self.launched(folder, run_all(*self._started(folder, earlier)))
+        return self.launched(folder, run_in_parts(*self._started(folder, earlier)))
 
     def errand(self, folder, earlier=None):
         """Return the same as an errand, to be run beside the tests; `launched` makes a Launched of its result.
 
         None where nothing is registered.
         """
-        return Errand("tests.starts:run_all", self._started(folder, earlier)) if self._registered else None
+        return Errand("tests.starts:run_in_parts", self._started(folder, earlier)) if self._registered else None
 
     def launched(self, folder, results):
         """Return what the ranks have left, from the folder and the results of all that is registered."""

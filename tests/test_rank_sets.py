@@ -70,7 +70,7 @@ def test_an_errand_is_the_same_job_and_its_results_are_read_the_same_way(launche
     pair(task)
     _, job = launched(pair)
     errand = pair.errand(tmp_path)
-    assert (errand.function, errand.arguments) == ("tests.starts:run_all", (job, starts.MOST_STARTS))
+    assert (errand.function, errand.arguments) == ("tests.starts:run_in_parts", (job, starts.MOST_STARTS))
     assert pair.launched(tmp_path, [7]).of(task) == 7
 
 
@@ -86,12 +86,12 @@ class TestRanksThatEndInACall:
     """The second rank fails in the first and in the third task; the first one has finished the third by then."""
 
     def test_cost_no_set_that_goes_on_its_other_tasks(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(rank_sets, "run_all", lambda job, most: [HarnessError("rank 1 failed")] * len(job.calls))
+        monkeypatch.setattr(rank_sets, "run_in_parts", lambda job, most: [HarnessError("rank 1 failed")] * len(job.calls))
         pair, four = RankSet(2), RankSet(4)
         pair(task)
         earlier = pair.launch(tmp_path / "pair")
         four.after(saved=task)(another)
-        monkeypatch.setattr(rank_sets, "run_all", lambda job, most: list(job.calls))
+        monkeypatch.setattr(rank_sets, "run_in_parts", lambda job, most: list(job.calls))
         result = four.launch(tmp_path / "four", earlier.folder)
         assert result.of(another).arguments["saved"].startswith(str(tmp_path / "pair"))
 
@@ -121,6 +121,22 @@ class TestRanksThatEndInACall:
         results = starts.run_all(Job(calls, tmp_path / "ranks", 2))
         assert [str(one) for one in results] == ["rank 1 failed in 0", "1", "rank 1 failed in 2", "3", "4"]
         assert run == [[0, 1, 2, 3, 4], [1, 2, 3, 4], [3, 4]]
+
+    def test_cost_no_other_call_its_answer_where_calls_are_dealt_out(self, run, tmp_path):
+        calls = tuple(Call(f"call {number}", "x:y", {"number": number}) for number in range(50))
+        results = starts.run_in_parts(Job(calls, tmp_path / "ranks", 2))
+        assert [str(one) for one in results] == [
+            *["rank 1 failed in 0", "1", "rank 1 failed in 2"],
+            *map(str, range(3, 50)),
+        ]
+        assert sorted(run, key=lambda numbers: numbers[0])[1] == list(range(1, 50, 2))
+        assert {folder.name for folder in tmp_path.iterdir()} == {"ranks", "ranks-1", "ranks-2", "ranks-beside-1"}
+
+    @pytest.mark.parametrize(("calls", "ranks"), [(starts.WORTH_PARTS - 1, 2), (50, 4)])
+    def test_are_one_set_where_calls_are_few_or_ranks_many(self, run, tmp_path, calls, ranks):
+        calls = tuple(Call(f"call {number}", "x:y", {"number": number + 5}) for number in range(calls))
+        assert starts.run_in_parts(Job(calls, tmp_path / "ranks", ranks)) == [*range(5, 5 + len(calls))]
+        assert len(run) == 1
 
     def test_are_not_started_for_every_call(self, run, tmp_path):
         calls = tuple(Call(f"call {number}", "x:y", {"number": 0}) for number in range(50))
@@ -152,7 +168,7 @@ class TestRanksThatEndInACall:
         assert len(begun) == 1
 
     def test_the_test_of_the_call_says_why_and_no_other(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(rank_sets, "run_all", lambda job, most: [HarnessError("rank 1 failed in 'task'"), 7])
+        monkeypatch.setattr(rank_sets, "run_in_parts", lambda job, most: [HarnessError("rank 1 failed in 'task'"), 7])
         pair = RankSet(2)
         pair(task)
         pair.call(another, saved="here")
@@ -193,10 +209,10 @@ class TestWhatTheTableOfReleasesRefuses:
     def ran(self, monkeypatch, tmp_path):
         """A function that runs a set's calls in this process; the result of the one task that it registers."""
 
-        def run_all(job, most):
+        def run_in_parts(job, most):
             return [resolve(call.function)(**call.arguments) for call in job.calls]
 
-        monkeypatch.setattr(rank_sets, "run_all", run_all)
+        monkeypatch.setattr(rank_sets, "run_in_parts", run_in_parts)
 
         def run(task):
             pair = RankSet(2)
