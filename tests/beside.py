@@ -1,4 +1,4 @@
-"""Work that runs beside the tests of a session, one job after the other, in a process of its own.
+"""Work that runs beside the tests of a session, two jobs at a time, in a process of its own.
 
 Ranks keep one core busy at most while they start, and wait for each other after that; the tests that need none keep
 another busy. So all sets of ranks of a session are begun with it, and a fixture waits for the one that it needs. The
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ds_parity.errors import HarnessError
 from ds_parity.parity.running.functions import resolve
 
 ROOT = Path(__file__).parents[1]
+TOGETHER = 2  # errands: more of them would keep each other's ranks waiting
 BEGUN = {}
 """What the modules of a session have registered: functions by the names of fixtures, in the order of their errands."""
 
@@ -65,27 +67,28 @@ def wanted(named):
 
 
 class Beside:
-    """A process that runs errands in their order; as a context, it and all that it has started end with the block.
+    """A process that begins errands in their order; as a context, it and all that it has started end with the block.
 
     Attributes:
         errands: by name.
+        needs: by name, those that must have run before.
     """
 
     def __init__(self, folder, fixtures=()):
         """Take a folder of its own, and the names of registered fixtures."""
-        self.errands, self._folder, self._process = {}, folder, None
+        self.errands, self.needs, self._folder, self._process = {}, {}, folder, None
         for name in fixtures:
             self.folder_of(name).mkdir()
             errand = BEGUN[name][0](self.folder_of(name), self.folder_of)
             if errand is not None:
-                self.errands[name] = errand
+                self.errands[name], self.needs[name] = errand, BEGUN[name][1]()
 
     def folder_of(self, name):
         """Return the folder of an errand."""
         return self._folder / f"of-{name}"
 
     def __enter__(self):
-        (self._folder / "errands").write_bytes(pickle.dumps(self.errands))
+        (self._folder / "errands").write_bytes(pickle.dumps((self.errands, self.needs)))
         with (self._folder / "log.txt").open("w") as log:
             # Nothing is written to its input: it ends with this process.
             self._process = subprocess.Popen(
@@ -122,14 +125,24 @@ class Beside:
 def main(folder):
     """Run the errands of a folder, and leave there what each came to."""
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
-    for name, errand in pickle.loads((folder / "errands").read_bytes()).items():
-        try:
-            came_to = errand.run(), None
-        except Exception as error:
-            came_to = None, error
-        written = folder / f"{name}.part"
-        written.write_bytes(pickle.dumps(came_to))
-        written.rename(folder / name)
+    errands, needs = pickle.loads((folder / "errands").read_bytes())
+    begun = {}
+    # One that waits for another keeps its place: what it waits for was begun before.
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        for name, errand in errands.items():
+            before = [begun[other] for other in needs.get(name, ()) if other in begun]
+            begun[name] = pool.submit(_run, folder, name, errand, before)
+
+
+def _run(folder, name, errand, before):
+    wait(before)
+    try:
+        came_to = errand.run(), None
+    except Exception as error:
+        came_to = None, error
+    written = folder / f"{name}.part"
+    written.write_bytes(pickle.dumps(came_to))
+    written.rename(folder / name)
 
 
 def _end_with_the_tests():

@@ -14,9 +14,10 @@ from tests.beside import Beside, Errand, begun_with_the_session, wanted
 def running(tmp_path):
     """A function that begins errands, given by name, as a context."""
 
-    def begin(**errands):
+    def begin(needs=(), **errands):
         made = Beside(tmp_path)
         made.errands.update(errands)
+        made.needs.update(needs)
         return made
 
     return begin
@@ -31,12 +32,41 @@ def test_what_an_errand_returns_or_raises_is_what_its_name_stands_for(running):
 
 def test_those_behind_one_that_ends_the_process_are_errors_and_no_wait(running):
     with running(
-        before=Errand("operator:add", (1, 2)), ends=Errand("os:_exit", (3,)), behind=Errand("os:getpid")
-    ) as begun:
+        {"ends": ["before"], "behind": ["ends"]},
+        before=Errand("operator:add", (1, 2)), ends=Errand("os:_exit", (3,)), behind=Errand("os:getpid"),
+    ) as begun:  # fmt: skip
         assert begun.result("before") == 3
         for name in ("ends", "behind"):
             with pytest.raises(HarnessError, match=f"has ended before '{name}'"):
                 begun.result(name)
+
+
+def test_two_run_at_a_time_and_one_that_needs_another_behind_it(running, tmp_path):
+    """The second place is kept by the one that waits, and the third begins behind it."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    turn = str(folder / "turn")
+    waits = ["sh", "-c", f"until test -e {turn}; do sleep 0.02; done"]
+    with running(
+        {"moves": ["waits"]},
+        waits=Errand("subprocess:check_call", (waits,)),
+        moves=Errand("os:rename", (turn, turn + "ed")),
+        makes=Errand("pathlib:Path.touch", (folder / "last",)),
+    ) as begun:
+        time.sleep(0.5)
+        assert not (folder / "last").exists()
+        (folder / "turn").touch()
+        assert begun.result("waits") == 0
+        assert begun.result("moves") is begun.result("makes") is None
+    assert (folder / "turned").exists()
+
+
+def test_two_run_side_by_side(running, tmp_path):
+    left, right = tmp_path / "left", tmp_path / "right"
+    meets = "touch {0}; until test -e {1}; do sleep 0.02; done"
+    both = [["timeout", "20", "sh", "-c", meets.format(*pair)] for pair in ((left, right), (right, left))]
+    with running(first=Errand("subprocess:call", (both[0],)), second=Errand("subprocess:call", (both[1],))) as begun:
+        assert begun.result("first") == begun.result("second") == 0
 
 
 def test_nothing_is_left_where_nobody_waits(running):
