@@ -86,7 +86,8 @@ class TestRanksThatEndInACall:
     """The second rank fails in the first and in the third task; the first one has finished the third by then."""
 
     def test_cost_no_set_that_goes_on_its_other_tasks(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(rank_sets, "run_in_parts", lambda job, most: [HarnessError("rank 1 failed")] * len(job.calls))
+        failed = HarnessError("rank 1 failed")
+        monkeypatch.setattr(rank_sets, "run_in_parts", lambda job, most: [failed] * len(job.calls))
         pair, four = RankSet(2), RankSet(4)
         pair(task)
         earlier = pair.launch(tmp_path / "pair")

@@ -265,8 +265,7 @@ class CallersDriver(Driver):
             self._reduce()
             self._reduced = False
         self.boundary.mark(True)
-        with self.telling():
-            self.boundary.update(**kwargs)
+        self.boundary.update(**kwargs)
 
     def _reduce(self) -> None:
         self.boundary.reduce()
