@@ -48,7 +48,7 @@ def every_stored(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor
     for parameter in module.parameters():
         # One at a time, so that never more than one parameter is whole on the device.
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            stored = _whole(parameter, parameter.detach()).flatten().cpu().clone()
+            stored = whole(parameter, parameter.detach()).flatten().cpu().clone()
         yield parameter, stored
 
 
@@ -77,6 +77,23 @@ def with_all_experts(module: nn.Module, own: Iterable[tuple[nn.Parameter, _T]]) 
         yield from parts if group is None else _of_all_ranks(list(parts), group)
 
 
+def whole(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """Return a parameter over all ranks that hold parts of it by AutoTP; every rank calls. Without AutoTP it is `part`.
+
+    Args:
+        parameter: of the model.
+        part: this rank's values of it, whole but for AutoTP; it is left as it is.
+    """
+    gather = getattr(parameter, "gather_params", None)
+    if gather is None:
+        return part
+    # It puts what it gathers into the tensor that it is given. DeepSpeed's own context (GatherReplacedLayerParams)
+    # gives it the parameter, which is then no longer a part of BF16_Optimizer's buffer, and is stepped no more.
+    copied = part.clone().view(getattr(parameter, "ds_shape", parameter.shape))
+    gather([copied])
+    return copied
+
+
 def _of_all_ranks(parts: list[_T], group: Any) -> Iterator[_T]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, parts, group=group)
@@ -98,24 +115,7 @@ def _kept(parameter: nn.Parameter, stored: torch.Tensor) -> Kept:
 def _master(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return the weights that the optimizer steps, flat, in fp32, on the host; None where it steps the stored ones."""
     try:
-        whole = safe_get_full_fp32_param(parameter)
+        found = safe_get_full_fp32_param(parameter)
     except (KeyError, AttributeError):  # ZeRO 3 looks up every parameter, and its optimizer was not given this one
         return None
-    return None if whole is None else _whole(parameter, whole.detach()).flatten().float().cpu()
-
-
-def _whole(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    """Return a parameter over all ranks that hold parts of it by AutoTP; without AutoTP, the part is the whole.
-
-    Args:
-        parameter: of the model.
-        part: this rank's values of it, whole but for AutoTP.
-    """
-    gather = getattr(parameter, "gather_params", None)
-    if gather is None:
-        return part
-    # It puts what it gathers into the tensor that it is given. DeepSpeed's own context (GatherReplacedLayerParams)
-    # gives it the parameter, which is then no longer a part of BF16_Optimizer's buffer, and is stepped no more.
-    copied = part.clone().view(getattr(parameter, "ds_shape", parameter.shape))
-    gather([copied])
-    return copied
+    return None if found is None else whole(parameter, found.detach()).flatten().float().cpu()

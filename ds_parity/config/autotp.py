@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from ds_parity.config.faults import Fault, refuse
 
-AUTOTP: Final = "tensor_parallel.autotp_size"
+TENSOR_PARALLEL: Final = "tensor_parallel"
+AUTOTP: Final = f"{TENSOR_PARALLEL}.autotp_size"
 
 
 def autotp_size(config: Mapping[str, Any]) -> int:
@@ -16,7 +17,7 @@ def autotp_size(config: Mapping[str, Any]) -> int:
     Args:
         config: an extended or a plain DeepSpeed configuration.
     """
-    section = config.get("tensor_parallel")
+    section = config.get(TENSOR_PARALLEL)
     size = section.get("autotp_size") if isinstance(section, Mapping) else None
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else 1
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_parity.config.autotp import autotp_size
+from ds_parity.config.autotp import TENSOR_PARALLEL, autotp_size
 from ds_parity.config.faults import ABSENT, Fault, refuse
 from ds_parity.config.load import plain_copy
 from ds_parity.config.refusals import refusals
@@ -31,6 +31,10 @@ _MANAGED_WHY = (
 _AUTOTP_WHY = (
     "DeepSpeed checks it by all ranks, and on ZeRO 3 once more by the data-parallel ones, which AutoTP makes fewer; it "
     "computes the number itself"
+)
+_WHOLE_LOGITS_WHY = (
+    "where it is absent, DeepSpeed gives each rank the logits of a part of the vocabulary if the model ties its "
+    "embedding, and a loss of one's own would take them for all; write true for a loss that knows of the parts"
 )
 _AUTO_WHY = 'left as it is while train_micro_batch_size_per_gpu is "auto": what fills that in settles the batch'
 
@@ -86,6 +90,8 @@ def rewrite(config: Mapping[str, Any], dp_world_size: int) -> Rewrite:
     draft.default("gradient_clipping", 1.0, _CLIPPING_WHY)
     if draft.config.get("managed_gradient_accumulation") is False:
         draft.set("managed_gradient_accumulation", True, _MANAGED_WHY)
+    if autotp_size(config) > 1:
+        draft.default_of(TENSOR_PARALLEL, "vocab_parallel_lm_head", False, _WHOLE_LOGITS_WHY)
     return Rewrite(draft.config, tuple(draft.changes), settings)
 
 
@@ -109,6 +115,11 @@ class _Draft:
     def default(self, key: str, value: Any, why: str) -> None:
         if key not in self.config:
             self.set(key, value, why)
+
+    def default_of(self, section: str, key: str, value: Any, why: str) -> None:
+        if self.config[section].get(key) is None:
+            self.config[section][key] = value
+            self.changes.append(Change(f"{section}.{key}", ABSENT, value, why))
 
     def keep(self, key: str, why: str) -> None:
         self.changes.append(Change(key, self.config[key], self.config[key], why))

@@ -22,7 +22,7 @@ from ds_parity.engine.ranks.hostgroups import group_of
 from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming
-from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, RUNS, SAVES, Announcement, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, LOADS, RUNS, SAVES, Announcement, Place
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
 
@@ -139,6 +139,27 @@ class AmongRanks:
     def meet_to_load(self) -> None:
         """Wait until all ranks come to load a checkpoint, wherever they are: it may be the way out of an error."""
         self.meet(replace(self._place(LOADS), window=ANYWHERE, pass_index=0))
+
+    @contextmanager
+    def loading_together(self) -> Iterator[None]:
+        """Wait behind the block until all ranks have loaded; what one raises in it is told to the others.
+
+        A file that is broken or missing may be one rank's alone. On ZeRO 3 DeepSpeed gathers parameters at the end of
+        its load, where the others notice.
+
+        Raises:
+            RankDesyncError: another rank has raised.
+        """
+        if int(self.engine.zero_optimization_stage()) == 3:
+            yield
+            return
+        place = replace(self._place(LOADED), window=ANYWHERE, pass_index=0)
+        try:
+            yield
+        except Exception as error:
+            self.exchange.refuse(place, error)
+            raise
+        self.meet(place)
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one has raised in place of announcing its next passes.

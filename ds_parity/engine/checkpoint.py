@@ -91,6 +91,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     with naming_lost_ranks("load_checkpoint()"):
         driver.meet_to_load()
     with (
+        driver.loading_together(),
         naming_lost_ranks("load_checkpoint()"),
         explained(driver, load_dir, tag),
         of_this_optimizer(driver.engine, load_dir),

@@ -8,6 +8,7 @@ from typing import Any, Final, NoReturn
 
 from ds_parity.config.features import MOVED_OFFLOADED
 from ds_parity.engine.internals.installed import refused_by_call
+from ds_parity.engine.internals.tensor_groups import whole_where_it_saves
 from ds_parity.errors import ConfigError, WindowError
 
 _ONLY_FUSED: Final = "only for DeepSpeed FusedAdam"
@@ -120,6 +121,12 @@ def allreduce_gradients(self: Any, *args: Any, **kwargs: Any) -> None:
     adapter.reduce_for_loop(*args, **kwargs)
 
 
+def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save the model's weights in one file, as DeepSpeed does, whole under AutoTP too; every rank calls."""
+    with whole_where_it_saves(self.__wrapped__):
+        return self.__wrapped__.save_16bit_model(*args, **kwargs)
+
+
 _RETURN_SELF: Final = (
     *("to", "cuda", "cpu", "half", "float", "double", "bfloat16"),
     *("type", "apply", "requires_grad_", "to_empty"),
@@ -129,7 +136,8 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "__reduce_ex__": _no_copy("pickled"),
     **{name: _returning_proxy(name) for name in _RETURN_SELF},
     "no_sync": _no_sync,
-    allreduce_gradients.__name__: allreduce_gradients,
+    **{one.__name__: one for one in (allreduce_gradients, save_16bit_model)},
+    "save_fp16_model": save_16bit_model,
     **{name: _of_wrapper(name) for name in ("offload_states", "reload_states")},
 }
 """By their names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ _HALF_WAY = "loading ends half way, so start a new engine"
 _OF_NONE = "'NoneType'"
 _WHOLE = (0,)
 # torch's word, DeepSpeed's where other parameters make other parts, and torch's where parts have other sizes.
+_OF_A_BROKEN_FILE = "PytorchStreamReader"  # torch's reader of zip archives
 _OF_GROUPS = ("parameter group", "parameter-alignment layout", "must match the size of tensor")
 
 
@@ -66,6 +68,8 @@ def _refused(driver: Loading, load_dir: str, tag: Any, error: Exception) -> Chec
             f"and there is no such folder; give the tag of a checkpoint that was saved there "
             f"({', '.join(there) or 'none was'}); {_HALF_WAY}"
         )
+    if folder is not None and not any(folder.glob("*model_states.pt")):
+        return _broken_off(load_dir, f"there is no *model_states.pt in {folder.name!r} ({said})")
     stage, saved_on = int(driver.engine.zero_optimization_stage()), _saved_on(folder)
     if saved_on is not None and stage not in saved_on:
         return _of_another_stage(stage, saved_on, load_dir, said)
@@ -182,6 +186,8 @@ def _of_another_precision(load_dir: str, error: Exception) -> CheckpointError:
 
 
 def _of_other_groups(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    if _OF_A_BROKEN_FILE in str(error):
+        return _unreadable(driver, load_dir, tag, error)
     if not any(word in str(error) for word in _OF_GROUPS):
         return _no_universal(driver, load_dir, tag, error)
     return CheckpointError(
@@ -191,10 +197,23 @@ def _of_other_groups(driver: Loading, load_dir: str, tag: Any, error: Exception)
     )
 
 
+def _unreadable(driver: Loading, load_dir: str, _: Any, error: Exception) -> CheckpointError:
+    return _broken_off(load_dir, f"a file of it can't be read ({type(error).__name__}: {error})")
+
+
+def _broken_off(load_dir: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): the checkpoint is not whole: {why}, as where its saving broke off; load the "
+        f"one before it, by its tag; {_HALF_WAY}"
+    )
+
+
 def _of_another_stage(stage: int, saved_on: tuple[int, ...], load_dir: str, said: str) -> CheckpointError:
+    # Only files tell, and those of the other stages are written last.
+    broken_off = ", or its saving broke off before the optimizer's files" if saved_on == _WHOLE else ""
     return CheckpointError(
         f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved on stage "
-        f"{' or '.join(map(str, saved_on))}, and its weights or optimizer states are in other files there ({said}). "
+        f"{' or '.join(map(str, saved_on))}{broken_off}, and its weights or optimizer states are in other files there ({said}). "
         "Load it with the zero_optimization.stage that saved it, or load its weights alone into the model before "
         f"initialize() (zero_to_fp32.py beside it makes them of stages 1 to 3); {_HALF_WAY}"
     )
@@ -234,4 +253,5 @@ _EXPLAINED = (
     (KeyError, _of_other_keys),
     ((ValueError, RuntimeError), _of_other_groups),
     ((AttributeError, FileNotFoundError, TypeError), _of_nothing),
+    ((pickle.UnpicklingError, EOFError), _unreadable),
 )

@@ -15,7 +15,7 @@ from ds_parity.parity.running import weights
 from ds_parity.parity.subjects.references.private_state import forget_tensor_groups
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import read_header
-from tests.distributed.cells import config
+from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_four_ranks, on_two_ranks
 
@@ -100,6 +100,10 @@ def refusals(folder):
         with forgetting():
             said[name] = from_all(refusal(case))
     with forgetting():
+        group = dist.new_group([0, 1])
+        given = deepspeed.tp_model_init(Divided(), tp_size=2, dtype=torch.float32, tp_group=group)
+        said["group"] = from_all(refusal(lambda: build(divided_config(2), given)))
+    with forgetting():
         build(divided_config(2)).destroy()
         said["remembered"] = from_all(refusal(lambda: build(config(2))))
     return said
@@ -116,6 +120,7 @@ def refusals(folder):
         ("mesh", "tensor_parallel.autotp_size = 2 with mesh_param=: AutoTP makes groups of its own"),
         ("norm", "tensor_parallel.autotp_size = 2 on ZeRO stage 0 in fp16 or bf16 with SGD: DeepSpeed takes the norm"),
         ("heads", "q_norm.weight (and 1 more): a norm of heads, of which each rank has its own"),
+        ("group", "tp_model_init() was given a tp_group, with which DeepSpeed builds no engine"),
         (
             "remembered",
             "the configuration has no tensor_parallel.autotp_size, but an earlier engine of this process had it",
@@ -248,6 +253,81 @@ class TestWholeWeights:
         result = two_ranks.of(read_whole)[name]
         assert max(abs(a - b) for a, b in zip(result["start"], result["after"], strict=True)) > 0.01
         assert result["norms"][0] != result["norms"][1]
+
+
+@on_two_ranks
+def saved_whole(folder):
+    """What save_16bit_model() writes by stage, beside all weights; and norms of windows behind it."""
+    results = {}
+    for name, stage, keys in [(str(stage), stage, {}) for stage in STAGES] + [
+        ("summed", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}})
+    ]:
+        with forgetting():
+            engine = build(divided_config(stage, **keys, stage3_gather_16bit_weights_on_model_save=None))
+            after_two_windows(engine)
+            saved = engine.save_16bit_model(f"{folder}/{name}")
+            whole = weights.vector(engine.module).tolist()
+            norms, later = after_two_windows(engine)
+            results[name] = {"saved": from_all(saved), "whole": whole, "norms": norms, "later": later}
+            engine.destroy()
+            if dist.get_rank() == 0:
+                state = torch.load(f"{folder}/{name}/pytorch_model.bin")
+                results[name]["written"] = {key: list(value.shape) for key, value in state.items()}
+                results[name]["values"] = torch.cat([one.flatten() for one in state.values()]).tolist()
+    return results
+
+
+@pytest.mark.parametrize("name", [*map(str, STAGES), "summed"])
+def test_the_model_is_saved_whole_and_trained_on(two_ranks, name):
+    """DeepSpeed writes the first rank's part on ZeRO 0 to 2."""
+    result = two_ranks.of(saved_whole)[name]
+    assert result["saved"] == [True, True]
+    assert result["written"] == {key: list(value.shape) for key, value in Divided().state_dict().items()}
+    assert result["values"] == pytest.approx(result["whole"], rel=1e-2 if name == "summed" else 1e-6)
+    assert result["later"] != result["whole"]
+    assert len(result["norms"]) == 2
+
+
+class TiedDecoder:
+    """A model of transformers whose head is its embedding, as in every small Qwen and Llama."""
+
+    def __new__(cls):
+        import transformers
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 16}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
+
+
+@on_two_ranks
+def tied(folder):
+    """Logits of a model that ties its embedding: their shape, and a loss of one's own on each rank."""
+    ids = torch.arange(12).reshape(2, 6)
+    results = {}
+
+    def loss_of_logits(logits):
+        return -logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None].to(logits.device)).mean()
+
+    plain = TiedDecoder()(input_ids=ids).logits
+    results["plain"] = [list(plain.shape), loss_of_logits(plain).item()]
+    with forgetting():
+        extended = divided_config(2)
+        extended["tensor_parallel"] = {"autotp_size": 2}
+        engine = build(extended, TiedDecoder())
+        logits = engine(input_ids=ids.to(engine.device)).logits
+        results["divided"] = from_all([list(logits.shape), loss_of_logits(logits).item()])
+        engine.destroy()
+    return results
+
+
+def test_a_tied_head_gives_the_logits_of_the_whole_vocabulary(two_ranks):
+    """DeepSpeed 0.19.8 gives each rank a part of them there, and a loss of one's own would be wrong without a word."""
+    result = two_ranks.of(tied)
+    shape, loss = result["plain"]
+    for divided_shape, divided_loss in result["divided"]:
+        assert divided_shape == shape
+        assert divided_loss == pytest.approx(loss, rel=1e-5)
 
 
 @on_four_ranks

@@ -265,6 +265,10 @@ class Growing(torch.nn.Module):
         self.first = torch.nn.Linear(4, 1, bias=False).to(self.first.weight.device)
         return [self.first.weight]
 
+    def grow_frozen(self):
+        for one in self.grow():
+            one.requires_grad_(False)
+
     def assign(self):
         self.first.weight = torch.nn.Parameter(torch.zeros_like(self.first.weight))
         return [self.first.weight]
@@ -311,6 +315,69 @@ def test_a_parameter_that_the_engine_was_not_built_with_is_not_left_out_in_silen
     for said in two_ranks.of(parameters_that_come_later)[f"{stage} {how} both"]:
         assert said.startswith(f"WindowError: {name}: not in the model when its engine was built"), said
         assert "build a new engine" in said
+
+
+@on_two_ranks
+def frozen_parameters_that_come_later(folder):
+    """By stage: what the window is answered with, where the newcomer is used and where it is not; and its weights."""
+    results = {}
+    for stage, used in product(STAGES, (True, False)):
+        model = Growing()
+        engine = built(model, list(model.parameters()), stage)
+        run(engine)
+        model.grow_frozen()
+        said = answer(lambda engine=engine, used=used: run(engine, *() if used else (0,)))
+        with deepspeed.zero.GatheredParameters([model.first.weight]):
+            results[f"{stage} {used}"] = from_all([said, model.first.weight[0, 0].item()])
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("stage", "used"), product(STAGES, (True, False)))
+def test_a_frozen_parameter_that_comes_later_is_let_alone_below_zero_3_and_refused_there_before_the_step(
+    two_ranks, stage, used
+):
+    for said, moved in two_ranks.of(frozen_parameters_that_come_later)[f"{stage} {used}"]:
+        if stage == 3:
+            assert said.startswith("WindowError: second.weight: not in the model when its engine was built, so that Z")
+            assert "also where it is frozen" in said
+        else:
+            assert not said.startswith("WindowError"), said
+        assert moved == (-1 if stage == 3 else -2)
+
+
+@on_two_ranks
+def two_engines_over_one_model(folder):
+    """Each trains one layer, and their windows overlap: what the second is answered with."""
+    results = {}
+    for stage in STAGES:
+        model = Growing()
+        model.grow()
+        first, second = (built(model, [layer.weight], stage) for layer in (model.first, model.second))
+
+        def overlapping(first=first, second=second):
+            for _ in range(2):
+                for number, engine in enumerate((first, second)):
+                    for p in (model.second, model.first)[number].parameters():
+                        p.requires_grad_(False)
+                    engine.backward(engine(ones(engine), number))
+                    engine.step()
+                    for p in model.parameters():
+                        p.requires_grad_(True)
+
+        results[str(stage)] = from_all(answer(overlapping))
+        for engine in (first, second):
+            engine.destroy()
+    return results
+
+
+def test_where_another_engine_over_the_model_has_cleared_gradients_the_error_says_so(two_ranks):
+    results = two_ranks.of(two_engines_over_one_model)
+    for said in results["0"]:
+        assert said.startswith("WindowError: gradients were changed outside of engine.backward()"), said
+        assert "Causes: the step of another engine over this model, which on ZeRO stage 0 clears" in said
+    for stage in ("1", "2", "3"):
+        assert not any("Error" in said for said in results[stage]), results[stage]
 
 
 @pytest.mark.parametrize("stage", [0, 1])

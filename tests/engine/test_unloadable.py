@@ -1,5 +1,6 @@
 """What DeepSpeed raises where it loads a checkpoint, and what is said of it."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -48,8 +49,8 @@ STATES = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     [
         ([MODEL, STATES], 0, NOTHING, "1 or 2"),
         ([MODEL, STATES], 3, AssertionError(), "1 or 2"),
-        ([MODEL], 1, FileNotFoundError(STATES), "0"),
-        ([MODEL], 3, AssertionError(), "0"),
+        ([MODEL], 1, FileNotFoundError(STATES), "0, or its saving broke off before the optimizer's files"),
+        ([MODEL], 3, AssertionError(), "0, or its saving broke off before the optimizer's files"),
         ([PART_OF_MODEL, STATES], 0, AssertionError(), "3"),
         ([PART_OF_MODEL, STATES], 2, AssertionError(), "3"),
     ],
@@ -67,6 +68,31 @@ def test_a_checkpoint_of_its_own_stage_is_one_of_other_ranks(folder, files, stag
     for file in files:
         (folder / "saved" / file).touch()
     assert "If another number of ranks saved it, convert it" in str(said(folder, AssertionError(), stage=stage))
+
+
+@pytest.mark.parametrize(("files", "stage"), [([], 0), ([], 2), ([STATES], 2), ([STATES], 3)])
+def test_a_checkpoint_without_a_model_was_broken_off(folder, files, stage):
+    for file in files:
+        (folder / "saved" / file).touch()
+    found = str(said(folder, AssertionError(), stage=stage))
+    assert "the checkpoint is not whole: there is no *model_states.pt in 'saved' (a bare AssertionError)" in found
+    assert "load the one before it" in found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pickle.UnpicklingError("Weights only load failed"),
+        EOFError("Ran out of input"),
+        RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory"),
+    ],
+)
+def test_a_file_that_cannot_be_read_was_broken_off(folder, stage, error):
+    (folder / "saved" / MODEL).touch()
+    found = said(folder, error, stage=stage)
+    assert isinstance(found, CheckpointError)
+    assert f"a file of it can't be read ({type(error).__name__}: {error})" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Parameters that came into a model after its engine was built: an adapter that is added, a layer that is replaced.
 
 DeepSpeed collects what it trains once. A parameter that comes later gets gradients and is in no group of the optimizer,
-so that it is never trained on ZeRO 0 to 2, without a word; in the forward of ZeRO 3 it is an AttributeError.
+so that it is never trained on ZeRO 0 to 2, without a word. ZeRO 3 raises an AttributeError in its forward, or in the
+step, where it partitions all parameters of the model again, frozen ones too.
 """
 
 from __future__ import annotations
@@ -45,8 +46,17 @@ class Newcomers:
         self._everybody.discard(self)
 
     def refuse(self) -> None:
-        """Raise WindowError where one has a gradient: asked in a window's second pass and before its step."""
-        new = [one for one in self._new() if one[1].grad is not None]
+        """Raise WindowError where one has a gradient, and on ZeRO 3 where there is one that it has not partitioned.
+
+        It is asked in a window's second pass and before its step.
+        """
+        came = self._new()
+        if whole := self._whole(came):
+            raise WindowError(
+                f"{names_of(whole)}: not in the model when its engine was built, so that ZeRO stage 3 has not "
+                f"partitioned it, and its step would raise in the middle, also where it is frozen; {_WAY_OUT}"
+            )
+        new = [one for one in came if one[1].grad is not None]
         # Nearly always there is none, and the groups are not looked at.
         owned = {id(p) for engine in self._everybody for p in engine._stepped()} if new else set()
         lost = [one for one in new if id(one[1]) not in owned]
@@ -62,12 +72,19 @@ class Newcomers:
         Args:
             error: that the forward has raised.
         """
-        whole = [one for one in self._new() if not hasattr(one[1], "ds_id")]
-        if whole and self._adapter.engine.zero_optimization_stage() == 3:
+        if whole := self._whole(self._new()):
             raise WindowError(
                 f"{names_of(whole)}: not in the model when its engine was built, so that ZeRO stage 3 has not "
                 f"partitioned it, and its forward raises ({error}); {_WAY_OUT}"
             ) from error
+
+    def share_the_model(self) -> bool:
+        """Return whether another engine has parameters of this one's model."""
+        return any(other is not self and other._known.keys() & self._known.keys() for other in self._everybody)
+
+    def _whole(self, came: list[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+        stage = self._adapter.engine.zero_optimization_stage()
+        return [one for one in came if stage == 3 and not hasattr(one[1], "ds_id")]
 
     def _new(self) -> list[tuple[str, Parameter]]:
         named = self._adapter.engine.module.named_parameters()

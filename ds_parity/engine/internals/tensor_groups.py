@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import deepspeed
+import torch
 import torch.distributed as dist
 
+from ds_parity.all_weights import whole
 from ds_parity.config.autotp import autotp_size, data_parallel_ranks
+from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import ConfigError
 
@@ -32,12 +36,16 @@ def with_recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     DeepSpeed puts it into the configuration of every engine that is built after the call (runtime/tensor_parallel/
     init_utils.py, merge_tp_model_init_into_config).
     """
-    module = sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils")
-    recorded = getattr(module, "_TP_MODEL_INIT_ARGS", None)
+    recorded = _recorded()
     section = config.get("tensor_parallel") or {}
     if recorded is None or not isinstance(section, Mapping) or section.get("autotp_size") is not None:
         return dict(config)
     return {**config, "tensor_parallel": {**section, "autotp_size": recorded["tp_size"]}}
+
+
+def _recorded() -> Mapping[str, Any] | None:
+    module = sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils")
+    return getattr(module, "_TP_MODEL_INIT_ARGS", None)
 
 
 def ranks_apart(config: Mapping[str, Any], mpu: Any, mesh_param: Any) -> int:
@@ -57,6 +65,14 @@ def ranks_apart(config: Mapping[str, Any], mpu: Any, mesh_param: Any) -> int:
             f"tensor_parallel.autotp_size = {autotp_size(config)} with {given}: AutoTP makes groups of its own and "
             "forgets those (DeepSpeed runtime/engine.py, _configure_tensor_parallel_states), so that sequence "
             f"parallelism or another division of the ranks would be lost; leave {given} out, or AutoTP"
+        )
+    if (_recorded() or {}).get("tp_group") is not None:
+        # The first rank alone would raise: it prints the configuration, in which the group stands, as JSON.
+        raise ConfigError(
+            "tp_model_init() was given a tp_group, with which DeepSpeed builds no engine (runtime/config.py, "
+            f"print_user_config: a group is no JSON), and it sums gradients over groups of {autotp_size(config)} ranks "
+            "that follow each other, whatever the group is (utils/groups.py, _init_tp_mesh_device). Leave tp_group out "
+            "in a new process"
         )
     return data_parallel_ranks(config, dist.get_world_size())
 
@@ -79,7 +95,6 @@ def peers_of(engine: Engine, size: int) -> list[int]:
         raise ConfigError(
             f"tensor_parallel.autotp_size = {size}, but DeepSpeed took groups of {len(peers)} ranks: {_REMEMBERED}"
         )
-    _refuse_group_given(engine, peers)
     _refuse_norm_of_part(engine)
     _refuse_partial_norms(engine)
     return peers
@@ -98,15 +113,34 @@ def refuse_remembered() -> None:
         )
 
 
-def _refuse_group_given(engine: Engine, peers: list[int]) -> None:
-    module = sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils")
-    group = (getattr(module, "_TP_MODEL_INIT_ARGS", None) or {}).get("tp_group")
-    if group is not None and (given := dist.get_process_group_ranks(group)) != peers:
-        raise ConfigError(
-            f"tp_model_init() was given a tp_group of ranks {given}, and DeepSpeed sums gradients as if ranks {peers} "
-            "shared a model (utils/groups.py, _init_tp_mesh_device): weights of different parts would be averaged; "
-            "leave tp_group out, or give groups of ranks that follow each other"
-        )
+@contextmanager
+def whole_where_it_saves(engine: Engine) -> Iterator[None]:
+    """Let `save_16bit_model` write whole parameters; every rank calls.
+
+    On ZeRO 0 to 2 DeepSpeed writes what the first rank has (runtime/engine.py, save_16bit_model): under AutoTP, its
+    part. On ZeRO 3 it gathers all.
+
+    Args:
+        engine: the bare engine.
+    """
+    if engine.autotp_size() <= 1 or int(engine.zero_optimization_stage()) == 3:
+        yield
+        return
+    own = engine.module_state_dict
+
+    def whole_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = own(*args, **kwargs)
+        parts: dict[int, torch.Tensor] = {}
+        for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+            if name in state:
+                # Tied parameters stay one. On the host, because all of them at once may not fit a device.
+                if id(parameter) not in parts:
+                    parts[id(parameter)] = whole(parameter, parameter.detach()).cpu()
+                state[name] = parts[id(parameter)]
+        return state
+
+    with replaced(engine, "module_state_dict", whole_state):
+        yield
 
 
 def _refuse_norm_of_part(engine: Engine) -> None:

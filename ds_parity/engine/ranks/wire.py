@@ -31,6 +31,7 @@ RUNS: Final = "runs a pass"
 RUNS_WHOLE: Final = "runs a pass of a window that it knows as a whole (lookahead 'window')"
 SAVES: Final = "saves a checkpoint"
 LOADS: Final = "loads a checkpoint"
+LOADED: Final = "has loaded a checkpoint"
 ANYWHERE: Final = -1
 """The window of a place where ranks may come from different ones."""
 
