@@ -175,9 +175,35 @@ class TestBadInput:
         asked = ["--train", "loop:train", "--against", "deepspeed"]
         assert "a training function calls an engine" in refused("verify", CONFIG, *asked, "--out", tmp_path)
 
-    def test_references_of_the_matrix(self, tmp_path):
-        for asked in (["--against", "torch"], ["--tokenizer", "nowhere"]):
-            assert "--matrix has references and data of its own" in refused("verify", "--matrix", "quick", *asked)
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("--against", "torch"),
+            ("--tokenizer", "nowhere"),
+            ("--train", "nowhere:train"),
+            ("--model", "nowhere:build"),
+            ("--rollouts", "nowhere.jsonl"),
+            ("--max-tokens", 8),
+            ("--ranks", 4),
+            ("--windows", 7),
+            ("--seed", 1),
+            ("--timeout", 5),
+            ("--seed", 0),  # the default, but whoever writes it thinks that it is read
+        ],
+    )
+    def test_what_the_matrix_has_of_its_own(self, option, value, tmp_path):
+        message = refused("verify", "--matrix", "no such row", option, value, "--out", tmp_path)
+        assert f"{option} is of one configuration: --matrix has references and data of its own" in message
+        assert "leave it out, or give a configuration in place of --matrix" in message
+
+    def test_several_of_these_are_named_together(self, tmp_path):
+        asked = ["--windows", 7, "--train", "nowhere:train"]
+        message = refused("verify", *asked, "--matrix", "no such row", "--out", tmp_path)
+        assert "--windows and --train are of one configuration" in message
+
+    def test_what_the_matrix_reads_is_not_refused(self, tmp_path):
+        message = refused("verify", "--matrix", "no such row", "--json", "--out", tmp_path)
+        assert "names no row of the matrix" in message
 
     def lines(self, folder, lines):
         path = folder / "mine.jsonl"

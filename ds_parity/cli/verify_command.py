@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from ds_parity.parity.verification.verify import Verification
 
 
+_OF_THE_MATRIX = ("config", "matrix", "bare", "folder", "as_json")  # --bare beside it has a message of its own
+
+
 def verify(
+    context: typer.Context,
     config: Annotated[
         str | None,
         typer.Argument(
@@ -69,12 +73,8 @@ def verify(
     from ds_parity.config import load_config
     from ds_parity.parity import report as reports
 
-    if matrix and (report or junit):
-        raise ConfigError("--report and --junit are of one configuration: --matrix leaves its matrix.html in --out")
-    if matrix and (against or tokenizer):
-        raise ConfigError(
-            "--against and --tokenizer are of one configuration: --matrix has references and data of its own"
-        )
+    if matrix:
+        _refuse_beside_matrix(context)
     if bare and (matrix or against):
         raise ConfigError("--bare judges one configuration against torch: leave --matrix and --against out")
     if matrix:
@@ -96,6 +96,22 @@ def verify(
     if report or junit:
         leave(reports.of_verification(verified, extended, ranks, folder), report, junit)
     raise typer.Exit(0 if verified.equal else 1)
+
+
+def _refuse_beside_matrix(context: typer.Context) -> None:
+    """Refuse whatever was given that the matrix would not read, an option's default written out included."""
+    parameters = [it for it in context.command.params if it.name not in _OF_THE_MATRIX]
+    # By its name: newer releases of typer bring a click of their own, whose sources equal none of the package's.
+    given = [it.opts[0] for it in parameters if getattr(context.get_parameter_source(it.name), "name", "") != "DEFAULT"]
+    if not given:
+        return
+    they = f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} of one configuration"
+    if {"--report", "--junit"} & {*given}:
+        raise ConfigError(f"{they}: --matrix leaves its matrix.html in --out")
+    raise ConfigError(
+        f"{they}: --matrix has references and data of its own, also models, loops, ranks and a time limit; leave "
+        f"{'it' if len(given) == 1 else 'them'} out, or give a configuration in place of --matrix"
+    )
 
 
 def _print(verified: Verification, folder: Path, as_json: bool) -> None:
