@@ -324,7 +324,7 @@ class TestCompareForeign:
         found = json.loads(ran.stdout)
         assert ran.returncode == 1
         assert (found["tier"], found["differences"][0]["field"]) == ("reassociated", "loss")
-        assert any("no record of the candidate (csv)" in note for note in found["notes"])
+        assert any("was read from the candidate (csv)" in note for note in found["notes"])
         assert found["rows"][0]["candidate"]["rollouts"] is None
 
     def test_each_side_can_be_mapped_by_itself(self, tmp_path):
@@ -399,6 +399,17 @@ def test_probe_shows_a_faulty_loop_and_exits_1(tmp_path):
     assert ran.returncode == 1, ran.stderr
     assert "rank 1" in ran.stdout
     assert "FAIL" in ran.stdout
+
+
+@pytest.mark.parametrize(("lr", "code"), [(lambda step: [step * 1e-5], 0), (lambda step: [step * 1e-4], 1)])
+def test_learning_rates_that_were_logged_as_lists_are_compared(tmp_path, lr, code):
+    for name, rate in (("a", lambda step: step * 1e-5), ("b", lr)):
+        rows = [{"step": step, "loss": 1 / (2 + step), "lr": rate(step)} for step in range(1, 9)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ran = ds_parity("compare", tmp_path / "a", tmp_path / "b")
+    assert ran.returncode == code, ran.stdout
+    assert "lr is not compared" not in ran.stdout
+    assert ("step 1, lr: candidate" in ran.stdout) is bool(code)
 
 
 def test_a_matrix_without_such_a_row_is_refused_with_the_groups(tmp_path):

@@ -35,7 +35,7 @@ def _rules(
             left_out |= set(unknown)
             yield (
                 unknown,
-                f"no record of the {name} ({trace.header.engine}) has {'it' if len(unknown) == 1 else 'them'}",
+                f"no value of {'it' if len(unknown) == 1 else 'them'} was read from the {name} ({trace.header.engine})",
             )
     packing = tuple(name for name in _PACKING if name not in left_out)
     apart = None not in (a.ranks, b.ranks) and a.ranks != b.ranks

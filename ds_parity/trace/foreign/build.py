@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from ds_parity.errors import TraceError
 from ds_parity.trace.digits import Digits, Precision
+from ds_parity.trace.foreign.column_kinds import ColumnKinds
 from ds_parity.trace.foreign.field_names import COUNTS, ChosenColumns, Maps, choose
-from ds_parity.trace.foreign.source import Source, SourceRow
+from ds_parity.trace.foreign.source import Cell, Source, SourceRow
 from ds_parity.trace.records import Header, StepRecord, Trace
 
 _ROUNDED = ("loss", "lr", "grad_norm", "loss_scale", "total")
@@ -18,9 +19,9 @@ _UNKNOWN = dict.fromkeys((*COUNTS, "total", "loss", "lr", "grad_norm", "skipped"
 
 @dataclass(slots=True)
 class _Gathered:
-    """What rows come to: step to column to number, in the order of the file, and each field's digits."""
+    """What rows come to: step to column to its numbers, in the order of the file, and each field's digits."""
 
-    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    steps: dict[int, dict[str, tuple[float, ...]]] = field(default_factory=dict)
     digits: dict[str, Digits] = field(default_factory=lambda: {name: Digits() for name in _ROUNDED})
 
 
@@ -39,10 +40,10 @@ def build(source: Source, maps: Maps, mean_loss: bool = False) -> Trace:
         TraceError: a column is absent or ambiguous; a cell is no number; a step is not a whole number from 1; a step
             has two values of a field; there is no step at all.
     """
-    present = dict.fromkeys(column for row in source.rows() for column in row.cells)
-    if not present:
+    kinds = ColumnKinds.of(source.rows())
+    if not (kinds.single or kinds.several or kinds.unread):
         raise TraceError(f"{source.path}: it holds no row with a value: a trace has at least one step")
-    columns = choose(source, present, maps)
+    columns = choose(source, kinds, maps)
     gathered = _gather(source, columns)
     order = list(gathered.steps)
     notes = [
@@ -70,7 +71,7 @@ def _gather(source: Source, columns: ChosenColumns) -> _Gathered:
     gathered = _Gathered()
     field_of = {column: name for name, wanted in columns.of.items() if name != "step" for column in wanted}
     for row in source.rows():
-        known = {column: row.cells[column] for column in field_of if column in row.cells}
+        known = {column: texts for column in field_of if (texts := _texts(row, field_of[column], column))}
         if known:
             step = gathered.steps.setdefault(_step(source, row, columns), {})
             _merge(source, row, step, known, field_of, gathered.digits)
@@ -79,36 +80,51 @@ def _gather(source: Source, columns: ChosenColumns) -> _Gathered:
     return gathered
 
 
+def _texts(row: SourceRow, name: str, column: str) -> tuple[str, ...]:
+    """The numbers of a cell; none where it is empty, or a list under a field that has one number."""
+    cell: Cell = row.cells.get(column, ())
+    return (cell,) if isinstance(cell, str) else cell if name == "lr" else ()
+
+
 def _merge(
     source: Source,
     row: SourceRow,
-    step: dict[str, float],
-    known: dict[str, str],
+    step: dict[str, tuple[float, ...]],
+    known: dict[str, tuple[str, ...]],
     field_of: dict[str, str],
     digits: dict[str, Digits],
 ) -> None:
-    for column, text in known.items():
+    for column, texts in known.items():
         name = field_of[column]
-        number = _number(source, row, column, text)
-        if name in COUNTS and not (number.is_integer() and 0 <= number < _COUNT_LIMIT):
-            raise TraceError(f"{_at(source, row)}: {name} ({column!r}) is {text}: a count is a whole number from 0")
-        if column in step and struct.pack("<d", step[column]) != struct.pack("<d", number):
+        numbers = tuple(_number(source, row, column, text) for text in texts)
+        if name in COUNTS and not (numbers[0].is_integer() and 0 <= numbers[0] < _COUNT_LIMIT):
+            raise TraceError(f"{_at(source, row)}: {name} ({column!r}) is {texts[0]}: a count is a whole number from 0")
+        if column in step and _bits(step[column]) != _bits(numbers):
             raise TraceError(
-                f"{_at(source, row)}: the step has two values of {name} ({column!r}), {step[column]!r} and {number!r}: "
-                "leave only those of one run, without what a restart logged again"
+                f"{_at(source, row)}: the step has two values of {name} ({column!r}), {_shown(step[column])} and "
+                f"{_shown(numbers)}: leave only those of one run, without what a restart logged again"
             )
-        step[column] = number
-        if name in digits:
+        step[column] = numbers
+        for text in texts if name in digits else ():
             digits[name].add(text)
+
+
+def _bits(numbers: tuple[float, ...]) -> bytes:
+    return struct.pack(f"<{len(numbers)}d", *numbers)
+
+
+def _shown(numbers: tuple[float, ...]) -> str:
+    return repr(numbers[0]) if len(numbers) == 1 else repr(list(numbers))
 
 
 def _step(source: Source, row: SourceRow, columns: ChosenColumns) -> int:
     (column,) = columns.of["step"]
-    if column not in row.cells:
+    texts = _texts(row, "step", column)
+    if not texts:
         raise TraceError(f"{_at(source, row)}: the row has values but no step ({column!r})")
-    number = _number(source, row, column, row.cells[column])
+    number = _number(source, row, column, texts[0])
     if not number.is_integer() or abs(number) >= _COUNT_LIMIT:
-        raise TraceError(f"{_at(source, row)}: step ({column!r}) is {row.cells[column]}: it must be a whole number")
+        raise TraceError(f"{_at(source, row)}: step ({column!r}) is {texts[0]}: it must be a whole number")
     step = int(number) + columns.shift
     if step < 1:
         raise TraceError(
@@ -130,12 +146,12 @@ def _number(source: Source, row: SourceRow, column: str, text: str) -> float:
     return number
 
 
-def _record(step: int, cells: dict[str, float], columns: ChosenColumns) -> StepRecord:
+def _record(step: int, cells: dict[str, tuple[float, ...]], columns: ChosenColumns) -> StepRecord:
     values: dict[str, object] = {**_UNKNOWN, "step": step}
     for name, wanted in columns.of.items():
-        known = tuple(cells[column] for column in wanted if column in cells)
-        if name == "step" or len(known) != len(wanted):
+        if name == "step" or not all(column in cells for column in wanted):
             continue
+        known = tuple(number for column in wanted for number in cells[column])
         values[name] = known if name == "lr" else int(known[0]) if name in COUNTS else known[0]
     return StepRecord(**values)  # type: ignore[arg-type]
 

@@ -1,10 +1,11 @@
 """Which column is which field of a step: as `--map` says, and otherwise by the names that trainers are known to use."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_parity.errors import ConfigError, TraceError
+from ds_parity.trace.foreign.column_kinds import ColumnKinds
 from ds_parity.trace.foreign.source import Source
 
 COUNTS = ("passes", "idle_passes", "rollouts", "prompts", "tokens")
@@ -53,32 +54,32 @@ def parse_maps(options: Iterable[str]) -> Maps:
     return maps
 
 
-def choose(source: Source, present: Iterable[str], maps: Maps) -> ChosenColumns:
+def choose(source: Source, kinds: ColumnKinds, maps: Maps) -> ChosenColumns:
     """The columns of a step's fields.
 
     Args:
         source: for its names in messages.
-        present: the columns that hold a value somewhere.
+        kinds: the columns that hold a value somewhere.
         maps: what was asked for; every other field is looked for under known names.
 
     Raises:
-        TraceError: a column that was asked for is absent; several have a known name; none has one.
+        TraceError: a column that was asked for is absent or can't be read; several have a known name; none has one.
     """
-    columns = dict.fromkeys(present)
     maps = {"step": (source.step,), **maps} if source.step else maps
     shift = 0
     of: dict[str, tuple[str, ...]] = {}
     if maps.get("step"):
-        column, shift = _shifted(maps["step"][0], columns)
+        column, shift = _shifted(maps["step"][0], kinds.readable("step"))
         maps = {**maps, "step": (column,)}
     for name, wanted in maps.items():
-        of[name] = tuple(_asked(source, name, column, columns) for column in wanted)
-    guessed = {name: guess for name in _KNOWN if name not in of if (guess := _guess(source, name, columns))}
+        of[name] = tuple(_asked(source, name, column, kinds) for column in wanted)
+    guessed = {name: guess for name in _KNOWN if name not in of if (guess := _guess(source, name, kinds))}
     of |= {name: (column,) for name, column in guessed.items()}
+    passed_over = tuple(_passed_over(of, kinds))
     of = {name: chosen for name, chosen in of.items() if chosen}
-    _require(source, of, columns)
+    _require(source, of, kinds, passed_over)
     _refuse_shared(source, of)
-    return ChosenColumns(of, shift, tuple(_notes(guessed, shift)))
+    return ChosenColumns(of, shift, (*_notes(guessed, shift), *passed_over))
 
 
 def _shifted(wanted: str, columns: Iterable[str]) -> tuple[str, int]:
@@ -89,19 +90,41 @@ def _shifted(wanted: str, columns: Iterable[str]) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-def _asked(source: Source, name: str, wanted: str, columns: Iterable[str]) -> str:
+def _asked(source: Source, name: str, wanted: str, kinds: ColumnKinds) -> str:
+    columns, unreadable = kinds.readable(name), kinds.unreadable(name)
     fitting = [wanted] if wanted in columns else [column for column in columns if _metric(column) == wanted]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise TraceError(_ambiguous(source, name, fitting))
+    if wanted in unreadable:
+        rule = (
+            "an LR is a number, or a list with one for each parameter group" if name == "lr" else "it must be a number"
+        )
+        raise TraceError(
+            f"{source.path}: {name} was mapped to {wanted!r}, which holds {unreadable[wanted]}: {rule}; log it so, or "
+            f"write --map {name}= to leave it out"
+        )
     raise TraceError(f"{source.path}: {name} was mapped to {wanted!r}, but {_listed(columns)}")
 
 
-def _guess(source: Source, name: str, columns: Iterable[str]) -> str | None:
-    fitting = [
-        column for column in columns if column not in (*_WANDB_STEPS, _SUMMARY) and _plain(column) in _KNOWN[name]
-    ]
+def _known_as(name: str, columns: Iterable[str]) -> list[str]:
+    return [column for column in columns if column not in (*_WANDB_STEPS, _SUMMARY) and _plain(column) in _KNOWN[name]]
+
+
+def _passed_over(of: Maps, kinds: ColumnKinds) -> Iterator[str]:
+    """What would be read if it were no objects and lists: columns that were chosen, and those of known names."""
+    for name in dict.fromkeys((*_KNOWN, *of)):
+        unreadable = kinds.unreadable(name)
+        for column in of[name] if name in of else _known_as(name, unreadable):
+            if column in unreadable:
+                where = " in some rows" if name in of else ""
+                yield f"the column {column!r} holds {unreadable[column]}{where}, which are not read"
+
+
+def _guess(source: Source, name: str, kinds: ColumnKinds) -> str | None:
+    columns = kinds.readable(name)
+    fitting = _known_as(name, columns)
     if name == "step" and not fitting:
         fitting = [column for column in _WANDB_STEPS if column in columns]
     if len(fitting) > 1:
@@ -120,12 +143,13 @@ def _plain(column: str) -> str:
     return re.sub(r"^(train|training|trainer)/", "", name)
 
 
-def _require(source: Source, of: Maps, columns: Iterable[str]) -> None:
+def _require(source: Source, of: Maps, kinds: ColumnKinds, passed_over: Iterable[str]) -> None:
+    there = "; ".join((_listed(kinds.readable("lr")), *passed_over))
     if "step" not in of:
-        raise TraceError(f"{source.path}: no column of steps, and {_listed(columns)}; write --map step=COLUMN")
+        raise TraceError(f"{source.path}: no column of steps, and {there}; write --map step=COLUMN")
     if len(of) == 1:
         raise TraceError(
-            f"{source.path}: none of loss, lr and grad_norm goes by a known name, and {_listed(columns)}; write "
+            f"{source.path}: no column of numbers goes by a known name of loss, lr or grad_norm, and {there}; write "
             "--map loss=COLUMN"
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_parity.errors import TraceError
-from ds_parity.trace.foreign.source import Source, SourceRow
+from ds_parity.trace.foreign.source import Cell, Source, SourceRow
 from ds_parity.trace.opening import opened
 
 
@@ -27,7 +27,7 @@ def json_rows(path: Path, engine: str, values: list[Any], name: str) -> Iterator
         place = f"{name} {number}"
         if not isinstance(value, dict):
             raise TraceError(f"{path}, {place}: {engine}: {value!r:.60} is no object")
-        yield SourceRow(place, cells(value))
+        yield _row(place, value)
 
 
 def parse(text: str | bytes) -> Any:
@@ -39,20 +39,29 @@ def parse(text: str | bytes) -> Any:
     return json.loads(text, parse_float=str, parse_int=str, parse_constant=str)
 
 
-def cells(value: dict[str, Any]) -> dict[str, str]:
-    """What an object says of a step: no nulls, and nothing that is nested."""
-    known = ((column, cell) for column, cell in value.items() if isinstance(cell, (str, bool)) and cell != "")
-    return {column: str(cell) for column, cell in known}
+def _row(place: str, value: dict[str, Any]) -> SourceRow:
+    """What an object says of a step: no nulls, and of what is nested only lists of values."""
+    cells: dict[str, Cell] = {}
+    unread: dict[str, str] = {}
+    for column, cell in value.items():
+        values = [str(it) for it in (cell if isinstance(cell, list) else [cell]) if isinstance(it, (str, bool))]
+        if isinstance(cell, dict):
+            unread[column] = "objects"
+        elif isinstance(cell, list) and (not cell or len(values) != len(cell)):
+            unread[column] = "lists of other things than numbers" if cell else "lists without a number"
+        elif any(values):
+            cells[column] = values[0] if len(values) == 1 else tuple(values)
+    return SourceRow(place, cells, unread)
 
 
 def _rows(path: Path) -> Iterator[SourceRow]:
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield SourceRow(f"line {number}", _object(path, number, line))
+                yield _row(f"line {number}", _object(path, number, line))
 
 
-def _object(path: Path, number: int, line: bytes) -> dict[str, str]:
+def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = parse(line)
     except (ValueError, RecursionError) as error:
@@ -61,4 +70,4 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, str]:
         raise TraceError(f"{path}, line {number}: no JSON: {error}") from error
     if not isinstance(value, dict):
         raise TraceError(f"{path}, line {number}: {line[:60]!r} is no object: a line of JSON Lines is one")
-    return cells(value)
+    return value

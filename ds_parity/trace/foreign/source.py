@@ -1,16 +1,26 @@
 """What every foreign format comes down to: rows of columns, all of them text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
+
+Cell = str | tuple[str, ...]
 
 
 class SourceRow(NamedTuple):
-    """What was logged at once: its place in the file, for messages, and column to text; empty cells are left out."""
+    """What was logged at once.
+
+    Attributes:
+        place: where it is in the file, for messages.
+        cells: column to text, or to the texts of a list of several values; empty cells are left out.
+        unread: columns with something else that is nested, and a word for it.
+    """
 
     place: str
-    cells: dict[str, str]
+    cells: Mapping[str, Cell]
+    unread: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

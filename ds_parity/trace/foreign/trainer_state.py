@@ -41,5 +41,5 @@ def trainer_state(path: Path, state: dict[str, Any]) -> Source:
 
 def _steps(path: Path, history: list[Any]) -> Iterator[SourceRow]:
     for row in json_rows(path, "log_history", history, "entry"):
-        if "loss" in row.cells:
-            yield SourceRow(row.place, row.cells)
+        if "loss" in row.cells or "loss" in row.unread:
+            yield row

@@ -64,7 +64,7 @@ class TestFields:
         assert comparison.equal
         assert {*COUNTS, "lr", "grad_norm"} <= set(comparison.not_compared)
         side = "reference" if swap else "candidate"
-        (note,) = told(comparison, f"no record of the {side} (other) has them")
+        (note,) = told(comparison, f"no value of them was read from the {side} (other)")
         assert all(name in note for name in (*COUNTS, "lr", "grad_norm"))
 
     @pytest.mark.parametrize("name", ["loss", "lr", "grad_norm", "rollouts"])

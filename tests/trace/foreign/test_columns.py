@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ds_parity.errors import ConfigError, TraceError
+from ds_parity.trace.foreign.column_kinds import ColumnKinds
 from ds_parity.trace.foreign.field_names import NAMES, choose, parse_maps
 from ds_parity.trace.foreign.source import Source
 
@@ -13,7 +14,8 @@ SOURCE = Source(Path("run.csv"), "csv", lambda: iter(()))
 
 
 def chosen(columns, *maps, source=SOURCE):
-    return choose(source, columns, parse_maps(maps))
+    kinds = columns if isinstance(columns, ColumnKinds) else ColumnKinds(dict.fromkeys(columns))
+    return choose(source, kinds, parse_maps(maps))
 
 
 def refused(columns, *maps):

@@ -296,6 +296,66 @@ class TestJson:
         assert (trace.header.engine, losses(trace)) == ("wandb", {1: 0.5})
 
 
+class TestNested:
+    def read(self, tmp_path, *rows, maps=()):
+        return read(put(tmp_path / "a.jsonl", lines(*rows)), *maps)
+
+    def test_the_learning_rates_of_a_scheduler_are_those_of_the_parameter_groups(self, tmp_path):
+        """`scheduler.get_last_lr()` is a list, and so is the lr of ds_parity's own traces."""
+        trace = self.read(tmp_path, {"step": 1, "loss": 1.5, "lr": [1e-4]}, {"step": 2, "loss": 1.5, "lr": [2e-4, 3.5]})
+        assert [one.lr for one in trace.steps] == [(1e-4,), (2e-4, 3.5)]
+        assert trace.notes == ()
+
+    def test_a_list_of_one_number_is_that_number_in_every_field(self, tmp_path):
+        trace = self.read(tmp_path, {"step": [3], "loss": [1.5], "n": [7]}, maps=["tokens=n"])
+        assert [(one.step, one.loss, one.tokens) for one in trace.steps] == [(3, 1.5, 7)]
+
+    @pytest.mark.parametrize(
+        ("name", "cell", "what"),
+        [
+            ("lr", {"group 0": 1e-4}, "objects"),
+            ("lr", [], "lists without a number"),
+            ("lr", [[1e-4]], "lists of other things than numbers"),
+            ("lr", [1e-4, None], "lists of other things than numbers"),
+            ("loss", [1.5, 2.5], "lists of several numbers"),
+            ("grad_norm", {"total": 2.0}, "objects"),
+        ],
+    )
+    def test_what_is_nested_otherwise_is_named_and_refused_where_it_was_asked_for(self, tmp_path, name, cell, what):
+        row = {"step": 1, "loss": 1.5, "lr": 1e-4, "grad_norm": 1.0, name: cell}
+        trace = self.read(tmp_path, row)
+        assert trace.notes == (f"the column {name!r} holds {what}, which are not read",)
+        assert getattr(trace.steps[0], name) is None
+        message = refused(tmp_path / "a.jsonl", f"{name}={name}")
+        assert f"{name} was mapped to {name!r}, which holds {what}: " in message
+        assert f"write --map {name}= to leave it out" in message
+        assert read(tmp_path / "a.jsonl", f"{name}=").notes == ()
+
+    def test_what_is_nested_in_some_rows_only_is_unknown_there_and_named(self, tmp_path):
+        trace = self.read(tmp_path, {"step": 1, "loss": 1.5, "lr": 1e-4}, {"step": 2, "loss": 1.5, "lr": {"a": 1e-4}})
+        assert [one.lr for one in trace.steps] == [(1e-4,), None]
+        assert trace.notes == ("the column 'lr' holds objects in some rows, which are not read",)
+
+    def test_a_nested_column_does_not_stand_in_the_way_of_one_that_can_be_read(self, tmp_path):
+        assert self.read(tmp_path, {"step": 1, "loss": [1, 2], "train_loss": 0.5}).steps[0].loss == 0.5
+
+    def test_other_columns_may_be_nested_without_a_word(self, tmp_path):
+        assert self.read(tmp_path, {"step": 1, "loss": 0.5, "weights": {"norm": 1}, "ids": [1, 2]}).notes == ()
+
+    @pytest.mark.parametrize(
+        ("row", "name"), [({"step": {"n": 1}, "loss": 0.5}, "step"), ({"step": 1, "loss": {"mean": 1}}, "loss")]
+    )
+    def test_a_file_that_has_nothing_else_is_refused_with_what_it_has(self, tmp_path, row, name):
+        message = refused(put(tmp_path / "a.jsonl", lines(row)))
+        assert f"the column {name!r} holds objects, which are not read" in message
+
+    def test_two_lists_in_one_step_are_refused(self, tmp_path):
+        rows = [{"step": 1, "loss": 0.5, "lr": [1e-4, 1e-3]}, {"step": 1, "lr": [1e-4, 2e-3]}]
+        assert "two values of lr ('lr'), [0.0001, 0.001] and [0.0001, 0.002]" in refused(
+            put(tmp_path / "a.jsonl", lines(*rows))
+        )
+
+
 class TestDetection:
     def test_our_own_trace_is_read_as_ours(self, tmp_path):
         with TraceWriter(tmp_path / "t", OWN):
