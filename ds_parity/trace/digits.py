@@ -1,5 +1,7 @@
 """How many digits a column of numbers was written with: a number that was rounded stands for an interval."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
@@ -17,16 +19,28 @@ class Precision:
 
     def slack(self, value: float) -> float:
         """How far (>= 0) the number that was written as `value` may lie from it; 0 for NaN and the infinities."""
+        return 0.5 * self.unit(value) + self.noise(value)
+
+    def unit(self, value: float) -> float:
+        """The distance (>= 0) of numbers that are written so next to `value`; 0 where no digits were left out."""
+        if self.decimals is not None and math.isfinite(value):
+            return 10.0**-self.decimals
+        if self.significant is not None and math.isfinite(value) and value:
+            return float(10.0 ** (math.floor(math.log10(abs(value))) - self.significant + 1))
+        return 0.0
+
+    def noise(self, value: float) -> float:
+        """What is left open (>= 0) by the binary number that `value` was held in; 0 for NaN and the infinities."""
         if not math.isfinite(value):
             return 0.0
-        half = 0.0
-        if self.decimals is not None:
-            half = 0.5 * 10.0**-self.decimals
-        elif self.significant is not None and value:
-            half = 0.5 * 10.0 ** (math.floor(math.log10(abs(value))) - self.significant + 1)
-        if self.single:
-            half += max(abs(value) * 2.0**-24, 2.0**-150)
-        return half + math.ulp(value)
+        return math.ulp(value) + (max(abs(value) * 2.0**-24, 2.0**-150) if self.single else 0.0)
+
+    def one_grid(self, value: float, other: Precision, another: float) -> bool:
+        """Whether `value`, and `another` that was written with the `other` precision, lie on one decimal grid."""
+        digits = self.decimals, self.significant
+        if digits == (other.decimals, other.significant):
+            return digits != (None, None)
+        return self.unit(value) == other.unit(another) > 0
 
     def __str__(self) -> str:
         rounded = [f"{self.decimals} decimals"] * (self.decimals is not None)

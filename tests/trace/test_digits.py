@@ -90,6 +90,24 @@ def test_what_is_not_finite_has_no_slack(value):
     assert Precision(decimals=2, single=True).slack(value) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("one", "value", "other", "another", "alike"),
+    [
+        (Precision(decimals=4), 0.5, Precision(decimals=4), 7.25, True),
+        (Precision(decimals=4), 0.5, Precision(decimals=3), 0.5, False),
+        (Precision(significant=1), 9e-5, Precision(significant=1), 1e-4, True),
+        (Precision(significant=1), 9e-5, Precision(decimals=5), 1e-4, True),
+        (Precision(significant=1), 1e-4, Precision(decimals=5), 9e-5, False),
+        (Precision(decimals=4), 0.5, Precision(decimals=4, single=True), 0.5, True),
+        (Precision(single=True), 0.5, Precision(single=True), 0.5, False),
+        (Precision(significant=1), 0.0, Precision(significant=2), 0.0, False),
+        (Precision(significant=3), math.nan, Precision(decimals=2), math.inf, False),
+    ],
+)
+def test_numbers_lie_on_one_grid_where_they_were_rounded_to_the_same_places(one, value, other, another, alike):
+    assert one.one_grid(value, other, another) is other.one_grid(another, one, value) is alike
+
+
 def test_a_precision_reads_as_words():
     assert str(Precision(decimals=4)) == "4 decimals"
     assert str(Precision(significant=3, single=True)) == "3 significant digits and single precision"

@@ -20,13 +20,15 @@ NO_ROLLOUTS = {
 class Aligned:
     """Both traces without the steps that the other doesn't log, and what to know of it.
 
-    `terms` is, for every step, how many rollouts were summed up to and including it.
+    `terms` is, for every step, how many rollouts were summed up to and including it. `averaged` says that losses are
+    means of those that were logged: other numbers than a trainer writes.
     """
 
     reference: Trace
     candidate: Trace
     terms: dict[int, int]
     notes: tuple[str, ...]
+    averaged: bool = False
 
 
 def align(reference: Trace, candidate: Trace) -> Aligned:
@@ -55,6 +57,7 @@ def align(reference: Trace, candidate: Trace) -> Aligned:
             *_group_notes("candidate", candidate, groups),
             *_term_notes(reference, candidate),
         ),
+        averaged=bool(mean_a or mean_b),
     )
 
 

@@ -58,7 +58,8 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
 
     Of a foreign trace (`Header.records`), what its trainer does not record is left out, and steps that it does not log
     (`align`); what it records in some steps only is a difference. In the REASSOCIATED tier, numbers that it wrote with
-    few digits are widened by half a unit in the last place, those that must be equal too. Each of these is noted.
+    few digits are widened by half a unit in the last place, those that must be equal too. Each of these is noted. Where
+    both rounded to the same places, what must be equal is equal still, and losses and norms differ in few steps only.
     Traces that have nothing in common are not equal.
 
     Memory does not grow with the steps of a `TraceFile`, which is read twice. It must not be foreign, nor may the other
@@ -188,7 +189,8 @@ def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str], o
     a, b = aligned.reference, aligned.candidate
     names = {*a.precision, *b.precision} if tier is not Tier.EXACT else ()
     written = {name: (a.precision.get(name), b.precision.get(name)) for name in names}
-    return Ruler(tier, dtype, eps(dtype), _floors(a), left_out, written, *of_weights)
+    averaged = frozenset({"loss"} if aligned.averaged else ())
+    return Ruler(tier, dtype, eps(dtype), _floors(a), left_out, written, *of_weights, averaged)
 
 
 def _floors(reference: Trace) -> dict[str, float]:

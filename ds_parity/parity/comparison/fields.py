@@ -92,7 +92,8 @@ class Difference:
 
     Attributes:
         step: None for what holds for the whole trace.
-        field: its name; `step` for steps that are missing, doubled or absent, `loss, mean` for a mean over steps.
+        field: its name; `step` for steps that are missing, doubled or absent, `loss, mean` for a mean over steps, and
+            `loss, rounded` for the share of steps in which numbers of few digits differ.
         reference: its value there, None where absent.
         candidate: the same.
         difference: relative for floats and weights, absolute for counts, None where there is nothing to subtract.
@@ -196,7 +197,8 @@ class Comparison:
             the step before them.
         hidden: what lies between these.
         held: what the reference and the candidate hold.
-        measured: one per field that the REASSOCIATED tier bounds and both traces have; none in the EXACT tier.
+        measured: one per field that both traces have, and that the REASSOCIATED tier bounds or few digits leave open;
+            none in the EXACT tier.
         not_compared: fields that neither trace has, or that a rule leaves out.
         notes: what to know before the verdict: headers that differ, rules that leave fields out, bounds too wide to
             prove much.

@@ -18,6 +18,8 @@ from ds_parity.trace.columns import Array, Column, Columns, known
 from ds_parity.trace.quick import COUNTS
 from ds_parity.trace.records import METRIC
 
+_TINY = float(np.finfo(float).tiny)  # the last bit of a zero is no part of a value
+
 
 @dataclass(frozen=True, slots=True)
 class Apart:
@@ -112,7 +114,7 @@ def _floats(name: str, a: Columns, b: Columns, bound: Array, ruler: Ruler) -> Ap
         size = distances.over(x.values, scale)
         with np.errstate(all="ignore"):
             near = np.abs(x.values - y.values) <= bound[:, None] * size + leaves
-            share = np.where((size > 0) & (size < np.inf), leaves / size, 0.0)
+            share = np.where((size >= _TINY) & (size < np.inf), leaves / size, 0.0)
         finite = np.isfinite(x.values) & np.isfinite(y.values)
         equal |= np.where(finite, near, x.values == y.values).all(axis=1)
         counted = np.arange(x.values.shape[1]) < np.minimum(*inside)[:, None]

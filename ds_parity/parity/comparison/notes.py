@@ -5,15 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ds_parity.parity.comparison.bounds import DRIFT, Tier
 from ds_parity.parity.comparison.fields import BOUNDED, FIELDS, How, unrecorded
-from ds_parity.parity.comparison.ruler import Ruler
-from ds_parity.parity.comparison.tally import Moved, Tally
+from ds_parity.parity.comparison.ruler import BINARY, Ruler
+from ds_parity.parity.comparison.tally import LOOSE, Moved, Tally
 from ds_parity.trace import Precision, Trace
 from ds_parity.trace.columns import TraceFile
 
 Rules = tuple[tuple[tuple[str, ...], str], ...]
 _PACKING = ("passes", "idle_passes")
 _HEADER = ("scenario", "config_hash", "seed", "ranks", "device", "versions")
-_LOOSE = 0.1
 _SAME_START = 1e-6  # weights in fp32 and the same in fp64 lie less apart
 
 
@@ -97,11 +96,10 @@ def of_digits(
             if name not in ruler.written or name in ruler.left_out:
                 continue
             most = slack.get(name, 0.0)
-            little = ": equal within it proves little" if most > _LOOSE else ""
-            yield (
-                f"the {side} wrote {name} with {precision}: held to half a unit in the last place, up to {most:.2g} of "
-                f"the value{little}"
-            )
+            held = f"held to half a unit in the last place, up to {most:.2g} of the value"
+            # Equal numbers that were rounded alike come out equal, and so there is next to nothing to allow.
+            alike = not ruler.bounds(name) and most < BINARY
+            yield f"the {side} wrote {name} with {precision}: {'held to be equal' if alike else held}"
 
 
 def _precision(trace: Trace | TraceFile) -> Mapping[str, Precision]:
@@ -110,11 +108,14 @@ def _precision(trace: Trace | TraceFile) -> Mapping[str, Precision]:
 
 def of_bounds(ruler: Ruler, tally: Tally) -> Iterator[str]:
     """Bounds that are so wide that staying within them says little: wider than what training moved, or than a tenth."""
+    for name, most in tally.slack.items():
+        if most > LOOSE:
+            yield f"{ruler.digits(name)} of {name} leave open up to {most:.2g} of it: equal within it proves little"
     for name in BOUNDED if ruler.tier is not Tier.EXACT else ():
         bound = ruler.bound(name, tally.terms)
         if name == "weights" and tally.signal is not None:
             yield from _of_weights(tally.signal, ruler)
-        elif bound.relative > _LOOSE:
+        elif bound.relative > LOOSE:
             yield f"the bound of {name} grows to {bound.relative:.3g} ({bound}): equal within it proves little"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ds_parity.parity.comparison.blocks import Block
 from ds_parity.parity.comparison.fields import Difference, Row, shown, unlike, value_of
 from ds_parity.parity.comparison.judge import Judged
-from ds_parity.parity.comparison.ruler import Ruler
+from ds_parity.parity.comparison.ruler import BINARY, Ruler
 
 
 def row(block: Block, judged: Judged, at: int, ruler: Ruler) -> Row:
@@ -56,4 +56,6 @@ def _rule(name: str, terms: int, ruler: Ruler, limit: float, path: float) -> str
     if ruler.bounds(name):
         why = f"{name} is further off than adding in another order explains ({ruler.bound(name, terms)})"
         return f"{why}, and {written} leave open" if written else why
+    if written and limit < BINARY:
+        return f"{name} must be equal, because both traces rounded it alike (to {written})"
     return f"{name} is further off than {written} leave open" if written else f"{name} must be equal bit for bit"

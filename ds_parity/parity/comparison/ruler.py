@@ -12,6 +12,9 @@ from ds_parity.trace import Precision
 from ds_parity.trace.columns import Array
 from ds_parity.trace.records import METRIC
 
+BINARY = 1e-6
+"""Of a value: what single precision leaves open is less, and what digits do that prove anything is more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
@@ -23,6 +26,7 @@ class Ruler:
     `written` holds, per field, how the traces wrote it: a number that was rounded may be any that rounds to it.
 
     `stored` is how far weights lie apart by the type alone that the traces tell of them in (`stored_rounding`).
+    `averaged` are the fields whose numbers are means of those that were written, and not rounded themselves.
     `turning` says that the optimizer may turn rounding into a whole step (`TURN`).
     """
 
@@ -34,6 +38,7 @@ class Ruler:
     written: Mapping[str, tuple[Precision | None, Precision | None]]
     stored: float = 0.0
     turning: bool = True
+    averaged: frozenset[str] = frozenset()
 
     def bounds(self, name: str) -> bool:
         """Whether a field may differ within a bound; else it must be equal bit for bit."""
@@ -66,12 +71,25 @@ class Ruler:
     def digits(self, name: str) -> str:
         """How a field was written, for a sentence; empty where it was in full."""
         known = [str(precision) for precision in self.written.get(name, ()) if precision is not None]
-        return " and ".join(known)
+        return " and ".join(dict.fromkeys(known))
+
+    def one_grid(self, name: str, reference: Array, candidate: Array) -> Array:
+        """Where both numbers were rounded to the same places: equal ones come out equal; of their shape."""
+        a, b = self.written.get(name, (None, None))
+        if a is None or b is None or name in self.averaged:
+            return np.zeros(reference.shape, dtype=bool)
+        pairs = zip(reference.ravel().tolist(), candidate.ravel().tolist(), strict=True)
+        return np.array([a.one_grid(x, b, y) for x, y in pairs], dtype=bool).reshape(reference.shape)
 
     def slack(self, name: str, reference: Array, candidate: Array) -> Array:
-        """How far numbers may lie apart (>= 0, absolute) by the digits that they were written with; of their shape."""
-        slack = np.zeros(reference.shape)
+        """How far numbers may lie apart (>= 0, absolute) by the digits that they were written with; of their shape.
+
+        What must be equal, and was rounded to one grid, is equal there: only its binary number is left open.
+        """
+        slack, noise = np.zeros(reference.shape), np.zeros(reference.shape)
         for precision, values in zip(self.written[name], (reference, candidate), strict=True):
             if precision is not None:
-                slack += np.array([precision.slack(it) for it in values.ravel().tolist()]).reshape(values.shape)
-        return slack
+                flat = values.ravel().tolist()
+                slack += np.array([precision.slack(it) for it in flat]).reshape(values.shape)
+                noise += np.array([precision.noise(it) for it in flat]).reshape(values.shape)
+        return slack if self.bounds(name) else np.where(self.one_grid(name, reference, candidate), noise, slack)

@@ -16,6 +16,7 @@ import numpy as np
 
 from ds_parity.parity.comparison.blocks import Block
 from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.crossings import Crossings
 from ds_parity.parity.comparison.distances import signed
 from ds_parity.parity.comparison.fields import (
     BOUNDED,
@@ -34,6 +35,8 @@ from ds_parity.trace.columns import Array, Columns
 
 WHOLE = 1000
 """Of so many steps every row is kept, and so many differences; the others are counted."""
+LOOSE = 0.1
+"""A part of a value; to be equal within a bound above it says little."""
 ENDS, DIFFERING = 10, 20
 """Of more steps: rows at either end, and of those that differ."""
 
@@ -96,6 +99,7 @@ class Tally:
     _fields: dict[str, FieldFound] = field(default_factory=dict)
     _measured: dict[str, tuple[float, Measured]] = field(default_factory=dict)
     _means: dict[str, _Means] = field(default_factory=lambda: {"loss": _Means(), "grad_norm": _Means()})
+    _crossings: dict[str, Crossings] = field(default_factory=lambda: {"loss": Crossings(), "grad_norm": Crossings()})
     _rows: dict[int, tuple[Row, int]] = field(default_factory=dict)
     _first: list[_Entry] = field(default_factory=list)
     _last: deque[_Entry] = field(default_factory=lambda: deque(maxlen=ENDS))
@@ -116,8 +120,11 @@ class Tally:
 
     @property
     def measured(self) -> tuple[Measured, ...]:
-        """Each bounded field where its difference is the greatest part of its bound."""
-        return tuple(self._measured[name][1] for name in BOUNDED if name in self._measured)
+        """Each field that may differ, where its difference is the greatest part of what it may be."""
+        loose = {name for name, most in self.slack.items() if most > LOOSE}
+        return tuple(
+            self._measured[name][1] for name in NAMES if name in self._measured and name in loose.union(BOUNDED)
+        )
 
     def found(self, before: Iterable[Difference], after: Iterable[Difference]) -> tuple[FieldFound, ...]:
         """All differences by field, those of no single step among them."""
@@ -144,7 +151,7 @@ class Tally:
         return tuple(kept for _, kept, _ in chosen), tuple(hidden)
 
     def biases(self) -> Iterator[Difference]:
-        """Mean signed differences: what stays within its bound in every step, always on the same side."""
+        """What stays within its bound in every step, always on the same side, or on a grid in too many steps."""
         for name, means in self._means.items():
             if self.ruler.tier is Tier.EXACT or means.count < 2:
                 continue
@@ -155,6 +162,7 @@ class Tally:
             if not abs(mean) <= bound:
                 why = f"{name} is off to one side over {means.count} steps: rounding averages out, a bias does not"
                 yield Difference(None, f"{name}, mean", a, b, mean, bound, why)
+        yield from filter(None, (crossings.difference(name) for name, crossings in self._crossings.items()))
 
     def _take(self, block: Block) -> None:
         judged = judge(block, self.ruler)
@@ -168,7 +176,8 @@ class Tally:
             if name in self.ruler.written:
                 self.slack[name] = max(self.slack.get(name, 0.0), float(apart.slack.max()))
             self.rounded |= bool((apart.known & ~apart.differs & (apart.gap > 0)).any())
-            if self.ruler.tier is not Tier.EXACT and name in BOUNDED and apart.known.any():
+            bounded = name in BOUNDED or name in self.ruler.written
+            if self.ruler.tier is not Tier.EXACT and bounded and apart.known.any():
                 self._measure(name, block, apart)
         self.shared |= (
             block.reference is not None and block.candidate is not None and "metrics" not in self.ruler.left_out
@@ -231,8 +240,8 @@ class Tally:
     def _measure(self, name: str, block: Block, apart: Apart) -> None:
         places = np.flatnonzero(apart.known)
         gap, limit = apart.gap[places], apart.limit[places]
-        with np.errstate(over="ignore"):
-            part = np.where(np.isnan(gap), np.inf, gap / limit)
+        with np.errstate(all="ignore"):
+            part = np.where(np.isnan(gap), np.inf, np.where(gap == 0, 0.0, gap / limit))
         most = int(part.argmax())
         if name not in self._measured or part[most] > self._measured[name][0]:
             step = block.steps[places[most]]
@@ -245,6 +254,14 @@ class Tally:
             x, y = (side.floats(name).values[places] for side in (block.reference, block.candidate))
             terms = np.array(block.terms, dtype=float)[places]
             self._means[name].add(signed(x, y, self.ruler.scale(name)), x, y, terms, apart.slack[places])
+            self._cross(name, x, y, limit - apart.slack[places], apart.slack[places])
+
+    def _cross(self, name: str, x: Array, y: Array, bound: Array, slack: Array) -> None:
+        """Count what was rounded to one grid; both sides together leave one of its units open."""
+        on = self.ruler.one_grid(name, x, y)
+        if on.any():
+            apart = np.abs(signed(x, y, self.ruler.scale(name))) > slack / 2
+            self._crossings[name].add(x[on], y[on], bound[on], slack[on], apart[on])
 
     def _weigh(self, block: Block, apart: Apart) -> None:
         """Keep the greatest signal, and the first where there is none."""

@@ -218,8 +218,8 @@ class View:
 
 
 def plain(field: str) -> str:
-    """Return the field that a difference is of: metrics as one, means over steps as their field."""
-    return "metrics" if field.startswith(METRIC) else field.removesuffix(", mean")
+    """Return the field that a difference is of: metrics as one, what holds of all steps as its field."""
+    return "metrics" if field.startswith(METRIC) else field.partition(", ")[0]
 
 
 def _numbers(value: object) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 import math
 import struct
+import sys
 
 from ds_parity.parity.comparison.bounds import Tier, greatest
 from ds_parity.parity.comparison.fields import BOUNDED, FIELDS, value_of
@@ -74,15 +75,27 @@ class Step:
         return None if a is None or b is None else gap(a, b, self.scale(name))
 
     def leaves(self, name, x, y):
-        """What the digits of two numbers leave open."""
-        return sum(it.slack(value) for it, value in zip(self.ruler.written[name], (x, y), strict=True) if it)
+        """What the digits of two numbers leave open: next to nothing where equal ones were rounded alike."""
+        written = [(it, value) for it, value in zip(self.ruler.written[name], (x, y), strict=True) if it]
+        if self.bound(name) is None and self.alike(name, x, y):
+            return sum(it.noise(value) for it, value in written)
+        return sum(it.slack(value) for it, value in written)
+
+    def alike(self, name, x, y):
+        """Whether both numbers were rounded to the same places."""
+        a, b = self.ruler.written.get(name, (None, None))
+        if a is None or b is None or name in self.ruler.averaged:
+            return False
+        if (a.decimals, a.significant) == (b.decimals, b.significant):
+            return a.decimals is not None or a.significant is not None
+        return a.unit(x) == b.unit(y) > 0
 
     def slack(self, name):
         if name not in self.ruler.written:
             return 0.0
         pairs = numbers(value_of(self.a, name), value_of(self.b, name))
         sized = [(self.leaves(name, x, y), max(abs(x), self.scale(name))) for x, y in pairs]
-        return max([leaves / size for leaves, size in sized if 0 < size < math.inf], default=0.0)
+        return max([leaves / size for leaves, size in sized if sys.float_info.min <= size < math.inf], default=0.0)
 
     def explained(self, name):
         """Whether the digits explain every number of a field."""
@@ -132,15 +145,21 @@ def steps_of(aligned, ruler):
 
 
 def measured(steps):
-    """Each bounded field in the step in which its gap is the greatest part of its limit."""
+    """Each field that may differ in the step in which its gap is the greatest part of its limit."""
     found = []
-    for name in BOUNDED:
-        known = [
-            (n, it.gap(name), it.bound(name) + it.slack(name)) for n, it in steps.items() if it and _both(it, name)
-        ]
-        if known:
-            found.append((name, *max(known, key=lambda one: math.inf if math.isnan(one[1]) else one[1] / one[2])))
+    for name in (it.name for it in FIELDS):
+        known = [(n, it) for n, it in steps.items() if it and _both(it, name)]
+        if known and (name in BOUNDED or any(it.slack(name) > 0.1 for _, it in known)):
+            limits = [(n, it.gap(name), (it.bound(name) or 0.0) + it.slack(name)) for n, it in known]
+            found.append((name, *max(limits, key=_part)))
     return found
+
+
+def _part(measured):
+    _, gap, limit = measured
+    if math.isnan(gap):
+        return math.inf
+    return gap / limit if gap and limit else math.inf * gap if gap else 0.0
 
 
 def biases(steps, ruler):
@@ -156,6 +175,40 @@ def biases(steps, ruler):
         bound = ruler.bound(name, terms).mean(len(known)) + slack
         if not abs(mean) <= bound:
             yield f"{name}, mean", mean, bound
+    for name in ("loss", "grad_norm"):
+        known = [it for it in steps.values() if it and _both(it, name)]
+        yield from crossings(name, [it for it in known if it.alike(name, *_values(it, name))])
+
+
+def crossings(name, steps):
+    """Field, share of steps that differ and share that would, of numbers that were rounded alike."""
+    pairs = {}
+    for it in steps:
+        pairs.setdefault(_values(it, name), []).append(_chance(it, name))
+    expected = _sum(_chance(it, name) for it in steps)
+    differing = [it for it in steps if it.gap(name) > it.slack(name) / 2]
+    distinct = [pair for pair in pairs if pair[0] != pair[1]]
+    if not (_chance_of(len(differing), expected) or _chance_of(len(distinct), _sum(map(max, pairs.values())))):
+        yield f"{name}, rounded", len(differing) / len(steps), expected / len(steps)
+
+
+def _chance(step, name):
+    # As a limit and a part of it, which is what the bulk has.
+    slack = step.slack(name)
+    return min(1.0, (step.bound(name) + slack - slack) / slack) if slack else 1.0
+
+
+def _chance_of(count, expected):
+    """Whether so many events may be chance where so few are expected."""
+    return not count or (expected > 0 and count * math.log(expected) - math.lgamma(count + 1) > math.log(1e-4))
+
+
+def _values(step, name):
+    return value_of(step.a, name), value_of(step.b, name)
+
+
+def _sum(values):
+    return _mean([*values], whole=True)
 
 
 def _both(step, name):
@@ -166,8 +219,8 @@ def _signed(step, name):
     return signed(value_of(step.a, name), value_of(step.b, name), step.scale(name))
 
 
-def _mean(values):
+def _mean(values, whole=False):
     total = 0.0
     for value in values:  # one after the other, which sum() does not promise
         total += value
-    return total / len(values)
+    return total if whole else total / len(values)

@@ -1,6 +1,7 @@
 """A foreign trace is held to all that its trainer records, in the digits that it was written with, and no further."""
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ EXACT, REASSOCIATED = Tier.EXACT, Tier.REASSOCIATED
 OWN = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="ab", engine="ds_parity")
 COUNTS = ("passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "skipped")
 UNKNOWN = dict.fromkeys((*COUNTS, "loss", "lr", "grad_norm"))
-LOSS = {step: 2.0 / step for step in range(1, 101)}
+LOSS = {step: 2.0 / step for step in range(1, 401)}
 
 
 def own(steps=range(1, 4), **changes):
@@ -202,6 +203,98 @@ class TestDigits:
         loss = next(it for it in compare(own(), other, REASSOCIATED).measured if it.field == "loss")
         assert (loss.step, loss.difference) == (2, pytest.approx(2e-5))
         assert loss.difference <= loss.bound < 3e-5
+
+
+def rounded(values, decimals=4, field="loss"):
+    """A trace of some values of a field, one a step, as its trainer rounds them."""
+    change = {(step, field): round(value, decimals) for step, value in enumerate(values, 1)}
+    return foreign(range(1, len(values) + 1), change=change, precision={field: Precision(decimals=decimals)})
+
+
+class TestOneGrid:
+    """Both traces were rounded to the same places: equal numbers come out equal, and near ones nearly always."""
+
+    @pytest.mark.parametrize(
+        ("a", "b"),
+        [
+            (Precision(significant=1), Precision(significant=1)),
+            (Precision(decimals=5), Precision(decimals=5)),
+            (Precision(significant=1), Precision(decimals=5)),
+        ],
+    )
+    @BOTH_WAYS
+    def test_learning_rates_one_step_ahead_differ_in_every_step(self, swap, a, b):
+        steps = range(1, 9)
+        one = foreign(steps, change={(s, "lr"): (s * 1e-5,) for s in steps}, precision={"lr": a})
+        ahead = foreign(steps, change={(s, "lr"): ((s + 1) * 1e-5,) for s in steps}, precision={"lr": b})
+        comparison = held(one, ahead, swap)
+        assert fields(comparison) == [(step, "lr") for step in steps]
+        assert "must be equal, because both traces rounded it alike" in comparison.first.why
+        assert held(one, one, swap).equal
+        assert told(held(one, one, swap), "held to be equal")
+
+    def test_single_precision_beside_the_digits_is_left_open(self):
+        lr = 2.9999999242136255e-05  # the single next to 3e-5
+        few, single = Precision(decimals=5), Precision(decimals=5, single=True)
+        one = foreign(change={(s, "lr"): (3e-5,) for s in (1, 2, 3)}, precision={"lr": few})
+        assert compare(
+            one, foreign(change={(s, "lr"): (lr,) for s in (1, 2, 3)}, precision={"lr": single}), REASSOCIATED
+        ).equal
+
+    @pytest.mark.parametrize("swing", [1, -1])
+    @BOTH_WAYS
+    def test_norms_a_unit_apart_in_every_step_differ_whatever_their_side(self, swap, swing):
+        norms = [0.5, 1.0] * 20
+        moved = [norm + 0.1 * swing**step for step, norm in enumerate(norms)]
+        a, b = (rounded(it, 1, "grad_norm") for it in (norms, moved))
+        comparison = held(a, b, swap)
+        assert (None, "grad_norm, rounded") in fields(comparison)
+        assert all(step is None for step, _ in fields(comparison))
+        assert "rounded alike in both traces" in comparison.differences[-1].why
+
+    @pytest.mark.parametrize("decimals", [1, 2, 3, 4, 5])
+    @pytest.mark.parametrize("kind", ["noisy", "smooth", "slow", "still"])
+    @BOTH_WAYS
+    def test_runs_that_rounding_parted_before_they_were_written_are_equal(self, swap, kind, decimals):
+        rng = random.Random(f"{kind} {decimals}")
+        for _ in range(20):
+            start, count = rng.uniform(0.5, 4.0), rng.choice([3, 30, 300])
+            fall = {"noisy": 0.0, "smooth": 1e-3, "slow": 3e-7, "still": 0.0}[kind]
+            noise = 0.3 if kind == "noisy" else 0.0
+            losses = [start - fall * step + rng.uniform(-noise, noise) for step in range(count)]
+            others = [it * (1 + 1.5e-7 * rng.uniform(-1, 1)) for it in losses]  # a quarter of the least bound
+            comparison = held(rounded(losses, decimals), rounded(others, decimals), swap)
+            assert comparison.equal, comparison.first
+
+    def test_a_number_that_no_longer_moves_may_lie_at_a_half_in_every_step(self):
+        losses = [2.34565 + 1e-7 * (-1) ** step for step in range(60)]
+        assert {round(it, 4) for it in losses} == {2.3456, 2.3457}
+        assert compare(rounded(losses), rounded(losses[::-1]), REASSOCIATED).equal
+
+    @BOTH_WAYS
+    def test_a_mean_of_rounded_losses_is_not_rounded_itself(self, swap):
+        rng = random.Random(7)
+        losses = [rng.uniform(1.0, 3.0) for _ in range(200)]
+
+        def logged(every):
+            ends = range(every, 201, every)
+            change = {(end, "loss"): round(math.fsum(losses[end - every : end]) / every, 4) for end in ends}
+            return foreign(ends, change=change, precision={"loss": Precision(decimals=4)}, mean_loss=True)
+
+        assert held(logged(2), logged(4), swap).equal
+        assert held(logged(1), logged(2), swap).equal
+
+    def test_what_digits_leave_open_of_the_lr_is_measured_and_said(self):
+        one = foreign(change={(s, "lr"): (s * 1e-5,) for s in (1, 2, 3)}, precision={"lr": Precision(decimals=5)})
+        other = foreign(change={(s, "lr"): (s * 1.2e-5,) for s in (1, 2, 3)})
+        comparison = compare(one, other, REASSOCIATED)
+        (lr,) = [it for it in comparison.measured if it.field == "lr"]
+        assert (lr.difference, lr.bound) == (
+            pytest.approx(0.2),
+            pytest.approx(0.5 / 3, rel=0.3) if lr.step == 3 else 0.5,
+        )
+        (little,) = comparison.proves_little
+        assert "5 decimals of lr leave open up to 0.5 of it" in little
 
 
 class TestSteps:
