@@ -9,8 +9,8 @@ import pytest
 
 from ds_parity.config import load_config
 from ds_parity.errors import ConfigError
-from ds_parity.parity.probe import start
-from ds_parity.parity.running.functions import refuse_unknown, resolve
+from ds_parity.parity.probe import measure, start
+from ds_parity.parity.running.functions import refuse_unknown, resolve, run_loop
 from ds_parity.parity.verification import verify
 
 READY = Path(__file__).parents[2] / "ds_configs" / "zero2_bf16.json"
@@ -33,6 +33,58 @@ READY = Path(__file__).parents[2] / "ds_configs" / "zero2_bf16.json"
 def test_a_name_that_leads_to_no_function_is_refused_with_what_is_wrong(name, says):
     with pytest.raises(ConfigError, match=says):
         resolve(name)
+
+
+def a_generator(engine, micro_batches):
+    for micro_batch in micro_batches:
+        yield engine(micro_batch)
+
+
+async def a_coroutine(engine, micro_batches):
+    engine(micro_batches)
+
+
+async def an_asynchronous_generator(engine, micro_batches):
+    yield engine(micro_batches)
+
+
+@pytest.mark.parametrize("name", ["a_generator", "a_coroutine", "an_asynchronous_generator"])
+@pytest.mark.filterwarnings("ignore:coroutine")  # Python warns of one that never runs, as it should
+def test_a_training_function_of_which_nothing_runs_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"{name}' returned a \w+, of which nothing has run: it must train when"):
+        run_loop(f"{__name__}:{name}", print, [])
+
+
+def test_what_a_training_function_returns_is_of_no_account_otherwise():
+    called = []
+    sys.modules["loops"] = ModuleType("loops")
+    sys.modules["loops"].train = lambda engine, micro_batches: called.append((engine, micro_batches)) or [1]
+    try:
+        run_loop("loops:train", "engine", "batches")
+    finally:
+        del sys.modules["loops"]
+    assert called == [("engine", "batches")]
+
+
+class Engine:
+    def destroy(self):
+        pass
+
+
+@pytest.mark.parametrize("returned", [None, 3, (it for it in ()), object()])
+def test_a_subject_that_returns_no_engine_is_told_what_it_must_do(monkeypatch, returned):
+    monkeypatch.setattr(measure.dist, "get_rank", lambda: 1)
+    with pytest.raises(
+        ConfigError, match=r"subject 'loop:f' returned .* on rank 1, which is no engine.*return its eng"
+    ):
+        measure._refuse_unfit("loop:f", returned, True)
+
+
+def test_a_subject_that_records_no_step_is_told_so(monkeypatch):
+    monkeypatch.setattr(measure.dist, "get_rank", lambda: 0)
+    with pytest.raises(ConfigError, match=r"subject 'loop:f' never called record on rank 0: it must run the scenario"):
+        measure._refuse_unfit("loop:f", Engine(), False)
+    measure._refuse_unfit("loop:f", Engine(), True)
 
 
 def test_a_name_that_leads_to_a_function_gives_the_function():

@@ -8,7 +8,6 @@ w[r,i] / total. It works on any engine and loop, and needs no tolerance to speak
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.config import Settings
+from ds_parity.errors import ConfigError
 from ds_parity.parity.probe.decomposition import decompose
 from ds_parity.parity.probe.probed_data import first_window
 from ds_parity.parity.running import half_precision, weights
@@ -43,7 +43,7 @@ def probe_scenario(scenario: dict[str, Any], subject: str) -> dict[str, Any]:
     wanted = prepared(Scenario.from_json(scenario))
     shares = first_window(wanted)
     start, gradients = _gradients(wanted, len(shares))
-    update = _update(wanted, start, resolve(subject))
+    update = _update(wanted, start, subject)
     expected = [[share for own in row for share in own] for row in shares]
     return asdict(decompose(update, gradients, expected, tuple(wanted.settings.terms or ()), wanted.dtype))
 
@@ -98,7 +98,8 @@ def _of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).flatten()
 
 
-def _update(scenario: Scenario, start: torch.Tensor, run: Callable[..., Any]) -> np.ndarray:
+def _update(scenario: Scenario, start: torch.Tensor, subject: str) -> np.ndarray:
+    run = resolve(subject)
     after: list[torch.Tensor] = []
 
     def record(_: Any, module: torch.nn.Module) -> None:
@@ -106,7 +107,21 @@ def _update(scenario: Scenario, start: torch.Tensor, run: Callable[..., Any]) ->
 
     with half_precision.experiment():
         engine = run(scenario, record)
+        _refuse_unfit(subject, engine, bool(after))
         engine.destroy()
     rate = scenario.config["optimizer"]["params"]["lr"]
     update: np.ndarray = ((start.double() - after[0].double()) / rate).numpy()
     return update
+
+
+def _refuse_unfit(subject: str, engine: Any, recorded: bool) -> None:
+    """Refuse a subject that did not run the scenario, or does not say what came of it."""
+    must = "it must run the scenario, call record(step, module) behind each optimizer step, and return its engine"
+    rank = dist.get_rank()
+    if not callable(getattr(engine, "destroy", None)):
+        raise ConfigError(
+            f"subject {subject!r} returned {engine!r:.60} on rank {rank}, which is no engine (it has no destroy()): "
+            f"{must}"
+        )
+    if not recorded:
+        raise ConfigError(f"subject {subject!r} never called record on rank {rank}: {must}")

@@ -6,7 +6,7 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextlib import redirect_stdout
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -33,6 +33,20 @@ def resolve(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{name!r} is a {type(function).__name__}: it must be a function")
     return function  # type: ignore[no-any-return]
+
+
+def run_loop(name: str, engine: Any, micro_batches: Any) -> None:
+    """Call a training function with an engine and its micro-batches.
+
+    Raises:
+        ConfigError: as `resolve`; or nothing of it has run, because it is a generator or a coroutine.
+    """
+    returned = resolve(name)(engine, micro_batches)
+    if isinstance(returned, Generator | AsyncGenerator | Coroutine):
+        raise ConfigError(
+            f"train {name!r} returned a {type(returned).__name__}, of which nothing has run: it must train when it is "
+            "called; leave out its yield or async, or name a function that runs it to its end"
+        )
 
 
 def refuse_unknown(name: str, folders: Sequence[str] = ()) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import ds_parity
 from ds_parity.engine.record.finished import Finished
-from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.functions import run_loop
 from ds_parity.parity.running.layouts import of_one_unit
 from ds_parity.parity.running.own_batches import Record, after_building, after_window, begin, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
@@ -50,7 +50,7 @@ def _trained(engine: Any, scenario: Scenario, record: Record) -> Any:
         record(finished.record.model_copy(update={"metrics": {}}), engine.module)
 
     engine._self_driver.boundary.on_step.append(note)
-    resolve(scenario.train or "")(engine, engine.passes(_stream(scenario), idle=stand_in(scenario)))
+    run_loop(scenario.train or "", engine, engine.passes(_stream(scenario), idle=stand_in(scenario)))
     return engine
 
 

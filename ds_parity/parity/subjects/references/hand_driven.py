@@ -14,7 +14,7 @@ import wrapt
 
 from ds_parity.config import Settings
 from ds_parity.errors import ConfigError
-from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.functions import run_loop
 from ds_parity.parity.running.layouts import of_one_unit
 from ds_parity.parity.running.own_batches import Record, after_building, after_window, begin, own_batches, stand_in
 from ds_parity.parity.running.scenario import Scenario
@@ -54,7 +54,7 @@ def _driven(loop: HandDriven) -> Any:
     scenario = loop.scenario
     if scenario.train is not None:
         engine = TrainableEngine(loop)
-        resolve(scenario.train)(engine, engine.passes())
+        run_loop(scenario.train, engine, engine.passes())
         return loop.engine
     for index in range(loop.passes):
         loop.backward(index, loop.engine(**loop.runs(index).inputs))

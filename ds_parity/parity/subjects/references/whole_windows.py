@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_parity.collation import collate
 from ds_parity.errors import ConfigError
-from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.functions import run_loop
 from ds_parity.parity.running.own_batches import Record, begin
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, weighs, weights_of_terms, windows_of
@@ -32,7 +32,7 @@ def train_on_whole_windows(scenario: Scenario, record: Record) -> nn.Module:
     """
     engine = WholeWindows(scenario, record)
     try:
-        resolve(scenario.train or "")(engine, engine.passes())
+        run_loop(scenario.train or "", engine, engine.passes())
     except Exception as error:
         raise ConfigError(
             f"train {scenario.train!r} can't be run on whole windows in plain torch ({type(error).__name__}: {error}): "
