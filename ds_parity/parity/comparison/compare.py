@@ -181,8 +181,11 @@ def _greatest(values: Sequence[float | None]) -> float:
 def _usual(norms: Sequence[float]) -> float:
     """The median of the norms that are finite; 0 without any."""
     known = np.asarray(norms, dtype=float)
-    known = known[np.isfinite(known)]
-    return float(np.median(known)) if known.size else 0.0
+    known = np.sort(known[np.isfinite(known)])
+    if not known.size:
+        return 0.0
+    # Not numpy's median, which adds the two in the middle: beyond 9e307 their sum overflows.
+    return float(known[(known.size - 1) // 2] / 2 + known[known.size // 2] / 2)
 
 
 def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str], of_weights: tuple[float, bool]) -> Ruler:

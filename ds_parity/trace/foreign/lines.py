@@ -27,7 +27,13 @@ def json_rows(path: Path, engine: str, values: list[Any], name: str) -> Iterator
         place = f"{name} {number}"
         if not isinstance(value, dict):
             raise TraceError(f"{path}, {place}: {engine}: {value!r:.60} is no object")
-        yield _row(place, value)
+        yield _row(path, place, value)
+
+
+class _Ambiguous(dict[str, Any]):
+    """An object with two values of one key; `key` is the first such."""
+
+    key: str
 
 
 def parse(text: str | bytes) -> Any:
@@ -36,11 +42,28 @@ def parse(text: str | bytes) -> Any:
     Raises:
         ValueError: it is no JSON.
     """
-    return json.loads(text, parse_float=str, parse_int=str, parse_constant=str)
+    return json.loads(text, parse_float=str, parse_int=str, parse_constant=str, object_pairs_hook=_object_of)
 
 
-def _row(place: str, value: dict[str, Any]) -> SourceRow:
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; JSON allows a key twice, and Python takes the last without a word."""
+    known = dict(pairs)
+    if len(known) == len(pairs):
+        return known
+    twice = next((key for key, value in pairs if known[key] != value), None)
+    if twice is None:
+        return known
+    ambiguous = _Ambiguous(known)
+    ambiguous.key = twice
+    return ambiguous
+
+
+def _row(path: Path, place: str, value: dict[str, Any]) -> SourceRow:
     """What an object says of a step: no nulls, and of what is nested only lists of values."""
+    if isinstance(value, _Ambiguous):
+        raise TraceError(
+            f"{path}, {place}: the row has the key {value.key!r} twice, with two values: leave the one that is meant"
+        )
     cells: dict[str, Cell] = {}
     unread: dict[str, str] = {}
     for column, cell in value.items():
@@ -58,7 +81,7 @@ def _rows(path: Path) -> Iterator[SourceRow]:
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _row(f"line {number}", _object(path, number, line))
+                yield _row(path, f"line {number}", _object(path, number, line))
 
 
 def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -335,6 +336,15 @@ def test_a_small_bias_that_every_step_hides_is_caught_by_the_mean_signed_differe
     biased = compare(reference, run(lambda step: 1), REASSOCIATED)
     assert fields(biased) == [(None, "grad_norm, mean")]
     assert not biased.first.difference <= biased.first.bound
+
+
+@pytest.mark.parametrize("norm", [1e308, 5e-324, 1.7976931348623157e308])
+def test_the_greatest_and_the_least_numbers_are_compared_without_a_warning(norm):
+    steps = [record(step, grad_norm=norm, loss=norm * (-1) ** step) for step in (1, 2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comparison = compare(trace(*steps), trace(*steps), REASSOCIATED)
+    assert comparison.equal
 
 
 def test_a_bound_too_wide_to_prove_anything_is_said():

@@ -285,6 +285,20 @@ class TestJson:
             put(tmp_path / "a.jsonl", '{"step":1,"loss":1}\n{"step"\n{"step":2,"loss":1}\n')
         )
 
+    def test_a_key_that_a_row_has_twice_is_refused_with_two_values_and_taken_with_one(self, tmp_path):
+        first = '{"step":1,"loss":1.5}\n'
+        path = put(tmp_path / "a.jsonl", first + '{"step":2,"loss":7.5,"lr":1,"loss":3.0}\n')
+        assert refused(path) == (
+            ", line 2: the row has the key 'loss' twice, with two values: leave the one that is meant"
+        )
+        assert ", item 1: the row has the key 'loss' twice" in refused(
+            put(tmp_path / "a.json", '[{"step":2,"loss":7.5,"loss":3.0}]')
+        )
+        same = put(tmp_path / "b.jsonl", first + '{"step":2,"loss":3.0,"lr":1,"loss":3.0}\n')
+        assert losses(read(same)) == {1: 1.5, 2: 3.0}
+        nested = put(tmp_path / "c.jsonl", '{"step":1,"loss":1.5,"of":{"a":1,"a":2}}\n')
+        assert losses(read(nested)) == {1: 1.5}
+
     def test_an_array_of_rows_is_read(self, tmp_path):
         rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
         assert losses(read(put(tmp_path / "a.json", json.dumps(rows, indent=1)))) == {1: 0.5, 2: 0.25}
