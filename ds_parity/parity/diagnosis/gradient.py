@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.gradient_factors import Prediction, predictions
 from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.view import View, near, told
 
 # Of what a fault changes: a norm that it hardly changes must fit so much better.
 _FIRST, _LATER = 0.01, 0.05
-# A prediction that moves less than this from step to step is no more than one number.
-_VARIES = 1.05
 _ALIGNED, _ANOTHER = 0.02, 0.15
 _LIKE_NORM = 0.1
 # A norm that is nearer to the reference's says nothing of a direction.
@@ -121,35 +120,47 @@ def _near(ratio: float, predicted: float, share: float) -> bool:
     return abs(ratio - predicted) <= share * min(1.0, abs(predicted - 1), abs(predicted))
 
 
-def _varies(predicted: Sequence[float | None]) -> bool:
-    known = [abs(it) for it in predicted if it]
-    return len(known) > 2 and max(known) > _VARIES * min(known)
-
-
 def _factors(view: View) -> Iterator[Cause]:
     first = view.ratios("grad_norm")[view.first]
     if not first:
         return
-    fitting = {name: it for name, it in _predictions(view, first).items() if _fits(view, it[0])}
-    hidden = unproven(view)
-    if fitting:
-        listed = ", ".join("-" if it is None else f"{it:.4g}" for it in next(iter(fitting.values()))[0][:5])
-        meanings = ", or ".join(meaning for _, meaning in fitting.values())
-        said = f"gradient norms are {meanings} times the reference's ({listed}){hidden}"
-        fits = {name: Fit.EVERY_STEP if _varies(it[0]) else Fit.CONSTANT for name, it in fitting.items()}
+    ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
+    hidden, found = unproven(view), _fitting(view, first, len(ratios))
+    if found:
+        said = _said(found, told(first), len(ratios)) + hidden
+        fits = {name: Fit.EVERY_STEP if it.varies else Fit.CONSTANT for name, it in found.items()}
         yield from (Cause(name, fit, said) for name, fit in fits.items())
         if hidden:
             yield Cause("reported-norm", next(iter(fits.values())), said)
-        return
-    ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
-    if view.first == 0 and len(ratios) > 2 and _fits(view, [first] * (len(view.pairs) - view.first)):
-        said = f"the gradient norm is {told(first)} times the reference's in all {len(ratios)} steps{hidden}"
-        for name in ("constant-factor", "reported-norm") if hidden else ("constant-factor",):
-            yield Cause(name, Fit.CONSTANT, said)
     elif parallel(view):
         listed = ", ".join(f"{it:.4g}" for it in ratios[:5])
         said = f"the gradients have the reference's direction, and {listed} times its length"
         yield Cause("another-divisor", Fit.DIRECTION, said)
+
+
+def _fitting(view: View, first: float, known: int) -> Mapping[str, Prediction]:
+    """Return the predictions that fit the norms, of which `known` steps have a ratio.
+
+    One number that all steps have proves no target and no weight of idle passes: it may be any constant.
+    """
+    constant = Prediction([first] * len(view.pairs), f"a constant {told(first)}", of_first_step=True)
+    one_number = view.first == 0 and _fits(view, constant.factors)
+    found = {
+        name: it
+        for name, it in predictions(view, first).items()
+        if _fits(view, it.factors) and (not it.of_first_step or it.plausible or (it.varies and not one_number))
+    }
+    if one_number and all(it.of_first_step for it in found.values()) and (found or known > 2):
+        found["constant-factor"] = constant
+    return found
+
+
+def _said(found: Mapping[str, Prediction], first: str, known: int) -> str:
+    """Return what the norms are in a sentence, of which `known` steps have a ratio, the first one `first`."""
+    if found.keys() == {"constant-factor"}:
+        return f"the gradient norm is {first} times the reference's in all {known} steps"
+    listed = ", ".join("-" if it is None else f"{it:.4g}" for it in next(iter(found.values())).factors[:5])
+    return f"gradient norms are {', or '.join(it.words for it in found.values())} times the reference's ({listed})"
 
 
 def unproven(view: View) -> str:
@@ -164,50 +175,6 @@ def unproven(view: View) -> str:
 def agreeing(view: View) -> str:
     """Return which of loss, gradient norm and weights agree in every step."""
     return ", ".join(name for name in ("loss", "grad_norm", "weights") if view.agrees(name))
-
-
-def _predictions(view: View, first: float) -> Mapping[str, tuple[list[float | None], str]]:
-    """Return by which factors each fault changes the gradients, from the first step that differs on; and in words."""
-    at = range(view.first, len(view.pairs))
-    totals, idle = view.totals, view.idle
-    found: dict[str, tuple[list[float | None], str]] = {}
-    if view.first == 0:
-        found |= _of_ranks_and_passes(view, first)
-        counted = (1 / first - 1) * totals[0] / idle[0] if idle[0] else 0.0
-        if counted > 0:
-            shares = [_over(totals[i], totals[i] + counted * idle[i]) for i in at]
-            found["idle-counted"] = (shares, f"total / (total + {counted:.4g} for each idle pass)")
-        # A constant that every total is divided by must be near them: it is meant to be one of them.
-        target = totals[0] / first
-        if min(totals) < 4 * target and target < 4 * max(totals):
-            found["target-not-actual"] = ([_over(totals[i], target) for i in at], f"total / {target:.6g}")
-    if totals[view.first] > 1:
-        by_ranks = view.ranks > 1 and near(first, view.ranks / totals[view.first], _FIRST)
-        each, words = (view.ranks, "1 / the total for each rank,") if by_ranks else (1, "1 / total")
-        found["divided-already"] = ([_over(each, totals[i]) for i in at], words)
-    if view.first == 1:
-        said = "this window's total / the last one's"
-        found["wrong-window"] = ([_over(totals[i], totals[i - 1]) for i in at], said)
-    return found
-
-
-def _of_ranks_and_passes(view: View, first: float) -> dict[str, tuple[list[float | None], str]]:
-    at = range(len(view.pairs))
-    found: dict[str, tuple[list[float | None], str]] = {}
-    ranks = view.ranks
-    if ranks > 1:
-        factor = 1 / ranks if first < 1 else float(ranks)
-        words = f"1 / {ranks}" if first < 1 else f"{ranks}"
-        found["dp-mean-left-in"] = ([factor for _ in at], f"{words} (the number of ranks)")
-    elif any(near(it, round(it), 1e-3) and round(it) > 1 for it in (first, 1 / first)):
-        found["sp-factor-by-stage"] = ([first for _ in at], f"{first:.4g}, on one data-parallel rank,")
-    if all(view.passes) and max(view.passes) > 1:
-        found["gas-scaled-twice"] = ([1 / view.passes[i] for i in at], "1 / passes of a rank")
-    return found
-
-
-def _over(one: float, other: float) -> float | None:
-    return one / other if one and other else None
 
 
 def facts(view: View) -> Iterator[str]:

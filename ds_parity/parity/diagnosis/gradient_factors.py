@@ -1,0 +1,113 @@
+"""By which factors faults change the gradients of every step.
+
+Some faults say their factor before a step is looked at: it follows from the ranks, the passes or the total. Others have
+a number of their own (a target, a weight of idle passes), which is read off the first step. Such a number predicts
+something only where totals or idle passes differ between steps: otherwise any factor at all can be written so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_parity.parity.diagnosis.view import View, near
+
+# A prediction that moves less than this from step to step is no more than one number.
+_VARIES = 1.05
+_BY_RANKS = 0.01
+_WHOLE = 1e-3
+# Rollouts of one micro-batch over those of an average one; counted idle passes are as long as micro-batches.
+_LONGEST = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a fault makes of the gradients.
+
+    Attributes:
+        factors: for each step from the first that differs on; None: not known.
+        words: what the factors are, for a sentence.
+        of_first_step: a number of it is read off the first step, which it therefore fits whatever the fault is.
+        plausible: the fault may well have that number.
+    """
+
+    factors: Sequence[float | None]
+    words: str
+    of_first_step: bool = False
+    plausible: bool = True
+
+    @property
+    def varies(self) -> bool:
+        """Whether the factors of more than two steps are known, and more than one number."""
+        known = [abs(it) for it in self.factors if it]
+        return len(known) > 2 and max(known) > _VARIES * min(known)
+
+
+def predictions(view: View, first: float) -> Mapping[str, Prediction]:
+    """Return what each fault makes of the gradients, by its name.
+
+    Args:
+        view: two traces side by side.
+        first: by what factor the gradient norm of the first step that differs is off.
+    """
+    at, totals = range(view.first, len(view.pairs)), view.totals
+    found: dict[str, Prediction] = {}
+    if view.first == 0:
+        found |= _of_ranks_and_passes(view, first) | _of_idle_passes(view, first) | _of_a_target(view, first)
+    if totals[view.first] > 1:
+        by_ranks = view.ranks > 1 and near(first, view.ranks / totals[view.first], _BY_RANKS)
+        each, words = (view.ranks, "1 / the total for each rank,") if by_ranks else (1, "1 / total")
+        found["divided-already"] = Prediction([_over(each, totals[i]) for i in at], words)
+    if view.first == 1:
+        shares = [_over(totals[i], totals[i - 1]) for i in at]
+        found["wrong-window"] = Prediction(shares, "this window's total / the last one's")
+    return found
+
+
+def _of_ranks_and_passes(view: View, first: float) -> dict[str, Prediction]:
+    steps = len(view.pairs)
+    found: dict[str, Prediction] = {}
+    ranks = view.ranks
+    if ranks > 1:
+        factor = 1 / ranks if first < 1 else float(ranks)
+        words = f"1 / {ranks}" if first < 1 else f"{ranks}"
+        found["dp-mean-left-in"] = Prediction([factor] * steps, f"{words} (the number of ranks)")
+    elif any(_whole(it) and round(it) > 1 for it in (first, 1 / first)):
+        words = f"{first:.4g}, on one data-parallel rank,"
+        found["sp-factor-by-stage"] = Prediction([first] * steps, words, of_first_step=True)
+    if all(view.passes) and max(view.passes) > 1:
+        found["gas-scaled-twice"] = Prediction([1 / it for it in view.passes], "1 / passes of a rank")
+    return found
+
+
+def _of_idle_passes(view: View, first: float) -> dict[str, Prediction]:
+    totals, idle = view.totals, view.idle
+    weight = (1 / first - 1) * totals[0] / idle[0] if idle[0] else 0.0
+    if not weight > 0:
+        return {}
+    micro_batches = max(1, view.passes[0] * view.ranks - idle[0])
+    plausible = _whole(weight) and weight <= _LONGEST * totals[0] / micro_batches
+    shares = [_over(total, total + weight * count) for total, count in zip(totals, idle, strict=True)]
+    words = f"total / (total + {weight:.4g} for each idle pass)"
+    return {"idle-counted": Prediction(shares, words, of_first_step=True, plausible=plausible)}
+
+
+def _of_a_target(view: View, first: float) -> dict[str, Prediction]:
+    totals, target = view.totals, view.totals[0] / first
+    # A constant that every total is divided by must be near them: it is meant to be one of them.
+    if not (min(totals) < 4 * target and target < 4 * max(totals)):
+        return {}
+    # A window ends with the pass that reaches its target. Half of it may be that pass where passes are not known.
+    last_pass = totals[0] / max(2, view.passes[0])
+    plausible = _whole(target) and 0 < totals[0] - target < last_pass
+    shares = [_over(total, target) for total in totals]
+    return {"target-not-actual": Prediction(shares, f"total / {target:.6g}", of_first_step=True, plausible=plausible)}
+
+
+def _whole(value: float) -> bool:
+    return math.isfinite(value) and near(value, round(value), _WHOLE)
+
+
+def _over(one: float, other: float) -> float | None:
+    return one / other if one and other else None
