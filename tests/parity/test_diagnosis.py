@@ -219,7 +219,7 @@ UNKNOWN = {
     "mixed-weights": (trained(lambda n: {"loss": 0.1 * n * n, "grad_norm": 3.0 / n}), {"data", "loss", "gradient"}),
     "implicit-clip": (
         lambda n: {"weights": weights(n, 1.0)} if n > 2 else {},
-        {"clipping", "optimizer settings", "schedule", "weights"},
+        {"gradient", "clipping", "optimizer settings", "weights"},
     ),
 }
 

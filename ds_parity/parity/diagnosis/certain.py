@@ -48,7 +48,8 @@ def _sentences(view: View) -> Iterator[str]:
 
 
 def _unknown(view: View, name: str) -> bool:
-    return name not in view.fields and not view.recorded(name)
+    differs = view.weights_differ if name == "weights" else name in view.fields
+    return not differs and not view.recorded(name)
 
 
 def _order(view: View) -> list[tuple[int, list[str]]]:

@@ -13,8 +13,8 @@ from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
+from ds_parity.parity.diagnosis.update_factors import multiple, same_gradient
 from ds_parity.parity.diagnosis.view import View
-from ds_parity.parity.diagnosis.windows import ends_early
 
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound: weights that lie further apart before the first difference have not agreed, they were let pass.
@@ -43,10 +43,10 @@ def possible(view: View) -> tuple[str, ...]:
             # taken behind the clipping.
             found |= {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
         elif "weights" in at:
-            found |= _OF_UPDATE
+            found |= _of_update(view)
     if _crept(view) and at & {"loss", "grad_norm"} and not at & {"rollouts", "step"}:
         found |= _OF_UPDATE
-    if not _trained_apart(view) or ends_early(view):
+    if not _trained_apart(view):
         found |= {"logging"}
     return tuple(name for name in CLASSES if name in found)
 
@@ -76,6 +76,21 @@ def _far_from_the_start(view: View) -> bool:
     return apart[0] > _BEYOND * moves.stride
 
 
+def _of_update(view: View) -> set[str]:
+    """What may be wrong where the weights are the first to differ.
+
+    A gradient that is negated, or whose numbers changed places, has the norm of the right one. Another learning rate
+    makes the whole update longer or shorter, and turns it nowhere; of several groups one alone may have another rate.
+    """
+    moves, a = Moves(view), view.pairs[view.first][0] if view.first < len(view.pairs) else None
+    found = {"clipping", "optimizer settings", "weights"}
+    if not view.recorded("grad_norm"):
+        return found | {"schedule", "gradient", "loss"}
+    if a is None or multiple(view, moves) is not False or len(a.lr or ()) > 1:
+        found |= {"schedule"}
+    return found if a is not None and same_gradient(view, moves) else found | {"gradient"}
+
+
 def _crept(view: View) -> bool:
     """Whether weights had come apart before the first difference, within their bound."""
     before = [row for row in view.comparison.rows if row.step < view.step(view.first)] if view.at_first else []
@@ -84,5 +99,12 @@ def _crept(view: View) -> bool:
 
 
 def _trained_apart(view: View) -> bool:
-    """Whether something shows that training itself was another: weights, or the step that both sides took."""
-    return bool(view.fields & {"weights", "skipped"}) or ("step" in view.fields and bool(view.pairs))
+    """Whether weights show that training itself was another.
+
+    A step that one side leaves out, or calls skipped, may have been taken all the same. Weights of one step number show
+    nothing where the candidate's, in their order, are those of other steps of the reference.
+    """
+    if not view.weights_differ or "step" not in view.fields:
+        return view.weights_differ
+    of_reference = iter([one.weights for one in view.reference.steps])
+    return not all(one.weights is not None and one.weights in of_reference for one in view.candidate.steps)

@@ -1,4 +1,4 @@
-"""The one command that would tell more than the record does."""
+"""What would tell more than the record does: one command, as a rule."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ _COUNTS = "record rollouts and tokens in both runs (`--map tokens=...`), and run
 _WEIGHTS = "record weights in both runs, as `ds-parity verify` does, and run `ds-parity compare` again"
 
 
+_LOGS = "read how each run writes the fields that differ: training itself was the same"
+
+
 def telling(view: View, classes: tuple[str, ...]) -> str:
-    """Return the command that halves the classes that are left open."""
-    if "logging" in classes and len(classes) > 1 and not view.recorded("weights"):
+    """Return the command that halves the classes that are left open, or where to look if one is left."""
+    if "logging" in classes and not view.recorded("weights"):
         return _WEIGHTS
+    if classes == ("logging",):
+        return _LOGS
     if "data" in classes:
         return _VERIFY if view.recorded("rollouts") or view.recorded("tokens") else _COUNTS
     return _PROBE if "gradient" in classes else _REWRITE

@@ -22,6 +22,8 @@ def causes(view: View) -> Iterator[Cause]:
     if not view.trained_alike:
         yield from _unproven(view)
         return
+    if "skipped" in view.fields:
+        return  # none of these calls a step skipped that was taken
     if "loss" in view.fields and not view.fields & {"grad_norm", "lr"}:
         yield from _loss(view)
     if "grad_norm" in view.fields and not view.fields & {"loss", "lr"}:

@@ -7,7 +7,7 @@ import numpy as np
 from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.view import View
 
-_ALIGNED = 0.03
+_ALIGNED, _ANOTHER = 0.03, 0.15
 _ABOUT = 0.25  # weights that differ have other gradients
 
 
@@ -27,6 +27,34 @@ def factors_of(view: View, moves: Moves, first: int) -> list[float]:
             return []
         factors.append(1 + share)
     return factors
+
+
+def multiple(view: View, moves: Moves) -> bool | None:
+    """Whether the first update that differs is a positive multiple of the reference's, as with another LR.
+
+    None where the updates are not known, or where rounding has a say in their direction.
+    """
+    update = moves.update(view.first) if moves.known else None
+    if update is None or not moves.clear(view.first):
+        return None
+    (share,), rest = along(moves.widened(view.first), [update])
+    return rest < _ANOTHER and share > -1
+
+
+def same_gradient(view: View, moves: Moves) -> bool:
+    """Whether the gradient is known to have entered the first update that differs in the reference's direction.
+
+    An update is a sum of the gradient and of what momentum and the decay of weights mix into it. Of other optimizers
+    than SGD, which do not add gradients up, only the whole update is known, with decay beside it.
+    """
+    at = view.first
+    update, before = (moves.update(it) if moves.known and it >= 0 else None for it in (at, at - 1))
+    if update is None or not moves.clear(at):
+        return False
+    mixed = moves.carried(at) if moves.linear else [moves.reference(max(0, at - 1))]
+    basis = [update, *([before] if before is not None and moves.linear else []), *mixed]
+    shares, rest = along(moves.widened(at), basis)
+    return rest < _ALIGNED and shares[0] > -1
 
 
 def fits(factors: list[float], expected: list[float]) -> bool:

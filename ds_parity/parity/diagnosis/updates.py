@@ -6,7 +6,7 @@ before it (momentum), of the gradient, or of the weights themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -47,12 +47,21 @@ def facts(view: View) -> Iterator[str]:
     first = first_known(view, moves)
     factors, scaled = factors_of(view, moves, first), gradient_scaled(view, moves)
     if factors and not all(near(it, 1.0, 0.005) for it in factors):
-        listed = ", ".join(f"{it:.4g}" for it in factors[:5])
-        said = f"from step {view.step(first)} on the updates have the reference's direction"
+        listed = ", ".join(f"{abs(it):.4g}" for it in factors[:5])
+        said = f"from step {view.step(first)} on the updates have {_direction(factors)}"
         yield f"{said}, and {listed} times its length"
     elif scaled is not None:
-        times = "" if np.isnan(scaled) else f", {scaled:.4g} times as large"
-        yield f"in step {view.step(view.first)} the gradient entered the update in the reference's direction{times}"
+        times = "" if np.isnan(scaled) else f", {abs(scaled):.4g} times as large"
+        yield f"in step {view.step(view.first)} the gradient entered the update in {_direction([scaled])}{times}"
+
+
+def _direction(factors: Sequence[float]) -> str:
+    """Return the direction that such multiples of the reference's have; NaN: the multiple is not known."""
+    if all(it > 0 for it in factors):
+        return "the reference's direction"
+    if all(it < 0 for it in factors):
+        return "the opposite of the reference's direction"
+    return "the reference's direction or its opposite"
 
 
 def only_update(view: View) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis.lengths import forgetting
@@ -95,6 +96,12 @@ class View:
         return name != "weights" or self.weights_tell
 
     @cached_property
+    def weights_differ(self) -> bool:
+        """Whether both sides hold other weights in a step: weights that one side leaves out show no other training."""
+        found = [it for it in self.comparison.differences if it.field == "weights"]
+        return any(None not in (it.reference, it.candidate) for it in found)
+
+    @cached_property
     def weights_apart(self) -> float | None:
         """How far the weights lie apart at most, as a share of what training moves them; None where it isn't known.
 
@@ -129,8 +136,10 @@ class View:
         where losses or metrics are far apart: another loss, or other data, has other gradients. Without weights each
         norm still follows from the weights of the step before, but only one that is written in full shows them.
         """
-        if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2:
+        if "step" in self.fields or self.weights_differ or len(self.pairs) < 2:
             return False
+        if "skipped" in self.fields:
+            return self._steps_taken_alike
         if self.recorded("weights"):
             return (self.weights_alike and not self.forgetting) or self._norms_tell
         rounded = self.reference.precision.keys() | self.candidate.precision.keys()
@@ -145,6 +154,13 @@ class View:
         if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2 or not self.recorded("weights"):
             return False
         return self.weights_apart is not None and self.weights_apart < _TELLING * min(self._effects)
+
+    @property
+    def _steps_taken_alike(self) -> bool:
+        """Whether weights of one checksum show that steps were taken which one side calls skipped."""
+        taken = [False, *(x.weights != y.weights for (x, _), (y, _) in pairwise(self.pairs))]
+        flagged = [moved for moved, (a, b) in zip(taken, self.pairs, strict=True) if a.skipped != b.skipped]
+        return self.weights_apart == 0.0 and all(flagged)
 
     @property
     def updated_alike(self) -> bool:

@@ -1,0 +1,127 @@
+"""The classes that are left open contain that of the fault, and certain is only what the record shows."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ds_parity.trace import Trace
+from tests.parity.test_forgotten_lengths import RATE, STEPS, adam, found, run, sgd
+
+PLAIN = {"update": lambda gradients: sgd(gradients, momentum=0.0)}
+OPTIMIZERS = {
+    "SGD": PLAIN,
+    "SGD with momentum": {},
+    "SGD with momentum and decay": {"decay": 0.01},
+    "AdamW": {"update": adam, "optimizer": "AdamW"},
+}
+
+
+def rewritten(trace, change):
+    """The same run with other values in its log: `change` returns them by step number, None to leave a step out."""
+    changed = [(one, change(one.step)) for one in trace.steps]
+    return Trace(trace.header, tuple(one.model_copy(update=new) for one, new in changed if new is not None))
+
+
+def without_weights(trace):
+    return rewritten(trace, lambda number: {"weights": None})
+
+
+@pytest.mark.parametrize("lost", [1, 3, STEPS])
+def test_a_step_that_is_not_logged_may_have_been_taken(lost):
+    one = run()
+    other = rewritten(one, lambda number: None if number == lost else {})
+    for pair in ((one, other), (other, one), (without_weights(one), without_weights(other))):
+        assert "logging" in found(*pair).classes
+
+
+def test_steps_that_are_numbered_otherwise_may_be_the_same():
+    one = run()
+    later = rewritten(one, lambda number: {"step": number + 2})
+    assert {"data", "gradient", "logging"} <= set(found(one, later).classes)
+    trained = rewritten(run(scale=lambda at, g: 1.3 * g), lambda number: {"step": number + 2})
+    assert "logging" not in found(one, trained).classes
+
+
+def test_a_step_that_is_called_skipped_was_taken_where_weights_are_the_same():
+    one = run()
+    for others in ({}, {"grad_norm": None}):
+        diagnosis = found(
+            one, rewritten(one, lambda number, new=others: {"skipped": True, **new} if number == 3 else {})
+        )
+        assert diagnosis.classes == ("logging",)
+        assert diagnosis.causes == diagnosis.not_excluded == ()
+        assert "how each run writes" in diagnosis.next
+
+
+def test_a_step_that_is_called_skipped_may_have_been_taken_where_weights_do_not_tell():
+    """Without weights, in a first step, and in one that moves nothing; with other weights it was not."""
+
+    def skipped(trace, at):
+        return rewritten(trace, lambda number: {"skipped": True} if number == at else {})
+
+    one, still = run(), run(rates=[RATE, RATE, 0.0, *[RATE] * (STEPS - 3)])
+    for right, wrong in (
+        (without_weights(one), skipped(without_weights(one), 3)),
+        (one, skipped(one, 1)),
+        (still, skipped(still, 3)),
+    ):
+        assert {"loss", "gradient", "logging"} == set(found(right, wrong).classes)
+    lost = run(scale=lambda at, g: 1e-9 * g if at == 2 else g)
+    assert "logging" not in found(one, skipped(lost, 3)).classes
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_weights_that_one_side_does_not_record_are_no_other_training(first):
+    one = run()
+    for pair in (
+        (one, gone := rewritten(one, lambda number: {"weights": None} if number >= first else {})),
+        (gone, one),
+    ):
+        diagnosis = found(*pair)
+        assert diagnosis.classes == ("logging",)
+        assert any(said.startswith("not recorded by both sides") and "weights" in said for said in diagnosis.certain)
+        assert "record weights in both runs" in diagnosis.next
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("at_all", [True, False])
+def test_a_gradient_of_the_same_norm_may_be_another(optimizer, at_all):
+    """Negated in all steps or in one, or with its numbers in other places; a rate turns no update."""
+    options = OPTIMIZERS[optimizer]
+    one = run(**options)
+    for other in (lambda g: -g, lambda g: np.roll(g, 7)):
+        wrong = run(**options, scale=lambda at, g, other=other: other(g) if at_all or at == 3 else g)
+        diagnosis = found(one, wrong)
+        assert diagnosis.certain[0].startswith(f"first to differ, in step {1 if at_all else 4}: weights")
+        assert "gradient" in diagnosis.classes
+        assert "schedule" not in diagnosis.classes
+        assert not [said for said in diagnosis.certain if re.search("(have|in) the reference's direction", said)]
+
+
+def test_updates_in_the_opposite_direction_are_said_to_be_so():
+    for optimizer in ("SGD", "SGD with momentum", "AdamW"):
+        options = OPTIMIZERS[optimizer]
+        said = found(run(**options), run(**options, scale=lambda at, g: -g)).certain
+        expected = "the updates have the opposite of the reference's direction, and 1, 1, 1, 1, 1 times its length"
+        assert f"from step 1 on {expected}" in said
+    turns = run(**PLAIN, scale=lambda at, g: g * (-1) ** at, rates=[3 * RATE] * STEPS)
+    said = found(run(**PLAIN), turns).certain
+    assert any("have the reference's direction or its opposite, and 3, 3, 3" in one for one in said), said
+
+
+def test_an_update_that_is_longer_has_the_right_gradient():
+    """By another rate than the logged one, as an optimizer's setting has it, or something that scales updates."""
+    for options in OPTIMIZERS.values():
+        classes = found(run(**options), run(**options, rates=[3 * RATE, *[RATE] * (STEPS - 1)])).classes
+        assert "schedule" in classes
+        assert "gradient" not in classes
+
+
+def test_weights_alone_say_little_where_no_norm_was_recorded():
+    one, other = (
+        rewritten(run(scale=lambda at, g, by=by: by * g), lambda number: {"grad_norm": None}) for by in (1.0, 1.3)
+    )
+    assert {"loss", "gradient", "clipping", "optimizer settings", "schedule", "weights"} <= set(
+        found(one, other).classes
+    )
