@@ -13,7 +13,7 @@ from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
-from ds_parity.parity.diagnosis.update_factors import multiple, same_gradient
+from ds_parity.parity.diagnosis.update_factors import entered, multiple
 from ds_parity.parity.diagnosis.view import View
 
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
@@ -88,7 +88,8 @@ def _of_update(view: View) -> set[str]:
         return found | {"schedule", "gradient", "loss"}
     if a is None or multiple(view, moves) is not False or len(a.lr or ()) > 1:
         found |= {"schedule"}
-    return found if a is not None and same_gradient(view, moves) else found | {"gradient"}
+    times = None if a is None else entered(view, moves)
+    return found if times is not None and times > 0 else found | {"gradient"}
 
 
 def _crept(view: View) -> bool:

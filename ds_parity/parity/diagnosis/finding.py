@@ -17,7 +17,8 @@ class Diagnosis:
             same evidence can't be told apart by the record (`grouped`).
         certain: what the record shows whatever the cause, in sentences.
         classes: of `CLASSES`, those in which the fault can be.
-        not_excluded: known faults of which the record shows nothing, and which it doesn't exclude.
+        not_excluded: some known faults that leave such a record, of which it shows nothing, and which it doesn't
+            exclude.
         next: the command that would tell, with what to look at; empty where a cause is named.
     """
 

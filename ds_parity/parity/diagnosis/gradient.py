@@ -19,6 +19,7 @@ from ds_parity.parity.diagnosis.view import View, near, told
 _FIRST, _LATER = 0.01, 0.05
 _ALIGNED, _ANOTHER = 0.02, 0.15
 _LIKE_NORM = 0.1
+_ABOUT = 0.25  # weights that differ have other gradients
 # A norm that is nearer to the reference's says nothing of a direction.
 _HARDLY = 0.003
 
@@ -153,6 +154,21 @@ def _fitting(view: View, first: float, known: int) -> Mapping[str, Prediction]:
     if one_number and all(it.of_first_step for it in found.values()) and (found or known > 2):
         found["constant-factor"] = constant
     return found
+
+
+def lengths(view: View) -> Iterator[str]:
+    """Yield the faults of the whole gradient's length whose factor the first step that differs has."""
+    ratios = view.ratios("grad_norm")[view.first :]
+    first = ratios[0] if ratios else None
+    if first:
+        for name, it in predictions(view, first).items():
+            factor = it.factors[0]
+            if factor is not None and _near(first, factor, _FIRST) and it.plausible:
+                yield name
+        # The weights are nearly the same in the second step, too.
+        if view.first == 0 and not (ratios[1:] and ratios[1] is not None and not near(ratios[1], first, _ABOUT)):
+            yield "constant-factor"
+    yield "another-divisor"
 
 
 def _said(found: Mapping[str, Prediction], first: str, known: int) -> str:

@@ -41,20 +41,21 @@ def multiple(view: View, moves: Moves) -> bool | None:
     return rest < _ANOTHER and share > -1
 
 
-def same_gradient(view: View, moves: Moves) -> bool:
-    """Whether the gradient is known to have entered the first update that differs in the reference's direction.
+def entered(view: View, moves: Moves) -> float | None:
+    """How many times the gradient entered the first update that differs; NaN: in another direction, None: not known.
 
     An update is a sum of the gradient and of what momentum and the decay of weights mix into it. Of other optimizers
-    than SGD, which do not add gradients up, only the whole update is known, with decay beside it.
+    than SGD, which do not add gradients up, only multiples of the whole update are known, with decay beside it.
     """
     at = view.first
     update, before = (moves.update(it) if moves.known and it >= 0 else None for it in (at, at - 1))
-    if update is None or not moves.clear(at):
-        return False
-    mixed = moves.carried(at) if moves.linear else [moves.reference(max(0, at - 1))]
-    basis = [update, *([before] if before is not None and moves.linear else []), *mixed]
-    shares, rest = along(moves.widened(at), basis)
-    return rest < _ALIGNED and shares[0] > -1
+    if update is None or not moves.clear(at) or (moves.linear and at > 0 and before is None):
+        return None
+    mixed = [before, *moves.carried(at)] if moves.linear else [moves.reference(max(0, at - 1))]
+    shares, rest = along(moves.widened(at), [update, *(it for it in mixed if it is not None)])
+    if rest < _ALIGNED:
+        return 1 + shares[0]
+    return float("nan") if moves.linear and rest > _ANOTHER else None
 
 
 def fits(factors: list[float], expected: list[float]) -> bool:

@@ -75,7 +75,7 @@ def explained(diagnosis: Diagnosis, most: int = 3) -> list[str]:
         )
     lines += [f"    certain: {fact}" for fact in diagnosis.certain]
     if diagnosis.not_excluded:
-        lines.append(f"    known faults that the record does not exclude: {', '.join(diagnosis.not_excluded)}")
+        lines.append(f"    some known faults that leave such a record: {', '.join(diagnosis.not_excluded)}")
     if diagnosis.next:
         lines.append(f"    what would tell: {diagnosis.next}")
     return lines

@@ -268,7 +268,7 @@ class TestCauses:
         assert "Cause: unknown." in said
         assert "one of: clipping, weights." in said
         assert "Certain: agree: loss." in said
-        assert "the record does not exclude: implicit-clip." in said
+        assert "known faults that leave such a record: implicit-clip." in said
         assert "What would tell: ds-parity rewrite." in said
         assert "Likely cause" not in said
 
