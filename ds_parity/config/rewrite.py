@@ -117,9 +117,10 @@ class _Draft:
             self.set(key, value, why)
 
     def default_of(self, section: str, key: str, value: Any, why: str) -> None:
-        if self.config[section].get(key) is None:
+        before = self.config[section].get(key, ABSENT)
+        if before in (None, ABSENT):
             self.config[section][key] = value
-            self.changes.append(Change(f"{section}.{key}", ABSENT, value, why))
+            self.changes.append(Change(f"{section}.{key}", before, value, why))
 
     def keep(self, key: str, why: str) -> None:
         self.changes.append(Change(key, self.config[key], self.config[key], why))

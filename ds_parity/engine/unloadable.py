@@ -138,8 +138,8 @@ def _without_states(driver: Loading, load_dir: str, tag: Any, error: Exception) 
     if saved_on is None:
         return None
     if (saved_on != _WHOLE) is bool(stage):
-        if stage and isinstance(error, FileNotFoundError) and _is_of_another_precision(error):
-            return _of_another_precision(load_dir, error)
+        if stage and isinstance(error, FileNotFoundError):
+            return _without_a_part(load_dir, error)
         if stage or _OF_NONE not in str(error):
             return None
         return CheckpointError(
@@ -166,6 +166,13 @@ def _of_other_keys(driver: Loading, load_dir: str, tag: Any, error: Exception) -
     if not int(driver.engine.zero_optimization_stage()) and error.args and error.args[0] in OF_WRAPPERS:
         return _of_another_precision(load_dir, error)
     return _frozen_since(driver, load_dir, tag, error)
+
+
+def _without_a_part(load_dir: str, error: FileNotFoundError) -> CheckpointError | None:
+    if _is_of_another_precision(error):
+        return _of_another_precision(load_dir, error)
+    its_own = str(load_dir) in str(error.filename)
+    return _broken_off(load_dir, f"{Path(error.filename).name} is not there") if its_own else None
 
 
 def _is_of_another_precision(error: FileNotFoundError) -> bool:
@@ -213,9 +220,9 @@ def _of_another_stage(stage: int, saved_on: tuple[int, ...], load_dir: str, said
     broken_off = ", or its saving broke off before the optimizer's files" if saved_on == _WHOLE else ""
     return CheckpointError(
         f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}: the checkpoint was saved on stage "
-        f"{' or '.join(map(str, saved_on))}{broken_off}, and its weights or optimizer states are in other files there ({said}). "
-        "Load it with the zero_optimization.stage that saved it, or load its weights alone into the model before "
-        f"initialize() (zero_to_fp32.py beside it makes them of stages 1 to 3); {_HALF_WAY}"
+        f"{' or '.join(map(str, saved_on))}{broken_off}, and its weights or optimizer states are in other files there "
+        f"({said}). Load it with the zero_optimization.stage that saved it, or load its weights alone into the model "
+        f"before initialize() (zero_to_fp32.py beside it makes them of stages 1 to 3); {_HALF_WAY}"
     )
 
 

@@ -51,6 +51,27 @@ def test_another_batch_is_refused():
         rewrite({**SHIPPED, "train_batch_size": 27}, 1)
 
 
+@pytest.mark.parametrize(("given", "told"), [({}, False), ({"vocab_parallel_lm_head": None}, False)])
+def test_logits_are_those_of_the_whole_vocabulary_where_nothing_is_said(given, told):
+    section = {"autotp_size": 2, **given}
+    result = rewrite({**SHIPPED, "tensor_parallel": section}, 1)
+    assert result.config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": told}
+    assert section == {"autotp_size": 2, **given}
+    (change,) = [one for one in result.changes if one.key == "tensor_parallel.vocab_parallel_lm_head"]
+    assert (change.before, change.after) == (given.get("vocab_parallel_lm_head", ABSENT), False)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_logits_are_divided_or_not_as_is_said(given):
+    section = {"autotp_size": 2, "vocab_parallel_lm_head": given}
+    assert rewrite({**SHIPPED, "tensor_parallel": section}, 1).config["tensor_parallel"] == section
+
+
+def test_without_autotp_nothing_is_said_of_logits():
+    section = {"autotp_size": 1}
+    assert rewrite({**SHIPPED, "tensor_parallel": section}, 1).config["tensor_parallel"] == section
+
+
 def test_the_output_is_a_fixed_point():
     keys = {"gradient_accumulation_passes": 9}
     once = rewrite(SHIPPED, 1).config

@@ -263,7 +263,9 @@ def saved_whole(folder):
         ("summed", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}})
     ]:
         with forgetting():
-            engine = build(divided_config(stage, **keys, stage3_gather_16bit_weights_on_model_save=None))
+            extended = divided_config(stage, **keys)
+            extended["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+            engine = build(extended)
             after_two_windows(engine)
             saved = engine.save_16bit_model(f"{folder}/{name}")
             whole = weights.vector(engine.module).tolist()

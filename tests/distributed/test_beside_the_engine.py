@@ -346,6 +346,16 @@ def test_a_frozen_parameter_that_comes_later_is_let_alone_below_zero_3_and_refus
         assert moved == (-1 if stage == 3 else -2)
 
 
+def overlapping(model, first, second):
+    for _ in range(2):
+        for number, engine in enumerate((first, second)):
+            other = (model.second, model.first)[number]
+            other.requires_grad_(False)
+            engine.backward(engine(ones(engine), number))
+            engine.step()
+            other.requires_grad_(True)
+
+
 @on_two_ranks
 def two_engines_over_one_model(folder):
     """Each trains one layer, and their windows overlap: what the second is answered with."""
@@ -355,17 +365,7 @@ def two_engines_over_one_model(folder):
         model.grow()
         first, second = (built(model, [layer.weight], stage) for layer in (model.first, model.second))
 
-        def overlapping(first=first, second=second):
-            for _ in range(2):
-                for number, engine in enumerate((first, second)):
-                    for p in (model.second, model.first)[number].parameters():
-                        p.requires_grad_(False)
-                    engine.backward(engine(ones(engine), number))
-                    engine.step()
-                    for p in model.parameters():
-                        p.requires_grad_(True)
-
-        results[str(stage)] = from_all(answer(overlapping))
+        results[str(stage)] = from_all(answer(lambda pair=(first, second), model=model: overlapping(model, *pair)))
         for engine in (first, second):
             engine.destroy()
     return results

@@ -3,6 +3,7 @@
 import copy
 import functools
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +106,44 @@ def test_a_rank_that_saves_or_loads_alone_and_the_others_are_told_at_once(two_ra
         assert "rank 1 runs a pass in window 0" in said
         assert "Every rank must call save_checkpoint() and load_checkpoint()" in said
         assert seconds < 20
+
+
+@on_two_ranks
+def checkpoints_with_a_broken_file(folder):
+    """By stage and what is wrong with rank 1's states: what ranks are told; and behind it, of a whole checkpoint."""
+    results = {}
+    for stage in (1, 2):
+        for how in ("cut short", "lost"):
+            engine = build(config(stage, passes=4, exchange_timeout=60))
+            for tag in ("whole", "broken"):
+                engine.save_checkpoint(f"{folder}/{stage}", tag=tag)
+            if dist.get_rank() == 1:
+                for file in Path(folder, str(stage), "broken").glob("*zero_pp_rank_1_*_optim_states.pt"):
+                    file.unlink() if how == "lost" else file.write_bytes(file.read_bytes()[:100])
+            dist.barrier()
+            begun = time.monotonic()
+            said = refusal(lambda e=engine, f=f"{folder}/{stage}": e.load_checkpoint(f, tag="broken"))
+            results[f"{stage} {how}"] = from_all([said, time.monotonic() - begun])
+            other = build(config(stage, passes=4))
+            other.load_checkpoint(f"{folder}/{stage}", tag="whole")
+            one_pass(other, 1)
+            results[f"{stage} {how}, then"] = other.window.rollouts
+            for one in (engine, other):
+                one.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("how", "why"), [("cut short", "can't be read"), ("lost", "is not there")])
+def test_a_file_that_one_rank_cannot_load_is_an_error_on_every_rank(two_ranks, stage, how, why):
+    results = two_ranks.of(checkpoints_with_a_broken_file)
+    (other, _), (own, seconds) = results[f"{stage} {how}"]
+    assert other.startswith("RankDesyncError: this rank stops because another did: rank 0 has loaded a checkpoint")
+    assert why in own
+    assert own.startswith("CheckpointError: load_checkpoint(")
+    assert "rank 1 has raised CheckpointError" in other
+    assert seconds < 20
+    assert results[f"{stage} {how}, then"] == 2
 
 
 @on_two_ranks

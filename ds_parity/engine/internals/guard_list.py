@@ -661,6 +661,22 @@ GUARDS: tuple[Guard, ...] = (
         since="0.19.8",
     ),
     Guard(
+        ENGINE,
+        "save_16bit_model",
+        "internals/tensor_groups.py",
+        "below ZeRO 3 it writes what module_state_dict() of the first rank gives",
+        ("state_dict = self.module_state_dict(",),
+        since="0.19.8",
+    ),
+    Guard(
+        RUNTIME + "config:DeepSpeedConfig",
+        "print_user_config",
+        "internals/tensor_groups.py",
+        "a group in the configuration is no JSON, so that one for tp_model_init is refused",
+        ("json.dumps(\n                self._param_dict,",),
+        since="0.19.8",
+    ),
+    Guard(
         "deepspeed.utils.groups:",
         "",
         "internals/tensor_groups.py",

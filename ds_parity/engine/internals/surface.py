@@ -124,6 +124,9 @@ class Engine(Protocol):
     def autotp_size(self) -> int:
         """How many ranks hold a part of the model each; 0 or 1 where AutoTP is off."""
 
+    def module_state_dict(self, exclude_frozen_parameters: bool = ...) -> dict[str, Any]:
+        """What this rank has of the model's state, by name."""
+
     def zero_optimization(self) -> bool:
         """Whether there is ZeRO: on stages 1 to 3."""
 
