@@ -16,6 +16,7 @@ from ds_parity.engine.internals.unable import refuse_matrices
 from ds_parity.errors import ConfigError
 
 _PARTITIONED: Final = 3
+_WITH_ROWS: Final = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _AWAY: Final = ("cpu", "nvme")
 _ONE_DTYPE: Final = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
 
@@ -37,8 +38,8 @@ def refuse_unfit(
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's, trains
             parameters of several dtypes, or has one without elements, on stage 3; a group has frozen parameters alone
-            on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce, or is complex; or a parameter has no
-            shape yet.
+            on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce, is complex, or is sparse on another
+            stage; or a parameter has no shape yet.
     """
     wanted = Wanted(config)
     stage, trained = wanted.stage, {id(one) for one in chosen}
@@ -46,6 +47,8 @@ def refuse_unfit(
         return
     _refuse_lazy(model)
     _refuse_complex(model, trained if stage else ())
+    if stage:
+        _refuse_sparse(model, stage, trained)
     if stage < _PARTITIONED:
         _refuse_partitioned(model, stage)
     else:
@@ -80,6 +83,18 @@ def _refuse_complex(model: torch.nn.Module, chosen: Container[int]) -> None:
             f"{found[0]} is complex: DeepSpeed reduces real numbers, and its ZeRO drops imaginary parts; keep the real "
             "and the imaginary part in two parameters"
         )
+
+
+def _refuse_sparse(model: torch.nn.Module, stage: int, chosen: Container[int]) -> None:
+    # torch's NotImplementedError or RuntimeError in the first backward, out of DeepSpeed's buckets (0.19.8).
+    trained = {id(one) for one in _trained(model, chosen).values()}
+    for name, module in model.named_modules():
+        if isinstance(module, _WITH_ROWS) and module.sparse and id(module.weight) in trained:
+            raise ConfigError(
+                f"zero_optimization.stage = {stage}, and {name or 'the model'} is a {type(module).__name__} with "
+                "sparse=True: DeepSpeed's ZeRO has no place for a sparse gradient, and torch raises in the first "
+                "backward; build it with sparse=False, or use stage 0"
+            )
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:

@@ -125,6 +125,6 @@ def silence_of_a_rank(folder):
 
 def test_a_silent_rank_ends_the_wait_when_the_time_is_up(two_ranks):
     result = two_ranks.of(silence_of_a_rank)
-    assert result["message"].startswith("RankDesyncError: rank 0 waited in runs a pass, window 0, pass 0")
+    assert result["message"].startswith("RankDesyncError: rank 0 runs a pass, and waited in window 0, pass 0")
     assert "up to 2.5 s" in result["message"]
     assert 2 < result["seconds"] < 10

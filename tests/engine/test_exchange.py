@@ -224,7 +224,7 @@ def test_a_collective_that_fails_is_a_desync_with_the_place_and_the_time_limit(o
         raise RuntimeError("Connection closed by peer\nand a long trace")
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    says = r"rank 0 waited in runs a pass, window 3, pass 17.*5 s .*\(Connection closed by peer\)$"
+    says = r"rank 0 runs a pass, and waited in window 3, pass 17.*5 s .*\(Connection closed by peer\)$"
     with pytest.raises(RankDesyncError, match=says):
         of_two_ranks(other).start(PLACE, [])
 

@@ -88,6 +88,18 @@ def test_a_parameter_without_a_shape_is_refused(stage):
     refuse_unfit(model, {"zero_optimization": {"stage": stage}})
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_a_sparse_gradient_is_refused_with_zero(kind):
+    model = torch.nn.Sequential(kind(4, 2, sparse=True), torch.nn.Linear(2, 2))
+    refuse_unfit(model, {"zero_optimization": {"stage": 0}})
+    for stage in (1, 2, 3):
+        with pytest.raises(ConfigError, match=rf"stage = {stage}, and 0 is a {kind.__name__} with sparse=True"):
+            refuse_unfit(model, {"zero_optimization": {"stage": stage}})
+        refuse_unfit(model, {"zero_optimization": {"stage": stage}}, chosen=model[1].parameters())
+    model[0].weight.requires_grad_(False)
+    refuse_unfit(model, {"zero_optimization": {"stage": 3}})
+
+
 def with_dtypes(*dtypes, trained=True):
     """Layers of these dtypes; the last one may be frozen."""
     layers = [torch.nn.Linear(2, 2).to(dtype) for dtype in dtypes]

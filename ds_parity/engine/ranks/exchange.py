@@ -168,9 +168,9 @@ class Exchange:
 
     def _gone(self, place: Place, error: RuntimeError) -> RankDesyncError:
         return RankDesyncError(
-            f"rank {dist.get_rank()} waited in {place.kind}, window {place.window}, pass {place.pass_index}, for the "
-            f"counts of the other {self.ranks - 1} ranks, up to {self._timeout:g} s (ds_parity.exchange_timeout): one "
-            "of them ended, or runs a different number of passes. Call idle() on ranks without data, or take "
+            f"rank {dist.get_rank()} {place.kind}, and waited in window {place.window}, pass {place.pass_index}, for "
+            f"the counts of the other {self.ranks - 1} ranks, up to {self._timeout:g} s (ds_parity.exchange_timeout): "
+            "one of them ended, or runs a different number of passes. Call idle() on ranks without data, or take "
             f"micro-batches from passes(), which does. ({str(error).splitlines()[0]})"
         )
 
