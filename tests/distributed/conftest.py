@@ -10,6 +10,20 @@ from tests.distributed.cells import STAGES
 from tests.distributed.sets import SETS
 
 
+EVERY_DAYS = ("one_rank", "two_ranks", "four_ranks")
+
+
+def pytest_collection_modifyitems(items):
+    """Refuse a slow test that waits for a set of the others: `make test-slow` would run all of that set's tasks."""
+    for item in items:
+        named = [name for name in EVERY_DAYS if name in getattr(item, "fixturenames", ())]
+        if named and item.get_closest_marker("slow"):
+            raise pytest.UsageError(
+                f"{item.nodeid} is slow, and waits for {named[0]}, whose tasks are those of all tests that are not: "
+                "register its task with a set `at_length` (tests/distributed/sets.py), or take the mark away"
+            )
+
+
 @pytest.fixture(params=[str(stage) for stage in STAGES])
 def stage(request):
     """A ZeRO stage as results name it: the keys of JSON are strings."""

@@ -14,7 +14,7 @@ from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, from_all, one_pass, refusal
 from tests.distributed.sets import at_length_on_two_ranks, on_one_rank
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = pytest.mark.ranks
 
 
 def _planned(ranks):
@@ -68,6 +68,7 @@ TOLD = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", ["0", "3"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_passes_refuse_it_on_every_rank(two_ranks_at_length, stage, ahead, ranks):
@@ -75,16 +76,19 @@ def test_passes_refuse_it_on_every_rank(two_ranks_at_length, stage, ahead, ranks
         assert re.match(TOLD.format(ranks, 2), told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", ["0", "3"])
 def test_nothing_of_it_is_counted_and_the_right_plan_is_trained_on(two_ranks_at_length, stage, ahead):
     assert two_ranks_at_length.of(planned_for_other_ranks)[f"{stage} {ahead}"] == {"untouched": True, "steps": 3}
 
 
+@pytest.mark.slow
 def test_more_ranks_than_processes_are_refused_where_micro_batches_are_made(two_ranks_at_length):
     for told in two_ranks_at_length.of(planned_for_other_ranks)["more than processes"]:
         assert told.startswith("ConfigError: the plan is for 4 data-parallel ranks, but 2 processes train")
 
 
+@pytest.mark.slow
 def test_a_rank_that_a_plan_does_not_have_is_refused_with_the_way_out(two_ranks_at_length):
     first, second = two_ranks_at_length.of(planned_for_other_ranks)["fewer"]
     assert first == "nothing was raised"
