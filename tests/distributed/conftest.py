@@ -9,7 +9,6 @@ import pytest
 from tests.distributed.cells import STAGES
 from tests.distributed.sets import SETS
 
-
 EVERY_DAYS = ("one_rank", "two_ranks", "four_ranks")
 
 
