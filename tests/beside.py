@@ -59,6 +59,12 @@ def begun_with_the_session(fixture, needs=tuple):
     return register
 
 
+def named_by(item):
+    """Return the names of the fixtures that a test waits for: its arguments', and those that `waits_for` marks."""
+    marked = (name for mark in item.iter_markers("waits_for") for name in mark.args)
+    return [*getattr(item, "fixturenames", ()), *marked]
+
+
 def wanted(named):
     """Return the registered fixtures among those that tests name, and those that they need, in their order."""
     names = {name for name in named if name in BEGUN}

@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from tests.beside import BEGUN, Beside, wanted
+from tests.beside import BEGUN, Beside, named_by, wanted
 
 # Two ranks run beside the tests. Threads of one operator that wait for a core which a rank has make it ten times slower
 # (measured on 2 cores); torch reads this when it is loaded.
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
     fixtures = list(BEGUN)
 
     def place(item):
-        waits_for = [fixtures.index(name) for name in getattr(item, "fixturenames", ()) if name in BEGUN]
+        waits_for = [fixtures.index(name) for name in named_by(item) if name in BEGUN]
         return 2 + max(waits_for) if waits_for else item.get_closest_marker("ranks") is not None
 
     items.sort(key=place)  # stable: else they keep their order
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def begun(request, tmp_path_factory):
     """What runs beside the tests: the errands of all fixtures that a test of this session names."""
-    fixtures = wanted(name for item in request.session.items for name in getattr(item, "fixturenames", ()))
+    fixtures = wanted(name for item in request.session.items for name in named_by(item))
     beside = Beside(tmp_path_factory.mktemp("beside"), fixtures)
     if not fixtures:
         yield beside

@@ -1,13 +1,14 @@
 """What runs beside the tests: errands in their order, what each comes to, and that nothing outlives the tests."""
 
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from ds_parity.errors import HarnessError
 from tests import beside
-from tests.beside import Beside, Errand, begun_with_the_session, wanted
+from tests.beside import Beside, Errand, begun_with_the_session, named_by, wanted
 
 
 @pytest.fixture
@@ -80,6 +81,13 @@ def test_nothing_is_left_where_nobody_waits(running):
             time.sleep(0.02)
         started = [child, *child.children()]
     assert not psutil.wait_procs(started, timeout=10)[1]
+
+
+def test_a_test_waits_for_its_arguments_and_for_what_marks_name():
+    marks = {"waits_for": [pytest.mark.waits_for("marked").mark], "slow": []}
+    item = SimpleNamespace(fixturenames=["argument"], iter_markers=marks.get)
+    assert named_by(item) == ["argument", "marked"]
+    assert named_by(SimpleNamespace(iter_markers=lambda name: [])) == []
 
 
 class TestWhatIsBegun:

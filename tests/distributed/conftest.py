@@ -6,6 +6,7 @@ selected, the ranks run the calls of that file and no others. They are begun wit
 
 import pytest
 
+from tests.beside import named_by
 from tests.distributed.cells import STAGES
 from tests.distributed.sets import SETS
 
@@ -15,7 +16,7 @@ EVERY_DAYS = ("one_rank", "two_ranks", "four_ranks")
 def pytest_collection_modifyitems(items):
     """Refuse a slow test that waits for a set of the others: `make test-slow` would run all of that set's tasks."""
     for item in items:
-        named = [name for name in EVERY_DAYS if name in getattr(item, "fixturenames", ())]
+        named = [name for name in EVERY_DAYS if name in named_by(item)]
         if named and item.get_closest_marker("slow"):
             raise pytest.UsageError(
                 f"{item.nodeid} is slow, and waits for {named[0]}, whose tasks are those of all tests that are not: "

@@ -97,7 +97,11 @@ def collected(path, masters):
 
 
 def _marked(cells):
-    return [pytest.param(cell, marks=pytest.mark.slow) if cell in AT_LENGTH else cell for cell in cells]
+    at_length = [pytest.mark.slow, pytest.mark.waits_for("two_ranks_at_length")]
+    return [
+        pytest.param(cell, marks=at_length if cell in AT_LENGTH else pytest.mark.waits_for("two_ranks"))
+        for cell in cells
+    ]
 
 
 @pytest.fixture

@@ -170,6 +170,12 @@ def found_in(cells, folder):
     return from_all(results)
 
 
+MARKED = [
+    *(pytest.param(one, marks=pytest.mark.waits_for("four_ranks")) for one in OFTEN),
+    *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.waits_for("four_ranks_at_length")]) for one in SELDOM),
+]
+
+
 @pytest.fixture
 def found(request, cell):
     """What each rank has found in a cell."""
@@ -213,20 +219,20 @@ SAID = {
 
 
 @pytest.mark.parametrize("case", SAID)
-@pytest.mark.parametrize("cell", [*OFTEN, *(pytest.param(one, marks=pytest.mark.slow) for one in SELDOM)])
+@pytest.mark.parametrize("cell", MARKED)
 def test_what_is_done_between_windows(found, cell, case):
     for one in found:
         assert re.search(SAID[case], one[case], re.DOTALL), one[case]
 
 
-@pytest.mark.parametrize("cell", [*OFTEN, *(pytest.param(one, marks=pytest.mark.slow) for one in SELDOM)])
+@pytest.mark.parametrize("cell", MARKED)
 def test_no_weight_moves_by_what_is_refused(found, cell):
     for one in found:
         assert one["weights as they were"]
         assert one["step, weights"]
 
 
-@pytest.mark.parametrize("cell", [*OFTEN, *(pytest.param(one, marks=pytest.mark.slow) for one in SELDOM)])
+@pytest.mark.parametrize("cell", MARKED)
 def test_optimizers_in_wrappers_are_the_engines(found, cell):
     """On ZeRO 0 in fp32 there is none: torch's own does nothing between windows, and takes new groups."""
     for one in found:
