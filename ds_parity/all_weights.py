@@ -7,6 +7,7 @@ changed since the start is often smaller than that rounding: the copy alone show
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -90,8 +91,24 @@ def whole(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
     # It puts what it gathers into the tensor that it is given. DeepSpeed's own context (GatherReplacedLayerParams)
     # gives it the parameter, which is then no longer a part of BF16_Optimizer's buffer, and is stepped no more.
     copied = part.clone().view(getattr(parameter, "ds_shape", parameter.shape))
-    gather([copied])
+    with _in_place_of_a_bias(gather.__self__, parameter, copied):
+        gather([copied])
     return copied
+
+
+@contextmanager
+def _in_place_of_a_bias(layer: nn.Module, parameter: nn.Parameter, copied: torch.Tensor) -> Iterator[None]:
+    # Layers of sub-parameters know a bias by its being theirs (module_inject/layers.py, _is_bias_param, 0.19.8), and
+    # would give the copy of one the shape of the weight.
+    own: dict[str, Any] = layer._parameters
+    if own.get("bias") is not parameter:
+        yield
+        return
+    own["bias"] = copied
+    try:
+        yield
+    finally:
+        own["bias"] = parameter
 
 
 def _of_all_ranks(parts: list[_T], group: Any) -> Iterator[_T]:

@@ -1,6 +1,7 @@
 """A set of ranks runs each registered call once, and says which calls nobody registered."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.launch import Call, Job
 from ds_parity.parity.running.scenario import Scenario
 from tests import rank_sets, starts
+from tests.distributed.conftest import pytest_collection_modifyitems
 from tests.rank_sets import RankSet
 
 SCENARIO = Scenario("one", {"gradient_accumulation_passes": 4})
@@ -194,6 +196,25 @@ def test_a_task_goes_on_from_the_folder_of_an_earlier_set(launched):
     result, _ = launched(four, earlier.folder)
     assert (pair.goes_on, four.goes_on) == (False, True)
     assert result.of(another).arguments["saved"] == str(earlier.folder_of(task))
+
+
+class TestASlowTest:
+    """It waits for no set of the others."""
+
+    def test_that_names_one_is_refused(self):
+        for fixtures, marks in (["two_ranks"], []), ([], [pytest.mark.waits_for("one_rank").mark]):
+            with pytest.raises(pytest.UsageError, match=r"is slow, and waits for .*register its task with a set"):
+                pytest_collection_modifyitems([self.item(fixtures, marks, slow=True)])
+
+    def test_with_a_set_at_length_is_taken_and_so_is_one_that_is_not_slow(self):
+        pytest_collection_modifyitems([self.item(["two_ranks_at_length"], [], slow=True)])
+        pytest_collection_modifyitems([self.item(["two_ranks"], [], slow=False)])
+
+    @staticmethod
+    def item(fixtures, marks, *, slow):
+        return SimpleNamespace(
+            fixturenames=fixtures, iter_markers=lambda name: marks, get_closest_marker=lambda name: slow, nodeid="one"
+        )
 
 
 class TestWhatTheTableOfReleasesRefuses:

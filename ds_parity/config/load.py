@@ -152,9 +152,10 @@ def _not_finite(bare: re.Match[str], text: str, name: str) -> ConfigError:
 
 def _refuse_words(tree: Any, text: str, name: str) -> None:
     """Raise ConfigError where a number that is not finite stands on a line of its own, and was read as a text."""
-    texts = set(_texts(tree))
+    # HJSON takes all of a line behind the word for the text: a comma, and a comment.
+    texts = {(key, value.split()[0].rstrip(",")) for key, value in _texts(tree) if value.strip()}
     for bare in _NOT_FINITE.finditer(text):
-        if not texts.isdisjoint({(bare["key"], bare["value"]), (bare["key"], f"{bare['value']},")}):
+        if (bare["key"], bare["value"]) in texts:
             raise _not_finite(bare, text, name)
 
 

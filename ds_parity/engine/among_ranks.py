@@ -22,7 +22,7 @@ from ds_parity.engine.ranks.hostgroups import group_of
 from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming
-from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, LOADS, RUNS, SAVES, Announcement, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, FOUND_NONE, LOADED, LOADS, RUNS, SAVES, Announcement, Place
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
 
@@ -141,25 +141,29 @@ class AmongRanks:
         self.meet(replace(self._place(LOADS), window=ANYWHERE, pass_index=0))
 
     @contextmanager
-    def loading_together(self) -> Iterator[None]:
-        """Wait behind the block until all ranks have loaded; what one raises in it is told to the others.
-
-        A file that is broken or missing may be one rank's alone. On ZeRO 3 DeepSpeed gathers parameters at the end of
-        its load, where the others notice.
-
-        Raises:
-            RankDesyncError: another rank has raised.
-        """
-        if int(self.engine.zero_optimization_stage()) == 3:
-            yield
-            return
-        place = replace(self._place(LOADED), window=ANYWHERE, pass_index=0)
+    def telling_of_load(self) -> Iterator[None]:
+        """Tell the other ranks what a load raises: a file that is broken or missing may be one rank's alone."""
         try:
             yield
-        except Exception as error:
-            self.exchange.refuse(place, error)
+        except RankDesyncError:
             raise
-        self.meet(place)
+        except Exception as error:
+            self.exchange.refuse(self._loaded(LOADED), error)
+            raise
+
+    def meet_loaded(self, *, found: bool) -> None:
+        """Wait until all ranks have loaded a checkpoint.
+
+        Args:
+            found: there was one.
+
+        Raises:
+            RankDesyncError: another rank has raised in its load, or has found another thing.
+        """
+        self.meet(self._loaded(LOADED if found else FOUND_NONE))
+
+    def _loaded(self, kind: str) -> Place:
+        return replace(self._place(kind), window=ANYWHERE, pass_index=0)
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one has raised in place of announcing its next passes.

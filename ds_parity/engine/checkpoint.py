@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,22 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     _refuse_a_part_of_universal(driver, options)
     with naming_lost_ranks("load_checkpoint()"):
         driver.meet_to_load()
-    with (
-        driver.loading_together(),
-        naming_lost_ranks("load_checkpoint()"),
-        explained(driver, load_dir, tag),
-        of_this_optimizer(driver.engine, load_dir),
-        _as_configured(driver.engine, tag),
-    ):
-        path, state = driver.engine.load_checkpoint(load_dir, tag, **options)
+    # At the end of these loads DeepSpeed gathers parameters, or a function of the caller's may talk to other ranks, and
+    # they notice there.
+    engine = driver.engine
+    gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
+    alone = not (gathers or options["custom_load_fn"])
+    with naming_lost_ranks("load_checkpoint()"):
+        with (
+            driver.telling_of_load() if alone else nullcontext(),
+            explained(driver, load_dir, tag),
+            naming_lost_ranks("load_checkpoint()"),
+            of_this_optimizer(engine, load_dir),
+            _as_configured(engine, tag),
+        ):
+            path, state = engine.load_checkpoint(load_dir, tag, **options)
+        if alone:
+            driver.meet_loaded(found=path is not None)
     # Nothing was loaded, so the open window goes on as it was.
     if path is None:
         return path, state

@@ -27,7 +27,7 @@ from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.older import building
 from ds_parity.engine.internals.passing_through import let_others_pass
-from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_remembered, with_recorded
+from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_group, refuse_remembered, with_recorded
 from ds_parity.engine.internals.unable import refuse_unable
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
@@ -188,6 +188,7 @@ def honoured(
     everybody = started_together(mpu)
     with all_or_none(everybody):
         refuse_local_rank(keywords.get("args"))
+        refuse_group(extended)
         if optimizer is None:
             _refuse_stage_without_optimizer(extended)
         else:

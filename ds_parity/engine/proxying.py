@@ -8,7 +8,8 @@ from typing import Any, Final, NoReturn
 
 from ds_parity.config.features import MOVED_OFFLOADED
 from ds_parity.engine.internals.installed import refused_by_call
-from ds_parity.engine.internals.tensor_groups import whole_where_it_saves
+from ds_parity.engine.internals.tensor_groups import holds_parts, whole_state, whole_where_it_saves
+from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.errors import ConfigError, WindowError
 
 _ONLY_FUSED: Final = "only for DeepSpeed FusedAdam"
@@ -122,9 +123,26 @@ def allreduce_gradients(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save the model's weights in one file, as DeepSpeed does, whole under AutoTP too; every rank calls."""
-    with whole_where_it_saves(self.__wrapped__):
-        return self.__wrapped__.save_16bit_model(*args, **kwargs)
+    """Save the model's weights in one file, as DeepSpeed does, whole under AutoTP too; every rank calls.
+
+    Raises:
+        RankDesyncError: under AutoTP below ZeRO 3, another rank does something else, or ended.
+    """
+    engine = self.__wrapped__
+    if not holds_parts(engine):
+        return engine.save_16bit_model(*args, **kwargs)
+    with naming_lost_ranks("save_16bit_model()"), whole_where_it_saves(engine):
+        self._self_driver.meet_to_save()
+        return engine.save_16bit_model(*args, **kwargs)
+
+
+def _consolidated_16bit_state_dict(self: Any, exclude_frozen_parameters: bool = False) -> Any:
+    # What accelerate calls under AutoTP (accelerator.py, get_state_dict). DeepSpeed's own takes parameters out of the
+    # buffer of BF16_Optimizer, which steps them no more.
+    engine = self.__wrapped__
+    if not holds_parts(engine):
+        return engine._consolidated_16bit_state_dict(exclude_frozen_parameters)
+    return whole_state(engine, engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters))
 
 
 _RETURN_SELF: Final = (
@@ -136,7 +154,7 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "__reduce_ex__": _no_copy("pickled"),
     **{name: _returning_proxy(name) for name in _RETURN_SELF},
     "no_sync": _no_sync,
-    **{one.__name__: one for one in (allreduce_gradients, save_16bit_model)},
+    **{one.__name__: one for one in (allreduce_gradients, save_16bit_model, _consolidated_16bit_state_dict)},
     "save_fp16_model": save_16bit_model,
     **{name: _of_wrapper(name) for name in ("offload_states", "reload_states")},
 }

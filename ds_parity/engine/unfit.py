@@ -88,8 +88,14 @@ def _refuse_complex(model: torch.nn.Module, chosen: Container[int]) -> None:
 def _refuse_sparse(model: torch.nn.Module, stage: int, chosen: Container[int]) -> None:
     # torch's NotImplementedError or RuntimeError in the first backward, out of DeepSpeed's buckets (0.19.8).
     trained = {id(one) for one in _trained(model, chosen).values()}
-    for name, module in model.named_modules():
-        if isinstance(module, _WITH_ROWS) and module.sparse and id(module.weight) in trained:
+    owners = [
+        (name, module, {id(p) for p in module.parameters(recurse=False)}) for name, module in model.named_modules()
+    ]
+    sparse = [one for one in owners if isinstance(one[1], _WITH_ROWS) and one[1].sparse and one[2] & trained]
+    # Beside the dense gradient of a head that shares the weight, autograd makes all of it dense.
+    dense = {parameter for one in owners if one not in sparse for parameter in one[2]}
+    for name, module, own in sparse:
+        if not own & dense:
             raise ConfigError(
                 f"zero_optimization.stage = {stage}, and {name or 'the model'} is a {type(module).__name__} with "
                 "sparse=True: DeepSpeed's ZeRO has no place for a sparse gradient, and torch raises in the first "

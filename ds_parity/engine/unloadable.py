@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ _CONVERT = (
 _HALF_WAY = "loading ends half way, so start a new engine"
 _OF_NONE = "'NoneType'"
 _WHOLE = (0,)
-# torch's word, DeepSpeed's where other parameters make other parts, and torch's where parts have other sizes.
 _OF_A_BROKEN_FILE = "PytorchStreamReader"  # torch's reader of zip archives
+_OF_A_TAG = ("_model_states.pt", "_optim_states.pt")
+# torch's word, DeepSpeed's where other parameters make other parts, and torch's where parts have other sizes.
 _OF_GROUPS = ("parameter group", "parameter-alignment layout", "must match the size of tensor")
 
 
@@ -171,8 +173,8 @@ def _of_other_keys(driver: Loading, load_dir: str, tag: Any, error: Exception) -
 def _without_a_part(load_dir: str, error: FileNotFoundError) -> CheckpointError | None:
     if _is_of_another_precision(error):
         return _of_another_precision(load_dir, error)
-    its_own = str(load_dir) in str(error.filename)
-    return _broken_off(load_dir, f"{Path(error.filename).name} is not there") if its_own else None
+    name = Path(error.filename or "").name
+    return _broken_off(load_dir, f"{name} is not there") if name.endswith(_OF_A_TAG) else None
 
 
 def _is_of_another_precision(error: FileNotFoundError) -> bool:
@@ -208,10 +210,16 @@ def _unreadable(driver: Loading, load_dir: str, _: Any, error: Exception) -> Che
     return _broken_off(load_dir, f"a file of it can't be read ({type(error).__name__}: {error})")
 
 
+def _cut(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    # torch looks for the end of the archive before the beginning of a file that was cut short.
+    invalid = isinstance(error, OSError) and error.errno == errno.EINVAL
+    return _unreadable(driver, load_dir, tag, error) if invalid else None
+
+
 def _broken_off(load_dir: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"load_checkpoint({load_dir!r}): the checkpoint is not whole: {why}, as where its saving broke off; load the "
-        f"one before it, by its tag; {_HALF_WAY}"
+        f"load_checkpoint({load_dir!r}): the checkpoint is not whole: {why}, as where its saving broke off, or where "
+        f"hosts do not share the folder; load the one before it, by its tag; {_HALF_WAY}"
     )
 
 
@@ -261,4 +269,5 @@ _EXPLAINED = (
     ((ValueError, RuntimeError), _of_other_groups),
     ((AttributeError, FileNotFoundError, TypeError), _of_nothing),
     ((pickle.UnpicklingError, EOFError), _unreadable),
+    (OSError, _cut),
 )

@@ -77,6 +77,7 @@ def test_reading_agrees_with_deepspeeds_own_reader(tmp_path):
             ["config.json, line 2: clipping = NaN: JSON has no such number"],
         ),
         ('{"a": 1,\n "clipping": NaN,\n "b": 2}', ["config.json, line 2: clipping = NaN: JSON has no such number"]),
+        ('{"a": 1,\n "clipping": NaN // none\n}', ["config.json, line 2: clipping = NaN: JSON has no such number"]),
         ('{"a": {\n "clipping": inf\n}}', ["config.json, line 2: clipping = inf: JSON has no such number"]),
         ('{"betas": [0.9, NaN]}', ["config.json, line 1: betas = NaN: JSON has no such number"]),
         ('{\n// "off": inf, set "clip": inf\n"a": 1,\n"b": }', ["config.json, line 4", "not valid JSON"]),

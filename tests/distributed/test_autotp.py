@@ -26,12 +26,10 @@ except ImportError:  # 0.18.4 lacks it, where AutoTP is refused
 
 pytestmark = pytest.mark.ranks
 
+DOWN = {"patterns": [r".*down\.weight$"], "partition_type": "row"}
 PLAN = {
     "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r".*up\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*down\.weight$"], "partition_type": "row"},
-    ],
+    "layer_specs": [{"patterns": [r".*up\.weight$"], "partition_type": "column"}, DOWN],
 }
 BF16 = {"bf16": {"enabled": True}}
 
@@ -103,6 +101,15 @@ def refusals(folder):
         group = dist.new_group([0, 1])
         given = deepspeed.tp_model_init(Divided(), tp_size=2, dtype=torch.float32, tp_group=group)
         said["group"] = from_all(refusal(lambda: build(divided_config(2), given)))
+        trains_nothing = {key: value for key, value in divided_config(0).items() if key != "optimizer"}
+        said["group, forward only"] = from_all(refusal(lambda: build(trains_nothing, given)))
+    with forgetting():
+        of_one = deepspeed.tp_model_init(Divided(), tp_size=1, dtype=torch.float32, tp_group=group)
+        said["group of one"] = from_all(refusal(lambda: build(config(2), of_one)))
+    with forgetting():
+        extended = divided_config(2)
+        extended["tensor_parallel"]["tp"] = {"tp_size": 2, "tp_group": group}
+        said["group in the section"] = from_all(refusal(lambda: build(extended)))
     with forgetting():
         build(divided_config(2)).destroy()
         said["remembered"] = from_all(refusal(lambda: build(config(2))))
@@ -120,7 +127,10 @@ def refusals(folder):
         ("mesh", "tensor_parallel.autotp_size = 2 with mesh_param=: AutoTP makes groups of its own"),
         ("norm", "tensor_parallel.autotp_size = 2 on ZeRO stage 0 in fp16 or bf16 with SGD: DeepSpeed takes the norm"),
         ("heads", "q_norm.weight (and 1 more): a norm of heads, of which each rank has its own"),
-        ("group", "tp_model_init() was given a tp_group, with which DeepSpeed builds no engine"),
+        ("group", "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no engine with it"),
+        ("group of one", "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no engine"),
+        ("group, forward only", "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no"),
+        ("group in the section", "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no"),
         (
             "remembered",
             "the configuration has no tensor_parallel.autotp_size, but an earlier engine of this process had it",
@@ -259,15 +269,20 @@ class TestWholeWeights:
 def saved_whole(folder):
     """What save_16bit_model() writes by stage, beside all weights; and norms of windows behind it."""
     results = {}
+    sub_parameters = [{"patterns": [r".*up\.weight$"], "partition_type": "column", "shape": [2, -1]}, DOWN]
+    of_two = {"tensor_parallel": {"autotp_size": 2, "partition_config": {**PLAN, "layer_specs": sub_parameters}}}
     for name, stage, keys in [(str(stage), stage, {}) for stage in STAGES] + [
-        ("summed", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}})
+        ("summed", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
+        ("sub-parameters", 1, of_two),
     ]:
         with forgetting():
             extended = divided_config(stage, **keys)
             extended["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
             engine = build(extended)
+            engine.save_16bit_model(f"{folder}/{name}", "start.bin")
             after_two_windows(engine)
             saved = engine.save_16bit_model(f"{folder}/{name}")
+            gathered = engine._consolidated_16bit_state_dict()
             whole = weights.vector(engine.module).tolist()
             norms, later = after_two_windows(engine)
             results[name] = {"saved": from_all(saved), "whole": whole, "norms": norms, "later": later}
@@ -275,18 +290,26 @@ def saved_whole(folder):
             if dist.get_rank() == 0:
                 state = torch.load(f"{folder}/{name}/pytorch_model.bin")
                 results[name]["written"] = {key: list(value.shape) for key, value in state.items()}
+                results[name]["gathered"] = {key: list(value.shape) for key, value in gathered.items()}
+                start = torch.load(f"{folder}/{name}/start.bin")
+                results[name]["start"] = torch.cat([one.flatten().float() for one in start.values()]).tolist()
                 results[name]["values"] = torch.cat([one.flatten() for one in state.values()]).tolist()
     return results
 
 
-@pytest.mark.parametrize("name", [*map(str, STAGES), "summed"])
+@pytest.mark.parametrize("name", [*map(str, STAGES), "summed", "sub-parameters"])
 def test_the_model_is_saved_whole_and_trained_on(two_ranks, name):
     """DeepSpeed writes the first rank's part on ZeRO 0 to 2."""
     result = two_ranks.of(saved_whole)[name]
     assert result["saved"] == [True, True]
     assert result["written"] == {key: list(value.shape) for key, value in Divided().state_dict().items()}
     assert result["values"] == pytest.approx(result["whole"], rel=1e-2 if name == "summed" else 1e-6)
-    assert result["later"] != result["whole"]
+    undivided = torch.cat([p.detach().flatten() for p in Divided().parameters()]).tolist()
+    assert result["start"] == pytest.approx(undivided, abs=2e-3 if name == "summed" else 0)
+    assert result["gathered"] == result["written"]
+    # In bf16 a weight or two may come back to where it was; DeepSpeed's own gathering leaves nearly all of them there.
+    stood = sum(a == b for a, b in zip(result["later"], result["whole"], strict=True))
+    assert stood < (0.1 * len(undivided) if name == "summed" else 1)
     assert len(result["norms"]) == 2
 
 

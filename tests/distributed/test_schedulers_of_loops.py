@@ -163,6 +163,10 @@ def schedulers(folder):
         engine = engine_with(stage, broken_on_one)
         found["broken on one"] = refusal(lambda e=engine: run(e, lambda n: None))
         engine.destroy()
+        if stage < 2:  # the others' next backward waits inside DeepSpeed on ZeRO 2 and 3, where nobody can tell them
+            engine = engine_with(stage, broken_on_one, boundary="caller")
+            found["broken on one, caller"] = refusal(lambda e=engine: run(e, lambda n: None))
+            engine.destroy()
 
         engine = engine_with(stage, plateau)
         found["apart"] = refusal(
@@ -192,6 +196,7 @@ def schedulers(folder):
     return from_all(results)
 
 
+BROKEN = "step.* of the scheduler Broken has raised TypeError: unsupported operand"
 NEEDS = r"ReduceLROnPlateau.step\(\) needs metrics: .*lr_kwargs={'metrics': \.\.\.}"
 APART = (
     r"RankDesyncError: ranks are not in the same place: rank 0 has \[.*\]; rank 1 has \[.*\]. These are the learning"
@@ -205,7 +210,7 @@ SAID = {
     "passes": rf"WindowError: finish\(\) in window 0 was given no lr_kwargs, but {NEEDS}",
     "unwanted": r"lr_kwargs with metrics, but StepLR.step\(\) takes epoch",
     "broken": "WindowError: step.* of the scheduler Broken has raised TypeError: unsupported operand",
-    "broken on one": "step.* of the scheduler Broken has raised TypeError: unsupported operand",
+    "broken on one": BROKEN,
     "by rollout": r"lr_kwargs with metrics, but StepLR.step\(\) takes epoch",
     "by rollout, needs": r"ConfigError: .*Increments, whose step\(\) needs increment and has no position",
     "apart, dropped": "^nothing was raised$",
@@ -233,6 +238,12 @@ IS = {
 def test_what_a_scheduler_is_not_given_is_refused(two_ranks, stage, case):
     for found in two_ranks.of(schedulers):
         assert re.search(SAID[case], found[stage][case], re.DOTALL), found[stage][case]
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_what_is_raised_on_one_rank_is_told_where_the_caller_ends_windows(two_ranks, stage):
+    for found in two_ranks.of(schedulers):
+        assert re.search(BROKEN, found[stage]["broken on one, caller"]), found[stage]["broken on one, caller"]
 
 
 @pytest.mark.parametrize("case", IS)

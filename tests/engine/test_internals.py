@@ -68,7 +68,7 @@ OTHERS = {
     *("contiguous", "dim", "is_contiguous", "layout", "shape", "stride", "strided"),
     *("Adagrad", "any", "cat", "defaults", "equal", "no_grad", "signature", "type", "uint8"),
     *("__delattr__", "__setattr__", "dense_gradients", "differ", "forget", "note"),
-    *("_known", "share_the_model"),  # newcomers of an engine
+    *("_adapter", "_known", "clears_all"),  # newcomers of an engine
     *("VAR_KEYWORD", "VAR_POSITIONAL", "bind", "default", "empty", "kind"),  # of a signature
     *("GatheredParameters", "Module", "Parameter", "all", "bfloat16", "cpu", "detach", "dtype", "flatten", "float"),
     *("float16", "inf", "linalg", "logical_not", "master", "new_zeros", "vector_norm", "where", "zero"),

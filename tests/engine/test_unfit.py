@@ -100,6 +100,12 @@ def test_a_sparse_gradient_is_refused_with_zero(kind):
     refuse_unfit(model, {"zero_optimization": {"stage": 3}})
 
 
+def test_a_sparse_gradient_that_a_dense_head_makes_dense_is_taken():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 4, bias=False))
+    model[1].weight = model[0].weight
+    refuse_unfit(model, {"zero_optimization": {"stage": 2}})
+
+
 def with_dtypes(*dtypes, trained=True):
     """Layers of these dtypes; the last one may be frozen."""
     layers = [torch.nn.Linear(2, 2).to(dtype) for dtype in dtypes]

@@ -85,6 +85,7 @@ def test_a_checkpoint_without_a_model_was_broken_off(folder, files, stage):
     [
         pickle.UnpicklingError("Weights only load failed"),
         EOFError("Ran out of input"),
+        OSError(22, "Invalid argument"),
         RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory"),
     ],
 )
@@ -111,6 +112,14 @@ def test_a_file_of_another_precision_is_told_from_one_that_is_lost(folder, file,
     found = said(folder, lost, stage=2)
     assert ("was saved in another precision" in str(found)) is precision
     assert (f"the checkpoint is not whole: {wanted} is not there" in str(found)) is not precision
+
+
+def test_a_missing_file_that_is_none_of_a_checkpoints_is_left_as_it_is(folder):
+    for name in (MODEL, STATES):
+        (folder / "saved" / name).touch()
+    for name in ("offloaded_tensors/rank0", "vocab.json"):
+        lost = FileNotFoundError(2, "No such file or directory", str(folder / name))
+        assert said(folder, lost, stage=2) is lost
 
 
 @pytest.mark.parametrize("tag", ["none", None])

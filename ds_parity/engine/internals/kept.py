@@ -226,15 +226,14 @@ class KeptGradients:
         return self._kept or self._adapter.holds_gradients()
 
     def _of_strays(self, window: int) -> WindowError:
-        stage = int(self._adapter.engine.zero_optimization_stage())
         of_two = (
             "the step of another engine over this model, which on ZeRO stage 0 clears the gradients of all its "
-            "parameters (let one window end before the other engine's begins, or use ZeRO 1 to 3); "
+            "parameters (let one window end before the other engine's begins, or use ZeRO 1 to 3 there); "
         )
         return WindowError(
             f"gradients were changed outside of engine.backward() in window {window}: they would enter the step "
             "without a division by the window's total and without a count, or gradients that were counted are gone. "
-            f"Causes: {'' if stage or not self._newcomers.share_the_model() else of_two}"
+            f"Causes: {of_two if self._newcomers.clears_all() else ''}"
             "loss.backward() in place of engine.backward(loss); a function that runs a backward inside the "
             "forward (of DeepSpeed's, TiledFusedLogitsLoss does; SequenceTiledCompute and TiledMLP do not); "
             "model.zero_grad(); gradients that are changed by hand before the step (clipping: set gradient_clipping; "

@@ -78,9 +78,10 @@ class Newcomers:
                 f"partitioned it, and its forward raises ({error}); {_WAY_OUT}"
             ) from error
 
-    def share_the_model(self) -> bool:
-        """Return whether another engine has parameters of this one's model."""
-        return any(other is not self and other._known.keys() & self._known.keys() for other in self._everybody)
+    def clears_all(self) -> bool:
+        """Return whether another engine over this model is on ZeRO 0, whose step clears the gradients of all of it."""
+        others = (other for other in self._everybody if other is not self and other._known.keys() & self._known.keys())
+        return any(other._adapter.engine.zero_optimization_stage() == 0 for other in others)
 
     def _whole(self, came: list[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
         stage = self._adapter.engine.zero_optimization_stage()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.all_weights import whole
-from ds_parity.config.autotp import autotp_size, data_parallel_ranks
+from ds_parity.config.autotp import TENSOR_PARALLEL, autotp_size, data_parallel_ranks
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import ConfigError
@@ -43,6 +43,25 @@ def with_recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "tensor_parallel": {**section, "autotp_size": recorded["tp_size"]}}
 
 
+def refuse_group(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a group for AutoTP stands in the configuration, or `tp_model_init` has recorded one.
+
+    Args:
+        config: that DeepSpeed would be given.
+    """
+    sections = [config.get(TENSOR_PARALLEL)]
+    sections += [one.get("tp") or one.get(TENSOR_PARALLEL) for one in sections if isinstance(one, Mapping)]
+    given = any(isinstance(one, Mapping) and one.get("tp_group") is not None for one in (_recorded(), *sections))
+    if given:
+        # The first rank alone would raise: it prints the configuration, in which the group stands, as JSON.
+        raise ConfigError(
+            "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no engine with it "
+            "(runtime/config.py, print_user_config: a group is no JSON), and sums gradients over groups of ranks that "
+            "follow each other, whatever the group is (utils/groups.py, _init_tp_mesh_device). Leave tp_group out in a "
+            "new process"
+        )
+
+
 def _recorded() -> Mapping[str, Any] | None:
     module = sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils")
     return getattr(module, "_TP_MODEL_INIT_ARGS", None)
@@ -65,14 +84,6 @@ def ranks_apart(config: Mapping[str, Any], mpu: Any, mesh_param: Any) -> int:
             f"tensor_parallel.autotp_size = {autotp_size(config)} with {given}: AutoTP makes groups of its own and "
             "forgets those (DeepSpeed runtime/engine.py, _configure_tensor_parallel_states), so that sequence "
             f"parallelism or another division of the ranks would be lost; leave {given} out, or AutoTP"
-        )
-    if (_recorded() or {}).get("tp_group") is not None:
-        # The first rank alone would raise: it prints the configuration, in which the group stands, as JSON.
-        raise ConfigError(
-            "tp_model_init() was given a tp_group, with which DeepSpeed builds no engine (runtime/config.py, "
-            f"print_user_config: a group is no JSON), and it sums gradients over groups of {autotp_size(config)} ranks "
-            "that follow each other, whatever the group is (utils/groups.py, _init_tp_mesh_device). Leave tp_group out "
-            "in a new process"
         )
     return data_parallel_ranks(config, dist.get_world_size())
 
@@ -113,33 +124,48 @@ def refuse_remembered() -> None:
         )
 
 
+def holds_parts(engine: Engine) -> bool:
+    """Return whether ranks hold parts of the model by AutoTP, and DeepSpeed saves it without gathering them.
+
+    On ZeRO 3 it gathers what AutoTP has divided, too.
+
+    Args:
+        engine: the bare engine.
+    """
+    return engine.autotp_size() > 1 and int(engine.zero_optimization_stage()) < 3
+
+
+def whole_state(engine: Engine, state: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what `module_state_dict` gives, with whole parameters on the host, on the first rank; every rank calls.
+
+    Args:
+        engine: the bare engine, whose ranks hold parts.
+        state: of this rank.
+    """
+    first, parts = dist.get_rank() == 0, dict[int, torch.Tensor]()
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if name not in state:
+            continue
+        # Tied parameters stay one.
+        if id(parameter) not in parts:
+            gathered = whole(parameter, parameter.detach())
+            parts[id(parameter)] = gathered.cpu() if first else parameter
+        state[name] = parts[id(parameter)]
+    return state if first else None
+
+
 @contextmanager
 def whole_where_it_saves(engine: Engine) -> Iterator[None]:
     """Let `save_16bit_model` write whole parameters; every rank calls.
 
     On ZeRO 0 to 2 DeepSpeed writes what the first rank has (runtime/engine.py, save_16bit_model): under AutoTP, its
-    part. On ZeRO 3 it gathers all.
+    part.
 
     Args:
-        engine: the bare engine.
+        engine: the bare engine, whose ranks hold parts.
     """
-    if engine.autotp_size() <= 1 or int(engine.zero_optimization_stage()) == 3:
-        yield
-        return
     own = engine.module_state_dict
-
-    def whole_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = own(*args, **kwargs)
-        parts: dict[int, torch.Tensor] = {}
-        for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-            if name in state:
-                # Tied parameters stay one. On the host, because all of them at once may not fit a device.
-                if id(parameter) not in parts:
-                    parts[id(parameter)] = whole(parameter, parameter.detach()).cpu()
-                state[name] = parts[id(parameter)]
-        return state
-
-    with replaced(engine, "module_state_dict", whole_state):
+    with replaced(engine, "module_state_dict", lambda *args, **kwargs: whole_state(engine, own(*args, **kwargs))):
         yield
 
 

@@ -32,6 +32,7 @@ RUNS_WHOLE: Final = "runs a pass of a window that it knows as a whole (lookahead
 SAVES: Final = "saves a checkpoint"
 LOADS: Final = "loads a checkpoint"
 LOADED: Final = "has loaded a checkpoint"
+FOUND_NONE: Final = "has found no checkpoint to load"
 ANYWHERE: Final = -1
 """The window of a place where ranks may come from different ones."""
 
