@@ -1,4 +1,4 @@
-"""What older releases are supplied with, on plain objects; tests/distributed/test_older_release.py runs one."""
+"""What older releases are supplied with, on plain objects; tests/hard/test_older_release.py runs one."""
 
 from types import SimpleNamespace
 

@@ -2,7 +2,7 @@
 
 Its package is installed beside the environment, without what it depends on, so that torch stays the one that is there;
 package and operators are kept in the user's cache. `make test-versions` runs all rows, each release in an environment
-of its own.
+of its own, and CI the quick ones of this release: so this is not for every day.
 """
 
 import json
@@ -52,7 +52,7 @@ def measured(folder):
 @begun_with_the_session("oldest_release")
 def oldest(folder, _):
     """Beside the other tests: it takes as long as many of them."""
-    return Errand("tests.distributed.test_older_release:measured", (folder,))
+    return Errand("tests.hard.test_older_release:measured", (folder,))
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,6 @@ def oldest_release(begun):
     return ran, begun.folder_of("oldest_release")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_oldest_release_is_right_or_corrected_on_what_most_people_run(oldest_release):
     ran, folder = oldest_release
