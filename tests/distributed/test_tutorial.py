@@ -15,6 +15,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from ds_parity.cli.entry import app
+from tests.beside import Errand, begun_with_the_session
 from tests.distributed.sets import on_two_ranks
 from tests.pages import blocks, text, titled
 
@@ -93,11 +94,31 @@ def test_compare_says_of_the_cause_what_the_page_shows(two_ranks):
     assert "mean-of-micro-batches" in shown
 
 
+def verified(folder):
+    """How each command of the page that trains or probes ends, and what it says."""
+    save(folder)
+    commands = re.findall(r"^    ds-parity ((?:verify|probe) .*)$", text("tutorial"), re.MULTILINE)
+    return {command: _ran(command, folder) for command in commands}
+
+
+def _ran(command, folder):
+    started = [sys.executable, "-c", RUN, *command.split()]
+    ran = subprocess.run(started, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
+    return ran.returncode, ran.stdout[-2000:] + ran.stderr[-2000:]
+
+
+@begun_with_the_session("verified_tutorial")
+def verifying(folder, _):
+    return Errand("tests.distributed.test_tutorial:verified", (folder / "tutorial",))
+
+
+@pytest.fixture(scope="session")
+def verified_tutorial(begun):
+    return begun.result("verified_tutorial")
+
+
 @pytest.mark.slow
-def test_the_loop_is_verified_as_the_page_says(tmp_path):
-    save(tmp_path / "tutorial")
-    for command in re.findall(r"^    ds-parity ((?:verify|probe) .*)$", text("tutorial"), re.MULTILINE):
-        ran = subprocess.run(
-            [sys.executable, "-c", RUN, *command.split()], cwd=tmp_path / "tutorial", check=False, timeout=600
-        )
-        assert ran.returncode == 0, command
+def test_the_loop_is_verified_as_the_page_says(verified_tutorial):
+    assert {command.split()[0] for command in verified_tutorial} == {"verify", "probe"}
+    for command, (code, said) in verified_tutorial.items():
+        assert code == 0, f"{command}: {said}"
