@@ -138,7 +138,7 @@ class AmongRanks:
 
     def meet_to_load(self) -> None:
         """Wait until all ranks come to load a checkpoint, wherever they are: it may be the way out of an error."""
-        self.meet(replace(self._place(LOADS), window=ANYWHERE, pass_index=0))
+        self.meet(self._anywhere(LOADS))
 
     @contextmanager
     def telling_of_load(self) -> Iterator[None]:
@@ -148,7 +148,7 @@ class AmongRanks:
         except RankDesyncError:
             raise
         except Exception as error:
-            self.exchange.refuse(self._loaded(LOADED), error)
+            self.exchange.refuse(self._anywhere(LOADED), error)
             raise
 
     def meet_loaded(self, *, found: bool) -> None:
@@ -160,9 +160,9 @@ class AmongRanks:
         Raises:
             RankDesyncError: another rank has raised in its load, or has found another thing.
         """
-        self.meet(self._loaded(LOADED if found else FOUND_NONE))
+        self.meet(self._anywhere(LOADED if found else FOUND_NONE))
 
-    def _loaded(self, kind: str) -> Place:
+    def _anywhere(self, kind: str) -> Place:
         return replace(self._place(kind), window=ANYWHERE, pass_index=0)
 
     def refuse(self, error: Exception) -> None:

@@ -88,14 +88,13 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     if module_only:
         refuse_module_alone(driver)
     _refuse_a_part_of_universal(driver, options)
-    with naming_lost_ranks("load_checkpoint()"):
-        driver.meet_to_load()
     # At the end of these loads DeepSpeed gathers parameters, or a function of the caller's may talk to other ranks, and
     # they notice there.
     engine = driver.engine
     gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
     alone = not (gathers or options["custom_load_fn"])
     with naming_lost_ranks("load_checkpoint()"):
+        driver.meet_to_load()
         with (
             driver.telling_of_load() if alone else nullcontext(),
             explained(driver, load_dir, tag),

@@ -289,8 +289,8 @@ def saved_whole(folder):
             gathered = engine._consolidated_16bit_state_dict()
             whole = weights.vector(engine.module).tolist()
             norms, later = after_two_windows(engine)
-            results[name] = {"saved": from_all(saved), "whole": whole, "norms": norms, "later": later}
-            results[name]["unsaved"] = unsaved
+            results[name] = {"saved": from_all(saved), "whole": whole, "norms": norms}
+            results[name] |= {"later": later, "unsaved": unsaved}
             engine.destroy()
             if dist.get_rank() == 0:
                 state = torch.load(f"{folder}/{name}/pytorch_model.bin")
@@ -316,16 +316,14 @@ def test_the_model_is_saved_whole_and_trained_on(two_ranks, name):
     assert len(result["norms"]) == 2
 
 
-class TiedDecoder:
+def tied_decoder():
     """A model of transformers whose head is its embedding, as in every small Qwen and Llama."""
+    import transformers
 
-    def __new__(cls):
-        import transformers
-
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 16}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 16}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
 
 
 @on_two_ranks
@@ -337,12 +335,12 @@ def tied(folder):
     def loss_of_logits(logits):
         return -logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None].to(logits.device)).mean()
 
-    plain = TiedDecoder()(input_ids=ids).logits
+    plain = tied_decoder()(input_ids=ids).logits
     results["plain"] = [list(plain.shape), loss_of_logits(plain).item()]
     with forgetting():
         extended = divided_config(2)
         extended["tensor_parallel"] = {"autotp_size": 2}
-        engine = build(extended, TiedDecoder())
+        engine = build(extended, tied_decoder())
         logits = engine(input_ids=ids.to(engine.device)).logits
         results["divided"] = from_all([list(logits.shape), loss_of_logits(logits).item()])
         engine.destroy()

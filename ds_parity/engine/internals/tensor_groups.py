@@ -37,10 +37,10 @@ def with_recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     init_utils.py, merge_tp_model_init_into_config).
     """
     recorded = _recorded()
-    section = config.get("tensor_parallel") or {}
+    section = config.get(TENSOR_PARALLEL) or {}
     if recorded is None or not isinstance(section, Mapping) or section.get("autotp_size") is not None:
         return dict(config)
-    return {**config, "tensor_parallel": {**section, "autotp_size": recorded["tp_size"]}}
+    return {**config, TENSOR_PARALLEL: {**section, "autotp_size": recorded["tp_size"]}}
 
 
 def refuse_group(config: Mapping[str, Any]) -> None:
@@ -49,10 +49,9 @@ def refuse_group(config: Mapping[str, Any]) -> None:
     Args:
         config: that DeepSpeed would be given.
     """
-    sections = [config.get(TENSOR_PARALLEL)]
-    sections += [one.get("tp") or one.get(TENSOR_PARALLEL) for one in sections if isinstance(one, Mapping)]
-    given = any(isinstance(one, Mapping) and one.get("tp_group") is not None for one in (_recorded(), *sections))
-    if given:
+    section = _mapping(config.get(TENSOR_PARALLEL))
+    inner = _mapping(section.get("tp") or section.get(TENSOR_PARALLEL))
+    if any(one.get("tp_group") is not None for one in (_mapping(_recorded()), section, inner)):
         # The first rank alone would raise: it prints the configuration, in which the group stands, as JSON.
         raise ConfigError(
             "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no engine with it "
@@ -60,6 +59,10 @@ def refuse_group(config: Mapping[str, Any]) -> None:
             "follow each other, whatever the group is (utils/groups.py, _init_tp_mesh_device). Leave tp_group out in a "
             "new process"
         )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _recorded() -> Mapping[str, Any] | None:

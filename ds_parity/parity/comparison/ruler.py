@@ -1,6 +1,6 @@
 """How far two records of a step may lie apart: the bound of their tier, and the digits that they were written with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,10 +86,16 @@ class Ruler:
 
         What must be equal, and was rounded to one grid, is equal there: only its binary number is left open.
         """
-        slack, noise = np.zeros(reference.shape), np.zeros(reference.shape)
+        slack = self._open(name, Precision.slack, reference, candidate)
+        if self.bounds(name):
+            return slack
+        noise = self._open(name, Precision.noise, reference, candidate)
+        return np.where(self.one_grid(name, reference, candidate), noise, slack)
+
+    def _open(self, name: str, of: Callable[[Precision, float], float], reference: Array, candidate: Array) -> Array:
+        """What the precisions of both sides leave open together, one of them by `of`; of the arrays' shape."""
+        found = np.zeros(reference.shape)
         for precision, values in zip(self.written[name], (reference, candidate), strict=True):
             if precision is not None:
-                flat = values.ravel().tolist()
-                slack += np.array([precision.slack(it) for it in flat]).reshape(values.shape)
-                noise += np.array([precision.noise(it) for it in flat]).reshape(values.shape)
-        return slack if self.bounds(name) else np.where(self.one_grid(name, reference, candidate), noise, slack)
+                found += np.array([of(precision, it) for it in values.ravel().tolist()]).reshape(values.shape)
+        return found

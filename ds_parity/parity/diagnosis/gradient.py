@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient_factors import Prediction, predictions
-from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.moves import ABOUT, Moves, along
 from ds_parity.parity.diagnosis.view import View, near, told
 
 # Of what a fault changes: a norm that it hardly changes must fit so much better.
 _FIRST, _LATER = 0.01, 0.05
 _ALIGNED, _ANOTHER = 0.02, 0.15
 _LIKE_NORM = 0.1
-_ABOUT = 0.25  # weights that differ have other gradients
 # A norm that is nearer to the reference's says nothing of a direction.
 _HARDLY = 0.003
 
@@ -166,7 +165,7 @@ def lengths(view: View) -> Iterator[str]:
             if factor is not None and _near(first, factor, _FIRST) and it.plausible:
                 yield name
         # The weights are nearly the same in the second step, too.
-        if view.first == 0 and not (ratios[1:] and ratios[1] is not None and not near(ratios[1], first, _ABOUT)):
+        if view.first == 0 and not (ratios[1:] and ratios[1] is not None and not near(ratios[1], first, ABOUT)):
             yield "constant-factor"
     yield "another-divisor"
 

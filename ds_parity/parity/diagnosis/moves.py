@@ -21,6 +21,9 @@ from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord
 
 Vector = NDArray[np.float64]
+ABOUT = 0.25
+"""How far a gradient or an update may be off behind the first step that differs: other weights have other gradients."""
+
 # Fewer numbers than this lie near a plane by chance.
 _ENOUGH = 8
 # Momentum makes updates of SGD up to ten times as long as its gradients, where it is 0.9.

@@ -13,8 +13,6 @@ _REWRITE = (
 _VERIFY = "`ds-parity verify CONFIG --train your_module:train --windows 1` runs your loss on known micro-batches"
 _COUNTS = "record rollouts and tokens in both runs (`--map tokens=...`), and run `ds-parity compare` again"
 _WEIGHTS = "record weights in both runs, as `ds-parity verify` does, and run `ds-parity compare` again"
-
-
 _LOGS = "read how each run writes the fields that differ: training itself was the same"
 
 

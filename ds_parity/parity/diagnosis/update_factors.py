@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.moves import ABOUT, Moves, along
 from ds_parity.parity.diagnosis.view import View
 
 _ALIGNED, _ANOTHER = 0.03, 0.15
-_ABOUT = 0.25  # weights that differ have other gradients
 
 
 def first_known(view: View, moves: Moves) -> int:
@@ -23,7 +22,7 @@ def factors_of(view: View, moves: Moves, first: int) -> list[float]:
         update = moves.update(at)
         assert update is not None
         (share,), rest = along(moves.widened(at), [update])
-        if not rest < (_ALIGNED if at == view.first else _ABOUT):
+        if not rest < (_ALIGNED if at == view.first else ABOUT):
             return []
         factors.append(1 + share)
     return factors

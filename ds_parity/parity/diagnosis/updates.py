@@ -13,12 +13,11 @@ import numpy as np
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.moves import ABOUT, Moves, along
 from ds_parity.parity.diagnosis.update_factors import factors_of, first_known, fits, predicted
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 _ALIGNED = 0.03
-_ABOUT = 0.25  # weights that differ have other gradients
 _SHARE = 0.02
 _GROWS = 1.5
 # Of the LR times the gradient: shorter first updates of SGD were clipped. A sketch tells lengths to 12.5 % (one sigma).
@@ -134,7 +133,7 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
     following = None
     if at + 1 < len(view.pairs) and rates[at + 1]:
         (share,), rest = along(moves.widened(at + 1), [moves.apart(at)])
-        following = share * rates[at] / rates[at + 1] if rest < _ABOUT else None
+        following = share * rates[at] / rates[at + 1] if rest < ABOUT else None
     # Another momentum would have shown in the second step already.
     lost = 0 < momentum <= 1.001 and (at > 1 or following is None or near(following, momentum, 0.1))
     if lost:

@@ -207,10 +207,6 @@ def _values(step, name):
     return value_of(step.a, name), value_of(step.b, name)
 
 
-def _sum(values):
-    return _mean([*values], whole=True)
-
-
 def _both(step, name):
     return name not in step.ruler.left_out and step.gap(name) is not None
 
@@ -219,8 +215,12 @@ def _signed(step, name):
     return signed(value_of(step.a, name), value_of(step.b, name), step.scale(name))
 
 
-def _mean(values, whole=False):
+def _mean(values):
+    return _sum(values) / len(values)
+
+
+def _sum(values):
     total = 0.0
     for value in values:  # one after the other, which sum() does not promise
         total += value
-    return total if whole else total / len(values)
+    return total
