@@ -51,7 +51,7 @@ def test_a_step_that_is_called_skipped_was_taken_where_weights_are_the_same():
         )
         assert diagnosis.classes == ("logging",)
         assert diagnosis.causes == diagnosis.not_excluded == ()
-        assert "how each run writes" in diagnosis.next
+        assert "how each run computes and writes" in diagnosis.next
 
 
 def test_a_step_that_is_called_skipped_may_have_been_taken_where_weights_do_not_tell():

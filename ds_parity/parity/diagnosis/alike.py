@@ -57,8 +57,10 @@ def _of_fields(view: View) -> Iterator[str]:
         yield from _of_gradient(view)
     elif at == {"weights"}:
         yield from _of_update(view)
-        if not view.recorded("grad_norm"):
+        if not view.recorded("grad_norm") or (view.loose and Moves(view).turned(first)):
             yield from _of_gradient(view)
+        if view.loose:
+            yield from _of_loss(view)
 
 
 def _of_loss(view: View) -> Iterator[str]:
@@ -102,11 +104,11 @@ def _of_update(view: View) -> Iterator[str]:
     yield from _of_decay(view, moves)
     if times is None or times > 0:  # what momentum adds leaves the gradient's direction as it is
         yield from (["momentum"] if view.first <= 1 else []) + (["resume-loses-optimizer"] if view.first else [])
-    if longer is not False:
+    if longer is not False and not moves.turned(view.first):
         yield "lr-in-use"
         if not linear(view.reference.header, view.candidate.header):
             yield "adam-step-count" if view.first else "adam-without-bias-correction"
-    if longer is None:
+    if longer is None and not moves.turned(view.first):
         yield "update-lost"
 
 

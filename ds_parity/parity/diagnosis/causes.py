@@ -94,6 +94,8 @@ REMEDIES = {
     "data-or-seed": "compare seeds, initial weights and the order of the data first",
     "lr-reported-a-step-off": "log the LR before the scheduler moves: afterwards it is the next step's",
     "reported-loss": "log the mean of the losses that were trained on, by weight over ranks (engine.last_step.loss)",
+    "loss-with-this-gradient": "compare the functions that are minimised: a constant, or a ratio of a probability to "
+    "itself, changes the loss and leaves its gradient",
     "reported-norm": "log the gradient norm that the engine gives, before clipping (engine.get_global_grad_norm())",
     "reported-lr": "log the learning rate that the optimizer has in step()",
     "reported-metric": "log the mean over samples of all ranks (engine.record)",
@@ -113,7 +115,7 @@ the optimizer's step changed; the trace itself."""
 _OF_CLASS = {
     "loss": (
         "mixed-weights", "unmasked-numerator", "mask-left-out", "advantages-left-out", "term-by-another",
-        "term-of-last-window",
+        "term-of-last-window", "loss-with-this-gradient",
     ),
     "clipping": ("implicit-clip", "clipping-left-out", "clip-at-wrong-scale"),
     "optimizer settings": (

@@ -25,7 +25,8 @@ _BEYOND = 1.5
 def possible(view: View) -> tuple[str, ...]:
     """Return the classes that the record leaves open, in the order of `CLASSES`."""
     if view.trained_alike:
-        return ("logging",)
+        # A loss may have the same gradient and another value.
+        return ("loss", "logging") if "loss" in view.fields else ("logging",)
     at = view.at_first or view.fields
     found: set[str] = set()
     if at & {"rollouts", "step"}:
@@ -42,6 +43,7 @@ def possible(view: View) -> tuple[str, ...]:
             # A loss may have another gradient and the same value; a norm is of what the optimizer holds, and may be
             # taken behind the clipping.
             found |= {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
+            found |= {"data"} if view.loose else set()
         elif "weights" in at:
             found |= _of_update(view)
     if _crept(view) and at & {"loss", "grad_norm"} and not at & {"rollouts", "step"}:
@@ -84,12 +86,15 @@ def _of_update(view: View) -> set[str]:
     """
     moves, a = Moves(view), view.pairs[view.first][0] if view.first < len(view.pairs) else None
     found = {"clipping", "optimizer settings", "weights"}
+    # Where a loss may be another and pass, that it agrees says nothing of it, nor of the data that it is of.
+    of_gradient = {"gradient"} | ({"loss", "data"} if view.loose else set())
     if not view.recorded("grad_norm"):
-        return found | {"schedule", "gradient", "loss"}
-    if a is None or multiple(view, moves) is not False or len(a.lr or ()) > 1:
+        return found | {"schedule", "loss"} | of_gradient
+    turned = a is not None and (multiple(view, moves) is False or moves.turned(view.first))
+    if a is None or not turned or len(a.lr or ()) > 1:
         found |= {"schedule"}
     times = None if a is None else entered(view, moves)
-    return found if times is not None and times > 0 else found | {"gradient"}
+    return found if times is not None and times > 0 else found | of_gradient
 
 
 def _crept(view: View) -> bool:

@@ -13,15 +13,20 @@ from ds_parity.parity.diagnosis.view import View, alike
 
 # The first step can't take weights further apart than a few updates.
 _BEYOND = 5.0
+_MOST = 0.5
+_OTHER_START = "the headers tell of other weights before the first step"
 
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what the headers, the weights or repeated counts show."""
-    if "loss" not in view.at_first or "lr" in view.at_first:
+    if "lr" in view.at_first:
         return
-    yield from _seeds(view)
-    yield from _start(view)
-    yield from _repeated(view)
+    if "loss" in view.at_first:
+        yield from _seeds(view)
+        yield from _start(view)
+        yield from _repeated(view)
+    elif "weights" in view.at_first and view.loose:
+        yield from _start_alone(view)
 
 
 def _seeds(view: View) -> Iterator[Cause]:
@@ -36,7 +41,7 @@ def _start(view: View) -> Iterator[Cause]:
     moves = Moves(view)
     if moves.starts is not None:
         if not view.first and not moves.one_start:
-            yield Cause("initial-weights", Fit.HEADER, "the headers tell of other weights before the first step")
+            yield Cause("initial-weights", Fit.HEADER, _OTHER_START)
         return
     if view.first or not moves.known or moves.stride is None or len(view.pairs) < 2:
         return
@@ -44,6 +49,16 @@ def _start(view: View) -> Iterator[Cause]:
     if apart[0] > _BEYOND * moves.stride and alike(apart, 0.1):
         said = f"after step {view.step(0)} the weights are {apart[0] / moves.stride:.3g} updates apart, and stay so"
         yield Cause("initial-weights", Fit.DIRECTION, said)
+
+
+def _start_alone(view: View) -> Iterator[Cause]:
+    """Another start whose loss passes in a wide bound: most of what lies between the weights was there before."""
+    moves = Moves(view)
+    if view.first or moves.starts is None:
+        return
+    before = float(np.linalg.norm(moves.starts[1] - moves.starts[0]))
+    if before > _MOST * float(np.linalg.norm(moves.apart(0))):
+        yield Cause("initial-weights", Fit.HEADER, _OTHER_START)
 
 
 def _repeated(view: View) -> Iterator[Cause]:

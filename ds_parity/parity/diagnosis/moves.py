@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_parity.parity.comparison.bounds import EPS
+from ds_parity.parity.comparison.bounds import DRIFT, EPS, TURN
 from ds_parity.parity.diagnosis.lengths import linear
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord
@@ -32,6 +32,7 @@ _OF_MOMENTUM = 30.0
 _OLDER = 3
 _TOO_FAR = 3.0
 _CLEAR = 10.0
+_SURE = 3.0
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,30 @@ class Moves:
 
     def clear(self, at: int) -> bool:
         """Whether weights lie so far apart after a step that rounding has no say in the direction."""
-        weights = self.view.pairs[at][0].weights
         update = self.update(at)
-        assert weights is not None
         dtype = self.view.comparison.dtype
         # What weights are stored in rounds them, and what gradients are computed in rounds each update.
-        stored = EPS[dtype] / 4 * weights.norm * self._root
         computed = 0.0 if update is None else EPS[dtype] * float(np.linalg.norm(update))
-        return float(np.linalg.norm(self.widened(at))) > _CLEAR * max(stored, computed)
+        return float(np.linalg.norm(self.widened(at))) > _CLEAR * max(self._stored(at), computed)
+
+    def turned(self, at: int) -> bool:
+        """Whether a step's update has another direction: more lies beside the reference's than rounding explains."""
+        update = self.update(at) if self.known else None
+        if update is None:
+            return False
+        dtype, length = self.view.comparison.dtype, float(np.linalg.norm(update))
+        rounded = (DRIFT[dtype] + (0.0 if self.linear else TURN)) * length if dtype in DRIFT else EPS[dtype] * length
+        apart = self.widened(at)
+        beside = along(apart, [update])[1] * float(np.linalg.norm(apart))
+        return beside > max(rounded, _SURE * self._stored(at))
+
+    def _stored(self, at: int) -> float:
+        """By how much the numbers of the sketches are rounded, because of the type that the traces tell of."""
+        weights = self.view.pairs[at][0].weights
+        assert weights is not None
+        headers = self.view.reference.header, self.view.candidate.header
+        types = [it.start.dtype if it.start is not None else self.view.comparison.dtype for it in headers]
+        return max(EPS[it] for it in types) / 4 * weights.norm * self._root
 
     @property
     def too_far(self) -> bool:

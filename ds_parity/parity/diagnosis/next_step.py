@@ -13,14 +13,14 @@ _REWRITE = (
 _VERIFY = "`ds-parity verify CONFIG --train your_module:train --windows 1` runs your loss on known micro-batches"
 _COUNTS = "record rollouts and tokens in both runs (`--map tokens=...`), and run `ds-parity compare` again"
 _WEIGHTS = "record weights in both runs, as `ds-parity verify` does, and run `ds-parity compare` again"
-_LOGS = "read how each run writes the fields that differ: training itself was the same"
+_LOGS = "read how each run computes and writes the fields that differ: the updates were the same"
 
 
 def telling(view: View, classes: tuple[str, ...]) -> str:
     """Return the command that halves the classes that are left open, or where to look if one is left."""
     if "logging" in classes and not view.recorded("weights"):
         return _WEIGHTS
-    if classes == ("logging",):
+    if view.trained_alike:
         return _LOGS
     if "data" in classes:
         return _VERIFY if view.recorded("rollouts") or view.recorded("tokens") else _COUNTS

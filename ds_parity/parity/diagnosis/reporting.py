@@ -65,6 +65,9 @@ def _loss(view: View) -> Iterator[Cause]:
     if lost := _without_a_loss(view):
         said = f"no loss is logged in step {', '.join(map(str, lost[:5]))}{', ...' if lost[5:] else ''}, where the "
         said += f"reference has one; {_proof(view)}"
+    elif factor and view.loose:
+        said = f"the logged loss is about {factor:.3g} times the reference's in every step, within rounding; "
+        said += _proof(view)
     elif factor:
         said = f"the logged loss is {told(factor)} times the reference's in every step; {_proof(view)}"
     elif (share := _smoothed(view)) is not None:
@@ -72,8 +75,9 @@ def _loss(view: View) -> Iterator[Cause]:
     else:
         said = f"the logged loss differs by no one factor; {_proof(view)}"
     yield Cause("reported-loss", Fit.ALONE, said)
-    if not factor:
+    if not lost and (not factor or view.loose):  # what lies within wide bounds of one factor may have none
         yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
+        yield Cause("loss-with-this-gradient", Fit.ALONE, said)
 
 
 def _without_a_loss(view: View) -> list[int]:

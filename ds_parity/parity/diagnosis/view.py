@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from ds_parity.parity.comparison.bounds import LEAST_LOSS
 from ds_parity.parity.comparison.fields import Comparison
+from ds_parity.parity.diagnosis.effects import TRAINED_ON, effect, step_lengths
 from ds_parity.parity.diagnosis.lengths import forgetting
 from ds_parity.trace import StepRecord, Trace
 from ds_parity.trace.records import METRIC
@@ -15,6 +17,7 @@ from ds_parity.trace.records import METRIC
 # Of what training moves them: weights that are nearer agree, and prove it.
 _TELLING = 0.1
 _FAR = 0.2
+_WIDE = 1e-3
 
 
 def near(value: float | None, other: float, relative: float = 0.02) -> bool:
@@ -94,6 +97,19 @@ class View:
         if name in self.fields or name in self.comparison.not_compared or not self.recorded(name):
             return False
         return name != "weights" or self.weights_tell
+
+    @cached_property
+    def loose(self) -> bool:
+        """Whether a loss may be another in the first step that differs, and pass: its bound, or its digits, are wide.
+
+        A gradient may have turned by half of its length, and the loss still lie within what bf16 rounds of it.
+        """
+        if self.comparison.bound("loss", 1) > _WIDE:
+            return True
+        sides = self.pairs[self.first] if self.first < len(self.pairs) else ()
+        traces = self.reference, self.candidate
+        held = [(trace.precision.get("loss"), one.loss) for trace, one in zip(traces, sides, strict=bool(sides))]
+        return any(how.slack(x) > _WIDE * max(abs(x), LEAST_LOSS) for how, x in held if how and x is not None)
 
     @cached_property
     def weights_differ(self) -> bool:
@@ -185,18 +201,11 @@ class View:
         effect = max(self._effects)
         return effect > _FAR and max(norms, default=1.0) < _TELLING * effect
 
-    @property
+    @cached_property
     def _effects(self) -> list[float]:
-        """By what share updates would be off if what is logged were what was trained, by field; at most 1 each."""
-        return [self._effect(name) for name in sorted(self.fields & {"loss", "grad_norm", "lr"})] or [1.0]
-
-    def _effect(self, name: str) -> float:
-        shares = [
-            abs(y - x) / abs(x) if x else 1.0
-            for pair in self.pairs
-            for x, y in zip(*(_numbers(getattr(one, name)) for one in pair), strict=False)
-        ]
-        return min(1.0, max((it for it in shares if not math.isnan(it)), default=1.0))
+        """How far weights would be apart if what is logged were what was trained, by field (`effect`)."""
+        lengths = step_lengths(self.reference, self.pairs)
+        return [effect(name, self.pairs, lengths) for name in sorted(self.fields & TRAINED_ON)] or [1.0]
 
     @property
     def compared_after_the_first(self) -> list[str]:
@@ -236,12 +245,6 @@ class View:
 def plain(field: str) -> str:
     """Return the field that a difference is of: metrics as one, what holds of all steps as its field."""
     return "metrics" if field.startswith(METRIC) else field.partition(", ")[0]
-
-
-def _numbers(value: object) -> tuple[float, ...]:
-    if isinstance(value, tuple):
-        return value
-    return (float(value),) if isinstance(value, (int, float)) else ()
 
 
 def _ratio(reference: object, candidate: object) -> float | None:

@@ -1,0 +1,61 @@
+"""How far weights would be apart if the numbers that are logged were those that were trained with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ds_parity.trace import StepRecord, Trace
+
+Pairs = Sequence[tuple[StepRecord, StepRecord]]
+
+# What updates follow from: a loss that is off has another gradient, as a rule, and counts are what it is divided by.
+TRAINED_ON = {"loss", "grad_norm", "lr", "rollouts", "tokens", "prompts", "total"}
+
+
+def effect(name: str, pairs: Pairs, lengths: Sequence[float] | None) -> float:
+    """Return how far one field would take the weights apart, as a share (0 to 1) of what training moves them.
+
+    A rate that is off in the last step alone, where it is small, moves them by little.
+
+    Args:
+        name: of the field.
+        pairs: the steps of both sides.
+        lengths: of the steps, as `step_lengths` returns them; None: each counts as if it were the whole way.
+    """
+    shares = [_share(name, pair) for pair in pairs]
+    if lengths is None:
+        return max(shares, default=1.0)
+    return min(1.0, math.hypot(*(share * length for share, length in zip(shares, lengths, strict=True))))
+
+
+def step_lengths(reference: Trace, pairs: Pairs) -> list[float] | None:
+    """Return how long each step of the reference is, as a share of what training moves its weights in all.
+
+    Where it isn't known where the first step began, it is taken for as long as the longest.
+
+    Returns:
+        One number (>= 0) for each pair; None without sketches.
+    """
+    sketches = [a.weights.sketch for a, _ in pairs if a.weights is not None and a.weights.sketch]
+    if len(sketches) < max(2, len(pairs)) or len({len(it) for it in sketches}) > 1:
+        return None
+    steps = [math.dist(before, after) for before, after in pairwise(sketches)]
+    start, moved = reference.header.start, math.dist(sketches[0], sketches[-1])
+    known = start is not None and pairs[0][0].step == 1 and len(start.sketch) == len(sketches[0])
+    first = math.dist(start.sketch, sketches[0]) if start is not None and known else max(steps)
+    return [it / moved for it in (first, *steps)] if moved > 0 else None
+
+
+def _share(name: str, pair: tuple[StepRecord, StepRecord]) -> float:
+    """By what share (0 to 1) the update of a step would be off."""
+    numbers = zip(*(_numbers(getattr(one, name)) for one in pair), strict=False)
+    shares = [abs(y - x) / abs(x) if x else float(y != x) for x, y in numbers]
+    return max((min(1.0, it) for it in shares if not math.isnan(it)), default=0.0)
+
+
+def _numbers(value: object) -> tuple[float, ...]:
+    if isinstance(value, tuple):
+        return value
+    return (float(value),) if isinstance(value, (int, float)) else ()
