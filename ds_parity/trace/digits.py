@@ -70,7 +70,8 @@ class Digits:
 
         Rounded numbers use their last digit nine times out of ten. So the last place counts as one of rounding where
         two different numbers and half of all use it, or where zeros were written to fill it: a constant 0.001 may be
-        just that. Whether decimals or significant digits were fixed is told by what more of the numbers use.
+        just that. Nobody writes one significant digit, so 0.001 and 0.0005 are what they are. Whether decimals or
+        significant digits were fixed is told by what more of the numbers use.
 
         Args:
             single: the numbers were held in single precision.
@@ -79,7 +80,7 @@ class Digits:
         decimals = max((it.decimals for it in known), default=0)
         significant = max((it.significant for it in known), default=0)
         fixed = sum(it.decimals == decimals for it in known)
-        floating = sum(it.significant == significant for it in known)
+        floating = sum(it.significant == significant for it in known) if significant > 1 else 0
         used = max(fixed, floating)
         evident = any(it.padded for it in known) or (used >= 2 and 2 * used >= len(known))
         if decimals <= 0 or significant > (_SINGLE if single else _DOUBLE) or not evident:

@@ -91,12 +91,23 @@ def _before(logged: Sequence[int], step: int) -> int:
 def _means(reference: Trace, candidate: Trace) -> tuple[dict[int, float | None], dict[int, float | None]]:
     """The losses of both traces, over the same steps, for every step at which one of them is a mean over several."""
     begins = [_begins(trace) for trace in (reference, candidate)]
-    wide = {
-        step: min(begin[step] for begin in begins)
-        for step in begins[0].keys() & begins[1].keys()
-        if begins[0][step] != begins[1][step]
-    }
+    common = begins[0].keys() & begins[1].keys()
+    wide = {step: _common(step, *begins) for step in common if begins[0][step] != begins[1][step]}
     return _over(reference, begins[0], wide), _over(candidate, begins[1], wide)
+
+
+def _common(step: int, *begins: dict[int, int]) -> int:
+    """The last step before one after which means of both traces begin; the earlier of their own where there is none.
+
+    Losses of every fourth and of every sixth step are means over other steps, and those up to step 12 over the same.
+    """
+    one, other = (begin[step] for begin in begins)
+    while one != other:
+        earlier = begins[0].get(one) if one > other else begins[1].get(other)
+        if earlier is None:
+            return min(begin[step] for begin in begins)
+        one, other = (earlier, other) if one > other else (one, earlier)
+    return one
 
 
 def _begins(trace: Trace) -> dict[int, int]:

@@ -53,6 +53,8 @@ def _of_fields(view: View) -> Iterator[str]:
         yield from ("idle-nan", "zero-denominator")
     elif "loss" in at and "total" not in at:
         yield from _of_loss(view)
+        if first and view.pairs[first - 1][0].weights is None:
+            yield from _of_update(view)
     elif "grad_norm" in at and "loss" not in at:
         yield from _of_gradient(view)
     elif at == {"weights"}:

@@ -46,8 +46,8 @@ def possible(view: View) -> tuple[str, ...]:
             found |= {"data"} if view.loose else set()
         elif "weights" in at:
             found |= _of_update(view)
-    if _crept(view) and at & {"loss", "grad_norm"} and not at & {"rollouts", "step"}:
-        found |= _OF_UPDATE
+    if at & {"loss", "grad_norm"} and not at & {"rollouts", "step"}:
+        found |= _of_updates_before(view)
     if not _trained_apart(view):
         found |= {"logging"}
     return tuple(name for name in CLASSES if name in found)
@@ -102,6 +102,19 @@ def _crept(view: View) -> bool:
     before = [row for row in view.comparison.rows if row.step < view.step(view.first)] if view.at_first else []
     known = [(row.weights, view.comparison.bound("weights", row.terms)) for row in before if row.weights is not None]
     return any(gap > min(_CREPT * bound, EPS[view.comparison.dtype]) for gap, bound in known[-1:])
+
+
+def _of_updates_before(view: View) -> set[str]:
+    """What may be wrong in an update that lies in front of the first difference."""
+    if _unseen(view):
+        return _OF_UPDATE | {"gradient"}
+    return _OF_UPDATE if _crept(view) else set()
+
+
+def _unseen(view: View) -> bool:
+    """Whether the weights before the first difference are not recorded, so that an update may have been another."""
+    before = view.pairs[: view.first]
+    return bool(before) and any(one.weights is None for one in before[-1])
 
 
 def _trained_apart(view: View) -> bool:

@@ -175,7 +175,8 @@ def _said(found: Mapping[str, Prediction], first: str, known: int) -> str:
     if found.keys() == {"constant-factor"}:
         return f"the gradient norm is {first} times the reference's in all {known} steps"
     listed = ", ".join("-" if it is None else f"{it:.4g}" for it in next(iter(found.values())).factors[:5])
-    return f"gradient norms are {', or '.join(it.words for it in found.values())} times the reference's ({listed})"
+    words = ", or ".join(dict.fromkeys(it.words for it in found.values()))
+    return f"gradient norms are {words} times the reference's ({listed})"
 
 
 def unproven(view: View) -> str:

@@ -159,7 +159,11 @@ class View:
         if self.recorded("weights"):
             return (self.weights_alike and not self.forgetting) or self._norms_tell
         rounded = self.reference.precision.keys() | self.candidate.precision.keys()
-        return self.agrees("grad_norm") and "grad_norm" not in rounded and not self.fields & {"lr"}
+        if not self.agrees("grad_norm") or "grad_norm" in rounded or self.fields & {"lr"}:
+            return False
+        # Norms that lie within a wide bound, as far apart as the losses, show another training as well as the same.
+        effects = [effect(name, self.pairs, None) for name in sorted(self.fields & (TRAINED_ON | {"metrics"}))] or [1.0]
+        return self._norms_apart < _TELLING * min(effects)
 
     @cached_property
     def weights_alike(self) -> bool:
@@ -197,9 +201,12 @@ class View:
             return False
         if self.fields & {"metrics"}:
             return self.agrees("loss")
-        norms = [abs(ratio - 1) for ratio in self.ratios("grad_norm") if ratio is not None]
-        effect = max(self._effects)
-        return effect > _FAR and max(norms, default=1.0) < _TELLING * effect
+        most = max(self._effects)
+        return most > _FAR and self._norms_apart < _TELLING * most
+
+    @property
+    def _norms_apart(self) -> float:
+        return max((abs(ratio - 1) for ratio in self.ratios("grad_norm") if ratio is not None), default=1.0)
 
     @cached_property
     def _effects(self) -> list[float]:

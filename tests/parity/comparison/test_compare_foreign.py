@@ -400,13 +400,25 @@ class TestMeanLoss:
         assert held(own(range(11, 31)), late, swap).equal
 
     @BOTH_WAYS
-    def test_means_over_steps_that_do_not_end_together_are_not_compared_as_if_they_did(self, swap):
+    def test_means_over_steps_that_do_not_begin_together_are_held_over_those_that_do(self, swap):
+        """Tens and fours meet at step 20 and at step 40: the mean of all steps up to 20, and of those behind it."""
         tens = foreign(range(10, 41, 10), change=means(10, 40), mean_loss=True)
         fours = foreign(range(4, 41, 4), change=means(4, 40), mean_loss=True)
         aligned = align(fours, tens) if swap else align(tens, fours)
-        losses = {one.step: one.loss for one in (aligned.reference if swap else aligned.candidate).steps}
-        assert losses[20] is None
-        assert fields(held(tens, fours, swap))[0] == (20, "loss")
+        for side in (aligned.reference, aligned.candidate):
+            losses = {one.step: one.loss for one in side.steps}
+            assert losses[20] == pytest.approx(math.fsum(LOSS[step] for step in range(1, 21)) / 20)
+            assert losses[40] == pytest.approx(math.fsum(LOSS[step] for step in range(21, 41)) / 20)
+        assert held(tens, fours, swap).equal
+        wrong = {**means(4, 40), (28, "loss"): means(4, 40)[28, "loss"] + 0.01}
+        off = foreign(range(4, 41, 4), change=wrong, mean_loss=True)
+        assert fields(held(tens, off, swap))[0] == (40, "loss")
+
+    @BOTH_WAYS
+    def test_means_that_begin_together_nowhere_are_a_difference_with_its_reason(self, swap):
+        comparison = held(foreign(range(15, 36, 10), mean_loss=True), foreign(range(7, 36, 4), mean_loss=True), swap)
+        assert (15, "loss") in fields(comparison)
+        assert told(comparison, "a mean loss needs steps that the")
 
     def test_nan_in_the_middle_makes_the_mean_nan(self):
         steps = own(range(1, 31)).steps

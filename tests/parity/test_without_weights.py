@@ -1,0 +1,101 @@
+"""Without recorded weights an earlier update may have been another one, and norms prove only what they tell apart."""
+
+import pytest
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.trace import Trace
+from ds_parity.trace.foreign import open_pair
+from tests.parity.test_forgotten_lengths import STEPS, adam, run
+
+OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
+
+
+def bare(trace, **changes):
+    """The trace of a trainer that records no weights; changes by field, as functions of step and value."""
+    steps = [
+        it.model_copy(update={"weights": None, **{k: change(it.step, getattr(it, k)) for k, change in changes.items()}})
+        for it in trace.steps
+    ]
+    return Trace(trace.header.model_copy(update={"start": None}), tuple(steps))
+
+
+def of(dtype, one, other):
+    return diagnose(one, other, compare(one, other, Tier.REASSOCIATED, dtype))
+
+
+@pytest.mark.parametrize("fields", [("loss", "grad_norm"), ("grad_norm",)])
+@pytest.mark.parametrize("first", [2, 3, STEPS])
+def test_a_later_difference_may_come_of_any_update_before_it(fields, first):
+    """Another clipping, momentum, decay or rate in use shows in the loss of the next step, and nowhere before."""
+    for update, optimizer in ((None, "SGD"), (adam, "AdamW")):
+        one = run(**({"update": update} if update else {}), optimizer=optimizer)
+
+        def later(number, value):
+            return value * (1.01 if number >= first else 1.0)
+
+        diagnosis = of("fp32", bare(one), bare(one, **dict.fromkeys(fields, later)))
+        if not diagnosis.causes:
+            assert set(diagnosis.classes) >= OF_UPDATE | {"gradient"}, diagnosis.classes
+        # Where the weights were recorded, and agreed before, no update before it is left open.
+        steps = [it.model_copy(update={"loss": later(it.step, it.loss)}) for it in one.steps]
+        assert not OF_UPDATE & set(of("fp32", one, Trace(one.header, tuple(steps))).classes)
+
+
+def test_the_first_step_has_no_update_before_it():
+    one = run()
+    wrong = bare(one, loss=lambda number, value: value * 1.01, grad_norm=lambda number, value: value * 1.02)
+    assert not {"clipping", "schedule"} & set(of("fp32", bare(one), wrong).classes)
+
+
+def test_some_known_faults_of_an_update_are_listed():
+    one = run()
+    later = {name: lambda number, value: value * (1.01 if number > 2 else 1.0) for name in ("loss", "grad_norm")}
+    wrong = bare(one, **later)
+    assert {"clip-at-wrong-scale", "weight-decay"} <= set(of("fp32", bare(one), wrong).not_excluded)
+
+
+def test_norms_that_are_as_far_apart_as_losses_prove_no_wrong_log():
+    """In bf16 a negated gradient keeps the norms within their bound, and takes the losses out of theirs."""
+    one = run()
+    for share, proved in ((0.019, False), (1e-5, True)):
+        wrong = bare(
+            one,
+            loss=lambda number, value: value * 1.1,
+            grad_norm=lambda number, value, by=share: value * (1 + by * (-1) ** number),
+        )
+        diagnosis = of("bf16", bare(one), wrong)
+        named = {cause.name for group in grouped(diagnosis.causes) for cause in group}
+        assert ("reported-loss" in named) is proved, (share, named)
+        assert (set(diagnosis.classes) <= {"loss", "logging"}) is proved
+
+
+def test_a_factor_may_be_the_number_of_ranks_where_it_is_not_recorded(tmp_path):
+    paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path, by in zip(paths, (1.0, 0.25), strict=True):
+        lines = [
+            f'{{"step": {n}, "loss": {2.123456789 - 0.012345678 * n}, "lr": 0.001, '
+            f'"grad_norm": {by * (1.23456789 + 0.1234567 * (n * 7 % 5))}}}\n'
+            for n in range(1, 13)
+        ]
+        path.write_text("".join(lines))
+    one, other = open_pair(*paths)
+    causes = diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes
+    assert {cause.name for cause in grouped(causes)[0]} == {"dp-mean-left-in", "sp-factor-by-stage", "constant-factor"}
+    assert causes[0].evidence.count("the number of ranks is not recorded") == 1
+    assert ",," not in causes[0].evidence
+
+
+def test_learning_rates_of_one_digit_are_what_they_are(tmp_path):
+    """A rate that is halved every fifth step in one run, and every tenth in the other."""
+    paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path, every in zip(paths, (5, 10), strict=True):
+        lines = [
+            f'{{"step": {n + 1}, "loss": {2.123456789 - 0.012345678 * n}, "lr": {1e-3 * 0.5 ** (n // every)!r}, '
+            f'"grad_norm": {1.23456789 + 0.1234567 * (n * 7 % 5)}}}\n'
+            for n in range(16)
+        ]
+        path.write_text("".join(lines))
+    found = compare(*open_pair(*paths), Tier.REASSOCIATED)
+    assert (found.first.step, found.first.field) == (6, "lr")
