@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
+from ds_parity.engine.internals.moved_weights import let_autograd_know
 from ds_parity.engine.internals.schedule import RolloutSchedule, failing_loudly
 from ds_parity.engine.record.finished import Finished
 from ds_parity.engine.record.metrics import Meter, Sums
@@ -102,7 +103,9 @@ class Boundary:
             schedule.advance_to(None)
         # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.
         self.mark(False)
-        self._settle(lr, sums, applied=engine.was_step_applied())
+        if applied := engine.was_step_applied():
+            let_autograd_know(self._adapter.groups())
+        self._settle(lr, sums, applied=applied)
 
     def skip(self, *, reduced: bool = False) -> None:
         """Close a window that has no weight: no step, and a warning.

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ds_parity.engine.internals import moved_weights
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.reached_twice import explain
 from ds_parity.engine.record.metrics import Meter
@@ -130,6 +131,9 @@ class Division:
             raise
         except (AssertionError, AttributeError) as error:
             explain(error, self._engine.zero_optimization_stage())
+            raise
+        except RuntimeError as error:
+            moved_weights.explain(error)
             raise
         self._adapter.end_backward()
         self._adapter.kept.after_backward()

@@ -97,7 +97,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Args:
             loss: one element, with a graph behind it; a mean over the micro-batch's weight units, or their sum
                 (`loss_reduction`). In bf16 or fp16 its own type rounds its coefficient: compute it in fp32. The forward
-                may have been `engine(x)` or `engine.module(x)`, and may lie several passes back.
+                may have been `engine(x)` or `engine.module(x)`, and may lie several passes back in the same window.
             retain_graph: as in DeepSpeed.
             scale_wrt_gas: accepted for unchanged loops; must be True.
             rollouts: rollouts contained (>= 0); `train_micro_batch_size_per_gpu` where it isn't given, so that an
@@ -118,6 +118,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: a count is negative, not whole, on an accelerator, missing (it is required, or earlier passes
                 gave it), or contradicts what `passes` announced; the window waits for its `step()`; the loss is none;
+                its forward ran before the last step;
                 or gradients were changed outside of `backward`, or belong to a parameter that the engine was not built
                 with.
             RankDesyncError: ranks are not in the same pass, or give different counts of one micro-batch.

@@ -1,4 +1,7 @@
-"""Parameters that are given to be trained and are none of the model: nothing would ever train the model's own."""
+"""Parameters that are given to be trained and are none of the model, and a scheduler of another optimizer.
+
+Nothing would ever train the model's own, or move the rates that they are trained with.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,32 @@ def refuse_foreign_parameters(keywords: Mapping[str, Any]) -> None:
                 f"{tuple(foreign[0].shape)}) are not in the {type(model).__name__} that initialize() is given: the "
                 f"model's own would not be trained by them, and these would not be reduced over ranks. {_WAY_OUT}"
             )
+
+
+def refuse_foreign_scheduler(keywords: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a scheduler sets the learning rates of another optimizer than the engine's.
+
+    DeepSpeed steps it without a word: the engine's own rates stay where they are, and if another engine trains with
+    that optimizer, its rates move twice as fast.
+
+    Args:
+        keywords: of `deepspeed.initialize`. A function that makes a scheduler passes, and so does a scheduler without
+            an attribute `optimizer`. So does any beside a function that makes the optimizer, which is not there yet.
+    """
+    scheduler, optimizer = keywords.get("lr_scheduler"), keywords.get("optimizer")
+    another = getattr(scheduler, "optimizer", None)
+    moved = getattr(another, "param_groups", None)
+    own = getattr(optimizer, "param_groups", ())
+    if not moved or (optimizer is not None and not own):
+        return
+    # By the groups, because frameworks wrap an optimizer, or make one of another class over the same groups.
+    if not {id(group) for group in moved} & {id(group) for group in own}:
+        has = "that initialize() is given" if own else "that DeepSpeed makes of the section `optimizer`"
+        raise ConfigError(
+            f"lr_scheduler= is a {type(scheduler).__name__} over another optimizer ({type(another).__name__}) than "
+            f"the one {has}: the learning rates of the engine would never move. Build it over the engine's optimizer, "
+            "or give a function: lr_scheduler=lambda optimizer: LinearLR(optimizer)"
+        )
 
 
 def groups_handed_over(keywords: Mapping[str, Any]) -> list[list[torch.Tensor]]:

@@ -19,7 +19,13 @@ from ds_parity.config.features import Wanted
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.engine.engine import ParityEngine
-from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over, held, refuse_foreign_parameters
+from ds_parity.engine.foreign_parameters import (
+    groups_handed_over,
+    handed_over,
+    held,
+    refuse_foreign_parameters,
+    refuse_foreign_scheduler,
+)
 from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.adagrad import own_adagrad
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
@@ -195,6 +201,7 @@ def honoured(
             refuse_without_assertions()
             keywords = {**keywords, "model_parameters": held(keywords.get("model_parameters"))}
             refuse_foreign_parameters(keywords)
+            refuse_foreign_scheduler(keywords)
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
             _refuse_by_release({**extended, **rewritten.config})

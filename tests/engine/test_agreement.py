@@ -16,7 +16,7 @@ def told(monkeypatch):
 
     def build(other):
         def gather(self, value):
-            differs = (frozenset({0, 1}), b"another digest", 0)
+            differs = (frozenset({0, 1}), b"another digest", 0, None)
             theirs = dict(agreement._flat(other)) if isinstance(value, dict) else differs
             return {0: value, 1: theirs}
 
@@ -150,7 +150,7 @@ def test_a_shape_that_zero_init_or_a_lazy_module_has_put_aside_is_known_or_left_
 
 def test_the_number_of_the_next_engine_is_one_more_than_any_rank_has_built(monkeypatch):
     monkeypatch.setattr(agreement, "_ENGINES", [2])
-    monkeypatch.setattr(Asked, "gather", lambda self, value: {0: value, 1: (*value[:2], 5)})
+    monkeypatch.setattr(Asked, "gather", lambda self, value: {0: value, 1: (*value[:2], 5, None)})
     asked = Asked(None, frozenset({0, 1}))
     model = torch.nn.Linear(1, 1)
     assert [agree(asked, {}, model), agree(asked, {}, model)] == [6, 7]

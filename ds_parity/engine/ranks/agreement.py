@@ -37,6 +37,7 @@ _GONE: Final = (
 )
 _STARTS: Final = Place("initializes an engine")
 _SAYING: Final = "initialize(), where all say what they were given"
+_STAGE: Final = "zero_optimization.stage"
 _ENGINES = [0]  # how many this process has built, as far as the ranks have agreed
 
 
@@ -117,17 +118,20 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
         number of the engine that is built next (>= 1), the same on every rank; of the last one without a model.
 
     Raises:
-        RankDesyncError: on every rank, with the keys that differ.
+        RankDesyncError: on every rank, with the keys that differ; or groups of ranks build engines of ZeRO stage 3 and
+            of another stage at once.
     """
     own = {path: text for path, text in _flat(config) if not _is_own(path)} | _trained(model)
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     # The digests are small and nearly always equal; whole configurations travel only where they are not.
-    gathered = asked.gather((asked.members, digest, _ENGINES[0]))
-    digests = {(members, theirs) for members, theirs, _ in gathered.values()}
+    gathered = asked.gather((asked.members, digest, _ENGINES[0], own.get(_STAGE)))
+    if model is not None:
+        _refuse_two_stages(asked, {rank: (members, stage) for rank, (members, _, _, stage) in gathered.items()})
+    digests = {(members, theirs) for members, theirs, *_ in gathered.values()}
     # All ranks decide alike, also those of groups in which nothing differs: what follows they do together.
     if len(digests) == len({members for members, _ in digests}):
         # A rank whose last engine failed alone may have built fewer.
-        _ENGINES[0] = max(built for *_, built in gathered.values()) + (model is not None)
+        _ENGINES[0] = max(built for _, _, built, _ in gathered.values()) + (model is not None)
         return _ENGINES[0]
     whole = {rank: theirs for rank, theirs in asked.gather(own).items() if rank in asked.members}
     keys = sorted({path for theirs in whole.values() for path in theirs if len(set(_of(path, whole))) > 1})
@@ -137,6 +141,22 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
         f"ranks differ in {_some([_differing(key, whole) for key in keys])}. All ranks need the same configuration and "
         "the same model, and initialize their engines in the same order; look at what this rank was started with"
     )
+
+
+def _refuse_two_stages(asked: Asked, told: Mapping[int, tuple[frozenset[int], str | None]]) -> None:
+    """Raise where one group of ranks builds an engine of ZeRO stage 3 while another group builds one of another stage.
+
+    DeepSpeed's stage 3 waits in a barrier of all ranks (stage3.py, __init__, 0.19.8), and the other group goes on to
+    exchanges of its own: neither comes back.
+    """
+    own = {stage for rank, (_, stage) in told.items() if rank in asked.members}
+    others = {stage for rank, (_, stage) in told.items() if rank not in asked.members}
+    if "3" in own | others and len(own | others) > 1 and len(own) == len(others) == 1:
+        raise RankDesyncError(
+            f"{_STAGE} is {own.pop()} on this rank's group and {others.pop()} on another group: DeepSpeed waits for "
+            "all ranks while it builds an engine of stage 3, so that groups that build at once need one stage. Give "
+            "them one, or start each group as a job of its own"
+        )
 
 
 def _trained(model: Any) -> dict[str, str]:

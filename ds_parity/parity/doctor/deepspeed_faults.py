@@ -373,6 +373,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run goes on from a checkpoint of another zero_optimization.round_robin_gradients",
     ),
     DeepSpeedFault(
+        "forward_before_the_step",
+        "the gradient mixes the activations of the old weights with the new weights",
+        "run every forward behind the last step",
+        lambda c: c.stage != 0 or not c.fp32,
+        "the loop runs the forward of a pass before a step, and its backward behind it",
+    ),
+    DeepSpeedFault(
         "gradient_read_scaled",
         "a gradient that is read through engine(x) is divided by gradient_accumulation_steps, or reading it raises",
         "read it through engine.module(x)",
