@@ -1,0 +1,25 @@
+"""When two learning rates are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_parity.parity.diagnosis.view import near
+
+SAME = 1e-6
+"""Learning rates are computed, not measured: what is the same differs by rounding alone."""
+
+
+def same(value: float, other: float) -> bool:
+    """Whether two rates differ by rounding alone."""
+    return near(value, other, SAME)
+
+
+def equal(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether as many rates differ by rounding alone."""
+    return len(one) == len(other) and all(same(y, x) for x, y in zip(one, other, strict=True))
+
+
+def tells(values: Sequence[float]) -> bool:
+    """Whether rates say where in a schedule they stand: two that are alike may be anywhere."""
+    return len(set(values)) > 2

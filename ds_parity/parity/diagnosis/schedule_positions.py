@@ -1,0 +1,130 @@
+"""Learning rates that are the reference's, at other places of its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.rates import equal, same, tells
+from ds_parity.parity.diagnosis.view import View, alike, near
+
+MOST = 64
+"""Times that a scheduler may move in one step, and steps that it may be off."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The reference's schedule beyond its last step: it goes on as it went last, between a lowest and a highest rate.
+
+    Attributes:
+        known: the rates of its steps.
+        lowest: no rate beyond them is lower.
+        highest: nor higher.
+    """
+
+    known: list[float]
+    lowest: float
+    highest: float
+
+    def at(self, step: int) -> float:
+        """Return the rate of a step, counted from 0."""
+        if step < len(self.known):
+            return self.known[step]
+        beyond = self.known[-1] + (step - len(self.known) + 1) * (self.known[-1] - self.known[-2])
+        return max(self.lowest, min(beyond, self.highest))
+
+
+def course(a: list[float], b: list[float]) -> Course | None:
+    """The reference's schedule as a line, if its last two moves are alike; up to the rate at which the candidate stays.
+
+    A schedule that has come to rest stays there: warm-up is over.
+    """
+    moves = [y - x for x, y in pairwise(a)][-2:]
+    if len(moves) < 2 or len(set(a)) == 1 or not near(moves[1], moves[0], 1e-6):
+        return None
+    stays = b[-1] == b[-2] and moves[1] != 0
+    return Course(a, min(b) if stays else float("-inf"), max(b) if stays else float("inf"))
+
+
+def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """From the first step that differs on, the rates of later steps of the reference."""
+    first, step = view.first, view.step(view.first)
+    after, longer = b[first:], course(a, b)
+    for by in range(1, MOST if longer else len(a) - first):
+        known = [[longer.at(at + by) for at in range(first, len(a))]] if longer else []
+        # Rates that the reference doesn't come to are not predicted; they may be no more than half.
+        known += [a[first + by :]] if 2 * (len(a) - first - by) >= len(after) else []
+        if any(not alike(it, 1e-6) and equal(it, after[: len(it)]) for it in known):
+            said = f"from step {step} on the LR is that of {by} steps later "
+            said += f"({after[0]:.4g}, where {a[first]:.4g} was due)"
+            yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+            if first == 0 and by < len(a) and a[by] == max(a) and all(x < y for x, y in pairwise(a[: by + 1])):
+                yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, behind the reference's warm-up")
+            return
+
+
+def behind(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """From the first step that differs on, the rates of earlier steps of the reference.
+
+    A schedule that begins again in a step, and one that is some steps behind from the first on, may leave the same
+    rates: whichever does is named.
+    """
+    first, after = view.first, b[view.first :]
+    starts = [at for at in range(first) if tells(after) and equal(a[at : at + len(after)], after)]
+    if not starts:
+        return
+    by = [first - at for at in starts]
+    said = f"from step {view.step(first)} on the LR goes as from step {view.step(starts[0])} on "
+    said += f"({after[0]:.4g}, where {a[first]:.4g} was due)"
+    # Of an excerpt the steps before are not known, at any of which the schedule may have begun.
+    if view.step(0) > 1 or any(equal(a[: len(b) - some], b[some:]) for some in by):
+        yield Cause("resume-resets-schedule", Fit.SEQUENCE, said)
+    late = any(equal([a[max(0, at - some)] for at in range(len(b))], b) for some in by)
+    if late or starts[-1] > 0:
+        yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+
+
+def slower(a: list[float], b: list[float]) -> Iterator[Cause]:
+    """Every rate for several steps."""
+    if len(set(b)) == 1:
+        return
+    for each in range(2, min(len(b), MOST)):
+        for offset in range(each):
+            if all(same(y, a[(at + offset) // each]) for at, y in enumerate(b)):
+                yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, f"the LR moves once in {each} steps")
+                return
+
+
+def faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """Several moves of the scheduler in every step.
+
+    Once a schedule has come to rest, many numbers of moves may lead there: passes are one where they are among them.
+    """
+    longer = course(a, b)
+    # Where the reference has not come to rest, the rate at which it will is read off the candidate.
+    if longer is None or not (tells(b) or same(a[-1], a[-2])):
+        return
+    fitting = [some for some in range(2, MOST) if _moved(longer, b, [some] * len(b))]
+    per_pass = all(view.passes) and max(view.passes) > 1 and _moved(longer, b, view.passes)
+    told = f"{' or '.join(map(str, fitting[:3]))} times in each step" if fitting else "once for each pass"
+    said = f"the scheduler moves {told} ({b[0]:.4g}, {b[1]:.4g}, ...)"
+    if per_pass:
+        passes = sorted(set(view.passes))
+        yield Cause("scheduler-per-pass", Fit.SEQUENCE, f"{said}; windows have {', '.join(map(str, passes))} passes")
+    if {*fitting} - (set(view.passes) if per_pass else set()) or 2 in fitting:
+        yield Cause("scheduler-stepped-often", Fit.SEQUENCE, said)
+
+
+def _moved(longer: Course, b: list[float], moves: list[int]) -> bool:
+    """Whether a scheduler that makes so many moves in each step gives the candidate's rates.
+
+    The rate of a step is that before its moves, or that before the last of them, with which the optimizer steps.
+    """
+    before = [0, *accumulate(moves)][: len(b)]
+    return any(
+        all(same(y, longer.at(at)) for at, y in zip(places, b, strict=True))
+        for places in (before, [start + some - 1 for start, some in zip(before, moves, strict=True)])
+    )

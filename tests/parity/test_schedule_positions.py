@@ -1,0 +1,93 @@
+"""Learning rates at other places of the reference's schedule: all that lead there are named as one group."""
+
+import math
+import random
+
+import pytest
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.trace import Header, StepRecord, Trace
+
+PASSES, STEPS = 4, 16
+
+
+def trace(rates, passes=(PASSES,) * STEPS, off=()):
+    """A run with these learning rates of each parameter group; `off`: steps whose losses are others."""
+    draw = random.Random(1)
+    header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="other")
+    counts = {"idle_passes": 0, "rollouts": 16, "prompts": 4, "tokens": 900, "total": 900.0}
+    steps = []
+    for n, (rate, some) in enumerate(zip(rates, passes, strict=True)):
+        loss = 2 - 0.03 * n + 0.1 * draw.random() + 0.01 * (n in off)
+        steps.append(StepRecord(step=n + 1, loss=loss, lr=rate, grad_norm=draw.random(), passes=some, **counts))
+    return Trace(header, tuple(steps))
+
+
+def first_group(schedule, faulty, passes=(PASSES,) * STEPS):
+    """The causes that are named first where a schedule is another; each returns a rate or several."""
+    of_a, of_b = (
+        [it if isinstance(it := rate(n), tuple) else (it,) for n in range(STEPS)] for rate in (schedule, faulty)
+    )
+    first = next(n for n in range(STEPS) if of_a[n] != of_b[n])
+    a, b = trace(of_a, passes), trace(of_b, passes, range(first + 1, STEPS))
+    causes = diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes
+    return {cause.name for cause in grouped(causes)[0]} if causes else set()
+
+
+def linear(n):
+    return 1e-3 * (1 - n / 40)
+
+
+def cosine(n):
+    return 5e-4 * (1 + math.cos(math.pi * n / 40))
+
+
+def warm(n):
+    return 1e-3 * min(1.0, (n + 1) / 6)
+
+
+@pytest.mark.parametrize("schedule", [linear, cosine, warm])
+def test_a_schedule_a_step_behind_from_the_start_may_have_begun_again_in_step_two(schedule):
+    """Whichever it is, the second step has the first one's rate."""
+    named = first_group(schedule, lambda n: schedule(max(0, n - 1)))
+    assert named == {"schedule-off-by-steps", "resume-resets-schedule"}
+
+
+@pytest.mark.parametrize("schedule", [linear, cosine, warm])
+def test_a_schedule_that_begins_again_later_is_no_schedule_that_is_behind(schedule):
+    assert first_group(schedule, lambda n: schedule(n - 3 * (n >= 3))) == {"resume-resets-schedule"}
+
+
+@pytest.mark.parametrize("schedule", [linear, cosine])
+def test_a_schedule_that_goes_back_to_a_later_step_than_the_first_has_not_begun_again(schedule):
+    assert first_group(schedule, lambda n: schedule(n - 3 * (n >= 8))) == {"schedule-off-by-steps"}
+
+
+def test_a_scheduler_that_moves_with_every_pass_is_named_where_the_schedule_comes_to_rest():
+    """Warm-up is over in the second step: a schedule that is ahead, or a shorter warm-up, has the same rates."""
+    named = first_group(warm, lambda n: warm(PASSES * n))
+    assert {"scheduler-per-pass", "schedule-off-by-steps"} <= named
+
+
+def test_a_scheduler_that_moves_with_every_pass_is_named_where_windows_have_other_numbers_of_them():
+    passes = tuple(2 + n % 3 for n in range(STEPS))
+    named = first_group(linear, lambda n: linear(sum(passes[:n])), passes)
+    assert named == {"scheduler-per-pass"}
+
+
+def test_a_schedule_that_ends_at_a_lowest_rate_is_followed_to_it():
+    named = first_group(linear, lambda n: max(1e-4, linear(PASSES * n)))
+    assert named == {"scheduler-per-pass"}
+
+
+def test_no_cause_is_named_for_the_first_of_two_parameter_groups_alone():
+    rates = [7, 3, 9, 1, 8, 2, 6, 4, 5, 3, 7, 9, 2, 8, 1, 6]
+    found = first_group(lambda n: (linear(n), linear(n)), lambda n: (linear(n + 1), 1e-4 * rates[n]))
+    assert found == set()
+
+
+def test_a_factor_and_a_step_that_give_the_same_rates_are_one_group():
+    """An exponential schedule a step ahead."""
+    assert first_group(lambda n: 0.9**n, lambda n: 0.9 ** (n + 1)) == {"base-lr", "schedule-off-by-steps"}
