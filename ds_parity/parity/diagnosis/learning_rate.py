@@ -10,6 +10,7 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import SAME, equal, tells
 from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster, slower
+from ds_parity.parity.diagnosis.schedule_shapes import lowest, stretched, warm_up
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 
@@ -57,7 +58,7 @@ def _of_all(view: View, a: list[float], b: list[float]) -> list[Cause]:
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b), *faster(view, a, b)]
-        found += [*_stretched(view, a, b)]
+        found += [*stretched(view, a, b), *lowest(a, b), *warm_up(a, b)]
     return found
 
 
@@ -107,15 +108,3 @@ def _per_rollout(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     if len(set(rollouts)) > 1 and alike(shares[1:], 1e-3) and alike([m for m in moves_b if m][:3], 1e-6):
         said = f"the reference's LR moves with the rollouts of each window ({rollouts}), the candidate's by whole steps"
         yield Cause("scheduler-per-dynamic-step", Fit.SEQUENCE, said)
-
-
-def _stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    moves = [(y - x, w - v) for (x, y), (v, w) in zip(pairwise(a), pairwise(b), strict=True)]
-    paces = [x / y for x, y in moves if x and y]
-    if len(paces) > 1 and alike(paces, 1e-6) and paces[0] > 1.2:
-        passes = max(view.passes)
-        said = f"the LR moves {paces[0]:.5g} times too slowly"
-        if near(paces[0], passes, 1e-3):
-            yield Cause("scheduler-budget-in-passes", Fit.SEQUENCE, f"{said}; windows have {passes} passes")
-        else:
-            yield Cause("schedule-too-long", Fit.SEQUENCE, said)

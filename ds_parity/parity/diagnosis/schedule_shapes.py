@@ -1,0 +1,166 @@
+"""Learning rates of a schedule of the reference's shape: a slower one, with another lowest rate or warm-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.rates import SAME, tells
+from ds_parity.parity.diagnosis.view import View, near
+
+# Of what the rates come to: what is read between two steps of a curve is not exact.
+_BETWEEN = 1e-5
+_ROUNDED = 1e-7  # rates in fp32
+_POINTS = 6
+_SLOWEST = 1e3
+_TRIED = 4
+_ROUND = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 8.0, 10.0)
+
+_At = Callable[[float], float]
+
+
+def _straight(rates: list[float]) -> _At:
+    """The rate at a place between steps, on the straight line from step to step; before the first one as after it."""
+
+    def rate(place: float) -> float:
+        at = min(max(math.floor(place), 0), len(rates) - 2)
+        return rates[at] + (place - at) * (rates[at + 1] - rates[at])
+
+    return rate
+
+
+def _curved(rates: list[float]) -> _At:
+    """The same on the curve through the nearest steps on this side of the highest rate."""
+    top = max(rates)
+    bends = [0, rates.index(top), len(rates) - 1 - rates[::-1].index(top), len(rates) - 1]
+
+    def rate(place: float) -> float:
+        at = min(max(math.floor(place), 0), len(rates) - 2)
+        low, high = next((x, y) for x, y in pairwise(bends) if x <= at < y)
+        start = max(low, min(at - _POINTS // 2 + 1, high + 1 - _POINTS))
+        near_by = range(start, min(start + _POINTS, high + 1))
+        # Lagrange's formula.
+        return math.fsum(rates[i] * math.prod((place - j) / (i - j) for j in near_by if j != i) for i in near_by)
+
+    return rate
+
+
+def _held(rates: list[float]) -> _At:
+    """The same where a schedule goes by whole steps."""
+    return lambda place: rates[math.floor(place)]
+
+
+def stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """The reference's schedule at a slower pace, all of it or what comes behind a warm-up that both have."""
+    pace = _pace(a, b, max(view.passes))
+    if pace is None:
+        return
+    passes = max(view.passes)
+    said = f"the LR moves {pace:.5g} times too slowly"
+    if near(pace, passes, 1e-3):
+        said += f"; windows have {passes} passes"
+        yield Cause("scheduler-budget-in-passes", Fit.SEQUENCE, said)
+    yield Cause("schedule-too-long", Fit.SEQUENCE, said)
+
+
+def _pace(a: list[float], b: list[float], passes: int) -> float | None:
+    """How many times slower the candidate goes through the reference's rates; None where it doesn't."""
+    if len(a) < 3:
+        return None
+    paces = (
+        pace
+        for origin in _origins(a, b)
+        if tells(b[max(origin, 0) :])
+        for rate_at, within in ((_straight(a), _within(a, SAME)), (_curved(a), _within(a, _BETWEEN)))
+        for pace in _paces(rate_at, origin, a, b)
+        if pace > 1 + SAME and _slowed(rate_at, origin, b, pace, within)
+    )
+    # A schedule that goes down by steps stays where it is for long, whatever its pace.
+    by_steps = a[1] == a[0] and 2 * sum(x != y for x, y in pairwise(a)) < len(a)
+    tried = (float(passes), *_ROUND) if by_steps else ()
+    held = (pace for pace in tried if pace > 1 and _slowed(_held(a), 0, b, pace, _within(a, SAME)))
+    return next(chain(paces, held), None)
+
+
+def _origins(a: list[float], b: list[float]) -> Iterator[int]:
+    """Where both schedules stand at one place: at the start, before it, or where they leave their highest rate."""
+    yield from (0, -1)
+    top = max(a)
+    last = len(a) - 1 - a[::-1].index(top)
+    for at in dict.fromkeys((a.index(top), last)):
+        if at and all(near(y, x, SAME) for x, y in zip(a[: at + 1], b[: at + 1], strict=True)):
+            yield at
+
+
+def _paces(rate_at: _At, origin: int, a: list[float], b: list[float]) -> Iterator[float]:
+    """Paces at which the reference's schedule comes to the last rates of the candidate that are no rest."""
+    moved = [at for at in range(len(b) - 1, max(origin, 0), -1) if b[at] != b[at - 1]]
+    for step in moved[:_TRIED]:
+        for at in range(max(origin, 0), step):
+            if min(a[at], a[at + 1]) <= b[step] <= max(a[at], a[at + 1]) and a[at] != a[at + 1]:
+                place = _place(rate_at, at, b[step])
+                if place > origin and (pace := (step - origin) / (place - origin)) < _SLOWEST:
+                    yield pace
+
+
+def _place(rate_at: _At, at: int, rate: float) -> float:
+    """Where between two steps a rate is reached."""
+    low, high = float(at), float(at + 1)
+    rising = rate_at(high) > rate_at(low)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (rate_at(middle) < rate) == rising else (low, middle)
+    return (low + high) / 2
+
+
+def _slowed(rate_at: _At, origin: int, b: list[float], pace: float, within: float) -> bool:
+    steps = range(max(origin, 0), len(b))
+    return all(abs(rate_at(origin + (at - origin) / pace) - b[at]) <= within for at in steps)
+
+
+def lowest(a: list[float], b: list[float]) -> Iterator[Cause]:
+    """The highest rate of the reference, and all others a fixed share nearer to it, or farther from it."""
+    top = max(a)
+    below, of_candidate = min((x, y) for x, y in zip(a, b, strict=True))
+    if not tells(a) or of_candidate >= top:
+        return
+    share = (top - of_candidate) / (top - below)
+    if _all_due([top - share * (top - x) for x in a], b, _within(a, SAME)):
+        said = f"the LR is at most {top:.4g} in both, and {share:.5g} times as far below it as the reference's "
+        yield Cause("another-lowest-lr", Fit.SEQUENCE, f"{said}in every step")
+
+
+def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
+    """The rise of the reference to a rate at which it stays, at another pace."""
+    top, within = a[-1], _within(a, SAME)
+    if top != a[-2] or a[0] == top:
+        return
+    if all(abs(y - top) <= within for y in b):
+        said = f"the LR is {top:.4g} in every step, to which the reference's rises"
+        yield Cause("another-warm-up", Fit.SEQUENCE, said)
+        return
+    # A warm-up starts in its first step, or in the one before.
+    for start, before in ((a[0], 0), (2 * a[0] - a[1], 1)):
+        if max(b) > start >= -within and all(_all_due(_risen(start, before, top, it), it, within) for it in (a, b)):
+            said = f"the LR rises to {top:.4g} in both, and from {b[0]:.4g}, {b[1]:.4g} on"
+            yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, not from {a[0]:.4g}, {a[1]:.4g} on")
+            return
+
+
+def _risen(start: float, before: int, top: float, rates: list[float]) -> list[float]:
+    """A line from a rate, so many steps before the first, to the highest; as steep as the first rates show."""
+    at = 1 - before
+    steps = max(rates[at] - start, 0.0)
+    return [min(top, start + (n + before) * steps) for n in range(len(rates))]
+
+
+def _within(rates: list[float], share: float) -> float:
+    """How far off a rate may be that was predicted: a share of what the schedule moves, or rounding."""
+    return share * (max(rates) - min(rates)) + _ROUNDED * max(rates)
+
+
+def _all_due(due: list[float], rates: list[float], within: float) -> bool:
+    return all(abs(x - y) <= within for x, y in zip(due, rates, strict=True))

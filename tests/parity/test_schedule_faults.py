@@ -1,0 +1,169 @@
+"""Schedules of every shape with a fault put in: the first causes named contain it, or none is named."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.trace import Header, StepRecord, Trace
+
+Schedule = Callable[[float], float]
+PEAK, PASSES, RESUMED = 1e-3, 4, 9
+LENGTHS = (12, 17, 26)
+
+
+def warmed(shape: Schedule, steps: float, lowest: float = 0.0) -> Schedule:
+    """A rise from the lowest rate, and the shape behind it."""
+    return lambda n: shape(n - steps) if n >= steps else lowest + (1 - lowest) * n / steps
+
+
+def one_cycle(n: float) -> float:
+    return 0.1 + 0.9 * n / 10 if n < 10 else max(0.01, 1 - 0.99 * (n - 10) / 20)
+
+
+SHAPES: dict[str, Schedule] = {
+    "constant": lambda n: 1.0,
+    "linear": lambda n: max(0.0, 1 - n / 40),
+    "cosine": lambda n: 0.5 * (1 + math.cos(math.pi * min(1.0, n / 40))),
+    "short cosine": lambda n: 0.5 * (1 + math.cos(math.pi * min(1.0, n / 16))),
+    "steps": lambda n: 0.5 ** (n // 5),
+    "polynomial": lambda n: max(0.0, 1 - n / 40) ** 2,
+    "exponential": lambda n: 0.9**n,
+    "inverse root": lambda n: 1 / math.sqrt(n + 1),
+    "restarts": lambda n: 0.5 * (1 + math.cos(math.pi * (n % 7) / 7)),
+    "one cycle": one_cycle,
+}
+WARM = {"constant": 6, "linear": 5, "cosine": 4, "exponential": 3, "inverse root": 5, "polynomial": 6}
+
+
+def from_one(shape: Schedule, steps: float) -> Schedule:
+    """A warm-up whose first step is not at 0."""
+    return lambda n: min(1.0, (n + 1) / steps) * shape(max(0.0, n + 1 - steps))
+
+
+SCHEDULES = (
+    SHAPES
+    | {f"warm-up and {name}": warmed(SHAPES[name], steps) for name, steps in WARM.items()}
+    | {f"warm-up from one and {name}": from_one(SHAPES[name], steps) for name, steps in WARM.items()}
+)
+
+
+def faults(name: str, schedule: Schedule):
+    """What it makes of the schedule, and the causes that are the fault."""
+    late = {"schedule-off-by-steps"}
+    # These have the same numbers: 1 / sqrt(4 n + 4), and a constant that is another by a factor or by a summand.
+    of_roots, constant = ({"base-lr"} if name == it else set() for it in ("inverse root", "constant"))
+    yield "a step late", lambda n: schedule(max(0, n - 1)), late
+    yield "a step early", lambda n: schedule(n + 1), late
+    yield "ahead from a resume on", lambda n: schedule(n + 2 * (n >= RESUMED)), late
+    yield "twice as fast", lambda n: schedule(2 * n), {"scheduler-stepped-often"}
+    yield "per pass", lambda n: schedule(PASSES * n), {"scheduler-per-pass"}
+    yield "per pass, the last of them", lambda n: schedule(PASSES * n + PASSES - 1), {"scheduler-per-pass"} | of_roots
+    for times in (2, 1.5):
+        yield f"too long by {times}", lambda n, times=times: schedule(n / times), {"schedule-too-long"}
+    yield "in passes", lambda n: schedule(n / PASSES), {"scheduler-budget-in-passes"}
+    yield "every second step", lambda n: schedule(n // 2), {"scheduler-per-outer-step"}
+    yield "another rate", lambda n: 0.3 * schedule(n), {"base-lr"}
+    yield "another lowest rate", lambda n: 0.2 + 0.8 * schedule(n), {"another-lowest-lr"}
+    yield "another rate and lowest rate", lambda n: 0.2 + 0.4 * schedule(n), constant
+    yield "added", lambda n: schedule(n) + 0.1, constant
+    yield "squared", lambda n: schedule(n) ** 2, set()
+    yield "a floor", lambda n: max(0.4, schedule(n)), set()
+    yield "begun again", lambda n: schedule(n - RESUMED * (n >= RESUMED)), {"resume-resets-schedule"}
+    yield "at rest", lambda n: 1.0, {"no-scheduler"}
+    made, _, base = name.rpartition(" and ")
+    if made:
+        make, shape, steps = (from_one if "one" in made else warmed), SHAPES[base], WARM[base]
+        own = {"another-warm-up"}
+        yield "no warm-up", shape, own
+        yield "half the warm-up", make(shape, steps / 2), own
+        yield "more warm-up", make(shape, steps + 3), own
+        yield "twice the warm-up", make(shape, 2 * steps), own | {"schedule-too-long"}
+        yield "the decay alone too long", make(lambda n: shape(n / 2), steps), {"schedule-too-long"}
+        if make is warmed:
+            yield "another start of warm-up", make(shape, steps, 0.5), {"another-lowest-lr"}
+
+
+CASES = [
+    pytest.param(schedule, faulty, right, id=f"{name}, {fault}")
+    for name, schedule in SCHEDULES.items()
+    for fault, faulty, right in faults(name, schedule)
+]
+
+
+def traces(schedule: Schedule, faulty: Schedule, steps: int) -> tuple[Trace, Trace]:
+    """A run, and one with the same losses up to the first rate that is another."""
+    draw = random.Random(steps)
+    header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="other")
+    counts = {"passes": PASSES, "idle_passes": 0, "rollouts": 16, "prompts": 4, "tokens": 900, "total": 900.0}
+    sides: tuple[list[StepRecord], list[StepRecord]] = ([], [])
+    apart = 0.0
+    for n in range(steps):
+        loss, norm = 2 - 0.03 * n + 0.1 * draw.random(), 1 + draw.random()
+        rates = PEAK * schedule(n), PEAK * faulty(n)
+        for side, rate, by in zip(sides, rates, (0.0, apart), strict=True):
+            off = 1 + by * draw.random()
+            side.append(StepRecord(step=n + 1, loss=loss * off, lr=(rate,), grad_norm=norm * off, **counts))
+        apart = 0.01 if abs(rates[0] - rates[1]) > 1e-12 else apart
+    return Trace(header, tuple(sides[0])), Trace(header, tuple(sides[1]))
+
+
+def named(schedule: Schedule, faulty: Schedule, steps: int) -> list[set[str]]:
+    a, b = traces(schedule, faulty, steps)
+    found = compare(a, b, Tier.REASSOCIATED)
+    return [] if found.equal else [{cause.name for cause in group} for group in grouped(diagnose(a, b, found).causes)]
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize(("schedule", "faulty", "right"), CASES)
+def test_the_first_causes_of_another_schedule_contain_the_fault(schedule, faulty, right, steps):
+    groups = named(schedule, faulty, steps)
+    assert not groups or groups[0] & right, groups
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "constant"])
+def test_a_lowest_rate_is_no_schedule_that_is_too_long_unless_this_has_the_same_rates(name):
+    """It has where a schedule is one line from its highest rate on."""
+    schedule = SCHEDULES[name]
+    (group,) = named(schedule, lambda n: 0.2 + 0.8 * schedule(n), 17)
+    assert group == {"another-lowest-lr"} | ({"schedule-too-long"} if name == "linear" else set())
+
+
+@pytest.mark.parametrize("name", ["cosine", "short cosine", "polynomial", "exponential", "steps", "one cycle"])
+@pytest.mark.parametrize("times", [2, 1.5])
+def test_a_curve_that_is_too_long_is_named(name, times):
+    """What it predicts lies between steps of the reference."""
+    schedule = SCHEDULES[name]
+    assert "schedule-too-long" in named(schedule, lambda n: schedule(n / times), 17)[0]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name.startswith("warm-up and ") and "root" not in name])
+def test_a_decay_that_is_too_long_behind_the_same_warm_up_is_named(name):
+    base = name.removeprefix("warm-up and ")
+    if base != "constant":
+        groups = named(SCHEDULES[name], warmed(lambda n: SHAPES[base](n / 2), WARM[base]), 26)
+        assert groups == [{"schedule-too-long"}]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "constant"])
+def test_a_factor_in_all_rates_is_named_alone(name):
+    schedule = SCHEDULES[name]
+    assert named(schedule, lambda n: 0.3 * schedule(n), 17) == [{"base-lr"}]
+
+
+@pytest.mark.parametrize("make", [warmed, from_one])
+@pytest.mark.parametrize("steps", [2, 3, 4, 9, 12])
+def test_another_warm_up_to_a_constant_rate_is_named(make, steps):
+    found = named(make(SHAPES["constant"], 6), make(SHAPES["constant"], steps), 17)
+    assert "another-warm-up" in found[0]
+
+
+@pytest.mark.parametrize("make", [warmed, from_one])
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial"])
+def test_a_schedule_without_its_warm_up_is_one_that_is_ahead_or_has_none(make, name):
+    found = named(make(SHAPES[name], 5), SHAPES[name], 17)
+    assert found == [{"schedule-off-by-steps", "another-warm-up"}]
