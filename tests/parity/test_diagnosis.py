@@ -194,10 +194,10 @@ CASES = {
         held(15, 12, 12, 12, 12, 9, passes=(5, 4, 4, 4, 4, 3)),
         {"reference": lambda n: {"rollouts": 12}},
     ),
-    "equality-boundary": (held(40, 27, passes=(12, 8)), {"steps": 2}),
+    "equality-boundary": (held(48, 12, 7, passes=(15, 4, 2)), {"steps": 3}),
     "local-count": (held(27, 21, 19), {"steps": 3}),
     "counter-drift": (held(13, 14, 10, 11, 14, 5), {}),
-    "resume-resets-window": (held(13, 14, 14, 12, 12, 2, passes=(4, 4, 5, 4, 3, 2)), {}),
+    "resume-resets-window": (held(13, 14, 13, 11, 12, 4, passes=(4, 4, 4, 3, 4, 1)), {}),
     "resume-repeats-data": (
         trained(
             lambda n: (
@@ -445,7 +445,7 @@ def test_a_run_that_ends_several_steps_early_says_where():
 
 
 def test_a_window_that_is_counted_anew_is_seen_only_where_passes_are_known():
-    counted = held(13, 14, 14, 12, 12, 2, passes=(None,) * 6)
+    counted = held(13, 14, 13, 11, 12, 4, passes=(None,) * 6)
     assert "resume-resets-window" not in {cause.name for cause in causes(counted)}
 
 

@@ -15,6 +15,10 @@ REMEDIES = {
     "local-count": "compare the count of all ranks with the target, not each rank's own",
     "counter-drift": "keep one counter: don't let the engine's own gradient_accumulation_steps run beside the loop's",
     "equality-boundary": "close a window with >=, not with ==",
+    "another-target": "end the windows of both runs at the same number of rollouts (gradient_accumulation_passes, "
+    "train_batch_size), counted in the same unit (ds_parity.count)",
+    "another-overshoot": "carry what a window has beyond its target into the next one in both runs, or in neither "
+    "(ds_parity.overshoot)",
     "partial-window-leak": "settle the last window at the end of the data (engine.finish())",
     "indivisible-batch": "don't drop the tail: let the last window be short (ds_parity.last_window: step)",
     "sequences-as-prompts": "count prompts where the target is one of prompts (ds_parity.count: prompt)",

@@ -4,47 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from itertools import accumulate
 
+from ds_parity.parity.diagnosis import targets
 from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.cut import Cut, common
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, near
 from ds_parity.trace import Trace
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How both sides cut the same stream of rollouts into windows.
-
-    Attributes:
-        a: rollouts of each of the reference's steps.
-        b: of each of the candidate's.
-        passes: of each of the candidate's steps, 0 where it doesn't say.
-        of_reference: passes of each of the reference's steps, likewise.
-    """
-
-    a: list[int]
-    b: list[int]
-    passes: list[int]
-    of_reference: list[int]
-
-    @cached_property
-    def ends(self) -> tuple[list[int], list[int]]:
-        """Rollouts consumed at the end of each step of the reference, of the candidate."""
-        return list(accumulate(self.a)), list(accumulate(self.b))
-
-    @cached_property
-    def same(self) -> int:
-        """How many steps contain as many rollouts on both sides, from the first on."""
-        pairs = zip(self.a, self.b, strict=False)
-        return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(self.a), len(self.b)))
-
-    @property
-    def all_used(self) -> bool:
-        """Whether both sides train on as many rollouts."""
-        return sum(self.a) == sum(self.b)
 
 
 def causes(view: View) -> Iterator[Cause]:
@@ -55,11 +23,36 @@ def causes(view: View) -> Iterator[Cause]:
     cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), *passes)
     if not (cut.a and cut.b and cut.a[0] and cut.b[0] and _mean(cut.a) and _mean(cut.b)):
         return
-    yield from _end(view, cut)
-    yield from _start(view, cut)
-    yield from _whole(view, cut)
-    yield from _length(view, cut)
-    yield from _counter(view, cut)
+    found = [*_end(view, cut), *_start(view, cut), *_whole(cut), *_length(view, cut), *_counter(cut)]
+    if cut.apart:
+        found += targets.causes(view, cut)
+    yield from _with_targets(view, cut, found)
+
+
+def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
+    """The causes, with another target where it ends windows there too: those that predict all windows as one group."""
+    another = targets.another(cut) if cut.apart else None
+    if another and (targets.shows_targets(cut) or any(cause.fit is Fit.SEQUENCE for cause in found)):
+        found = [replace(it, fit=Fit.SEQUENCE) if _predicts(view, cut, it.name) else it for it in found]
+        if len(set(cut.passes[:-1])) == 1 and len(set(cut.b[:-1])) > 1 and cut.counted:
+            found += [_of_passes(cut)]
+        found += [another]
+    # Each ends all windows where they end, so that none is likelier than another.
+    said = "; or ".join(dict.fromkeys(it.evidence for it in found if it.fit is Fit.SEQUENCE))
+    yield from (replace(it, evidence=said) if it.fit is Fit.SEQUENCE else it for it in found)
+
+
+def _predicts(view: View, cut: Cut, name: str) -> bool:
+    """Whether a cause that was found by an average comes to a target with which windows end where they do."""
+    own = [cut.targets(1, carried=carried) for carried in (True, False)]
+    if name == "sequences-as-prompts":
+        return any((view.reference.steps[0].prompts or 0) in it for it in own)
+    if name == "sp-double-count":
+        times = round(_mean(cut.a) / _mean(cut.b))
+        due = [cut.targets(0, carried=carried) for carried in (True, False)]
+        parts = [range(x[0] // times, -(-x[-1] // times) + 1) if x else x for x in due]
+        return any(map(common, parts, own))
+    return False
 
 
 def _rollouts(trace: Trace) -> list[int]:
@@ -139,8 +132,11 @@ def _is_short(held: list[int], last_passes: list[float], *, from_start: bool) ->
 def _start(view: View, cut: Cut) -> Iterator[Cause]:
     of_a, of_b = cut.ends
     passes = cut.passes
-    if set(passes) == {1} and len(cut.b) > len(cut.a) and cut.all_used and not _by_prompts(view, cut):
-        said = f"{len(cut.b)} steps of one pass each, where the reference takes {len(cut.a)} of the same rollouts"
+    # Where passes are not known, each of several windows in the place of one may be one.
+    of_one = {0, *of_a} <= {0, *of_b} and len(cut.b) >= 2 * len(cut.a) - 1 and set(passes) == {0}
+    if (set(passes) == {1} or of_one) and len(cut.b) > len(cut.a) and cut.all_used:
+        told = "that may be of one pass each" if of_one else "of one pass each"
+        said = f"{len(cut.b)} steps {told}, where the reference takes {len(cut.a)} of the same rollouts"
         yield Cause("step-per-pass", Fit.SEQUENCE, said)
         return
     if len(set(passes[1:-1])) != 1 or len(passes) < 3:
@@ -164,20 +160,10 @@ def _by_prompts(view: View, cut: Cut) -> bool:
     return len(prompts) == 1 and bool(prompts - {0}) and near(_mean(cut.b), min(prompts), 0.3)
 
 
-def _whole(view: View, cut: Cut) -> Iterator[Cause]:
-    """Windows that are several of the reference's, and parts of one."""
+def _whole(cut: Cut) -> Iterator[Cause]:
+    """All of the reference's windows, and one more."""
     of_a, of_b = cut.ends
-    if not cut.all_used or cut.a == cut.b:
-        return
-    ranks = view.ranks
-    if ranks > 1 and of_b[:-1] == of_a[ranks - 1 :: ranks][: len(of_b) - 1] and len(cut.b) == -(-len(cut.a) // ranks):
-        said = f"every window is {ranks} of the reference's ({cut.b[:3]} rollouts), and {ranks} is the number of ranks"
-        yield Cause("local-count", Fit.SEQUENCE, said)
-    elif set(of_b) < set(of_a):
-        missed = len(of_a) - len(of_b)
-        said = f"windows end only where the reference's do, and go on past {missed} of its {len(of_a)} boundaries"
-        yield Cause("equality-boundary", Fit.SEQUENCE, said)
-    elif len(of_b) == len(of_a) + 1 and set(of_a) < set(of_b):
+    if cut.all_used and len(of_b) == len(of_a) + 1 and set(of_a) < set(of_b):
         step = next(at for at, end in enumerate(of_b) if end not in of_a)
         said = f"all windows of the reference are there, and one of them makes two steps, {step + 1} and {step + 2}"
         yield Cause("step-in-mid-window", Fit.SEQUENCE, said)
@@ -203,34 +189,17 @@ def _length(view: View, cut: Cut) -> Iterator[Cause]:
             yield Cause("silent-truncation", Fit.CONSTANT, f"{said}{cut.a[0]}")
 
 
-def _counter(view: View, cut: Cut) -> Iterator[Cause]:
+def _counter(cut: Cut) -> Iterator[Cause]:
     same, passes = cut.same, cut.passes[:-1]
-    known = all(passes) and all(cut.of_reference[:-1])
-    if not same or same >= min(len(cut.a), len(cut.b)) or not cut.all_used or not known:
+    if not same or same >= min(len(cut.a), len(cut.b)) or not cut.all_used or not cut.counted:
         return
     if len(set(passes)) == 1 and len(passes) > 1 and len(set(cut.b[:-1])) > 1:
-        said = f"every window has {passes[0]} passes, whatever they hold ({cut.b[:4]} rollouts)"
-        yield Cause("counter-drift", Fit.SEQUENCE, said)
-    elif same > 1 and _anew(cut):
-        said = (
-            f"steps {view.step(0)} to {view.step(0) + same - 1} are alike, then windows are counted anew: step "
-            f"{view.step(0) + same} holds {cut.b[same]} rollouts in place of {cut.a[same]}"
-        )
-        yield Cause("resume-resets-window", Fit.SEQUENCE, said)
+        yield _of_passes(cut)
 
 
-def _anew(cut: Cut) -> bool:
-    """Whether windows from the first other one on reach a target that is counted from there, without a surplus."""
-    of_a, of_b = cut.ends
-    # Each of the reference's windows has reached its target, so the target is no more than this.
-    target = min(end / number for number, end in enumerate(of_a[:-1], start=1))
-    counted = [end - of_b[cut.same - 1] for end in of_b[cut.same : -1]]
-    surplus = of_b[cut.same - 1] > target * cut.same
-    # Had a window of the reference not ended where its count reached the target, it would have had a pass too many, and
-    # its target would not be this: a step that an epoch cuts short, for one. A pass may be twice an average one.
-    pass_ = 2 * max(held / passes for held, passes in zip(cut.a, cut.of_reference, strict=True) if passes)
-    by_count = all(end - pass_ < int(target) * number for number, end in enumerate(of_a[:-1], start=1))
-    return by_count and surplus and all(end >= int(target) * number for number, end in enumerate(counted, start=1))
+def _of_passes(cut: Cut) -> Cause:
+    said = f"every window has {cut.passes[0]} passes, whatever they hold ({cut.b[:4]} rollouts)"
+    return Cause("counter-drift", Fit.SEQUENCE, said)
 
 
 def _mean(values: list[int]) -> float:

@@ -1,0 +1,104 @@
+"""How both sides cut one stream of rollouts into windows, and which targets end windows there."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How both sides cut the same stream of rollouts into windows.
+
+    Attributes:
+        a: rollouts of each of the reference's steps.
+        b: of each of the candidate's.
+        passes: of each of the candidate's steps, 0 where it doesn't say.
+        of_reference: passes of each of the reference's steps, likewise.
+    """
+
+    a: list[int]
+    b: list[int]
+    passes: list[int]
+    of_reference: list[int]
+
+    @cached_property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """Rollouts consumed at the end of each step of the reference, of the candidate."""
+        return list(accumulate(self.a)), list(accumulate(self.b))
+
+    @cached_property
+    def same(self) -> int:
+        """How many steps contain as many rollouts on both sides, from the first on."""
+        pairs = zip(self.a, self.b, strict=False)
+        return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(self.a), len(self.b)))
+
+    @property
+    def all_used(self) -> bool:
+        """Whether both sides train on as many rollouts."""
+        return sum(self.a) == sum(self.b)
+
+    @property
+    def apart(self) -> bool:
+        """Whether windows end elsewhere: not only the run, of which the last window may then be short."""
+        return self.same < min(len(self.a), len(self.b)) - (not self.all_used)
+
+    @property
+    def counted(self) -> bool:
+        """Whether the passes of all whole windows are known."""
+        return all(self.passes[:-1]) and all(self.of_reference[:-1])
+
+    @cached_property
+    def _passes_end(self) -> list[int]:
+        """Rollouts consumed at the end of those passes that end a window on either side."""
+        return sorted({0, *self.ends[0], *self.ends[1]})
+
+    @cached_property
+    def _longest(self) -> tuple[float, float]:
+        """Rollouts that a pass may have, by side: twice an average one, of the window where that is greatest."""
+        sides = ((self.a, self.of_reference), (self.b, self.passes))
+        return tuple(  # type: ignore[return-value]
+            2 * max(held / n for held, n in zip(windows, passes, strict=True)) if all(passes) else math.inf
+            for windows, passes in sides
+        )
+
+    def before(self, side: int, at: int) -> int:
+        """Return how many rollouts had surely been consumed before the last pass of a window.
+
+        Args:
+            side: 0: the reference; 1: the candidate.
+            at: the window, from 0.
+        """
+        end = self.ends[side][at]
+        seen = self._passes_end[bisect_left(self._passes_end, end) - 1]
+        return seen if math.isinf(self._longest[side]) else max(seen, math.floor(end - self._longest[side]))
+
+    def targets(self, side: int, *, carried: bool, after: int = 0) -> range:
+        """Return the targets with which windows end where they do: in the pass that reaches it, and in none before.
+
+        Args:
+            side: 0: the reference; 1: the candidate.
+            carried: what a window has beyond its target counts for the next one; otherwise each counts from 0.
+            after: so many windows are left out, and what they had is counted for none.
+        """
+        ends = self.ends[side]
+        begin = start = ends[after - 1] if after else 0
+        least, most = 1, max(ends)
+        for at in range(after, len(ends)):
+            base, number = (start, at - after + 1) if carried else (begin, 1)
+            before = self.before(side, at)
+            # A window has one pass at least, which may reach any target.
+            if before > begin:
+                least = max(least, (before - base) // number + 1)
+            if at < len(ends) - 1:  # the last one may be short
+                most = min(most, (ends[at] - base) // number)
+            begin = ends[at]
+        return range(least, most + 1)
+
+
+def common(one: range, other: range) -> range:
+    """Return the numbers that are in two ranges without gaps."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -1,0 +1,106 @@
+"""Windows that end by another target, or by another count of what was consumed, and where they would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.cut import Cut, common
+from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.view import View
+
+
+def causes(view: View, cut: Cut) -> Iterator[Cause]:
+    """Yield the counts that end windows exactly where the candidate's end."""
+    yield from _local(view, cut)
+    yield from _exact(cut)
+    yield from _overshoot(cut)
+    yield from _resumed(view, cut)
+
+
+def _local(view: View, cut: Cut) -> Iterator[Cause]:
+    """Windows that are as many of the reference's as there are ranks."""
+    of_a, of_b = cut.ends
+    told = view.candidate.header.ranks is not None
+    for ranks in (view.ranks,) if told else range(2, len(of_a)):
+        due = of_a[ranks - 1 :: ranks]
+        pairs = list(zip(due, of_b[:-1], strict=False))
+        whole = len(cut.b) == -(-len(cut.a) // ranks) if cut.all_used else len(pairs) > 1
+        if ranks > 1 and whole and pairs and all(x == y for x, y in pairs):
+            said = f"every window is {ranks} of the reference's ({cut.b[:3]} rollouts), and {ranks} "
+            said += "is the number of ranks" if told else "may be the number of ranks, which the traces don't hold"
+            yield Cause("local-count", Fit.SEQUENCE, said)
+            return
+
+
+def _exact(cut: Cut) -> Iterator[Cause]:
+    """A test for the target itself, which a pass jumps over that has more than what is missing."""
+    of_a, of_b = cut.ends
+    for carried in (True, False):
+        for target in cut.targets(0, carried=carried):
+            hit = [end == number * target for number, end in enumerate(of_a[:-1], start=1)]
+            first = hit.index(False) if False in hit else len(hit)
+            # What has jumped over a target may meet a multiple of it, or go on to the end.
+            again = [end for end, met in zip(of_a, hit, strict=False) if met]
+            if of_b != of_a and of_b in ([*again, of_a[-1]] if carried else [], [*of_a[:first], of_a[-1]]):
+                said = f"windows end only where rollouts come to a multiple of {target} exactly, and go on past "
+                said += f"{hit.count(False)} of the reference's {len(of_a)} boundaries, which are beyond it"
+                yield Cause("equality-boundary", Fit.SEQUENCE, said)
+                return
+
+
+def _overshoot(cut: Cut) -> Iterator[Cause]:
+    """The same target, and a surplus that one side carries into the next window and the other drops."""
+    if not cut.counted:
+        return
+    for carries in (0, 1):
+        target = common(cut.targets(carries, carried=True), cut.targets(1 - carries, carried=False))
+        if target:
+            words = "drops" if carries == 0 else "carries on"
+            said = (
+                f"every window ends with the pass that reaches {_told(target)} rollouts, where the candidate {words} "
+            )
+            other = "carries on" if carries == 0 else "drops"
+            said += f"what a window has beyond them, which the reference {other} ({cut.b[:4]}, not {cut.a[:4]})"
+            yield Cause("another-overshoot", Fit.SEQUENCE, said)
+
+
+def _resumed(view: View, cut: Cut) -> Iterator[Cause]:
+    """The windows of the reference up to a resume, and from there on those that are counted without a surplus."""
+    same = cut.same
+    if same < 2 or same >= len(cut.b) - 1 or not cut.all_used or not cut.counted:
+        return
+    for after in range(1, same + 1):
+        target = common(cut.targets(0, carried=True), cut.targets(1, carried=True, after=after))
+        # Without a surplus there is none to forget.
+        if any(cut.ends[1][after - 1] > it * after for it in target):
+            said = f"steps {view.step(0)} to {view.step(0) + same - 1} are alike, then windows are counted anew: step "
+            said += f"{view.step(0) + same} holds {cut.b[same]} rollouts in place of {cut.a[same]}"
+            yield Cause("resume-resets-window", Fit.SEQUENCE, said)
+            return
+
+
+def another(cut: Cut) -> Cause | None:
+    """Return the cause that a target is another, where there are targets with which each side ends its windows."""
+    for carried in (True, False):
+        due, own = (cut.targets(side, carried=carried) for side in (0, 1))
+        if due and own:
+            said = f"every window ends with the pass that reaches {_told(own)} rollouts, where the reference's end at "
+            return Cause("another-target", Fit.SEQUENCE, f"{said}{_told(due)}")
+    return None
+
+
+def shows_targets(cut: Cut) -> bool:
+    """Whether windows show a target by themselves: several, with passes, or as many rollouts, or whole ones of a side.
+
+    Windows that are shorter than the reference's hold fewer rollouts also where some were dropped.
+    """
+    of_a, of_b = (set(ends) for ends in cut.ends)
+    uniform = len({*cut.a[:-1]}) == 1 and len({*cut.b[:-1]}) == 1
+    if min(len(cut.a), len(cut.b)) < 3 or not (cut.counted or uniform or of_a < of_b or of_b < of_a):
+        return False
+    return cut.all_used or not 0.7 < sum(cut.b[: len(cut.a)]) / sum(cut.a[: len(cut.b)]) <= 1
+
+
+def _told(target: range) -> str:
+    return str(target[0]) if len(target) == 1 else f"{target[0]} to {target[-1]}"
