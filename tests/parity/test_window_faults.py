@@ -170,3 +170,11 @@ def test_the_first_causes_of_other_windows_contain_the_fault(fault, name, seed, 
     for passes in (True, False):
         groups = named(due, make(held), ranks=ranks, passes=passes) if make(held) != due else []
         assert not groups or groups[0] & right, (groups, due[:6], make(held)[:6])
+
+
+@pytest.mark.parametrize("name", ["few", "many", "odd"])
+def test_windows_of_one_pass_each_are_no_counters(name):
+    held = stream(name)
+    group = named(cut(held), [(it, 1) for it in held])[0]
+    assert "step-per-pass" in group
+    assert "counter-drift" not in group

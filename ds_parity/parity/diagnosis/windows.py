@@ -34,7 +34,8 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
     another = targets.another(cut) if cut.apart else None
     if another and (targets.shows_targets(cut) or any(cause.fit is Fit.SEQUENCE for cause in found)):
         found = [replace(it, fit=Fit.SEQUENCE) if _predicts(view, cut, it.name) else it for it in found]
-        if len(set(cut.passes[:-1])) == 1 and len(set(cut.b[:-1])) > 1 and cut.counted:
+        alike = len(set(cut.passes[:-1])) == 1 and cut.passes[0] > 1
+        if alike and len(set(cut.b[:-1])) > 1 and cut.counted:
             found += [_of_passes(cut)]
         found += [another]
     # Each ends all windows where they end, so that none is likelier than another.
