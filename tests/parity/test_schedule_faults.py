@@ -69,7 +69,7 @@ def faults(name: str, schedule: Schedule):
     yield "every second step", lambda n: schedule(n // 2), {"scheduler-per-outer-step"}
     yield "another rate", lambda n: 0.3 * schedule(n), {"base-lr"}
     yield "another lowest rate", lambda n: 0.2 + 0.8 * schedule(n), {"another-lowest-lr"}
-    yield "another rate and lowest rate", lambda n: 0.2 + 0.4 * schedule(n), constant
+    yield "another rate and lowest rate", lambda n: 0.21 + 0.43 * schedule(n), constant
     yield "added", lambda n: schedule(n) + 0.1, constant
     yield "squared", lambda n: schedule(n) ** 2, set()
     yield "a floor", lambda n: max(0.4, schedule(n)), set()
@@ -167,3 +167,21 @@ def test_another_warm_up_to_a_constant_rate_is_named(make, steps):
 def test_a_schedule_without_its_warm_up_is_one_that_is_ahead_or_has_none(make, name):
     found = named(make(SHAPES[name], 5), SHAPES[name], 17)
     assert found == [{"schedule-off-by-steps", "another-warm-up"}]
+
+
+@pytest.mark.parametrize(
+    ("slope", "beside"),
+    [(0.03, {"schedule-too-long"}), (0.1, {"scheduler-stepped-often"}), (0.07, set())],
+)
+def test_of_a_warm_up_that_goes_on_neither_its_end_nor_its_highest_rate_is_known(slope, beside):
+    """Both start at half of the highest rate."""
+    found = named(lambda n: 0.5 + 0.05 * n, lambda n: 0.5 + slope * n, 5)
+    assert found == [{"another-warm-up", "another-highest-lr", *beside}]
+
+
+@pytest.mark.parametrize("name", ["cosine", "polynomial", "restarts", "one cycle"])
+def test_another_highest_rate_is_named_where_the_lowest_is_recorded(name):
+    lowest = min(SCHEDULES[name](n) for n in range(17))
+    schedule = lambda n: 0.1 + SCHEDULES[name](n) - lowest  # noqa: E731
+    (group,) = named(schedule, lambda n: 0.1 + 0.7 * (schedule(n) - 0.1), 17)
+    assert group == {"another-highest-lr"}

@@ -37,6 +37,7 @@ REMEDIES = {
     "schedule-off-by-steps": "load the scheduler's position, and step it after the optimizer, from the first step on",
     "schedule-too-long": "plan the schedule for the number of optimizer steps that the run takes",
     "another-lowest-lr": "give both schedules the same lowest learning rate, at the end and where warm-up begins",
+    "another-highest-lr": "give both schedules the same highest learning rate",
     "another-warm-up": "give both schedules the same number of warm-up steps",
     "no-scheduler": "give the scheduler to the engine, and step it",
     "lr-rounded": "set the learning rate with all of its digits",
@@ -132,7 +133,7 @@ _OF_CLASS = {
         "scheduler-per-pass", "scheduler-budget-in-passes", "scheduler-per-outer-step", "scheduler-on-skipped-step",
         "scheduler-per-dynamic-step", "scheduler-stepped-often", "schedule-off-by-steps", "schedule-too-long",
         "no-scheduler", "base-lr", "lr-rounded", "resume-resets-schedule", "lr-in-use", "another-lowest-lr",
-        "another-warm-up",
+        "another-highest-lr", "another-warm-up",
     ),
     "weights": (
         "weights-scaled-by-hand", "weights-in-bf16", "initial-weights", "weights-of-the-step-before", "update-lost",

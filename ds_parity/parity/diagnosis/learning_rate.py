@@ -10,7 +10,7 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import SAME, equal, tells
 from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster, slower
-from ds_parity.parity.diagnosis.schedule_shapes import lowest, stretched, warm_up
+from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 
@@ -58,7 +58,7 @@ def _of_all(view: View, a: list[float], b: list[float]) -> list[Cause]:
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b), *faster(view, a, b)]
-        found += [*stretched(view, a, b), *lowest(a, b), *warm_up(a, b)]
+        found += [*stretched(view, a, b), *ends(a, b), *warm_up(a, b)]
     return found
 
 

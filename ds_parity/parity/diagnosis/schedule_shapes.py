@@ -121,32 +121,36 @@ def _slowed(rate_at: _At, origin: int, b: list[float], pace: float, within: floa
     return all(abs(rate_at(origin + (at - origin) / pace) - b[at]) <= within for at in steps)
 
 
-def lowest(a: list[float], b: list[float]) -> Iterator[Cause]:
-    """The highest rate of the reference, and all others a fixed share nearer to it, or farther from it."""
-    top = max(a)
-    below, of_candidate = min((x, y) for x, y in zip(a, b, strict=True))
-    if not tells(a) or of_candidate >= top:
-        return
-    share = (top - of_candidate) / (top - below)
-    if _all_due([top - share * (top - x) for x in a], b, _within(a, SAME)):
-        said = f"the LR is at most {top:.4g} in both, and {share:.5g} times as far below it as the reference's "
-        yield Cause("another-lowest-lr", Fit.SEQUENCE, f"{said}in every step")
+def ends(a: list[float], b: list[float]) -> Iterator[Cause]:
+    """The highest or the lowest rate of the reference, and all others a share as far from it."""
+    for end, word, others in ((max, "most", "lowest"), (min, "least", "highest")):
+        kept = end(a)
+        far, of_candidate = max(zip(a, b, strict=True), key=lambda pair: abs(pair[0] - kept))
+        # From 0 on a share is a factor, which says so itself.
+        if not tells(a) or not kept or (of_candidate - kept) * (far - kept) <= 0:
+            continue
+        share = (of_candidate - kept) / (far - kept)
+        if _all_due([kept + share * (x - kept) for x in a], b, _within(a, SAME)):
+            said = f"the LR is at {word} {kept:.4g} in both, and {share:.5g} times as far from it as the reference's "
+            yield Cause(f"another-{others}-lr", Fit.SEQUENCE, f"{said}in every step")
 
 
 def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
-    """The rise of the reference to a rate at which it stays, at another pace."""
-    top, within = a[-1], _within(a, SAME)
-    if top != a[-2] or a[0] == top:
+    """The rise of the reference at another pace: to the rate at which it stays, or farther than it is recorded."""
+    rests, within = a[-1] == a[-2], _within(a, SAME)
+    top = a[-1] if rests else b[-1] if b[-1] == b[-2] else math.inf
+    if a[0] == top or len(a) < 3:
         return
-    if all(abs(y - top) <= within for y in b):
+    if rests and all(abs(y - top) <= within for y in b):
         said = f"the LR is {top:.4g} in every step, to which the reference's rises"
         yield Cause("another-warm-up", Fit.SEQUENCE, said)
         return
     # A warm-up starts in its first step, or in the one before.
     for start, before in ((a[0], 0), (2 * a[0] - a[1], 1)):
-        if max(b) > start >= -within and all(_all_due(_risen(start, before, top, it), it, within) for it in (a, b)):
-            said = f"the LR rises to {top:.4g} in both, and from {b[0]:.4g}, {b[1]:.4g} on"
-            yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, not from {a[0]:.4g}, {a[1]:.4g} on")
+        lines = ((it, _risen(start, before, top if it is b or rests else math.inf, it)) for it in (a, b))
+        if max(b) > start >= -within and all(_all_due(due, it, within) for it, due in lines):
+            said = f"the LR rises from {b[0]:.4g}, {b[1]:.4g} on, and not from {a[0]:.4g}, {a[1]:.4g} on"
+            yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, to {top:.4g} in both" if rests else said)
             return
 
 
