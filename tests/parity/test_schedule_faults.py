@@ -185,3 +185,7 @@ def test_another_highest_rate_is_named_where_the_lowest_is_recorded(name):
     schedule = lambda n: 0.1 + SCHEDULES[name](n) - lowest  # noqa: E731
     (group,) = named(schedule, lambda n: 0.1 + 0.7 * (schedule(n) - 0.1), 17)
     assert group == {"another-highest-lr"}
+
+
+def test_no_other_warm_up_rests_below_a_rate_to_which_the_reference_rises():
+    assert named(lambda n: 0.5 + 0.05 * n, lambda n: 0.6, 5) == [{"no-scheduler"}]

@@ -139,7 +139,8 @@ def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
     """The rise of the reference at another pace: to the rate at which it stays, or farther than it is recorded."""
     rests, within = a[-1] == a[-2], _within(a, SAME)
     top = a[-1] if rests else b[-1] if b[-1] == b[-2] else math.inf
-    if a[0] == top or len(a) < 3:
+    # The reference rises no farther than the rate at which both come to rest.
+    if a[0] == top or top < max(a) or len(a) < 3:
         return
     if rests and all(abs(y - top) <= within for y in b):
         said = f"the LR is {top:.4g} in every step, to which the reference's rises"
