@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ds_parity.config.faults import Fault, refuse
+from ds_parity.values import whole
 
 TENSOR_PARALLEL: Final = "tensor_parallel"
 AUTOTP: Final = f"{TENSOR_PARALLEL}.autotp_size"
@@ -18,8 +19,8 @@ def autotp_size(config: Mapping[str, Any]) -> int:
         config: an extended or a plain DeepSpeed configuration.
     """
     section = config.get(TENSOR_PARALLEL)
-    size = section.get("autotp_size") if isinstance(section, Mapping) else None
-    return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else 1
+    size = whole(section.get("autotp_size")) if isinstance(section, Mapping) else None
+    return size if size is not None and size > 1 else 1
 
 
 def data_parallel_ranks(config: Mapping[str, Any], ranks: int) -> int:

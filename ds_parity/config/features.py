@@ -9,8 +9,9 @@ from typing import Any, Final
 from ds_parity.config.autotp import AUTOTP as SIZE_OF_AUTOTP
 from ds_parity.config.autotp import autotp_size
 from ds_parity.config.faults import ABSENT
-from ds_parity.config.refusals import FP32_NAMES
+from ds_parity.config.refusals import FP16_NAMES, FP32_NAMES
 from ds_parity.config.settings import AUTO, SECTION
+from ds_parity.values import switch, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,14 @@ class Wanted:
             node = node.get(name, ABSENT) if isinstance(node, Mapping) else ABSENT
         return ABSENT if node == AUTO else node
 
+    def on(self, path: str) -> bool:
+        """Return whether DeepSpeed takes what stands at a dotted path for on."""
+        return (value := self.value(path)) is not ABSENT and switch(path, value) is True
+
+    def off(self, path: str) -> bool:
+        """Return whether something stands at a dotted path that DeepSpeed takes for off."""
+        return (value := self.value(path)) is not ABSENT and switch(path, value) is False
+
     @property
     def stage(self) -> int | None:
         """The ZeRO stage, None where it is filled in later."""
@@ -34,32 +43,37 @@ class Wanted:
             return int(section)
         if section == AUTO or (isinstance(section, Mapping) and section.get("stage") == AUTO):
             return None
-        stage = self.value("zero_optimization.stage")
-        return stage if isinstance(stage, int) else 0
+        return whole(self.value("zero_optimization.stage")) or 0
+
+    @property
+    def half(self) -> str | None:
+        """`bf16` or `fp16`, of DeepSpeed's own sections; None where neither is on, or not yet."""
+        return next((name for name, key in self._halves if self.on(f"{key}.enabled")), None)
 
     @property
     def precision(self) -> str:
         """`fp32`, `bf16` or `fp16`, of DeepSpeed's own sections; `auto` where they are filled in later."""
-        bf16 = "bfloat16" if self.config.get("bf16") is None else "bf16"
-        for name, key in (("bf16", bf16), ("fp16", "fp16")):
-            if self.value(f"{key}.enabled") is True:
-                return name
-            if isinstance(section := self.config.get(key), Mapping) and section.get("enabled") == AUTO:
-                return AUTO
-        return "fp32"
+        sections = (self.config.get(key) for _, key in self._halves)
+        later = any(isinstance(section, Mapping) and section.get("enabled") == AUTO for section in sections)
+        return self.half or (AUTO if later else "fp32")
+
+    @property
+    def _halves(self) -> tuple[tuple[str, str], ...]:
+        # DeepSpeed reads the old name where the new one is missing or null.
+        return ("bf16", "bfloat16" if self.config.get("bf16") is None else "bf16"), ("fp16", "fp16")
 
     @property
     def autocast(self) -> str:
         """What `torch_autocast` computes in: `bf16`, `fp16`, or "" where it is off."""
-        if self.value("torch_autocast.enabled") is not True:
+        if not self.on("torch_autocast.enabled"):
             return ""
-        return "fp16" if "bf" not in (dtype := str(self.value("torch_autocast.dtype"))) and "16" in dtype else "bf16"
+        return "fp16" if str(self.value("torch_autocast.dtype")).removeprefix("torch.") in FP16_NAMES else "bf16"
 
     @property
     def offloads(self) -> bool:
         """Whether optimizer states lie on the CPU or on a disk."""
         device = self.value("zero_optimization.offload_optimizer.device")
-        return device in ("cpu", "nvme") or self.value("zero_optimization.cpu_offload") is True
+        return device in ("cpu", "nvme") or self.on("zero_optimization.cpu_offload")
 
     @property
     def sums_in_fp32(self) -> bool:
@@ -110,15 +124,6 @@ def _never(_: Wanted) -> bool:
     return False
 
 
-# pydantic takes these for a flag in DeepSpeed's sections.
-def _is_on(value: Any) -> bool:
-    return value is not ABSENT and str(value).lower() in ("true", "1", "1.0", "yes", "on", "y", "t")
-
-
-def _is_off(value: Any) -> bool:
-    return value is not ABSENT and str(value).lower() in ("false", "0", "0.0", "no", "off", "n", "f")
-
-
 def _plain(stage: int, precision: str) -> Feature:
     def met(asked: Wanted) -> bool:
         return asked.stage == stage and asked.precision == precision and asked.plain
@@ -149,26 +154,24 @@ def _autocast(stage: int, precision: str) -> Feature:
 
 OVERLAP: Final = Feature(
     "communication that overlaps",
-    lambda asked: _is_on(asked.value("zero_optimization.overlap_comm")),
+    lambda asked: asked.on("zero_optimization.overlap_comm"),
     "zero_optimization.overlap_comm",
 )
 SCATTERED: Final = Feature(
     "ZeRO 1 and 2 without contiguous gradients",
-    lambda asked: (
-        asked.stage in (1, 2) and _is_off(asked.value("zero_optimization.contiguous_gradients")) and not asked.offloads
-    ),
+    lambda asked: asked.stage in (1, 2) and asked.off("zero_optimization.contiguous_gradients") and not asked.offloads,
     "zero_optimization.contiguous_gradients",
 )
 SPARSE: Final = Feature(
     "sparse_gradients on ZeRO 0",
-    lambda asked: asked.stage in (0, None) and _is_on(asked.value("sparse_gradients")),
+    lambda asked: asked.stage in (0, None) and asked.on("sparse_gradients"),
     "sparse_gradients",
 )
 _FETCHED: Final = "zero_optimization.stage3_use_all_reduce_for_fetch_params"
 _FETCHED_TOO: Final = "zero_optimization.use_all_reduce_for_fetch_params"  # DeepSpeed takes its field's own name, too
 FETCHED: Final = Feature(
     "ZeRO 3 that gathers weights by all-reduce",
-    lambda asked: asked.stage in (3, None) and (_is_on(asked.value(_FETCHED)) or _is_on(asked.value(_FETCHED_TOO))),
+    lambda asked: asked.stage in (3, None) and (asked.on(_FETCHED) or asked.on(_FETCHED_TOO)),
     _FETCHED,
     other_key=_FETCHED_TOO,
 )

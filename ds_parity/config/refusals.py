@@ -8,6 +8,7 @@ from typing import Any, Final
 from ds_parity.config.autotp import AUTOTP
 from ds_parity.config.faults import ABSENT, Fault
 from ds_parity.config.settings import AUTO
+from ds_parity.values import of_model, switch, whole
 
 _UNSUPPORTED: Final = {
     "compile.deepcompile": (
@@ -37,13 +38,16 @@ _UNSUPPORTED: Final = {
     ),
 }
 _COMPRESSED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
-_FP16_NAMES: Final = ("fp16", "float16", "half")
+FP16_NAMES: Final = ("fp16", "float16", "half")
 FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
 
 
 @dataclass
 class _Reader:
-    """Reads values by dotted path. "auto" and absent give the default; a wrong type adds a fault and gives it too."""
+    """Reads values by dotted path. "auto" and absent give the default; a wrong type adds a fault and gives it too.
+
+    What DeepSpeed's models take is read as they do ("3" for a stage); in what it takes as it is, a text would be on.
+    """
 
     config: Mapping[str, Any]
     faults: dict[str, Fault] = field(default_factory=dict)
@@ -66,9 +70,14 @@ class _Reader:
         value = self.raw(path)
         if value in (ABSENT, AUTO):
             return False
-        if not isinstance(value, bool):
+        read = switch(path, value) if of_model(path) or isinstance(value, bool) else None
+        if read is None:
             self.wrong(path, value, "must be true or false", "write one of the two, without quotes")
-        return value is True
+        return read is True
+
+    def off(self, path: str) -> bool:
+        """Return whether something there is off."""
+        return self.raw(path) not in (ABSENT, AUTO, None) and not self.flag(path)
 
     def number(self, path: str, default: float) -> float:
         value = self.raw(path)
@@ -93,8 +102,8 @@ class _Reader:
         value = self.raw("zero_optimization.stage")
         if value is ABSENT:
             return None if self.config.get("zero_optimization") == AUTO else 0
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3:
-            return value
+        if (stage := whole(value)) is not None and 0 <= stage <= 3:
+            return stage
         if value != AUTO:
             self.wrong("zero_optimization.stage", value, "must be 0, 1, 2 or 3", "write the number of the ZeRO stage")
         return None
@@ -132,9 +141,9 @@ def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
         rule = f"DeepSpeed has no {half} with fp32 accumulation at ZeRO stage 0"
         way_out = "set zero_optimization.stage to 1, or leave grad_accum_dtype out"
         yield Fault("data_types.grad_accum_dtype", str(accumulation), rule, way_out)
-    norm = reader.raw("zero_optimization.compute_grad_norm")
     autocast = (reader.text("torch_autocast.dtype") or "").removeprefix("torch.")
-    if norm is False and reader.flag("torch_autocast.enabled") and autocast in _FP16_NAMES:
+    in_fp16 = reader.flag("torch_autocast.enabled") and autocast in FP16_NAMES
+    if reader.off("zero_optimization.compute_grad_norm") and in_fp16:
         rule = (
             "with torch_autocast in fp16 it leaves overflows to be found by each rank alone, and their loss scales part"
         )
@@ -153,8 +162,8 @@ def _reduction(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     if reader.text("gradient_allreduce_op") == "sum" and stage == 3:
         rule = "ZeRO stage 3 can only average over ranks, and DeepSpeed refuses it"
         yield Fault("gradient_allreduce_op", "sum", rule, 'write "mean": ds_parity undoes the mean')
-    shared = reader.number(AUTOTP, 0)
-    if shared < 0 or shared != int(shared):
+    shared = reader.raw(AUTOTP)
+    if shared not in (ABSENT, AUTO) and ((ranks := whole(shared)) is None or ranks < 0):
         yield Fault(AUTOTP, shared, "must be a whole number from 0", "write how many ranks share a model, 0 for none")
     size = reader.number("sequence_parallel_size", 1)
     if size < 1 or size != int(size):
@@ -168,7 +177,7 @@ def _before_a_scatter(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     averages = reader.text("gradient_allreduce_op") != "sum"
     if stage not in (2, 3) or (stage == 2 and not averages):
         return
-    if reader.raw("zero_optimization.reduce_scatter") not in (ABSENT, AUTO, True):
+    if reader.off("zero_optimization.reduce_scatter"):
         return
     rule = f"DeepSpeed does not support it on ZeRO stage {stage} with reduce_scatter, which is on unless it is false"
     way_out = "remove it, or set zero_optimization.reduce_scatter to false"
@@ -200,7 +209,8 @@ def _switches(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     for path, (rule, way_out) in _UNSUPPORTED.items():
         if reader.flag(path):
             yield Fault(path, True, rule, way_out)
-    reader.flag("managed_gradient_accumulation")
+    for path in ("managed_gradient_accumulation", "prescale_gradients", "sparse_gradients"):
+        reader.flag(path)
     if reader.number("gradient_clipping", 1.0) < 0:
         rule = "must be 0 or greater"
         yield Fault("gradient_clipping", reader.raw("gradient_clipping"), rule, "write 0.0 for no clipping")

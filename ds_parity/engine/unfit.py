@@ -66,9 +66,8 @@ def refuse_unfit(
 
 def _offloads_parameters(wanted: Wanted) -> bool:
     section = "zero_optimization"
-    return wanted.value(f"{section}.offload_param.device") in _AWAY or (
-        wanted.value(f"{section}.cpu_offload_param") is True  # as DeepSpeed wrote it before
-    )
+    # The second as DeepSpeed wrote it before.
+    return wanted.value(f"{section}.offload_param.device") in _AWAY or wanted.on(f"{section}.cpu_offload_param")
 
 
 def _trained(model: torch.nn.Module, chosen: Container[int]) -> dict[str, torch.Tensor]:

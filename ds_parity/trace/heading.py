@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ds_parity.trace.records import Header, Start
+from ds_parity.values import switch, whole
 
 _BY_NAME = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
@@ -58,24 +59,22 @@ def header(
 def dtype_of(config: Mapping[str, Any]) -> str | None:
     """Return what a DeepSpeed configuration computes in: `fp32`, `bf16` or `fp16`; None where it can't be told."""
     autocast = config.get("torch_autocast")
-    if _enabled(autocast):
-        return _BY_NAME.get(str(autocast.get("dtype", "bfloat16")).removeprefix("torch."))  # type: ignore[union-attr]
-    sections = {name: config.get(name) for name in ("bf16", "bfloat16", "fp16")}
-    if any(isinstance(it, Mapping) and not isinstance(it.get("enabled", False), bool) for it in sections.values()):
+    if isinstance(autocast, Mapping) and switch("torch_autocast.enabled", autocast.get("enabled")):
+        return _BY_NAME.get(str(autocast.get("dtype", "bfloat16")).removeprefix("torch."))
+    # DeepSpeed reads the old name where the new one is missing or null.
+    bf16 = "bfloat16" if config.get("bf16") is None else "bf16"
+    sections = {name: section for name in (bf16, "fp16") if isinstance(section := config.get(name), Mapping)}
+    switched = {name: switch(f"{name}.enabled", it.get("enabled", False)) for name, it in sections.items()}
+    if None in switched.values():
         return None  # "auto": a framework decides
-    return next((_BY_NAME.get(name, name) for name, it in sections.items() if _enabled(it)), "fp32")
-
-
-def _enabled(section: object) -> bool:
-    return isinstance(section, Mapping) and section.get("enabled") is True
+    return next((_BY_NAME[name] for name, on in switched.items() if on), "fp32")
 
 
 def _stage(config: Mapping[str, Any]) -> int | None:
     section = config.get("zero_optimization") or {}
     if isinstance(section, bool):  # DeepSpeed's old way to write stages 1 and 0
         return int(section)
-    stage = section.get("stage", 0) if isinstance(section, Mapping) else None
-    return int(stage) if isinstance(stage, int) else None  # "auto": a framework decides
+    return whole(section.get("stage", 0)) if isinstance(section, Mapping) else None  # "auto": a framework decides
 
 
 def _optimizer(config: Mapping[str, Any]) -> str | None:

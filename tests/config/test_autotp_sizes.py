@@ -89,6 +89,11 @@ def test_ranks_that_do_not_divide_into_groups_are_refused_with_both_numbers(rank
         data_parallel_ranks(SHIPPED, ranks)
 
 
+def test_a_size_in_quotes_is_read_as_deepspeed_reads_it():
+    assert autotp_size({"tensor_parallel": {"autotp_size": "2"}}) == 2
+    assert rewrite({**SHIPPED, "tensor_parallel": {"autotp_size": "2"}}, 1).config["gradient_accumulation_steps"]
+
+
 @pytest.mark.parametrize("section", [None, "auto", {}, {"autotp_size": 0}, {"autotp_size": 1}, {"autotp_size": "auto"}])
 def test_it_is_off_without_a_size_above_1(section):
     assert autotp_size({"tensor_parallel": section}) == 1

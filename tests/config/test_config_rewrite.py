@@ -228,6 +228,8 @@ def test_an_option_that_would_go_wrong_is_refused_with_a_way_out(keys, thing, wa
         {"zero_optimization": {"stage": "auto"}, "fp16": {"enabled": True}, "gradient_predivide_factor": "auto"},
         {"optimizer": {"type": "auto", "params": {"lr": "auto"}}, "sequence_parallel_size": "auto"},
         {"gradient_allreduce_op": "auto", "managed_gradient_accumulation": "auto", "elasticity": {"enabled": "auto"}},
+        {"zero_optimization": {"stage": "2", "overlap_comm": "on"}, "fp16": {"enabled": "true"}},
+        {"zero_optimization": {"stage": True}, "bf16": {"enabled": 1}, "compile": {"deepcompile": "off"}},
     ],
 )
 def test_what_is_right_or_not_known_yet_passes_through_untouched(keys):
@@ -241,11 +243,15 @@ def test_what_is_right_or_not_known_yet_passes_through_untouched(keys):
         ({"zero_optimization": 3}, "zero_optimization = 3: must be an object"),
         ({"zero_optimization": [2]}, "zero_optimization = [2]: must be an object"),
         ({"zero_optimization": None}, "zero_optimization = null: must be an object"),
-        ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage = "2": must be 0, 1, 2 or 3'),
+        ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage = "two": must be 0, 1, 2 or 3'),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4"),
-        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = true"),
+        ({"zero_optimization": {"stage": "4"}}, 'zero_optimization.stage = "4": must be 0, 1, 2 or 3'),
         ({"fp16": True}, "fp16 = true: must be an object"),
-        ({"fp16": {"enabled": "yes"}}, 'fp16.enabled = "yes": must be true or false'),
+        ({"fp16": {"enabled": "maybe"}}, 'fp16.enabled = "maybe": must be true or false'),
+        ({"fp16": {"enabled": 2}}, "fp16.enabled = 2: must be true or false"),
+        # DeepSpeed takes these as they are, and each text is on.
+        ({"prescale_gradients": "false"}, 'prescale_gradients = "false": must be true or false'),
+        ({"torch_autocast": {"enabled": "false"}}, 'torch_autocast.enabled = "false": must be true or false'),
         ({"compile": []}, "compile = []: must be an object"),
         ({"optimizer": "AdamW"}, 'optimizer = "AdamW": must be an object'),
         ({"optimizer": {"type": 1}}, "optimizer.type = 1: must be a name"),

@@ -160,6 +160,9 @@ def test_a_release_without_numbers_refuses_nothing():
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {"ZeRO 0 under torch_autocast in bf16"}),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"ZeRO 0 under torch_autocast in fp16"}),
         ({"ds_parity": {"boundary": "caller"}}, {"ZeRO 0 in fp32", "windows that the caller ends"}),
+        ({"zero_optimization": {"stage": "3"}, "fp16": {"enabled": "true"}}, {"ZeRO 3 in fp16"}),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": "true"}}, {"ZeRO 2 with CPU offload"}),
+        ({"torch_autocast": {"enabled": True, "dtype": "half"}}, {"ZeRO 0 under torch_autocast in fp16"}),
     ],
 )
 def test_what_a_configuration_asks_for(config, names):

@@ -12,6 +12,7 @@ from ds_parity.parity.doctor.findings import State
 from ds_parity.parity.doctor.measured import measured
 
 ROOT = Path(__file__).parents[2]
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ZERO2 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 
 
@@ -79,6 +80,35 @@ def test_the_old_switch_of_zero_is_a_stage(switch, stage):
     """DeepSpeed reads `true` as stage 1, and `false` as stage 0."""
     fp16 = {"fp16": {"enabled": True}}
     assert states({**fp16, "zero_optimization": switch}) == states({**fp16, "zero_optimization": {"stage": stage}})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"fp16": {"enabled": "true"}}, {"fp16": {"enabled": True}}),
+        ({"fp16": {"enabled": 1, "loss_scale": "0"}}, {"fp16": {"enabled": True}}),
+        ({"fp16": {"enabled": "maybe"}}, {}),  # DeepSpeed refuses it
+        ({"bf16": {"enabled": "off"}, "bfloat16": {"enabled": True}}, {}),
+        ({"zero_optimization": {"stage": "3"}}, {"zero_optimization": {"stage": 3}}),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": "true"}}, {"zero_optimization": {"stage": 2, **OFFLOAD}}),
+        (
+            {"zero_optimization": {"stage": 1, "overlap_comm": "true"}},
+            {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+        ),
+        (
+            {"gradient_predivide_factor": 2, "zero_optimization": {"stage": 3, "reduce_scatter": "false"}},
+            {"gradient_predivide_factor": 2, "zero_optimization": {"stage": 3, "reduce_scatter": False}},
+        ),
+        # Taken as it is: each text is on.
+        (
+            {"torch_autocast": {"enabled": "no", "dtype": "half"}},
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
+        ),
+    ],
+)
+def test_switches_and_numbers_are_read_as_deepspeed_reads_them(written, meant):
+    base = {**ZERO2, "bf16": {"enabled": False}}
+    assert states({**base, **written}) == states({**base, **meant})
 
 
 def test_auto_is_neither_on_nor_off():

@@ -185,6 +185,12 @@ def test_a_model_that_is_no_module_is_refused_by_name():
         scenario(model="builtins:str").build()
 
 
+def test_a_switch_in_quotes_is_the_one_that_deepspeed_takes_it_for():
+    off = {**cells.config(1), "bf16": {"enabled": "false"}}
+    assert scenario(config=off).storage == "fp32"
+    assert scenario(config={**off, "fp16": {"enabled": "true"}}).storage == "fp16"
+
+
 @pytest.mark.parametrize(("section", "dtype"), [("bf16", "bf16"), ("fp16", "fp16"), ("neither", "fp32")])
 def test_the_type_is_that_of_the_section_which_is_enabled(section, dtype):
     assert scenario(config={**cells.config(1), section: {"enabled": True}}).dtype == dtype

@@ -40,6 +40,8 @@ def test_two_runs_that_write_their_traces_elsewhere_have_one_hash():
         ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "fp16"),
         ({"bfloat16": {"enabled": True}}, "bf16"),
         ({"bf16": {"enabled": "auto"}}, None),
+        ({"fp16": {"enabled": "true"}}, "fp16"),
+        ({"bf16": {"enabled": 0}, "bfloat16": {"enabled": True}}, "fp32"),
         ({"torch_autocast": {"enabled": True}}, "bf16"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "fp16"),
         ({"torch_autocast": {"enabled": True, "dtype": "nonsense"}}, None),
@@ -57,7 +59,16 @@ def test_a_header_says_the_stage_and_the_optimizer_and_neither_where_it_is_not_t
 
 @pytest.mark.parametrize(
     ("section", "stage"),
-    [(True, 1), (False, 0), (None, 0), ("auto", None), ({"stage": "auto"}, None), ({"stage": True}, 1), ({}, 0)],
+    [
+        (True, 1),
+        (False, 0),
+        (None, 0),
+        ("auto", None),
+        ({"stage": "auto"}, None),
+        ({"stage": True}, 1),
+        ({"stage": "3"}, 3),
+        ({}, 0),
+    ],
 )
 def test_a_header_says_no_stage_that_a_framework_is_to_fill_in(section, stage):
     assert line(config={"zero_optimization": section}).stage == stage

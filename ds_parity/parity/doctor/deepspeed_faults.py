@@ -164,7 +164,7 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         lambda c: (
             c.stage == 3
             and c.raw("gradient_predivide_factor") not in (None, 1, 1.0)
-            and c.raw("zero_optimization.reduce_scatter") is False
+            and c.off("zero_optimization.reduce_scatter")
         ),
         "gradient_predivide_factor is the number of ranks, and reduce_scatter is off",
     ),
@@ -469,8 +469,8 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "l2_adam_on_cpu",
         "weight decay is decoupled, as AdamW's is, though adam_w_mode is false",
         "use DeepSpeed 0.19.6 or newer, or set torch_adam to true in the optimizer's params",
-        # With a bool only: "auto" is filled in later.
-        lambda c: c.optimizer == "adam" and not c.offloads and c.raw("optimizer.params.adam_w_mode") is False,
+        # "auto" is neither: it is filled in later.
+        lambda c: c.optimizer == "adam" and not c.offloads and c.off("optimizer.params.adam_w_mode"),
         "ranks run on CPUs, the optimizer's weight_decay is not 0, and it is not torch's (torch_adam)",
     ),
     DeepSpeedFault(

@@ -110,7 +110,8 @@ def operators(config: Mapping[str, Any], accelerator: str) -> list[str]:
     """Return the builders of the operators that DeepSpeed compiles for a configuration."""
     reading = Reading(config, filled_in=True)
     names = [_OF_CPU] if accelerator == "cpu" else []
-    plain = reading.raw("optimizer.params.torch_adam") is True
+    # Of the readings of "auto" this is the one that builds more.
+    plain = Reading(config).on("optimizer.params.torch_adam")
     if reading.offloads:
         names.append(_OF_OFFLOAD.get(reading.optimizer, "CPUAdamBuilder"))
     elif reading.optimizer in ("adam", "adamw") and not plain:

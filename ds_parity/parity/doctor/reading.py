@@ -10,6 +10,7 @@ from ds_parity.config.features import Wanted
 from ds_parity.config.refusals import FP32_NAMES
 from ds_parity.config.releases import read
 from ds_parity.config.settings import AUTO
+from ds_parity.values import real, switch
 
 # DeepSpeed clips at 1.0 where the key is missing, since this release.
 _CLIPS_BY_ITSELF = (0, 19, 1)
@@ -37,9 +38,13 @@ class Reading:
         return node
 
     def on(self, path: str) -> bool:
-        """Whether a switch is on."""
+        """Whether DeepSpeed takes a switch for on."""
         value = self.raw(path)
-        return self.filled_in if value == AUTO else value is True
+        return self.filled_in if value == AUTO else switch(path, value) is True
+
+    def off(self, path: str) -> bool:
+        """Whether something is there that DeepSpeed takes for off, whatever "auto" becomes."""
+        return (value := self.raw(path)) is not None and switch(path, value) is False
 
     @property
     def stage(self) -> int:
@@ -51,8 +56,9 @@ class Reading:
     def offloads(self) -> bool:
         """Whether optimizer states lie on the CPU or on a disk."""
         device = self.raw("zero_optimization.offload_optimizer.device")
-        old = self.raw("zero_optimization.cpu_offload") is True
-        return old or (self.filled_in if device == AUTO else device in ("cpu", "nvme"))
+        return self.on("zero_optimization.cpu_offload") or (
+            self.filled_in if device == AUTO else device in ("cpu", "nvme")
+        )
 
     @property
     def autocast_fp16(self) -> bool:
@@ -67,8 +73,8 @@ class Reading:
 
     @property
     def bf16(self) -> bool:
-        """Whether bf16 is on, in either spelling of its section."""
-        return self.on("bf16.enabled") or self.on("bfloat16.enabled")
+        """Whether bf16 is on; DeepSpeed reads the old spelling of its section where the new one is missing or null."""
+        return self.on("bfloat16.enabled" if self.raw("bf16") is None else "bf16.enabled")
 
     @property
     def fp32(self) -> bool:
@@ -78,7 +84,8 @@ class Reading:
     @property
     def dynamic(self) -> bool:
         """Whether fp16's loss scale is dynamic."""
-        return self.raw("fp16.loss_scale") in (None, 0, AUTO)
+        scale = self.raw("fp16.loss_scale")
+        return scale in (None, AUTO) or real(scale) == 0
 
     @property
     def sums_in_fp32(self) -> bool:

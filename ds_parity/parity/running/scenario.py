@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_parity.config import Settings, parse, refuse_misspelt
 from ds_parity.config.autotp import autotp_size
+from ds_parity.config.features import Wanted
 from ds_parity.errors import ConfigError
 from ds_parity.losses import PolicyGradient
 from ds_parity.parity.data.rollouts import informative, line_turns, load_rollouts, shorten
@@ -215,19 +216,12 @@ class Scenario:
     @property
     def dtype(self) -> str:
         """The type that the model computes in: fp32, bf16 or fp16."""
-        autocast = self.config.get("torch_autocast", {})
-        if autocast.get("enabled"):
-            return {"bfloat16": "bf16", "float16": "fp16"}[str(autocast.get("dtype", "bfloat16"))]
-        return self.storage
+        return Wanted(self.config).autocast or self.storage
 
     @property
     def storage(self) -> str:
         """The type that the model's weights are kept in: fp32, bf16 or fp16."""
-        for name in ("bf16", "fp16"):
-            section = self.config.get(name)
-            if isinstance(section, dict) and section.get("enabled"):
-                return name
-        return "fp32"
+        return Wanted(self.config).half or "fp32"
 
     def layout(self) -> Layout:
         """Return layout[pass][rank], a tuple of rollouts.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_parity.config.features import Wanted
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import NOTHING, Diagnosis, grouped
@@ -89,8 +90,7 @@ def planned_runs(config: dict[str, Any], names: Iterable[str] | None = None) -> 
     Raises:
         ConfigError: a name is unknown.
     """
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    wanted = chosen(names, stage)
+    wanted = chosen(names, Wanted(config).stage or 0)
     shapes = {name: scenario(name, config) for name in dict.fromkeys(control.scenario for control in wanted)}
     engines = [(shape, engine) for shape in shapes.values() for engine in ("torch", *CLEAN)]
     return [*engines, *((shapes[control.scenario], control.name) for control in wanted)]

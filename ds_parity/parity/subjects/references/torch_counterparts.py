@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_parity.config.features import Wanted
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.references.private_state import is_deepspeeds_schedule, schedule_of
@@ -93,10 +94,7 @@ def _by_name(config: dict[str, Any], parameters: list[Any]) -> torch.optim.Optim
     options = {name: value for name, value in section.get("params", {}).items() if name not in _DEEPSPEEDS}
     if kind.lower() in ("adam", "adamw") and not section.get("params", {}).get("torch_adam"):
         options.setdefault("weight_decay", 0.0)  # DeepSpeed's own kernels don't decay by default, torch's AdamW does
-    if (
-        kind.lower() == "lion"
-        and config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "cpu"
-    ):
+    if kind.lower() == "lion" and Wanted(config).value("zero_optimization.offload_optimizer.device") == "cpu":
         optimizer = CPULion
     if kind.lower() == "adam" and not section.get("params", {}).get("adam_w_mode", True):
         optimizer = torch.optim.Adam
@@ -126,8 +124,7 @@ def clipped_step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
     optimizer.step()
     # Without clipping, DeepSpeed takes no norm on ZeRO 0 in fp32.
-    stage = scenario.config.get("zero_optimization", {}).get("stage", 0)
-    taken = clip_limit(scenario) < float("inf") or stage or scenario.storage != "fp32"
+    taken = clip_limit(scenario) < float("inf") or Wanted(scenario.config).stage or scenario.storage != "fp32"
     return float(norm) if taken else None
 
 
