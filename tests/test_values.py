@@ -1,5 +1,6 @@
-"""Switches and numbers of a configuration are read as the DeepSpeed that is installed reads them."""
+"""Values are read as the DeepSpeed that is installed reads them, and a key that is repeated is no secret."""
 
+import json
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from ds_parity.config import ABSENT
-from ds_parity.values import real, switch, whole
+from ds_parity.values import Repeated, object_of, real, repeated, switch, whole
 
 VALUES = [
     *(True, False, 0, 1, 2, 3, 4, -1, 0.0, 1.0, 1.5, 3.0, 1e400, None, [], {}),
@@ -51,3 +52,12 @@ def test_where_deepspeed_has_no_model_each_text_is_on(path):
 def test_auto_and_what_is_absent_are_neither():
     assert (switch("fp16.enabled", "auto"), switch("prescale_gradients", "auto"), whole("auto")) == (None, None, None)
     assert (switch("fp16.enabled", ABSENT), whole(ABSENT)) == (None, None)
+
+
+def test_keys_that_are_given_more_than_once_are_found_at_any_depth():
+    text = '{"a": 1, "b": [{"c": 1, "d": 2, "c": 1}], "a": 2, "e": {"f": 0}}'
+    tree = json.loads(text, object_pairs_hook=object_of)
+    assert list(repeated(tree)) == [("a", 2), ("b.0.c", 1)]
+    assert (tree.twice, tree.ambiguous) == (("a",), ("a",))
+    assert (tree["b"][0].twice, tree["b"][0].ambiguous) == (("c",), ())
+    assert not isinstance(tree["e"], Repeated)

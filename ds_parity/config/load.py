@@ -13,6 +13,7 @@ import hjson
 from ds_parity.config.faults import Fault, refuse, show
 from ds_parity.config.settings import PASSES, SECTION
 from ds_parity.errors import ConfigError
+from ds_parity.values import object_of, repeated
 
 # Python writes them into JSON; HJSON takes them, and all behind them on their line, for a text.
 _NOT_FINITE = re.compile(
@@ -105,24 +106,16 @@ class _Real:
         return int(number) if number.is_integer() and abs(number) < 1e10 else number
 
 
-class _Pairs(dict[str, Any]):
-    """A JSON object that remembers which of its keys were given twice."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        keys = [key for key, _ in pairs]
-        self.twice = [key for key in self if keys.count(key) > 1] if len(self) < len(keys) else []
-
-
 def _read_text(text: str, name: str) -> dict[str, Any]:
     if not text.strip():
         raise ConfigError(f"{name} is empty: a configuration is a JSON object; write {{...}} with DeepSpeed's keys")
     try:
-        tree = hjson.loads(text, object_pairs_hook=_Pairs, parse_float=_Real)
-        if not isinstance(tree, _Pairs):
+        tree = hjson.loads(text, object_pairs_hook=object_of, parse_float=_Real)
+        if not isinstance(tree, dict):
             _refuse_top_level(tree, name)
         _refuse_words(tree, text, name)
-        refuse(_number_faults(tree, "", name))
+        rule, way_out = f"given more than once in {name}", "keep one: which of them would count is not defined"
+        refuse([*(Fault(*one, rule, way_out) for one in repeated(tree)), *_number_faults(tree, "")])
         return {key: _settled(value, strict=key in (PASSES, SECTION)) for key, value in tree.items()}
     except hjson.HjsonDecodeError as error:
         if bare := _NOT_FINITE.search(text):
@@ -164,7 +157,7 @@ def _texts(node: Any) -> Iterator[tuple[str, str]]:
     if isinstance(node, list):
         for value in node:
             yield from _texts(value)
-    elif isinstance(node, _Pairs):
+    elif isinstance(node, dict):
         for key, value in node.items():
             if isinstance(value, str):
                 yield key, value
@@ -191,24 +184,21 @@ def _refuse_top_level(tree: Any, name: str) -> NoReturn:
     raise ConfigError(f"{name} holds {value}: the top level must be an object; write {{...}} around the keys")
 
 
-def _number_faults(node: Any, path: str, name: str) -> Iterator[Fault]:
-    """Yield a fault for each duplicate key and each number that is not finite."""
-    if isinstance(node, _Pairs):
-        for key in node.twice:
-            rule = f"given more than once in {name}"
-            yield Fault(f"{path}{key}", node[key], rule, "keep one: which of them would count is not defined")
+def _number_faults(node: Any, path: str) -> Iterator[Fault]:
+    """Yield a fault for each number that is not finite."""
+    if isinstance(node, dict):
         for key, value in node.items():
-            yield from _number_faults(value, f"{path}{key}.", name)
+            yield from _number_faults(value, f"{path}{key}.")
     elif isinstance(node, list):
         for index, value in enumerate(node):
-            yield from _number_faults(value, f"{path}{index}.", name)
+            yield from _number_faults(value, f"{path}{index}.")
     elif isinstance(node, _Real) and not math.isfinite(float(node.text)):
         yield Fault(path.rstrip("."), node.text, "too large for a floating-point number", "write a smaller number")
 
 
 def _settled(node: Any, strict: bool) -> Any:
     """Return the tree in plain dicts and numbers; where `strict`, whole reals stay reals."""
-    if isinstance(node, _Pairs):
+    if isinstance(node, dict):
         return {key: _settled(value, strict) for key, value in node.items()}
     if isinstance(node, list):
         return [_settled(value, strict) for value in node]

@@ -101,6 +101,10 @@ BAD = {
     "lone surrogate": ({**GOOD, "completion": "\ud800"}, "key 'completion' is not Unicode text"),
     "misspelt key": ({**GOOD, "advantages": 1.0}, "key 'advantages' is unknown; did you mean 'advantage'"),
     "invalid JSON": ('{"prompt": "a"', "not valid JSON"),
+    "repeated key": (
+        '{"prompt": "a", "completion": "b", "reward": 1, "reward": 0}',
+        "key 'reward' is given more than once: which of them would count is not defined; keep one",
+    ),
     "not an object": ("[1]", "a JSON list; each line holds one JSON object"),
 }
 

@@ -16,6 +16,7 @@ from ds_parity.parity.data.tokenizing import BOS, BYTES, EOS, PAD, VOCAB, Tokens
 from ds_parity.planning.advantages import group_advantages
 from ds_parity.planning.rollout import Rollout
 from ds_parity.planning.turns import by_turn
+from ds_parity.values import Repeated, object_of
 
 _NEWLINE = 10
 
@@ -53,7 +54,8 @@ def load_rollouts(path: Path | None = None, tokens: Tokens = BYTES) -> tuple[Rol
         The rollouts; each has a prompt token and a loss token.
 
     Raises:
-        ConfigError: the file can't be read or is empty, or a line breaks the form; names file, line, key and rule.
+        ConfigError: the file can't be read or is empty, or a line breaks the form or gives a key more than once; names
+            file, line, key and rule.
     """
     samples = tuple(_bundled() if path is None else _read(path))
     relative = group_advantages([sample.prompt_id for sample in samples], [sample.reward for sample in samples])
@@ -139,11 +141,16 @@ def _read(path: Path) -> Iterator[_Sample]:
 
 def _sample(line: bytes, where: str) -> _Sample:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON ({error}); each line holds one JSON object") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: a JSON {type(record).__name__}; each line holds one JSON object")
+    if isinstance(record, Repeated):
+        raise ConfigError(
+            f"{where}: key {record.twice[0]!r} is given more than once: which of them would count is not defined; keep "
+            "one"
+        )
     _refuse_near_misses(record, where)
     prompt, completion = _text(record, "prompt", where), _text(record, "completion", where)
     if not completion:

@@ -9,6 +9,7 @@ from typing import Any
 from ds_parity.errors import TraceError
 from ds_parity.trace.foreign.source import Cell, Source, SourceRow
 from ds_parity.trace.opening import opened
+from ds_parity.values import Repeated, object_of
 
 
 def json_lines(path: Path) -> Source:
@@ -30,39 +31,21 @@ def json_rows(path: Path, engine: str, values: list[Any], name: str) -> Iterator
         yield _row(path, place, value)
 
 
-class _Ambiguous(dict[str, Any]):
-    """An object with two values of one key; `key` is the first such."""
-
-    key: str
-
-
 def parse(text: str | bytes) -> Any:
     """JSON whose numbers stay the text that they were written with; NaN, Infinity and -Infinity are numbers.
 
     Raises:
         ValueError: it is no JSON.
     """
-    return json.loads(text, parse_float=str, parse_int=str, parse_constant=str, object_pairs_hook=_object_of)
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; JSON allows a key twice, and Python takes the last without a word."""
-    known = dict(pairs)
-    if len(known) == len(pairs):
-        return known
-    twice = next((key for key, value in pairs if known[key] != value), None)
-    if twice is None:
-        return known
-    ambiguous = _Ambiguous(known)
-    ambiguous.key = twice
-    return ambiguous
+    return json.loads(text, parse_float=str, parse_int=str, parse_constant=str, object_pairs_hook=object_of)
 
 
 def _row(path: Path, place: str, value: dict[str, Any]) -> SourceRow:
     """What an object says of a step: no nulls, and of what is nested only lists of values."""
-    if isinstance(value, _Ambiguous):
+    if isinstance(value, Repeated) and value.ambiguous:
         raise TraceError(
-            f"{path}, {place}: the row has the key {value.key!r} twice, with two values: leave the one that is meant"
+            f"{path}, {place}: the row has the key {value.ambiguous[0]!r} twice, with two values: leave the one that "
+            "is meant"
         )
     cells: dict[str, Cell] = {}
     unread: dict[str, str] = {}
