@@ -61,3 +61,17 @@ def reads_the_window(engine, micro_batches):
     for batch in micro_batches:
         engine.backward(engine(batch.inputs["input_ids"]).sum() / engine.window.target)
         engine.step()
+
+
+def steps_twice(engine, micro_batches):
+    """Calls step() once more than the order of calls allows."""
+    for batch in micro_batches:
+        engine.backward(engine(batch.inputs["input_ids"]).mean())
+        engine.step()
+        engine.step()
+
+
+def leaves_all_out(engine, micro_batches):
+    """Takes micro-batches and runs none."""
+    for _ in micro_batches:
+        pass

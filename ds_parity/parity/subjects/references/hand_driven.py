@@ -34,6 +34,7 @@ from ds_parity.parity.subjects.references.private_state import (
     scales_losses,
 )
 from ds_parity.parity.subjects.references.torch_counterparts import ByHand
+from ds_parity.parity.subjects.references.turns import Turns
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -160,7 +161,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
     def __init__(self, loop: HandDriven) -> None:
         super().__init__(loop.engine)
         self._self_loop = loop
-        self._self_index = -1
+        self._self_turns = Turns()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
@@ -169,7 +170,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
     def passes(self, *_: Any, **__: Any) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches, and a stand-in where it is idle."""
         for index in range(self._self_loop.passes):
-            self._self_index = index
+            self._self_turns.take(index)
             # A stand-in keeps its counts here, where nothing counts them: divided by 0 tokens a loss would be NaN, and
             # the factor of 0 by which this reference silences it would not remove that.
             yield self._self_loop.runs(index)
@@ -177,7 +178,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
     def backward(self, loss: Any, retain_graph: bool = False, **counts: Any) -> Any:
         """Run the backward of the pass that was handed out last; its counts are known."""
         kept = {"retain_graph": True} if retain_graph else {}
-        self._self_loop.backward(self._self_index, loss, **kept)
+        self._self_loop.backward(self._self_turns.run(), loss, **kept)
         return loss
 
     def idle(self, loss: Any) -> Any:
@@ -186,7 +187,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
 
     def step(self, *_: Any) -> None:
         """End the pass."""
-        self._self_loop.step(self._self_index)
+        self._self_loop.step(self._self_turns.end())
 
     def expect(self, **_: Any) -> None:
         """All counts are known here."""

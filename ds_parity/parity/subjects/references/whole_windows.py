@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from ds_parity.collation import collate
-from ds_parity.errors import ConfigError
+from ds_parity.errors import ConfigError, WindowError
 from ds_parity.parity.running.functions import run_loop
 from ds_parity.parity.running.own_batches import Record, begin
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, weighs, weights_of_terms, windows_of
 from ds_parity.parity.subjects.references.torch_steps import TorchSteps, rounded_model
+from ds_parity.parity.subjects.references.turns import Turns
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -29,10 +30,13 @@ def train_on_whole_windows(scenario: Scenario, record: Record) -> nn.Module:
 
     Raises:
         ConfigError: the function needs more of the engine than plain torch has.
+        WindowError: it calls backward() or step() in another order than once for each micro-batch.
     """
     engine = WholeWindows(scenario, record)
     try:
         run_loop(scenario.train or "", engine, engine.passes())
+    except WindowError:  # its rule is that of every engine
+        raise
     except Exception as error:
         raise ConfigError(
             f"train {scenario.train!r} can't be run on whole windows in plain torch ({type(error).__name__}: {error}): "
@@ -57,7 +61,7 @@ class WholeWindows:
         self._steps = TorchSteps(scenario, self.module)
         self._batches = scenario.batches()
         self._windows = windows_of(self._batches, self._settings)
-        self._number = 0
+        self._turns = Turns()
         self._loss: torch.Tensor | None = None
         begin(record, self.module)
 
@@ -71,8 +75,8 @@ class WholeWindows:
 
     def passes(self, *_: Any, **__: Any) -> Iterator[MicroBatch]:
         """Yield every window as one micro-batch of all ranks and passes."""
-        for number, window in enumerate(self._windows, start=1):
-            self._number, self._loss = number, None
+        for index, window in enumerate(self._windows):
+            self._turns.take(index)
             held = self._held(window)
             rollouts = [rollout for batch in held for rollout in batch.held]
             counts = [sum(getattr(one, name) for one in held) for name in ("rollouts", "prompts")]
@@ -80,11 +84,11 @@ class WholeWindows:
 
     def backward(self, loss: Any, **counts: Any) -> Any:
         """Accumulate the gradient of the window's loss, divided as its micro-batches' would be together."""
-        window = self._window
+        window = self._windows[self._turns.run()]
         if window.total:
             divided = self._divided(loss, window)
             divided.backward()
-            self._loss = divided.detach() + (0 if self._loss is None else self._loss)
+            self._loss = divided.detach()
         return loss
 
     def idle(self, loss: Any) -> Any:
@@ -93,7 +97,9 @@ class WholeWindows:
 
     def step(self, *_: Any) -> None:
         """Update the weights, move the scheduler, and write down."""
-        line = self._steps.step(self._number, self._window, self._held(self._window), self._loss)
+        index, loss, self._loss = self._turns.end(), self._loss, None
+        window = self._windows[index]
+        line = self._steps.step(index + 1, window, self._held(window), loss)
         self._record(line, self.module)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -108,10 +114,6 @@ class WholeWindows:
 
     def finish(self) -> None:
         """Every window was settled by its step."""
-
-    @property
-    def _window(self) -> PlannedWindow:
-        return self._windows[self._number - 1]
 
     def _held(self, window: PlannedWindow) -> list[MicroBatch]:
         return [batch for row in self._batches[window.first : window.last + 1] for batch in row]
