@@ -22,12 +22,14 @@ class Recorder:
 
     Attributes:
         steps: records so far, weights included (the first rank's only).
+        taken: how many steps there were, on every rank.
         sketch: takes a vector of all weights, (n,), and returns what the trace tells of it: a reference states
             hypotheses by it. None: there shall be none.
     """
 
     def __init__(self, folder: Path, scenario: Scenario, engine: str, hypotheses: bool = True) -> None:
         self.steps: list[StepRecord] = []
+        self.taken = 0
         self.sketch: Callable[[Tensor], tuple[float, ...]] | None = _sketch if hypotheses else None
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
         self._path = folder / scenario.name / f"{engine}.jsonl"
@@ -40,6 +42,7 @@ class Recorder:
 
     def __call__(self, record: StepRecord, module: nn.Module) -> None:
         """Write a step down; every rank calls, because gathering weights is collective under ZeRO."""
+        self.taken += 1
         vector = weights.trained(module)
         writer = self._head(None)
         if writer is not None:

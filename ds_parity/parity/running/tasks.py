@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import nn
 
+from ds_parity.errors import ConfigError
 from ds_parity.parity.running import half_precision
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.inspection import inspect_model
@@ -31,6 +32,11 @@ _ENGINES = {
     "torch": f"{_SUBJECTS}.references.alone:train_alone",
     "clean": f"{_SUBJECTS}.controls.loop:Loop.run",
 }
+_WITHOUT_STEPS = (
+    "train {train!r} returned without an optimizer step, so there is nothing to compare: it must run backward() and "
+    "step() of every micro-batch until windows are full; let it run to the end of its micro-batches, and raise the "
+    "errors that it catches, or that end a thread of its own"
+)
 _CONTROLS = f"{_SUBJECTS}.controls.known:known"
 
 
@@ -70,6 +76,9 @@ def run_scenario(
 
     Returns:
         `accelerator`: what it ran on.
+
+    Raises:
+        ConfigError: a training function took no step.
     """
     wanted = Scenario.from_json(scenario)
     # A training function may use collectives, so every rank calls it.
@@ -77,6 +86,8 @@ def run_scenario(
     if not alone_on_first or dist.get_rank() == 0:
         with half_precision.experiment(), Recorder(Path(folder), wanted, engine, hypotheses) as recorder:
             ran = engine_of(engine)(wanted, recorder if around is None else _Watched(recorder, around))
+            if wanted.train is not None and not recorder.taken:
+                raise ConfigError(_WITHOUT_STEPS.format(train=wanted.train))
         if engine != "torch":
             ran.destroy()
     # The other ranks wait, or the next call would begin while the first rank still computes.
