@@ -129,20 +129,29 @@ class TestWhatIsComparedWith:
             runs(["hand"])
 
 
+LOSS = ((1, "loss"), (1, "grad_norm"), (1, "weights"))
+
+
 class TestWhatIsSaid:
-    def sentence(self, train="training:nll", **equal):
+    def sentence(self, train="training:nll", bare=False, apart=LOSS, **equal):
         from types import SimpleNamespace
 
         scenario = Scenario("said", cells.config(2, loss_weight="token"), train=train)
+        differences = tuple(SimpleNamespace(step=step, field=field) for step, field in apart)
         outcomes = tuple(
             SimpleNamespace(
                 scenario=scenario,
                 reference=name.replace("_", "-"),
-                comparison=SimpleNamespace(equal=alike, proves_little=()),
+                comparison=SimpleNamespace(
+                    equal=alike,
+                    proves_little=(),
+                    differences=() if alike else differences,
+                    rows=(SimpleNamespace(step=1), SimpleNamespace(step=2)),
+                ),
             )
             for name, alike in equal.items()
         )
-        return Verification(outcomes, (), "cpu").sentence
+        return Verification(outcomes, (), "cpu", bare).sentence
 
     def test_where_both_sides_ran_a_function_only_the_engine_was_judged(self):
         said = self.sentence(deepspeed_loop=True)
@@ -150,9 +159,11 @@ class TestWhatIsSaid:
             said == "every step is equal; both sides ran training:nll, so only the engine was judged, and not its loss"
         )
 
-    def test_where_it_ran_on_whole_windows_its_loss_was_judged(self):
-        assert "so its loss was judged" in self.sentence(torch=True)
-        assert "so its loss was judged" in self.sentence(deepspeed_loop=True, torch=True)
+    @pytest.mark.parametrize("equal", [{"torch": True}, {"deepspeed_loop": True, "torch": True}])
+    def test_where_it_ran_on_whole_windows_the_sentence_says_what_that_proves(self, equal):
+        said = self.sentence(**equal)
+        assert "training:nll takes the same steps on whole windows in plain torch, so its loss is divided as" in said
+        assert "a constant factor of it is on both sides, and was not judged" in said
 
     def test_a_loss_that_is_not_what_the_configuration_says_is_named(self):
         named = (
@@ -161,7 +172,28 @@ class TestWhatIsSaid:
         assert self.sentence(deepspeed_loop=True, torch=False) == f"the engine steps right, and {named}"
         assert self.sentence(torch=False).endswith(named)
         assert self.sentence(deepspeed_loop=False, torch=False).endswith(named)
+        assert self.sentence(torch=False, apart=((None, "loss, mean"),)).endswith(named)
         assert self.sentence(deepspeed_loop=False) == "the runs differ"
+
+    @pytest.mark.parametrize("loop", [{"deepspeed_loop": True}, {"deepspeed_loop": False}, {}])
+    def test_a_loss_that_agrees_in_the_first_step_is_not_called_wrong(self, loop):
+        later = self.sentence(torch=False, apart=((3, "loss"), (3, "weights")), **loop)
+        assert "takes the same steps on whole windows in plain torch before step 3, with the same loss" in later
+        clipped = self.sentence(torch=False, apart=((1, "grad_norm"), (1, "weights"), (2, "loss")), **loop)
+        assert (
+            "has the same loss in step 1 on whole windows in plain torch, and not the same gradient norm or w"
+            in clipped
+        )
+        fewer = self.sentence(torch=False, apart=((2, "step"),), **loop)
+        assert fewer.endswith("training:nll takes other steps on whole windows in plain torch, from step 2 on")
+        for said in (later, clipped, fewer):
+            assert "is not the mean" not in said
+            assert said.startswith("the engine steps right, and" if loop.get("deepspeed_loop") else "the runs differ")
+
+    def test_of_bare_deepspeed_the_loss_is_suspected_where_it_differs_first(self):
+        differ = "the runs differ: this DeepSpeed, or"
+        assert self.sentence(torch=False, bare=True) == f"{differ} the loss of training:nll, is wrong"
+        assert self.sentence(torch=False, bare=True, apart=((2, "loss"),)) == f"{differ} training:nll, is wrong"
 
     def test_of_the_bundled_loop_nothing_more_is_said(self):
         assert self.sentence(None, deepspeed=True, torch=True) == "every step is equal"

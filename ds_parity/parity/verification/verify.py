@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_parity.config import Settings
 from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import NOTHING, Diagnosis, diagnose
 from ds_parity.parity.running.functions import refuse_unknown
@@ -16,6 +16,7 @@ from ds_parity.parity.running.one_at_a_time import alone_in
 from ds_parity.parity.running.policies import refuse_unknown_model
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.verification.compared_with import BARE, TIERS, LeftOut, of_bare, scenarios
+from ds_parity.parity.verification.sentence import found
 from ds_parity.trace import Trace, read_trace
 
 __all__ = [
@@ -83,38 +84,8 @@ class Verification:
     def sentence(self) -> str:
         """What was found, and where a training function ran on both sides, what was judged by that."""
         little = dict.fromkeys(why for outcome in self.outcomes for why in outcome.comparison.proves_little)
-        return self._found + (f", but this proves little: {'; '.join(little)}" if self.equal and little else "")
-
-    @property
-    def _found(self) -> str:
-        trains = [outcome for outcome in self.outcomes if outcome.scenario.train]
-        if not trains:
-            return "every step is equal" if self.equal else "the runs differ"
-        function = trains[0].scenario.train
-        by_reference = {outcome.reference: outcome.comparison.equal for outcome in trains}
-        if self.bare and not self.equal:
-            return f"the runs differ: this DeepSpeed, or the loss of {function}, is wrong"
-        if self.equal and "torch" in by_reference:
-            return f"every step is equal; {function} ran on whole windows in plain torch too, so its loss was judged"
-        if self.equal:
-            return f"every step is equal; both sides ran {function}, so only the engine was judged, and not its loss"
-        if by_reference.get("torch", True):
-            return "the runs differ"
-        engine = {
-            True: "the engine steps right, and",
-            False: "the runs differ, also from deepspeed-loop; perhaps",
-            None: "the runs differ; if deepspeed-loop, with the same function, does not,",
-        }[by_reference.get("deepspeed-loop")]
-        return f"{engine} the loss of {function} is not {_configured_loss(trains[0].scenario.settings)}"
-
-
-def _configured_loss(settings: Settings) -> str:
-    """Say what the loss of a micro-batch should be."""
-    if settings.terms is not None:
-        return "what ds_parity.terms says: one of its terms is another number on a whole window"
-    unit = "loss tokens" if settings.loss_weight == "token" else "rollouts"
-    kind = "the sum" if settings.loss_reduction == "sum" else "the mean"
-    return f"{kind} over the {unit} of a micro-batch, as the configuration says"
+        said = found(self.outcomes, self.equal, self.bare)
+        return said + (f", but this proves little: {'; '.join(little)}" if self.equal and little else "")
 
 
 def title(scenario: Scenario, engine: str) -> str:
@@ -188,22 +159,30 @@ def verify(
     if scenario.train:
         refuse_unknown(scenario.train, import_from)
     folder = folder.resolve()
-    first, *others = calls(runs, folder, bare=bare)
+    every = calls(runs, folder, bare=bare)
+    # On whole windows a training function has no other ranks: what it divides by their number is another step there.
+    whole = tuple(one for one in every if scenario.train and one.arguments["engine"] == "torch")
+    first, *others = (one for one in every if one not in whole)
     # The model is looked at before anything trains.
     steps = (replace(first, function=_INSPECT_AND_RUN), *others)
     with alone_in(folder, "verify"):
+        end = time.monotonic() + timeout
         ran = run_job(Job(steps, folder / "ranks", ranks, timeout, import_from=import_from), progress)
-        found = judge(runs, left_out, folder, ran[0]["accelerator"], bare=bare)
+        if whole:
+            left = max(1.0, end - time.monotonic())
+            job = Job(whole, folder / "whole_windows", 1, left, import_from=import_from)
+            run_job(job, lambda done, title: progress(len(steps) + done, title))
+        verified = judge(runs, left_out, folder, ran[0]["accelerator"], bare=bare)
         # What known faults would make of the steps is computed where there is a difference to explain.
         again = tuple(
             call(one.scenario, "torch", folder, hypotheses=True)
-            for one in found.outcomes
+            for one in verified.outcomes
             if one.reference == "torch" and not one.comparison.equal and not one.scenario.train
         )
         if again:
             run_job(Job(again, folder / "explaining", ranks, timeout, import_from=import_from))
-            found = judge(runs, left_out, folder, found.accelerator, bare=bare)
-    return found
+            verified = judge(runs, left_out, folder, verified.accelerator, bare=bare)
+    return verified
 
 
 def judge(

@@ -1,7 +1,8 @@
 """Reference `torch` of a user's training function: its own loss, on whole windows, without DeepSpeed and in fp64.
 
 A loss that is what the configuration says of it (a mean over tokens or rollouts, or a sum) has the same value on a
-window as its micro-batches have together. So this judges the function, and the engine as well.
+window as its micro-batches have together. So this judges how the function divides, and the engine as well. A constant
+factor of the loss is here too, unless it is made of the number of ranks, which is 1 here.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def train_on_whole_windows(scenario: Scenario, record: Record) -> nn.Module:
     except Exception as error:
         raise ConfigError(
             f"train {scenario.train!r} can't be run on whole windows in plain torch ({type(error).__name__}: {error}): "
-            "there it may use engine(...), backward, idle, step, record, device and module, with tensors on that "
-            "device; change it, or verify against deepspeed-loop alone"
+            "there it may use engine(...), backward, idle, step, record, device, module and world_size, with tensors "
+            "on that device; change it, or verify against deepspeed-loop alone"
         ) from error
     return engine.module
 
@@ -52,11 +53,12 @@ class WholeWindows:
     Attributes:
         module: the model, in fp64 on the CPU; its weights start as the engine's do, rounded to its type.
         device: of the model.
+        world_size: 1, since a whole window has no other ranks.
     """
 
     def __init__(self, scenario: Scenario, record: Record) -> None:
         self.module = rounded_model(scenario)
-        self.device = torch.device("cpu")
+        self.device, self.world_size = torch.device("cpu"), 1
         self._settings, self._record = scenario.settings, record
         self._steps = TorchSteps(scenario, self.module)
         self._batches = scenario.batches()
