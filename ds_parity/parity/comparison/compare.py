@@ -82,7 +82,7 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
     unfit, biases = tuple(_unfit(reference, candidate, tally)), tuple(tally.biases())
     nothing = () if unfit or biases or tally.differences or tally.shared else (_NOTHING,)
     absent = [name for name in NAMES if not _present(reference, candidate, name, tally)]
-    little = tuple(notes.of_bounds(made.ruler, tally)) if tally.steps else ()
+    little = (*notes.of_bounds(made.ruler, tally), *notes.of_silence(tally)) if tally.steps else ()
     unread = chain.from_iterable(names for names, _ in made.rules)
     return Comparison(
         tier=tier,

@@ -106,6 +106,14 @@ def _precision(trace: Trace | TraceFile) -> Mapping[str, Precision]:
     return trace.precision if isinstance(trace, Trace) else {}
 
 
+def of_silence(tally: Tally) -> Iterator[str]:
+    """Losses and norms that are 0 in every step, which two runs that compute nothing have alike."""
+    for name, silent in tally.silent.items():
+        if silent:
+            said = {"loss": "loss", "grad_norm": "gradient norm"}[name]
+            yield f"every {said} is 0 in both traces: runs that compute none would be equal too, which proves little"
+
+
 def of_bounds(ruler: Ruler, tally: Tally) -> Iterator[str]:
     """Bounds that are so wide that staying within them says little: wider than what training moved, or than a tenth."""
     for name, most in tally.slack.items():

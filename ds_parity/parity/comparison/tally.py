@@ -37,6 +37,7 @@ WHOLE = 1000
 """Of so many steps every row is kept, and so many differences; the others are counted."""
 LOOSE = 0.1
 """A part of a value; to be equal within a bound above it says little."""
+_SILENT = ("loss", "grad_norm")
 ENDS, DIFFERING = 10, 20
 """Of more steps: rows at either end, and of those that differ."""
 
@@ -96,6 +97,7 @@ class Tally:
     slack: dict[str, float] = field(default_factory=dict)
     signal: Moved | None = None
     rounded: bool = False
+    silent: dict[str, bool] = field(default_factory=dict)
     _fields: dict[str, FieldFound] = field(default_factory=dict)
     _measured: dict[str, tuple[float, Measured]] = field(default_factory=dict)
     _means: dict[str, _Means] = field(default_factory=lambda: {"loss": _Means(), "grad_norm": _Means()})
@@ -175,6 +177,8 @@ class Tally:
             self.shared |= bool(apart.known.any())
             if name in self.ruler.written:
                 self.slack[name] = max(self.slack.get(name, 0.0), float(apart.slack.max()))
+            if name in _SILENT and apart.known.any():
+                self.silent[name] = self.silent.get(name, True) and _is_zero(block, name, apart.known)
             self.rounded |= bool((apart.known & ~apart.differs & (apart.gap > 0)).any())
             bounded = name in BOUNDED or name in self.ruler.written
             if self.ruler.tier is not Tier.EXACT and bounded and apart.known.any():
@@ -271,6 +275,12 @@ class Tally:
         most = int(parts.argmax())
         if away[most] >= 0 and (self.signal is None or parts[most] > self.signal.part):
             self.signal = Moved(float(away[most]), float(apart.limit[most]))
+
+
+def _is_zero(block: Block, name: str, places: Array) -> bool:
+    """Whether a float is 0 in both traces at all of some places."""
+    sides = [side.floats(name).values[places] for side in (block.reference, block.candidate) if side is not None]
+    return not any(values.any() for values in sides)
 
 
 def _present(columns: Columns, name: str) -> bool:

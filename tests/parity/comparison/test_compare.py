@@ -499,3 +499,18 @@ def test_equal_and_first_cannot_contradict_the_differences():
     assert comparison.first == comparison.differences[0]
     assert not comparison.equal
     assert replace(comparison, differences=()).equal
+
+
+@BOTH
+@pytest.mark.parametrize(("name", "said"), [("loss", "every loss is 0"), ("grad_norm", "every gradient norm is 0")])
+def test_a_run_whose_every_loss_or_norm_is_0_proves_little(tier, name, said):
+    silent = trace(*(record(step, **{name: 0.0}) for step in (1, 2, 3)))
+    comparison = compare(silent, silent, tier)
+    assert comparison.equal
+    (why,) = comparison.proves_little
+    assert why.startswith(f"{said} in both traces")
+    skips = trace(record(1, **{name: 0.0}), record(2, **{name: None}), record(3, **{name: 0.0}))
+    assert compare(skips, skips, tier).proves_little == (why,)
+    assert compare(trace(), trace(), tier).proves_little == ()
+    some = trace(record(1, **{name: 0.0}), record(2), record(3, **{name: 0.0}))
+    assert compare(some, some, tier).proves_little == ()
