@@ -19,6 +19,7 @@ _KNOWN = {
     "grad_norm": {"grad_norm", "gradient_norm"},
 }
 _WANDB_STEPS = ("_step", "Step")  # of the calls of wandb.log: taken only where a trainer logs no step of its own
+_OF_WANDB = ("_step", "_runtime", "_timestamp")
 _SUMMARY = "train/train_loss"  # transformers' mean over the whole run, logged at its end
 _SHOWN = 30
 
@@ -79,7 +80,7 @@ def choose(source: Source, kinds: ColumnKinds, maps: Maps) -> ChosenColumns:
     of = {name: chosen for name, chosen in of.items() if chosen}
     _require(source, of, kinds, passed_over)
     _refuse_shared(source, of)
-    return ChosenColumns(of, shift, (*_notes(guessed, shift), *passed_over))
+    return ChosenColumns(of, shift, (*_notes(guessed, kinds.single, shift), *passed_over))
 
 
 def _shifted(wanted: str, columns: Iterable[str]) -> tuple[str, int]:
@@ -175,11 +176,16 @@ def _listed(columns: Iterable[str]) -> str:
     return f"the columns that hold values are {', '.join(names[:_SHOWN]) or 'none'}{more}"
 
 
-def _notes(guessed: Mapping[str, str], shift: int) -> Iterable[str]:
+def _of_wandb(column: str) -> bool:
+    """Whether Weights & Biases names a column so: those of every row, and those of a chart's export (`run - loss`)."""
+    return column in _OF_WANDB or " - " in column
+
+
+def _notes(guessed: Mapping[str, str], columns: Iterable[str], shift: int) -> Iterable[str]:
     other = [f"{name} is {column!r}" for name, column in guessed.items() if column != name]
     if other:
         yield f"by their names, {', '.join(other)}"
-    if guessed.get("step") in _WANDB_STEPS:
+    if guessed.get("step") in _WANDB_STEPS and any(_of_wandb(column) for column in columns):
         yield f"{guessed['step']!r} counts the calls of wandb.log: map step to another column if a step takes several"
     if shift:
         yield f"{shift:+d} is added to each of its steps, as asked for"

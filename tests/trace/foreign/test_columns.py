@@ -59,9 +59,16 @@ def test_evaluations_and_counts_are_never_guessed():
 @pytest.mark.parametrize("own", ["_step", "Step"])
 def test_the_step_of_wandb_is_taken_only_without_a_trainers_own_and_then_explained(own):
     assert chosen([own, "train/global_step", "loss"]).of["step"] == ("train/global_step",)
-    alone = chosen([own, "loss"])
-    assert alone.of["step"] == (own,)
-    assert any("counts the calls of wandb.log" in note for note in alone.notes)
+    for other in ("_runtime", "_timestamp", "run - grad_norm"):
+        alone = chosen([own, "loss", other])
+        assert alone.of["step"] == (own,)
+        assert any("counts the calls of wandb.log" in note for note in alone.notes)
+
+
+def test_nothing_is_said_of_wandb_where_it_has_written_none_of_the_columns():
+    capitals = chosen(["Step", "Loss", "LR"])
+    assert capitals.of["step"] == ("Step",)
+    assert not any("wandb" in note for note in capitals.notes)
 
 
 def test_a_step_can_be_shifted_and_that_is_noted():
