@@ -26,6 +26,7 @@ from ds_parity.parity.subjects.oracle import (
     windows_of,
 )
 from ds_parity.parity.subjects.references.bare import StepNotes, initialize
+from ds_parity.parity.subjects.references.call_order import CallOrder
 from ds_parity.parity.subjects.references.private_state import (
     averages_over_ranks,
     clip_by_all_experts,
@@ -34,7 +35,6 @@ from ds_parity.parity.subjects.references.private_state import (
     scales_losses,
 )
 from ds_parity.parity.subjects.references.torch_counterparts import ByHand
-from ds_parity.parity.subjects.references.turns import Turns
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -161,7 +161,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
     def __init__(self, loop: HandDriven) -> None:
         super().__init__(loop.engine)
         self._self_loop = loop
-        self._self_turns = Turns()
+        self._self_order = CallOrder()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
@@ -170,7 +170,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
     def passes(self, *_: Any, **__: Any) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches, and a stand-in where it is idle."""
         for index in range(self._self_loop.passes):
-            self._self_turns.take(index)
+            self._self_order.take(index)
             # A stand-in keeps its counts here, where nothing counts them: divided by 0 tokens a loss would be NaN, and
             # the factor of 0 by which this reference silences it would not remove that.
             yield self._self_loop.runs(index)
@@ -178,7 +178,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
     def backward(self, loss: Any, retain_graph: bool = False, **counts: Any) -> Any:
         """Run the backward of the pass that was handed out last; its counts are known."""
         kept = {"retain_graph": True} if retain_graph else {}
-        self._self_loop.backward(self._self_turns.run(), loss, **kept)
+        self._self_loop.backward(self._self_order.run(), loss, **kept)
         return loss
 
     def idle(self, loss: Any) -> Any:
@@ -187,7 +187,7 @@ class TrainableEngine(wrapt.ObjectProxy[Any]):
 
     def step(self, *_: Any) -> None:
         """End the pass."""
-        self._self_loop.step(self._self_turns.end())
+        self._self_loop.step(self._self_order.end())
 
     def expect(self, **_: Any) -> None:
         """All counts are known here."""

@@ -19,8 +19,8 @@ from ds_parity.parity.running.functions import run_loop
 from ds_parity.parity.running.own_batches import Record, begin
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.oracle import PlannedWindow, weighs, weights_of_terms, windows_of
+from ds_parity.parity.subjects.references.call_order import CallOrder
 from ds_parity.parity.subjects.references.torch_steps import TorchSteps, rounded_model
-from ds_parity.parity.subjects.references.turns import Turns
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -63,7 +63,7 @@ class WholeWindows:
         self._steps = TorchSteps(scenario, self.module)
         self._batches = scenario.batches()
         self._windows = windows_of(self._batches, self._settings)
-        self._turns = Turns()
+        self._order = CallOrder()
         self._loss: torch.Tensor | None = None
         begin(record, self.module)
 
@@ -78,7 +78,7 @@ class WholeWindows:
     def passes(self, *_: Any, **__: Any) -> Iterator[MicroBatch]:
         """Yield every window as one micro-batch of all ranks and passes."""
         for index, window in enumerate(self._windows):
-            self._turns.take(index)
+            self._order.take(index)
             held = self._held(window)
             rollouts = [rollout for batch in held for rollout in batch.held]
             counts = [sum(getattr(one, name) for one in held) for name in ("rollouts", "prompts")]
@@ -86,7 +86,7 @@ class WholeWindows:
 
     def backward(self, loss: Any, **counts: Any) -> Any:
         """Accumulate the gradient of the window's loss, divided as its micro-batches' would be together."""
-        window = self._windows[self._turns.run()]
+        window = self._windows[self._order.run()]
         if window.total:
             divided = self._divided(loss, window)
             divided.backward()
@@ -99,7 +99,7 @@ class WholeWindows:
 
     def step(self, *_: Any) -> None:
         """Update the weights, move the scheduler, and write down."""
-        index, loss, self._loss = self._turns.end(), self._loss, None
+        index, loss, self._loss = self._order.end(), self._loss, None
         window = self._windows[index]
         line = self._steps.step(index + 1, window, self._held(window), loss)
         self._record(line, self.module)

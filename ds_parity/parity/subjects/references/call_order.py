@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_parity.errors import WindowError
 
 
-class Turns:
+class CallOrder:
     """Where a training function stands with its micro-batches, which are counted from 0.
 
     Called in another order, references would go wrong in ways of their own, and say so by errors of Python.
