@@ -21,7 +21,7 @@ from ds_parity.engine.internals.checkpoints import (
     without_deepspeeds,
 )
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
-from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_others
+from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_others, refuse_universal_in_turns
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
@@ -108,6 +108,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     # Nothing was loaded, so the open window goes on as it was.
     if path is None:
         return path, state
+    refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
     driver.abandon()
     forget_sparse_names(driver.engine)
     if not module_only:

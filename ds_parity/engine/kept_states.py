@@ -33,7 +33,35 @@ def kept(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict
         engine: a bare DeepSpeed engine, of a pipeline or not.
         groups: the parameters of its groups, on ZeRO 3 of its sub-groups.
     """
-    return {_TURNS: in_turns(engine), _OWNERS: _owners(engine, groups)}
+    # One rank alone has all parameters in their order, whatever the setting is.
+    return {_TURNS: in_turns(engine) and dist.get_world_size() > 1, _OWNERS: _owners(engine, groups)}
+
+
+def refuse_universal_in_turns(engine: Engine, load_dir: str, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a universal checkpoint was loaded, and parameters are dealt to ranks in turns.
+
+    DeepSpeed's converter cuts the parts of ranks as if parameters lay there in their own order, and so does its load
+    (_link_all_hp_params of runtime/zero/stage_1_and_2.py, 0.19.8): weights and moments become those of other
+    parameters, without an error.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        load_dir: for the message.
+        state: what the checkpoint has of the window, with `kept` of the engine that saved; without it where a release
+            of before, or bare DeepSpeed, did.
+    """
+    if not engine.load_universal_checkpoint():
+        return
+    here, there = in_turns(engine) and dist.get_world_size() > 1, bool(state.get(_TURNS))
+    if not here and not there:
+        return
+    where = "the run that saved the checkpoint had" if there else "this configuration has"
+    raise CheckpointError(
+        f"load_checkpoint({load_dir!r}) with load_universal: {where} zero_optimization.{_TURNS} = true, with which "
+        "DeepSpeed converts and loads universal checkpoints wrong: it has given weights and states to other "
+        "parameters. Load one that was saved with false, in a configuration that says false. What was saved with true "
+        f"can be loaded without conversion, on as many ranks. {_HALF_WAY}"
+    )
 
 
 def refuse_others(
@@ -105,8 +133,8 @@ def _refuse_other_owners(engine: Engine, saved: Mapping[str, Any], own: Mapping[
 
 
 def _refuse_other_turns(engine: Engine, saved: bool | None) -> None:
-    # A universal checkpoint has the states by the names of parameters, and one rank alone has all of them. ZeRO deals
-    # them to the ranks of a sequence, too.
+    # One rank alone has the states of all parameters. ZeRO deals them to the ranks of a sequence, too.
+    # refuse_universal_in_turns() looks at universal checkpoints.
     wanted = in_turns(engine)
     if saved not in (None, wanted) and dist.get_world_size() > 1 and not engine.load_universal_checkpoint():
         raise CheckpointError(

@@ -72,6 +72,7 @@ def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tu
             own_clipping(engine),
         ):
             path, state = engine.load_checkpoint(load_dir, tag, **options)
+        kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:
             groups, named = choose(engine).groups(), options["load_module_strict"]
             kept_states.refuse_others(engine, (state or {}).get(KEY, {}), groups, named=named)
