@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -136,9 +137,21 @@ class AmongRanks:
         """Tell the other ranks, which come to save a checkpoint, that this one has raised in place of it."""
         self.exchange.refuse(self._place(SAVES), error)
 
-    def meet_to_load(self) -> None:
-        """Wait until all ranks come to load a checkpoint, wherever they are: it may be the way out of an error."""
-        self.meet(self._anywhere(LOADS))
+    def say_to_save(self, value: Any) -> list[Any]:
+        """Return what all ranks say that come to save a checkpoint.
+
+        Raises:
+            RankDesyncError: not every rank saves.
+        """
+        return self._told_by_all(value, self._place(SAVES))
+
+    def say_to_load(self, value: Any) -> list[Any]:
+        """Return what all ranks say that come to load a checkpoint, wherever they are: it may mend an error.
+
+        Raises:
+            RankDesyncError: not every rank loads.
+        """
+        return self._told_by_all(value, self._anywhere(LOADS))
 
     @contextmanager
     def telling_of_load(self) -> Iterator[None]:
@@ -151,16 +164,20 @@ class AmongRanks:
             self.exchange.refuse(self._anywhere(LOADED), error)
             raise
 
-    def meet_loaded(self, *, found: bool) -> None:
-        """Wait until all ranks have loaded a checkpoint.
+    def say_loaded(self, value: Any, *, found: bool) -> list[Any]:
+        """Return what all ranks say once they have loaded a checkpoint.
 
         Args:
+            value: what this one says.
             found: there was one.
 
         Raises:
             RankDesyncError: another rank has raised in its load, or has found another thing.
         """
-        self.meet(self._anywhere(LOADED if found else FOUND_NONE))
+        return self._told_by_all(value, self._anywhere(LOADED if found else FOUND_NONE))
+
+    def _told_by_all(self, value: Any, place: Place) -> list[Any]:
+        return [value] if self._patient is None else self._patient.gather(value, place)
 
     def _anywhere(self, kind: str) -> Place:
         return replace(self._place(kind), window=ANYWHERE, pass_index=0)

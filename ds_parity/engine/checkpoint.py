@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from ds_parity.engine import loading
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.checkpoints import (
     COUNTS,
     NAMES,
@@ -23,6 +20,7 @@ from ds_parity.engine.internals.checkpoints import (
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_others, refuse_universal_in_turns
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
+from ds_parity.engine.saving import IDENTITY, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
 
@@ -48,30 +46,10 @@ def save(
         without_frozen: leave frozen parameters out.
     """
     with naming_lost_ranks("save_checkpoint()"):
-        state = with_window(driver, client_state)
-        return write(driver.adapter, save_dir, tag, state, names_latest=names_latest, without_frozen=without_frozen)
-
-
-def write(
-    adapter: Adapter, save_dir: str, tag: Any, state: Mapping[str, Any], *, names_latest: bool, without_frozen: bool
-) -> Any:
-    """Let DeepSpeed save, and name the checkpoint in `latest` once all ranks have written it; return what it returns.
-
-    Args:
-        adapter: of the engine, which may be a pipeline's.
-        save_dir: as in DeepSpeed.
-        tag: name of the checkpoint; None for one by DeepSpeed's count of steps.
-        state: the client state.
-        names_latest: `latest` is to name the checkpoint.
-        without_frozen: leave frozen parameters out.
-    """
-    tag = f"global_step{adapter.engine.global_steps}" if tag is None else tag
-    # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
-    by_deepspeed = names_latest and adapter.writes_latest_itself
-    saved = adapter.engine.save_checkpoint(save_dir, tag, state, by_deepspeed, without_frozen)
-    if names_latest and not by_deepspeed:
-        name_latest(save_dir, str(tag))
-    return saved
+        engine = driver.adapter.engine
+        saving = Saving.of(engine, save_dir, tag, names_latest=names_latest, without_frozen=without_frozen)
+        state = with_window(driver, client_state, saving)
+        return write(driver.adapter, saving, state)
 
 
 def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -83,35 +61,15 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         tag: likewise.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
     """
-    module_only = options["load_module_only"]
-    driver.refuse_loading()
-    if module_only:
-        refuse_module_alone(driver)
-    _refuse_a_part_of_universal(driver, options)
-    # At the end of these loads DeepSpeed gathers parameters, or a function of the caller's may talk to other ranks, and
-    # they notice there.
-    engine = driver.engine
-    gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
-    alone = not (gathers or options["custom_load_fn"])
     with naming_lost_ranks("load_checkpoint()"):
-        driver.meet_to_load()
-        with (
-            driver.telling_of_load() if alone else nullcontext(),
-            explained(driver, load_dir, tag),
-            naming_lost_ranks("load_checkpoint()"),
-            of_this_optimizer(engine, load_dir),
-            _as_configured(engine, tag),
-        ):
-            path, state = engine.load_checkpoint(load_dir, tag, **options)
-        if alone:
-            driver.meet_loaded(found=path is not None)
+        path, state = _loaded_by_all(driver, load_dir, tag, options)
     # Nothing was loaded, so the open window goes on as it was.
     if path is None:
         return path, state
-    refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
+    refuse_universal_in_turns(driver.engine, load_dir, (state or {}).get(KEY, {}))
     driver.abandon()
     forget_sparse_names(driver.engine)
-    if not module_only:
+    if not options["load_module_only"]:
         if not options["load_optimizer_states"]:
             driver.adapter.refresh()
         scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
@@ -122,20 +80,49 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     return path, state
 
 
+def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    engine = driver.engine
+    loading.refuse_others(load_dir, driver.say_to_load(loading.asked(engine, load_dir, tag, options)))
+    driver.refuse_loading()
+    if options["load_module_only"]:
+        refuse_module_alone(driver)
+    _refuse_a_part_of_universal(driver, options)
+    # At the end of these loads DeepSpeed gathers parameters, or a function of the caller's may talk to other ranks, and
+    # they notice there.
+    gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
+    alone = not (gathers or options["custom_load_fn"])
+    with (
+        driver.telling_of_load() if alone else nullcontext(),
+        explained(driver, load_dir, tag),
+        naming_lost_ranks("load_checkpoint()"),
+        of_this_optimizer(engine, load_dir),
+        _as_configured(engine, tag),
+    ):
+        path, state = engine.load_checkpoint(load_dir, tag, **options)
+    said = loading.loaded(engine, (state or {}).get(KEY, {}))
+    loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
+    return path, state
+
+
 @contextmanager
 def _as_configured(engine: Any, tag: Any) -> Iterator[None]:
     with own_clipping(engine), weights_of(tag, engine):
         yield
 
 
-def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
+def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, Any]:
     """Return the client state with the window's beside it.
 
     All ranks meet here, so that one that saves alone is not left waiting in DeepSpeed.
 
+    Args:
+        driver: whose window it is.
+        client_state: the caller's own values; None for none.
+        saving: what is saved.
+
     Raises:
         CheckpointError: a window is open, or `own_values` refuses the client state.
-        RankDesyncError: not every rank saves.
+        RankDesyncError: not every rank saves, or not all of them the same.
     """
     try:
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
@@ -154,7 +141,7 @@ def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
             f"save_checkpoint() inside window {window.index}: {pending}, and DeepSpeed doesn't save partial gradients; "
             f"save after the step() that closes the window{where}, or call finish() first"
         )
-    driver.meet_to_save()
+    identity = agreed(driver.say_to_save(saving))
     settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
     return {
         **client_state,
@@ -163,6 +150,7 @@ def with_window(driver: Driver, client_state: Any) -> dict[str, Any]:
             **settings,
             "groups": _groups(driver),
             **kept(driver.engine, driver.adapter.groups()),
+            IDENTITY: identity,
         },
     }
 
@@ -201,22 +189,6 @@ def own_values(engine: Any, client_state: Any, ours: Mapping[str, Any]) -> dict[
                 "under this name, and the value would replace it; give it another name"
             )
     return own
-
-
-def name_latest(save_dir: str, tag: str) -> None:
-    """Let `latest` name a checkpoint, on the first rank; every rank calls, behind DeepSpeed's save_checkpoint.
-
-    DeepSpeed 0.19.8 writes it when the first rank has its own files, others may still be at theirs, and empties it
-    first (tools/deepspeed_faults/latest_before_all_files.py). The barrier that all files wait for ends its
-    save_checkpoint.
-    """
-    if dist.get_rank() == 0:
-        latest = Path(save_dir) / "latest"
-        # A rename changes the file at once; a run that is killed here finds the old name or the new one.
-        beside = latest.with_name("latest.new")
-        beside.write_text(tag)
-        beside.replace(latest)
-    dist.barrier()
 
 
 def refuse_module_alone(driver: Driver) -> None:

@@ -421,7 +421,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             CheckpointError: a window is open: gradients of its passes would be lost; or `client_state` is no mapping,
                 or has a value of the caller's own under `ds_parity`, or under a name of DeepSpeed's such as `optimizer`
                 (one that was loaded may be given: these are brought up to date).
-            RankDesyncError: another rank ended before it had saved, or does something else: all ranks save.
+            RankDesyncError: another rank ended before it had saved, does something else, or saves under another tag:
+                all ranks save.
         """
         return checkpoint.save(
             self._self_driver,
@@ -452,8 +453,9 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             CheckpointError: the checkpoint counted something else, towards another target or moved its LR otherwise, or
                 another number of ranks saved it, or a parameter is frozen that was trained then; or `load_module_only`
                 on ZeRO 3, where DeepSpeed loads nothing, or a part of a universal checkpoint on ZeRO 1 and 2, where
-                it loads all.
-            RankDesyncError: another rank ended before it had loaded, or does something else: all ranks load.
+                it loads all; or a rank finds no folder of the tag, where another does.
+            RankDesyncError: another rank ended before it had loaded, or does something else: all ranks load; or ranks
+                load different checkpoints, or with different arguments.
         """
         options = {
             "load_module_strict": load_module_strict,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVES, Place
+from ds_parity.engine.saving import Saving
 from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import StepRecord
@@ -187,7 +189,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             CheckpointError: `client_state` is no mapping, or has a value of the caller's own under `ds_parity`, or
                 under a name of DeepSpeed's (one that was loaded may be given: these are brought up to date).
             WindowError: a window has raised in this engine.
-            RankDesyncError: another rank ended before it had saved, or does something else: all ranks save.
+            RankDesyncError: another rank ended before it had saved, does something else, or saves under another tag:
+                all ranks save.
         """
         try:
             self._self_between.refuse_failed("save_checkpoint()")
@@ -202,9 +205,10 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             self._tell(SAVES, error)
             raise
         options = {"names_latest": save_latest, "without_frozen": exclude_frozen_parameters}
+        saving = Saving.of(self.__wrapped__, save_dir, tag, **options)
+        gather = partial(self._self_patient.gather, place=self._place(SAVES, self._windows))
         with naming_lost_ranks("save_checkpoint()"):
-            self._self_patient.gather(None, self._place(SAVES, self._windows))
-            return save(self.__wrapped__, save_dir, tag, state, **options)
+            return save(self.__wrapped__, saving, state, gather)
 
     def load_checkpoint(
         self,
@@ -222,7 +226,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             WindowError: a window has raised in this engine.
             CheckpointError: DeepSpeed refused the checkpoint, or its states are those of another optimizer, or of other
                 parameters.
-            RankDesyncError: another rank ended before it had loaded, or does something else: all ranks load.
+            RankDesyncError: another rank ended before it had loaded, does something else, or loads another checkpoint:
+                all ranks load.
         """
         options = {
             "load_module_strict": load_module_strict,
@@ -236,22 +241,11 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         except WindowError as failed:
             self._tell(LOADS, failed)
             raise
+        # A rank may load wherever it is, as the way out of an error.
+        before = partial(self._self_patient.gather, place=self._place(LOADS, ANYWHERE))
+        behind = partial(self._self_over.gather, place=self._place("has loaded", ANYWHERE))
         with naming_lost_ranks("load_checkpoint()"):
-            # A rank may load wherever it is, as the way out of an error.
-            self._self_patient.gather(None, self._place(LOADS, ANYWHERE))
-            path, state, error = load(self.__wrapped__, load_dir, tag, options)
-            # Each stage has parameters and files of its own, so what doesn't fit one may fit another.
-            try:
-                said = self._self_over.gather(error and in_short(error), self._place("has loaded", ANYWHERE))
-            except (RankDesyncError, RuntimeError):
-                if error is None:
-                    raise
-        if error is not None:
-            raise error
-        for rank, other in enumerate(said):
-            if other is not None:
-                raise CheckpointError(f"load_checkpoint({load_dir!r}): rank {rank} has refused it: {other}")
-        return path, state
+            return load(self.__wrapped__, load_dir, tag, options, before, behind)
 
     def destroy(self) -> Any:
         """Destroy the engine, as DeepSpeed does; its optimizer may be stepped by others then."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ds_parity.engine import kept_states
-from ds_parity.engine.checkpoint import KEY, own_values, write
+from ds_parity.engine import kept_states, loading
+from ds_parity.engine.checkpoint import KEY, own_values
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.checkpoints import own_clipping
 from ds_parity.engine.internals.stages import as_it_was_saved
+from ds_parity.engine.ranks.agreement import in_short
+from ds_parity.engine.saving import IDENTITY, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of
-from ds_parity.errors import CheckpointError
+from ds_parity.errors import CheckpointError, RankDesyncError
+
+Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -39,31 +43,62 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     return {**own_values(engine, client_state, ours), KEY: ours}
 
 
-def save(engine: Any, save_dir: str, tag: Any, state: Mapping[str, Any], **options: bool) -> Any:
+def save(engine: Any, saving: Saving, state: Mapping[str, Any], gather: Gather) -> Any:
     """Save a checkpoint; return what DeepSpeed returns.
 
     Args:
         engine: DeepSpeed's PipelineEngine.
-        save_dir: as in DeepSpeed.
-        tag: name of the checkpoint; None for one by DeepSpeed's count of steps.
+        saving: what is saved.
         state: what `with_states` has returned.
-        options: as those of `checkpoint.write`.
+        gather: gathers a value of every rank that saves.
+
+    Raises:
+        RankDesyncError: not every rank saves, or not all of them the same.
     """
-    return write(choose(engine), save_dir, tag, state, **options)
+    ours = {**state[KEY], IDENTITY: agreed(gather(saving))}
+    return write(choose(engine), saving, {**state, KEY: ours})
 
 
-def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any, CheckpointError | None]:
-    """Load a checkpoint; return what DeepSpeed returns, and the error where this stage can't go on from it.
-
-    The error is that DeepSpeed refused the checkpoint, or that its states are those of another optimizer, or of other
-    parameters. It is returned, so that the other stages can be told of it first.
+def load(
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], before: Gather, behind: Gather
+) -> tuple[Any, Any]:
+    """Load a checkpoint; return what DeepSpeed returns.
 
     Args:
         engine: DeepSpeed's PipelineEngine.
         load_dir: as in DeepSpeed.
         tag: likewise.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
+        before: gathers a value of every rank that comes to load.
+        behind: the same of those that have loaded.
+
+    Raises:
+        CheckpointError: on every rank, where one can't go on from it: DeepSpeed refused the checkpoint, or its states
+            are those of another optimizer, or of other parameters.
+        RankDesyncError: not every rank loads, or not all of them the same.
     """
+    loading.refuse_others(load_dir, before(loading.asked(engine, load_dir, tag, options)))
+    path, state, error = _loaded(engine, load_dir, tag, options)
+    ours = loading.loaded(engine, (state or {}).get(KEY, {}))
+    # Each stage has parameters and files of its own, so what doesn't fit one may fit another.
+    try:
+        said = behind((error and in_short(error), ours))
+    except (RankDesyncError, RuntimeError):
+        if error is None:
+            raise
+    if error is not None:
+        raise error
+    for rank, (other, _) in enumerate(said):
+        if other is not None:
+            raise CheckpointError(f"load_checkpoint({load_dir!r}): rank {rank} has refused it: {other}")
+    loading.refuse_mixture(load_dir, [one for _, one in said])
+    return path, state
+
+
+def _loaded(
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]
+) -> tuple[Any, Any, CheckpointError | None]:
+    """Return what DeepSpeed returns, and the error where this stage can't go on from it, so that others are told."""
     try:
         with (
             explained(_Loading(engine, engine.dp_world_size), load_dir, tag),

@@ -245,12 +245,24 @@ def _of_universal(driver: Loading, load_dir: str, said: str) -> CheckpointError:
     )
 
 
-def folder_of(load_dir: str, tag: Any) -> Path | None:
+def tag_of(load_dir: str, tag: Any, *, universal: bool = False) -> str | None:
+    """Return the tag that is loaded: the one that is given, or else that of the file `latest`; None without such.
+
+    Args:
+        load_dir: as in DeepSpeed.
+        tag: likewise.
+        universal: universal checkpoints are loaded, which have a file of their own.
+    """
+    if tag is not None:
+        return str(tag)
+    latest = Path(load_dir) / ("latest_universal" if universal else "latest")
+    return latest.read_text().strip() if latest.is_file() else None
+
+
+def folder_of(load_dir: str, tag: Any, *, universal: bool = False) -> Path | None:
     """Return the folder of a checkpoint's tag, which need not exist; None where nothing names one."""
-    latest = Path(load_dir) / "latest"
-    if tag is None:
-        tag = latest.read_text().strip() if latest.exists() else None
-    return None if tag is None else Path(load_dir) / str(tag)
+    named = tag_of(load_dir, tag, universal=universal)
+    return None if named is None else Path(load_dir) / named
 
 
 def _saved_on(folder: Path | None) -> tuple[int, ...] | None:

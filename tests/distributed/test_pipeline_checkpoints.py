@@ -108,9 +108,15 @@ def around(folder):
                 engine.save_checkpoint(folder) if rank == 2 else engine.train_window(micro_batches(engine, 1, SIZES))
             )
         ),
+        "other tags": refusal(lambda: engine.save_checkpoint(folder, tag=f"part-{rank % 2}")),
         "missing": refusal(lambda: engine.load_checkpoint(folder, tag="a/c")),
     }
     engine.save_checkpoint(folder, tag="broken")
+    for host in ("own", "other"):
+        engine.save_checkpoint(f"{folder}/{host}", tag="broken")
+    own = f"{folder}/{'own' if rank < 2 else 'other'}"
+    found["other loads"] = refusal(lambda: engine.load_checkpoint(folder, tag="broken", load_optimizer_states=rank > 0))
+    found["other saves"] = refusal(lambda: engine.load_checkpoint(own, tag="broken"))
     dist.barrier()
     if rank == 0:
         for path in Path(folder, "broken").glob("layer_05-*"):
@@ -133,6 +139,9 @@ def around(folder):
         ("on one rank", ["RankDesyncError", "CheckpointError", "RankDesyncError", "RankDesyncError"]),
         ("own value", ["CheckpointError: save_checkpoint(): client_state['ds_parity'] is 1"] * 4),
         ("alone", ["RankDesyncError"] * 4),
+        ("other tags", ["RankDesyncError: save_checkpoint(): ranks differ in tag (rank 0 has 'part-0'"] * 4),
+        ("other loads", ["RankDesyncError: load_checkpoint("] * 4),
+        ("other saves", ["RankDesyncError: load_checkpoint("] * 4),
         ("missing", ["CheckpointError: load_checkpoint("] * 4),
         ("lost file", ["CheckpointError: load_checkpoint("] * 4),
     ],

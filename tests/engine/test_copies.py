@@ -10,6 +10,7 @@ from torch.nn import Module
 from ds_parity.engine import checkpoint
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.framework import FrameworkEngine
+from ds_parity.engine.saving import Saving
 from ds_parity.errors import CheckpointError, WindowError
 from ds_parity.window import Ledger, Rules
 
@@ -26,7 +27,7 @@ def driver():
     return SimpleNamespace(
         ledger=Ledger(Rules(8, 1)),
         passes_pending=lambda: 0,
-        meet_to_save=lambda: None,
+        say_to_save=lambda value: [value],
         refuse_saving=lambda error: None,
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),
         adapter=SimpleNamespace(groups=list),
@@ -40,16 +41,21 @@ def driver():
     )
 
 
+def saved_with(client_state):
+    """What is saved of a client state, by one rank."""
+    return checkpoint.with_window(driver(), client_state, Saving("nowhere", "tag", True, False, "one"))
+
+
 @pytest.mark.parametrize("own", [7, None, {}, {"target": 8}, "mine"])
 def test_a_client_state_of_the_callers_own_under_our_name_is_refused(own):
     with pytest.raises(CheckpointError, match=r"client_state\['ds_parity'\] is .*: .*another name"):
-        checkpoint.with_window(driver(), {"ds_parity": own, "epoch": 3})
+        saved_with({"ds_parity": own, "epoch": 3})
 
 
 def test_a_client_state_that_was_loaded_is_taken_and_brought_up_to_date():
-    loaded = checkpoint.with_window(driver(), {"epoch": 3})
+    loaded = saved_with({"epoch": 3})
     stale = {**loaded, "ds_parity": {**loaded["ds_parity"], "windows": 17}}
-    assert checkpoint.with_window(driver(), stale) == loaded
+    assert saved_with(stale) == loaded
 
 
 OF_DEEPSPEED = {"ds_config": {}, "ds_version": "0.19.8", "checkpoint_parallel_dimensions": {}, "optimizer": {"old": 1}}
@@ -57,15 +63,15 @@ OF_DEEPSPEED = {"ds_config": {}, "ds_version": "0.19.8", "checkpoint_parallel_di
 
 def test_what_deepspeed_had_in_a_client_state_that_was_loaded_is_left_out():
     """DeepSpeed writes the client state over its own values, so that the optimizer's states would be old ones."""
-    loaded = checkpoint.with_window(driver(), {"epoch": 3})
-    assert checkpoint.with_window(driver(), {**loaded, **OF_DEEPSPEED, "global_steps": 1}) == loaded
+    loaded = saved_with({"epoch": 3})
+    assert saved_with({**loaded, **OF_DEEPSPEED, "global_steps": 1}) == loaded
 
 
 @pytest.mark.parametrize("name", ["optimizer", "module", "global_steps", "lr_scheduler", "ds_config"])
 def test_a_value_of_the_callers_own_under_a_name_of_deepspeeds_is_refused(name):
     with pytest.raises(CheckpointError, match=rf"client_state\['{name}'\] is of int: DeepSpeed saves its own"):
-        checkpoint.with_window(driver(), {name: 4})
+        saved_with({name: 4})
 
 
 def test_a_count_that_is_the_engines_own_may_be_saved_beside_it():
-    assert checkpoint.with_window(driver(), {"global_steps": 5})["global_steps"] == 5
+    assert saved_with({"global_steps": 5})["global_steps"] == 5

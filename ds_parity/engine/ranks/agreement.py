@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -190,6 +190,23 @@ def same(over: HostSum, place: Place, what: str, value: int) -> None:
             f"ranks differ in {_differing(what, gathered)}. All ranks need the same configuration and the same "
             "arguments of passes(); look at what this rank was started with"
         )
+
+
+def refuse_differing(where: str, gathered: Sequence[Mapping[str, Any]], rule: str) -> None:
+    """Raise where ranks have different values under a name.
+
+    Args:
+        where: what the ranks do.
+        gathered: what all of them have, under the same names, in their order.
+        rule: what is right, and the way out.
+
+    Raises:
+        RankDesyncError: on every rank that calls, with the values.
+    """
+    by_rank = {rank: dict(one) for rank, one in enumerate(gathered)}
+    differing = [_differing(name, by_rank) for name in by_rank[0] if len(set(_of(name, by_rank))) > 1]
+    if differing:
+        raise RankDesyncError(f"{where}: ranks differ in {_some(differing)}. {rule}")
 
 
 @contextmanager

@@ -30,6 +30,7 @@ _EARLY = 1 << 32
 RUNS: Final = "runs a pass"
 RUNS_WHOLE: Final = "runs a pass of a window that it knows as a whole (lookahead 'window')"
 SAVES: Final = "saves a checkpoint"
+SAVED: Final = "has saved a checkpoint"
 LOADS: Final = "loads a checkpoint"
 LOADED: Final = "has loaded a checkpoint"
 FOUND_NONE: Final = "has found no checkpoint to load"

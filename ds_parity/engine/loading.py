@@ -1,0 +1,93 @@
+"""What ranks say to each other around a load: that they ask for one checkpoint, and have loaded the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ds_parity.engine.ranks.agreement import refuse_differing
+from ds_parity.engine.saving import IDENTITY
+from ds_parity.engine.unloadable import folder_of, tag_of
+from ds_parity.errors import CheckpointError
+
+_FOLDER: Final = "folder"
+_WAY_OUT: Final = (
+    "Training would go on from a mixture of them. Load one checkpoint on every rank, with the same arguments (a tag "
+    "by a listing: broadcast that of the first rank), and where hosts do not share the folder, copy one checkpoint "
+    "and its file latest to all of them"
+)
+
+
+def asked(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what this rank is about to load, for all ranks to compare before one of them loads.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        load_dir: as in DeepSpeed; hosts need not share it.
+        tag: likewise; None for that of the file `latest`.
+        options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
+    """
+    universal = bool(engine.load_universal_checkpoint())
+    try:
+        named = tag_of(load_dir, tag, universal=universal)
+    except (OSError, ValueError) as error:
+        # DeepSpeed will say so on the ranks that all can't read it.
+        named = f"none, for latest can't be read ({type(error).__name__})"
+    folder = None if named is None else folder_of(load_dir, named)
+    flags = {name: bool(value) for name, value in options.items() if name != "custom_load_fn"}
+    custom = options["custom_load_fn"] is not None
+    return {
+        "tag": repr(named),
+        **flags,
+        "custom_load_fn": "one" if custom else "none",
+        _FOLDER: folder is not None and folder.is_dir(),
+    }
+
+
+def refuse_others(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where ranks are about to load different things, or one of them has nothing to load.
+
+    Args:
+        load_dir: for the message.
+        gathered: what `asked` has returned on all ranks, in their order.
+
+    Raises:
+        RankDesyncError: on every rank, where tags or options differ.
+        CheckpointError: on every rank, where some ranks find the folder of the tag and others do not.
+    """
+    where = f"load_checkpoint({load_dir!r})"
+    alike = [{key: value for key, value in one.items() if key != _FOLDER} for one in gathered]
+    refuse_differing(where, alike, f"{_WAY_OUT}. Nothing was loaded")
+    found = [rank for rank, one in enumerate(gathered) if one[_FOLDER]]
+    lost = sorted(set(range(len(gathered))) - set(found))
+    if found and lost:
+        raise CheckpointError(
+            f"{where}: rank {lost[0]} finds no folder of the tag {gathered[0]['tag']} there, and rank {found[0]} finds "
+            "one. Nothing was loaded; give the same folder on every rank, and where hosts do not share it, copy the "
+            "checkpoint to all of them"
+        )
+
+
+def loaded(engine: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tells which checkpoint this rank has loaded, for all ranks to compare.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not, that has loaded it.
+        state: what the checkpoint has of the window; without an identity where a release of before, or bare DeepSpeed,
+            saved it.
+    """
+    return {"checkpoint": state.get(IDENTITY, "one without an identity"), "global_steps": int(engine.global_steps)}
+
+
+def refuse_mixture(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where ranks have loaded different checkpoints of one tag.
+
+    Args:
+        load_dir: for the message.
+        gathered: what `loaded` has returned on all ranks, in their order.
+
+    Raises:
+        RankDesyncError: on every rank.
+    """
+    rule = f"These are several saves under one tag. {_WAY_OUT}. Loading ends half way, so start a new engine"
+    refuse_differing(f"load_checkpoint({load_dir!r})", gathered, rule)

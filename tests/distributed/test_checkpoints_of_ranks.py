@@ -1,0 +1,123 @@
+"""All ranks save and load one checkpoint: what would be a mixture, or a part, is refused on every rank."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.cells import STAGES, config
+from tests.distributed.engines import build, from_all, one_pass, refusal
+from tests.distributed.sets import on_two_ranks
+
+pytestmark = pytest.mark.ranks
+OPTIONS = ("load_optimizer_states", "load_lr_scheduler_states", "load_module_strict", "load_module_only")
+
+
+def _trained(stage, seed, **keywords):
+    engine = build(config(stage, passes=4, optimizer="AdamW", exchange_timeout=60), **keywords)
+    for number in range(2):
+        one_pass(engine, seed + number)
+    return engine
+
+
+def _trains(engine):
+    for number in range(2):
+        one_pass(engine, 7 + number)
+    return engine.last_step.step
+
+
+@on_two_ranks
+def mixtures(folder):
+    """By stage and what differs between ranks: what loading ends in; then whether a whole checkpoint goes on."""
+    results, second = {}, bool(dist.get_rank())
+    for stage in STAGES:
+        path = f"{folder}/{stage}"
+        one, other = _trained(stage, 1), _trained(stage, 5)
+        one.save_checkpoint(path, tag="a")
+        other.save_checkpoint(path, tag="b")
+        # Two folders of one tag, as where hosts do not share it: each rank has that of another run.
+        for engine, name in ((one, "own-0"), (other, "own-1")):
+            engine.save_checkpoint(f"{path}/{name}", tag="a")
+        dist.barrier()
+        if second:
+            shutil.copytree(f"{path}/own-1/a", f"{path}/lacking-1/b")
+            Path(f"{path}/lacking-0").mkdir()
+        dist.barrier()
+        own, lacks, loading = f"{path}/own-{int(second)}", f"{path}/lacking-{int(second)}", _trained(stage, 9)
+        calls = {
+            "tag": (path, {"tag": "b" if second else "a"}),
+            "latest": (path, {"tag": "a"} if second else {}),
+            "folder": (lacks, {"tag": "b"}),
+            **{name: (path, {"tag": "a", name: second}) for name in OPTIONS},
+            "save": (own, {"tag": "a"}),
+        }
+        for name, (where, options) in calls.items():
+            said = refusal(partial(loading.load_checkpoint, where, **options))
+            results[f"{name} {stage}"] = from_all(said)
+        loading.load_checkpoint(path, **({"tag": "b"} if second else {}))
+        results[f"then {stage}"] = from_all(_trains(loading))
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["tag", "latest", *OPTIONS])
+def test_ranks_that_ask_for_different_loads_are_refused_before_them(two_ranks, stage, name):
+    differs = "tag (rank 0 has 'a'; rank 1 has 'b')" if name == "tag" else "tag (rank 0 has 'b'; rank 1 has 'a')"
+    differs = differs if name in ("tag", "latest") else f"{name} (rank 0 has False; rank 1 has True)"
+    for said in two_ranks.of(mixtures)[f"{name} {stage}"]:
+        assert said.startswith("RankDesyncError: load_checkpoint(")
+        assert f"ranks differ in {differs}" in said
+        assert "Nothing was loaded" in said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_find_different_saves_under_one_tag_are_refused(two_ranks, stage):
+    first, second = two_ranks.of(mixtures)[f"save {stage}"]
+    assert first.startswith("RankDesyncError: load_checkpoint(")
+    assert "ranks differ in checkpoint (rank 0 has " in first
+    assert "start a new engine" in first
+    assert second.partition("ranks differ")[2] == first.partition("ranks differ")[2]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_folder_that_one_rank_does_not_find_is_an_error_on_every_rank(two_ranks, stage):
+    for said in two_ranks.of(mixtures)[f"folder {stage}"]:
+        assert said.startswith("CheckpointError: load_checkpoint(")
+        assert "rank 0 finds no folder of the tag 'b' there, and rank 1 finds one. Nothing was loaded" in said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_same_checkpoint_is_loaded_however_ranks_name_it(two_ranks, stage):
+    assert two_ranks.of(mixtures)[f"then {stage}"] == [2, 2]
+
+
+@on_two_ranks
+def parts(folder):
+    """By stage and what differs between ranks that save: what it ends in, what `latest` names, and what is there."""
+    results, second = {}, bool(dist.get_rank())
+    for stage in STAGES:
+        path, engine = f"{folder}/{stage}", _trained(stage, 1)
+        engine.save_checkpoint(path, tag="whole")
+        calls = {
+            "tag": {"tag": f"x{int(second)}"},
+            "save_latest": {"tag": "y", "save_latest": second},
+            "exclude_frozen_parameters": {"tag": "y", "exclude_frozen_parameters": second},
+        }
+        for name, options in calls.items():
+            said = refusal(partial(engine.save_checkpoint, path, **options))
+            results[f"{name} {stage}"] = from_all(said)
+        dist.barrier()
+        found = sorted(one.name for one in Path(path).iterdir() if one.is_dir())
+        results[f"then {stage}"] = from_all([found, Path(path, "latest").read_text(), _trains(engine)])
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["tag", "save_latest", "exclude_frozen_parameters"])
+def test_ranks_that_save_different_checkpoints_are_refused_before_anything_is_written(two_ranks, stage, name):
+    for said in two_ranks.of(parts)[f"{name} {stage}"]:
+        assert said.startswith(f"RankDesyncError: save_checkpoint(): ranks differ in {name} (rank 0 has ")
+        assert "Nothing was written" in said
+    assert two_ranks.of(parts)[f"then {stage}"] == [[["whole"], "whole", 2]] * 2
