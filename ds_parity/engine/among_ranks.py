@@ -23,7 +23,7 @@ from ds_parity.engine.ranks.hostgroups import group_of
 from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming
-from ds_parity.engine.ranks.wire import ANYWHERE, FOUND_NONE, LOADED, LOADS, RUNS, SAVES, Announcement, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, FOUND_NONE, LOADED, LOADS, RUNS, SAVED, SAVES, Announcement, Place
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
 
@@ -144,6 +144,14 @@ class AmongRanks:
             RankDesyncError: not every rank saves.
         """
         return self._told_by_all(value, self._place(SAVES))
+
+    def say_saved(self, value: Any) -> list[Any]:
+        """Return what all ranks say that have saved a checkpoint.
+
+        Raises:
+            RankDesyncError: another rank has raised, or ended.
+        """
+        return self._told_by_all(value, self._place(SAVED))
 
     def say_to_load(self, value: Any) -> list[Any]:
         """Return what all ranks say that come to load a checkpoint, wherever they are: it may mend an error.

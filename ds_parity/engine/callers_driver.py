@@ -16,7 +16,7 @@ from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.schedule import rates_in_digits
 from ds_parity.engine.pass_state import PARTLY_THERE
 from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_schedule, refuse_strays
-from ds_parity.engine.ranks.wire import SAVES, Place
+from ds_parity.engine.ranks.wire import SAVED, SAVES, Place
 from ds_parity.errors import CheckpointError, ConfigError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
 
@@ -355,7 +355,7 @@ class CallersDriver(Driver):
 
     def _place(self, kind: str) -> Place:
         place = super()._place(kind)
-        if kind in (OPENS, ENDS, FINISHES, SAVES) and self.adapter.silent_inside_windows:
+        if kind in (OPENS, ENDS, FINISHES, SAVES, SAVED) and self.adapter.silent_inside_windows:
             # Ranks may run different numbers of backwards where DeepSpeed does not talk to others in them.
             return Place(kind, place.window, 0, place.configuration, place.engine)
         return place

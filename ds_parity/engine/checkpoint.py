@@ -49,7 +49,7 @@ def save(
         engine = driver.adapter.engine
         saving = Saving.of(engine, save_dir, tag, names_latest=names_latest, without_frozen=without_frozen)
         state = with_window(driver, client_state, saving)
-        return write(driver.adapter, saving, state)
+        return write(driver.adapter, saving, state, driver.say_saved)
 
 
 def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:

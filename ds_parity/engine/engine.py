@@ -420,7 +420,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             CheckpointError: a window is open: gradients of its passes would be lost; or `client_state` is no mapping,
                 or has a value of the caller's own under `ds_parity`, or under a name of DeepSpeed's such as `optimizer`
-                (one that was loaded may be given: these are brought up to date).
+                (one that was loaded may be given: these are brought up to date); or a rank could not write its files,
+                and `latest` names what it named before.
             RankDesyncError: another rank ended before it had saved, does something else, or saves under another tag:
                 all ranks save.
         """

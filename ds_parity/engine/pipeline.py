@@ -38,7 +38,7 @@ from ds_parity.engine.pipeline_checkpoints import load, save, with_states
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVES, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
 from ds_parity.engine.saving import Saving
 from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
 from ds_parity.planning.rollout import MicroBatch
@@ -187,7 +187,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
 
         Raises:
             CheckpointError: `client_state` is no mapping, or has a value of the caller's own under `ds_parity`, or
-                under a name of DeepSpeed's (one that was loaded may be given: these are brought up to date).
+                under a name of DeepSpeed's (one that was loaded may be given: these are brought up to date); or a rank
+                could not write its files.
             WindowError: a window has raised in this engine.
             RankDesyncError: another rank ended before it had saved, does something else, or saves under another tag:
                 all ranks save.
@@ -206,9 +207,10 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             raise
         options = {"names_latest": save_latest, "without_frozen": exclude_frozen_parameters}
         saving = Saving.of(self.__wrapped__, save_dir, tag, **options)
-        gather = partial(self._self_patient.gather, place=self._place(SAVES, self._windows))
+        places = (self._place(kind, self._windows) for kind in (SAVES, SAVED))
+        before, behind = (partial(self._self_patient.gather, place=one) for one in places)
         with naming_lost_ranks("save_checkpoint()"):
-            return save(self.__wrapped__, saving, state, gather)
+            return save(self.__wrapped__, saving, state, before, behind)
 
     def load_checkpoint(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,9 @@ from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.checkpoints import own_clipping
 from ds_parity.engine.internals.stages import as_it_was_saved
 from ds_parity.engine.ranks.agreement import in_short
-from ds_parity.engine.saving import IDENTITY, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of
 from ds_parity.errors import CheckpointError, RankDesyncError
-
-Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -43,20 +41,22 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     return {**own_values(engine, client_state, ours), KEY: ours}
 
 
-def save(engine: Any, saving: Saving, state: Mapping[str, Any], gather: Gather) -> Any:
+def save(engine: Any, saving: Saving, state: Mapping[str, Any], before: Gather, behind: Gather) -> Any:
     """Save a checkpoint; return what DeepSpeed returns.
 
     Args:
         engine: DeepSpeed's PipelineEngine.
         saving: what is saved.
         state: what `with_states` has returned.
-        gather: gathers a value of every rank that saves.
+        before: gathers a value of every rank that comes to save.
+        behind: the same of those that have saved.
 
     Raises:
+        CheckpointError: on every rank, where one could not write its files.
         RankDesyncError: not every rank saves, or not all of them the same.
     """
-    ours = {**state[KEY], IDENTITY: agreed(gather(saving))}
-    return write(choose(engine), saving, {**state, KEY: ours})
+    ours = {**state[KEY], IDENTITY: agreed(before(saving))}
+    return write(choose(engine), saving, {**state, KEY: ours}, behind)
 
 
 def load(

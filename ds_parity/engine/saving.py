@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -11,9 +11,12 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.checkpoints import going_on
 from ds_parity.engine.internals.surface import Engine
-from ds_parity.engine.ranks.agreement import refuse_differing
+from ds_parity.engine.ranks.agreement import in_short, refuse_differing
+from ds_parity.errors import CheckpointError
 
+Gather = Callable[[Any], list[Any]]
 IDENTITY: Final = "identity"
 """Under this name of the window's state: what tells one save from all others."""
 
@@ -71,33 +74,61 @@ def agreed(gathered: Sequence[Saving]) -> str:
     return gathered[0].identity
 
 
-def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any]) -> Any:
+def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Gather) -> Any:
     """Let DeepSpeed save, and name the checkpoint in `latest` once all ranks have written it; return what it returns.
 
     Args:
         adapter: of the engine, which may be a pipeline's.
         saving: what is saved, as all ranks have agreed.
         state: the client state.
+        gather: gathers a value of every rank that has saved.
+
+    Raises:
+        CheckpointError: on every rank, where one could not write its files.
     """
     # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
     by_deepspeed = saving.names_latest and adapter.writes_latest_itself
-    saved = adapter.engine.save_checkpoint(saving.save_dir, saving.tag, state, by_deepspeed, saving.without_frozen)
+    with going_on(adapter.engine) as errors:
+        saved = adapter.engine.save_checkpoint(saving.save_dir, saving.tag, state, by_deepspeed, saving.without_frozen)
+    _refuse_a_part(saving, "its files", errors, gather)
     if saving.names_latest and not by_deepspeed:
-        name_latest(saving.save_dir, saving.tag)
+        name_latest(saving, gather)
     return saved
 
 
-def name_latest(save_dir: str, tag: str) -> None:
+def _refuse_a_part(saving: Saving, what: str, errors: Sequence[Exception], gather: Gather) -> None:
+    gathered = enumerate(gather(in_short(errors[0]) if errors else None))
+    failed = [f"rank {rank} could not write {what} ({said})" for rank, said in gathered if said is not None]
+    if failed:
+        raise CheckpointError(
+            f"save_checkpoint({saving.save_dir!r}, tag={saving.tag!r}): {'; '.join(failed[:3])}. The checkpoint is not "
+            "whole, and the file latest names what it named before. Mend what that says (a full disk, a folder that "
+            "can't be written), and save again; the engine is as it was"
+        ) from (errors[0] if errors else None)
+
+
+def name_latest(saving: Saving, gather: Gather) -> None:
     """Let `latest` name a checkpoint, on the first rank; every rank calls, behind DeepSpeed's save_checkpoint.
 
     DeepSpeed 0.19.8 writes it when the first rank has its own files, others may still be at theirs, and empties it
     first (tools/deepspeed_faults/latest_before_all_files.py). The barrier that all files wait for ends its
     save_checkpoint.
+
+    Args:
+        saving: what was saved.
+        gather: gathers a value of every rank that has saved.
+
+    Raises:
+        CheckpointError: on every rank, where the first one could not write the file.
     """
+    errors = []
     if dist.get_rank() == 0:
-        latest = Path(save_dir) / "latest"
+        latest = Path(saving.save_dir) / "latest"
         # A rename changes the file at once; a run that is killed here finds the old name or the new one.
         beside = latest.with_name("latest.new")
-        beside.write_text(tag)
-        beside.replace(latest)
-    dist.barrier()
+        try:
+            beside.write_text(saving.tag)
+            beside.replace(latest)
+        except OSError as error:
+            errors.append(error)
+    _refuse_a_part(saving, "the file latest", errors, gather)

@@ -121,3 +121,51 @@ def test_ranks_that_save_different_checkpoints_are_refused_before_anything_is_wr
         assert said.startswith(f"RankDesyncError: save_checkpoint(): ranks differ in {name} (rank 0 has ")
         assert "Nothing was written" in said
     assert two_ranks.of(parts)[f"then {stage}"] == [[["whole"], "whole", 2]] * 2
+
+
+# By stage: the rank that can't write, and its file.
+UNWRITTEN = {
+    0: (0, "mp_rank_00_model_states.pt"),
+    1: (1, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    2: (1, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    3: (1, "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+}
+
+
+@on_two_ranks
+def unwritten(folder):
+    """By stage and what one rank can't write, because a folder or file lies in its place: what saving ends in."""
+    results = {}
+    for stage, (_, name) in UNWRITTEN.items():
+        path, engine = Path(folder, str(stage)), _trained(stage, 1)
+        engine.save_checkpoint(path, tag="whole")
+        if dist.get_rank() == 0:
+            Path(path, "broken", name).mkdir(parents=True)
+            Path(path, "file").touch()
+            Path(f"{path}-latest", "latest.new").mkdir(parents=True)
+        dist.barrier()
+        places = {"file": path, "folder": path / "file", "latest": f"{path}-latest"}
+        for what, place in places.items():
+            own = place if what != "folder" or dist.get_rank() == UNWRITTEN[stage][0] else path
+            results[f"{what} {stage}"] = from_all(refusal(partial(engine.save_checkpoint, own, tag="broken")))
+            latest = Path(place, "latest")
+            results[f"{what} {stage}, then"] = from_all(latest.is_file() and latest.read_text())
+        trains = _trains(engine)
+        engine.save_checkpoint(path, tag="later")
+        results[f"then {stage}"] = from_all([trains, Path(path, "latest").read_text()])
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("what", ["file", "folder", "latest"])
+def test_a_rank_that_cannot_write_is_named_on_every_rank_and_latest_stays(two_ranks, stage, what):
+    result, rank = two_ranks.of(unwritten), 0 if what == "latest" else UNWRITTEN[stage][0]
+    for said in result[f"{what} {stage}"]:
+        assert said.startswith("CheckpointError: save_checkpoint(")
+        assert f"rank {rank} could not write {'the file latest' if what == 'latest' else 'its files'} (" in said
+    assert result[f"{what} {stage}, then"] == ["whole" if what == "file" else False] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_goes_on_and_saves_again_behind_a_save_that_failed(two_ranks, stage):
+    assert two_ranks.of(unwritten)[f"then {stage}"] == [[2, "later"]] * 2

@@ -59,6 +59,7 @@ OTHERS = {
         "_will_engine_execute_node",
         "autograd",
         "enable_grad",
+        "enter_context",
         "expand_as",
         "grad_fn",
         "graph",

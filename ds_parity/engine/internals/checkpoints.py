@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import getmro
 from typing import Any, Final
 
@@ -49,6 +49,7 @@ def without_deepspeeds(client_state: Mapping[str, Any]) -> dict[str, Any]:
 _COLLECT: Final = "get_fp32_state_dict_from_zero_checkpoint"
 
 
+_WRITING: Final = ("makedirs", "create", "save")
 _CLIP: Final = "clip_grad"
 _ALONE: Final = "load_module_checkpoint_state_from_checkpoint_dir_stage3"
 
@@ -81,6 +82,39 @@ def own_clipping(engine: Any) -> Iterator[None]:
     finally:
         if kept is not None:
             setattr(engine.optimizer, _CLIP, kept)
+
+
+@contextmanager
+def going_on(engine: Any) -> Iterator[list[Exception]]:
+    """Return a context in which a save comes to its end where this rank can't write, and the list of what it raises.
+
+    The other ranks wait for this one in barriers of save_checkpoint (runtime/engine.py, 0.19.8), and nothing can be
+    said to them before. What is left out behind the first error would belong to a checkpoint that is not whole.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+    """
+    errors: list[Exception] = []
+
+    def trying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def tried(*args: Any, **kwargs: Any) -> Any:
+            if not errors:
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:
+                    errors.append(error)
+            return None
+
+        return tried
+
+    with ExitStack() as stack:
+        for name in _WRITING:
+            stack.enter_context(wrapped(engine.checkpoint_engine, name, trying))
+        # Others of a decoupled engine wait for this rank in its commit.
+        if not engine.checkpoint_engine.is_decoupled():
+            stack.enter_context(wrapped(engine.checkpoint_engine, "commit", trying))
+        stack.enter_context(wrapped(engine, "_copy_recovery_script", trying))
+        yield errors
 
 
 def steps_by(engine: Engine) -> set[str]:

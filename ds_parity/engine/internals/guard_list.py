@@ -308,6 +308,22 @@ GUARDS: tuple[Guard, ...] = (
         "files of the optimizer are loaded, or its weights taken from the model, where there is ZeRO, and only there",
         ("load_zero_checkpoint = load_path is not None and self.zero_optimization()",),
     ),
+    # Checkpoints.
+    *(
+        Guard(
+            ENGINE,
+            method,
+            "internals/checkpoints.py",
+            "files are written by methods that are looked up on the checkpoint engine, so that what they raise is kept",
+            (line,),
+        )
+        for method, line in (
+            ("save_checkpoint", "self.checkpoint_engine.makedirs(save_dir, exist_ok=True)"),
+            ("_save_checkpoint", "self.checkpoint_engine.save("),
+            ("_save_zero_checkpoint", "self.checkpoint_engine.save("),
+            ("_save_zero_checkpoint", "self._copy_recovery_script("),
+        )
+    ),
     # Other wrappers.
     *(
         guard

@@ -52,6 +52,11 @@ class Monitor(Protocol):
 class CheckpointEngine(Protocol):
     """What writes DeepSpeed's files."""
 
+    makedirs: Callable[..., Any]
+    create: Callable[..., Any]
+    save: Callable[..., Any]
+    commit: Callable[..., Any]
+
     def is_decoupled(self) -> bool:
         """Whether files are written behind the caller's back, `latest` among them."""
 
@@ -180,6 +185,9 @@ class Engine(Protocol):
 
     def _stop_timers(self, timer_names: Iterable[str]) -> None:
         """Stop wall-clock timers, each of which must run."""
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Copy the scripts that collect weights beside a checkpoint."""
 
     def load_universal_checkpoint(self) -> bool:
         """Whether the configuration loads universal checkpoints."""
