@@ -18,6 +18,7 @@ from ds_parity.engine.internals.checkpoints import (
     without_deepspeeds,
 )
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
+from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_others, refuse_universal_in_turns
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.saving import IDENTITY, Saving, agreed, write
@@ -49,7 +50,8 @@ def save(
         engine = driver.adapter.engine
         saving = Saving.of(engine, save_dir, tag, names_latest=names_latest, without_frozen=without_frozen)
         state = with_window(driver, client_state, saving)
-        return write(driver.adapter, saving, state, driver.say_saved)
+        with whole_on_each_rank(engine):
+            return write(driver.adapter, saving, state, driver.say_saved)
 
 
 def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -106,7 +108,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
 
 @contextmanager
 def _as_configured(engine: Any, tag: Any) -> Iterator[None]:
-    with own_clipping(engine), weights_of(tag, engine):
+    with own_clipping(engine), weights_of(tag, engine), whole_on_each_rank(engine):
         yield
 
 

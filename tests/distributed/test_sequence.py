@@ -17,6 +17,7 @@ from ds_parity.parity.running import weights
 from ds_parity.parity.subjects import candidate
 from ds_parity.planning.rollout import MicroBatch
 from tests.distributed.cells import DTYPES, STAGES, config
+from tests.distributed.continuing import converted, ends_in
 from tests.distributed.engines import build, from_all, refusal
 from tests.distributed.sequence import BF16, FP32_ACCUMULATION, loss_of, ragged, remembering, without_mpu
 from tests.distributed.sets import on_four_ranks
@@ -309,29 +310,47 @@ class TestEveryStage:
         assert steps == 2
 
 
+def resumes(stage):
+    """Adam, whose states alone can be converted."""
+    return config(stage, passes=4, optimizer="AdamW")
+
+
 @on_four_ranks
 def resumed(folder):
     """A window after a checkpoint, by the engine that saved it and by one that loads it."""
     results = {}
     for stage in (1, 2, 3):
         with remembering() as mpu:
-            first, second = (build(config(stage, passes=4), mpu=mpu) for _ in range(2))
+            first, second = (build(resumes(stage), mpu=mpu) for _ in range(2))
             for seed in range(4):
                 one_pass(first, seed)
             # Older releases look for a file of each rank of the mpu, and save one.
             with without_mpu(first, OLDER), without_mpu(second, OLDER):
                 first.save_checkpoint(f"{folder}-{stage}")
                 second.load_checkpoint(f"{folder}-{stage}")
-            for engine in (first, second):
+            made = converted(f"{folder}-{stage}")
+            universal = {**resumes(stage), "checkpoint": {"load_universal": True}}
+            third = build(universal, mpu=mpu)
+            said = ends_in(lambda third=third, stage=stage: third.load_checkpoint(f"{folder}-{stage}"))
+            for engine in (first, second, third):
                 for seed in range(4, 6):
                     one_pass(engine, seed)
-            same = torch.equal(weights.vector(first.module), weights.vector(second.module))
-            results[stage] = from_all((same, second.global_steps, second.global_samples))
-            first.destroy()
-            second.destroy()
+            same = [torch.equal(weights.vector(first.module), weights.vector(one.module)) for one in (second, third)]
+            results[stage] = from_all((same[0], second.global_steps, second.global_samples))
+            results[f"{stage} universal"] = from_all((made, said, same[1], third.global_steps))
+            for engine in (first, second, third):
+                engine.destroy()
     return results
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_resumes_bit_for_bit(four_ranks, stage):
     assert four_ranks.of(resumed)[str(stage)] == [[True, 3, 12]] * 4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_is_converted_and_resumes(four_ranks, stage):
+    """On ZeRO 1 and 2 DeepSpeed takes the ranks of a sequence for tensor-parallel ones."""
+    result = four_ranks.of(resumed)[f"{stage} universal"]
+    assert [made for made, *_ in result] == ["nothing was raised", None, None, None]
+    assert [rest for _, *rest in result] == [["nothing was raised", True, 3]] * 4

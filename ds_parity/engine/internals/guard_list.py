@@ -324,6 +324,14 @@ GUARDS: tuple[Guard, ...] = (
             ("_save_zero_checkpoint", "self._copy_recovery_script("),
         )
     ),
+    Guard(
+        f"{ENGINE.partition(':')[0]}:",
+        "",
+        "internals/sequence_checkpoints.py",
+        "how many tensor-parallel ranks a checkpoint has is asked of the engine's mpu, by this function alone",
+        ("def _checkpoint_parallel_metadata(mpu):", "**_checkpoint_parallel_metadata(self.mpu)"),
+        since="0.19.8",
+    ),
     # Other wrappers.
     *(
         guard
