@@ -59,17 +59,18 @@ def explained(driver: Loading, load_dir: str, tag: Any = None) -> Iterator[None]
 
 def _refused(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError:
     said = f"{type(error).__name__}: {error}" if str(error) else f"a bare {type(error).__name__}"
-    if driver.engine.load_universal_checkpoint():
-        return _of_universal(driver, load_dir, said)
-    folder = folder_of(load_dir, tag)
+    universal = driver.engine.load_universal_checkpoint()
+    folder = folder_of(load_dir, tag, universal=universal)
     if folder is not None and not folder.is_dir():
-        by = " (by the file latest)" if tag is None else ""
+        by = f" (by the file {_latest(universal=universal)})" if tag is None else ""
         there = sorted(one.name for one in Path(load_dir).glob("*") if one.is_dir())
         return CheckpointError(
             f"load_checkpoint({load_dir!r}): the tag is {str(folder.relative_to(load_dir))!r}{by}, "
             f"and there is no such folder; give the tag of a checkpoint that was saved there "
             f"({', '.join(there) or 'none was'}); {_HALF_WAY}"
         )
+    if universal:
+        return _of_universal(driver, load_dir, said)
     if folder is not None and not any(folder.glob("*model_states.pt")):
         return _broken_off(load_dir, f"there is no *model_states.pt in {folder.name!r} ({said})")
     stage, saved_on = int(driver.engine.zero_optimization_stage()), _saved_on(folder)
@@ -255,8 +256,12 @@ def tag_of(load_dir: str, tag: Any, *, universal: bool = False) -> str | None:
     """
     if tag is not None:
         return str(tag)
-    latest = Path(load_dir) / ("latest_universal" if universal else "latest")
+    latest = Path(load_dir) / _latest(universal=universal)
     return latest.read_text().strip() if latest.is_file() else None
+
+
+def _latest(*, universal: bool) -> str:
+    return "latest_universal" if universal else "latest"
 
 
 def folder_of(load_dir: str, tag: Any, *, universal: bool = False) -> Path | None:

@@ -8,10 +8,12 @@ import pytest
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
 
+STAGES = (0, 1, 2, 3)
 
-def driver(stage=0, mpu=None, scheduler=None):
+
+def driver(stage=0, mpu=None, scheduler=None, universal=False):
     engine = SimpleNamespace(
-        zero_optimization_stage=lambda: stage, load_universal_checkpoint=lambda: False, mpu=mpu, module=None,
+        zero_optimization_stage=lambda: stage, load_universal_checkpoint=lambda: universal, mpu=mpu, module=None,
         lr_scheduler=scheduler,
     )  # fmt: skip
     return SimpleNamespace(engine=engine, ranks=2)
@@ -129,6 +131,24 @@ def test_a_tag_that_does_not_exist_is_named_with_those_that_do(folder, tag):
     with refused as found, explained(driver(1), str(folder), tag):
         raise AssertionError
     assert ("by the file latest" in str(found.value)) is (tag is None)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("tag", ["none", None])
+def test_a_tag_of_no_universal_checkpoint_is_named_before_stages(folder, tag, stage):
+    (folder / "latest").write_text("saved")
+    (folder / "latest_universal").write_text("none")
+    with pytest.raises(CheckpointError) as found, explained(driver(stage, universal=True), str(folder), tag):
+        raise AssertionError
+    by = " (by the file latest_universal)" if tag is None else ""
+    assert str(found.value).startswith(f"load_checkpoint({str(folder)!r}): the tag is 'none'{by}, and there is no such")
+    assert "ZeRO stage" not in str(found.value)
+
+
+def test_a_folder_that_is_no_universal_checkpoint_names_the_stage(folder):
+    with pytest.raises(CheckpointError) as found, explained(driver(2, universal=True), str(folder), "saved"):
+        raise AssertionError
+    assert "on ZeRO stage 2, with load_universal: DeepSpeed refused it" in str(found.value)
 
 
 def test_a_file_of_another_rank_of_an_mpu_names_the_mpu(folder):
