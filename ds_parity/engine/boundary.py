@@ -8,7 +8,6 @@ from typing import Any
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
-from ds_parity.engine.internals.moved_weights import let_autograd_know
 from ds_parity.engine.internals.schedule import RolloutSchedule, failing_loudly
 from ds_parity.engine.record.finished import Finished
 from ds_parity.engine.record.metrics import Meter, Sums
@@ -104,7 +103,7 @@ class Boundary:
         # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.
         self.mark(False)
         if applied := engine.was_step_applied():
-            let_autograd_know(self._adapter.groups())
+            self._adapter.moved.count(self._adapter.groups())
         self._settle(lr, sums, applied=applied)
 
     def skip(self, *, reduced: bool = False) -> None:

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ds_parity.engine.internals import moved_weights
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.reached_twice import explain
 from ds_parity.engine.record.metrics import Meter
@@ -133,7 +132,7 @@ class Division:
             explain(error, self._engine.zero_optimization_stage())
             raise
         except RuntimeError as error:
-            moved_weights.explain(error)
+            self._adapter.moved.explain(error)
             raise
         self._adapter.end_backward()
         self._adapter.kept.after_backward()

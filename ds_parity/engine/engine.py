@@ -61,10 +61,12 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """
         with self._self_driver.waiting("a forward"):
             try:
-                return self.__wrapped__(*args, **kwargs)
+                returned = self.__wrapped__(*args, **kwargs)
             except (AttributeError, RuntimeError) as error:
                 self._self_driver.explain_forward(error)
                 raise
+        self._self_driver.adapter.moved.remember(returned)
+        return returned
 
     # The pass.
 

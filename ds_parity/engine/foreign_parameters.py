@@ -12,6 +12,7 @@ import torch
 
 from ds_parity.errors import ConfigError
 
+_WRAPPED: Final = ("optimizer", "_optimizer", "optim", "base_optimizer")
 _WAY_OUT: Final = (
     "Take them from model.parameters(), after the model was copied, wrapped or changed; make a new optimizer in place "
     "of one that another engine had, whose ZeRO has put partitions into it"
@@ -69,14 +70,27 @@ def refuse_foreign_scheduler(keywords: Mapping[str, Any]) -> None:
     own = getattr(optimizer, "param_groups", ())
     if not moved or (optimizer is not None and not own):
         return
-    # By the groups, because frameworks wrap an optimizer, or make one of another class over the same groups.
-    if not {id(group) for group in moved} & {id(group) for group in own}:
+    # By the groups, because frameworks make an optimizer of another class over the same groups; wrappers may copy them.
+    shared = {id(group) for group in moved} & {id(group) for group in own}
+    if not shared and not _inside(another) & _inside(optimizer):
         has = "that initialize() is given" if own else "that DeepSpeed makes of the section `optimizer`"
         raise ConfigError(
             f"lr_scheduler= is a {type(scheduler).__name__} over another optimizer ({type(another).__name__}) than "
             f"the one {has}: the learning rates of the engine would never move. Build it over the engine's optimizer, "
             "or give a function: lr_scheduler=lambda optimizer: LinearLR(optimizer)"
         )
+
+
+def _inside(optimizer: Any) -> set[int]:
+    """Return the ids of an optimizer and of those that it wraps."""
+    found: dict[int, Any] = {}
+    inside = [optimizer]
+    while inside:
+        one = inside.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            inside += [vars(one).get(name) for name in _WRAPPED if hasattr(one, "__dict__")]
+    return set(found)
 
 
 def groups_handed_over(keywords: Mapping[str, Any]) -> list[list[torch.Tensor]]:

@@ -53,6 +53,7 @@ class _Written:
     decimals: int
     significant: int
     padded: bool  # it ends in a zero that only a fixed number of digits explains
+    exponent: bool = False  # it is written with a power of ten
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ class Digits:
 
         Rounded numbers use their last digit nine times out of ten. So the last place counts as one of rounding where
         two different numbers and half of all use it, or where zeros were written to fill it: a constant 0.001 may be
-        just that. Nobody writes one significant digit, so 0.001 and 0.0005 are what they are. Whether decimals or
-        significant digits were fixed is told by what more of the numbers use.
+        just that. One significant digit is only fixed by an exponent (1e-05, 9e-06), so 0.001 and 0.0005 are what they
+        are. Whether decimals or significant digits were fixed is told by what more of the numbers use.
 
         Args:
             single: the numbers were held in single precision.
@@ -80,7 +81,7 @@ class Digits:
         decimals = max((it.decimals for it in known), default=0)
         significant = max((it.significant for it in known), default=0)
         fixed = sum(it.decimals == decimals for it in known)
-        floating = sum(it.significant == significant for it in known) if significant > 1 else 0
+        floating = sum(it.significant == significant and (significant > 1 or it.exponent) for it in known)
         used = max(fixed, floating)
         evident = any(it.padded for it in known) or (used >= 2 and 2 * used >= len(known))
         if decimals <= 0 or significant > (_SINGLE if single else _DOUBLE) or not evident:
@@ -106,4 +107,4 @@ def _written(text: str) -> _Written | None:
     digits = number.as_tuple().digits
     if not number:
         return _Written(-exponent, 1, padded=True) if exponent < -1 else None
-    return _Written(-exponent, len(digits), padded=exponent < 0 and digits[-1] == 0)
+    return _Written(-exponent, len(digits), padded=exponent < 0 and digits[-1] == 0, exponent=bool(separator))

@@ -160,3 +160,31 @@ def test_the_number_of_the_next_engine_is_one_more_than_any_rank_has_built(monke
 def test_what_other_ranks_are_told_of_an_error_is_its_class_and_at_most_400_characters():
     assert in_short(WindowError("too few")) == "WindowError: too few"
     assert len(in_short(WindowError("x" * 1000))) == 400
+
+
+@pytest.mark.parametrize(
+    ("stages", "refused"), [((3, 1, 2), True), ((3, 0, 3), True), ((1, 0, 2), False), ((3, 3, 3), False)]
+)
+def test_of_groups_that_build_at_once_all_ranks_are_refused_or_none(stages, refused, monkeypatch):
+    """Three ranks, each a group of its own, and each asked what it says."""
+    told = {rank: (frozenset({rank}), b"digest", 0, stage) for rank, stage in enumerate(stages)}
+    monkeypatch.setattr(Asked, "gather", lambda self, value: told)
+    monkeypatch.setattr(agreement, "_ENGINES", [0])
+    said = []
+    for rank, stage in enumerate(stages):
+        try:
+            agree(Asked(None, frozenset({rank})), {"zero_optimization": {"stage": stage}}, torch.nn.Linear(1, 1))
+        except RankDesyncError as error:
+            said.append(str(error))
+    assert len(said) == 3 * refused
+    for stage, one in zip(stages, said, strict=False):
+        assert f"stage is {stage} on this rank's group" in one
+        assert f"have stages {', '.join(map(str, sorted(set(stages))))}" in one
+
+
+@pytest.mark.parametrize(
+    ("config", "stage"),
+    [({}, 0), ({"zero_optimization": {"stage": "3"}}, 3), ({"zero_optimization": {"stage": 3.0}}, 3)],
+)
+def test_a_stage_is_read_as_deepspeed_reads_it(config, stage):
+    assert agreement._stage(config) == stage

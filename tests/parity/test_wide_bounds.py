@@ -1,5 +1,7 @@
 """Where a bound is wide, a loss that agrees excludes neither another loss nor other data."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,7 @@ def test_a_gradient_that_turned_may_be_that_of_another_loss_or_of_other_data(opt
     one, other = run(**options, rates=FAST), run(**options, rates=FAST, scale=turned)
     half, full = of("bf16", one, other), of("fp32", one, other)
     assert {"data", "loss", "gradient"} <= set(half.classes)
+    assert {"data", "loss", "gradient"} <= set(of("fp16", one, other).classes)
     assert half.certain[0].startswith("first to differ, in step 1: weights")
     assert not {"data", "loss"} & set(full.classes)
     assert not half.causes
@@ -133,3 +136,34 @@ def logging(trace, rates, tokens=lambda count: count):
         for at, it in enumerate(trace.steps)
     ]
     return Trace(trace.header, tuple(steps))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_update_of_nothing_has_no_direction(optimizer, at, dtype):
+    """The logged rate of a step is 0, as at the start of a warm-up, and the rate in use is not."""
+    options, rates = OPTIMIZERS[optimizer], list(FAST)
+    rates[at] = 0.0
+    one, other = (logging(run(**options, rates=it), rates) for it in (rates, FAST))
+    diagnosis = of(dtype, one, other)
+    assert "schedule" in diagnosis.classes or diagnosis.causes
+    assert diagnosis.causes or "lr-in-use" in diagnosis.not_excluded
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_number_that_is_logged_as_nan_is_a_wrong_log_where_weights_agree(dtype):
+    one = run()
+    lost = [it.model_copy(update={"loss": math.nan}) for it in one.steps]
+    assert "reported-loss" in {cause.name for cause in of(dtype, one, Trace(one.header, tuple(lost))).causes}
+    assert [cause.name for cause in of(dtype, one, logging(one, [math.nan] * STEPS)).causes] == ["reported-lr"]
+
+
+def test_a_loss_that_is_exactly_one_multiple_is_said_to_be_so_in_bf16():
+    one = run()
+    four = [it.model_copy(update={"loss": 4 * it.loss, "passes": 3}) for it in one.steps]
+    same = Trace(one.header, tuple(it.model_copy(update={"passes": 3}) for it in one.steps))
+    diagnosis = of("bf16", same, Trace(one.header, tuple(four)))
+    assert [cause.name for cause in diagnosis.causes] == ["reported-loss"]
+    assert "the logged loss is 4 times the reference's in every step" in diagnosis.causes[0].evidence
+    assert diagnosis.classes == ("logging",)

@@ -54,6 +54,11 @@ def test_some_known_faults_of_an_update_are_listed():
     later = {name: lambda number, value: value * (1.01 if number > 2 else 1.0) for name in ("loss", "grad_norm")}
     wrong = bare(one, **later)
     assert {"clip-at-wrong-scale", "weight-decay"} <= set(of("fp32", bare(one), wrong).not_excluded)
+    # In the gradient norm alone, and where only the candidate has recorded no weights.
+    norm = {"grad_norm": lambda number, value: value * (1.01 if number > 2 else 1.0)}
+    for right, other in ((bare(one), bare(one, **norm)), (one, bare(one, **norm))):
+        diagnosis = of("fp32", right, other)
+        assert diagnosis.causes or {"clip-at-wrong-scale", "weight-decay"} <= set(diagnosis.not_excluded)
 
 
 def test_norms_that_are_as_far_apart_as_losses_prove_no_wrong_log():
@@ -99,3 +104,28 @@ def test_learning_rates_of_one_digit_are_what_they_are(tmp_path):
         path.write_text("".join(lines))
     found = compare(*open_pair(*paths), Tier.REASSOCIATED)
     assert (found.first.step, found.first.field) == (6, "lr")
+
+
+def test_the_number_of_ranks_is_known_where_both_sides_tell_it():
+    one = run()
+    for ranks in ((1, None), (None, 1), (1, 1)):
+        sides = [
+            Trace(it.header.model_copy(update={"ranks": count}), it.steps)
+            for it, count in zip((bare(one), bare(one, grad_norm=lambda number, value: value / 4)), ranks, strict=True)
+        ]
+        named = {cause.name for cause in of("fp32", *sides).causes}
+        assert ("dp-mean-left-in" in named) is (None in ranks), (ranks, named)
+
+
+def test_one_digit_behind_an_exponent_is_rounded(tmp_path):
+    """The same rates, in full and as `%.0e`: a log that says little, and nothing else."""
+    paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path, form in zip(paths, ("{!r}", "{:.0e}"), strict=True):
+        lines = [
+            f'{{"step": {n + 1}, "loss": {2.123456789 - 0.012345678 * n}, "lr": {form.format(1.1685e-05 * 0.93**n)}}}\n'
+            for n in range(12)
+        ]
+        path.write_text("".join(lines))
+    found = compare(*open_pair(*paths), Tier.REASSOCIATED)
+    assert found.equal
+    assert found.proves_little

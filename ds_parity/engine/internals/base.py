@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ds_parity.engine.internals.kept import KeptGradients
+from ds_parity.engine.internals.moved_weights import MovedWeights
 from ds_parity.engine.internals.passing_through import let_others_pass
 from ds_parity.engine.internals.surface import Engine, GradScaler, Parameter
 from ds_parity.engine.internals.timers import let_timers_be, start_backward_timers
@@ -28,6 +29,7 @@ class Adapter(ABC):
     Attributes:
         engine: the bare DeepSpeed engine.
         kept: watches over the gradients between the backwards of a window.
+        moved: knows of the steps that have changed the weights.
         keeps_whole_gradients: the window's gradients are reduced together at its end (`coalesce_grad_reduction`).
     """
 
@@ -36,6 +38,7 @@ class Adapter(ABC):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.kept = KeptGradients(self)
+        self.moved = MovedWeights()
 
     # The division.
 

@@ -16,6 +16,7 @@ from ds_parity.engine.ranks.hostgroups import everybody, way_out
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import Place
 from ds_parity.errors import ConfigError, RankDesyncError
+from ds_parity.values import whole
 
 # What a rank says, and where it puts things, is its own affair.
 _OWN_SECTIONS: Final = frozenset(
@@ -37,7 +38,7 @@ _GONE: Final = (
 )
 _STARTS: Final = Place("initializes an engine")
 _SAYING: Final = "initialize(), where all say what they were given"
-_STAGE: Final = "zero_optimization.stage"
+_STAGE, _GATHERS = "zero_optimization.stage", 3
 _ENGINES = [0]  # how many this process has built, as far as the ranks have agreed
 
 
@@ -124,7 +125,7 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
     own = {path: text for path, text in _flat(config) if not _is_own(path)} | _trained(model)
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     # The digests are small and nearly always equal; whole configurations travel only where they are not.
-    gathered = asked.gather((asked.members, digest, _ENGINES[0], own.get(_STAGE)))
+    gathered = asked.gather((asked.members, digest, _ENGINES[0], _stage(config)))
     if model is not None:
         _refuse_two_stages(asked, {rank: (members, stage) for rank, (members, _, _, stage) in gathered.items()})
     digests = {(members, theirs) for members, theirs, *_ in gathered.values()}
@@ -143,19 +144,26 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
     )
 
 
-def _refuse_two_stages(asked: Asked, told: Mapping[int, tuple[frozenset[int], str | None]]) -> None:
+def _stage(config: Mapping[str, Any]) -> int:
+    section = config.get("zero_optimization")
+    return (whole(section.get("stage", 0)) or 0) if isinstance(section, Mapping) else 0
+
+
+def _refuse_two_stages(asked: Asked, told: Mapping[int, tuple[frozenset[int], int]]) -> None:
     """Raise where one group of ranks builds an engine of ZeRO stage 3 while another group builds one of another stage.
 
     DeepSpeed's stage 3 waits in a barrier of all ranks (stage3.py, __init__, 0.19.8), and the other group goes on to
     exchanges of its own: neither comes back.
     """
-    own = {stage for rank, (_, stage) in told.items() if rank in asked.members}
-    others = {stage for rank, (_, stage) in told.items() if rank not in asked.members}
-    if "3" in own | others and len(own | others) > 1 and len(own) == len(others) == 1:
+    stages = {stage for _, stage in told.values()}
+    groups = {members for members, _ in told.values()}
+    # Ranks of one group that differ are told so behind this.
+    if len(groups) > 1 and len(stages) > 1 and _GATHERS in stages:
+        own = ", ".join(sorted({str(stage) for rank, (_, stage) in told.items() if rank in asked.members}))
         raise RankDesyncError(
-            f"{_STAGE} is {own.pop()} on this rank's group and {others.pop()} on another group: DeepSpeed waits for "
-            "all ranks while it builds an engine of stage 3, so that groups that build at once need one stage. Give "
-            "them one, or start each group as a job of its own"
+            f"{_STAGE} is {own} on this rank's group, and groups of ranks that build engines at once have stages "
+            f"{', '.join(map(str, sorted(stages)))}: DeepSpeed waits for all ranks while it builds an engine of stage "
+            "3, so that such groups need one stage. Give them one, or start each group as a job of its own"
         )
 
 

@@ -53,8 +53,6 @@ def _of_fields(view: View) -> Iterator[str]:
         yield from ("idle-nan", "zero-denominator")
     elif "loss" in at and "total" not in at:
         yield from _of_loss(view)
-        if first and view.pairs[first - 1][0].weights is None:
-            yield from _of_update(view)
     elif "grad_norm" in at and "loss" not in at:
         yield from _of_gradient(view)
     elif at == {"weights"}:
@@ -63,6 +61,8 @@ def _of_fields(view: View) -> Iterator[str]:
             yield from _of_gradient(view)
         if view.loose:
             yield from _of_loss(view)
+    if view.unseen and at & {"loss", "grad_norm"}:
+        yield from _of_update(view)
 
 
 def _of_loss(view: View) -> Iterator[str]:

@@ -13,6 +13,7 @@ from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
+from ds_parity.parity.diagnosis.reporting import exact_factor
 from ds_parity.parity.diagnosis.update_factors import entered, multiple
 from ds_parity.parity.diagnosis.view import View
 
@@ -26,7 +27,7 @@ def possible(view: View) -> tuple[str, ...]:
     """Return the classes that the record leaves open, in the order of `CLASSES`."""
     if view.trained_alike:
         # A loss may have the same gradient and another value.
-        return ("loss", "logging") if "loss" in view.fields else ("logging",)
+        return ("loss", "logging") if "loss" in view.fields and not exact_factor(view) else ("logging",)
     at = view.at_first or view.fields
     found: set[str] = set()
     if at & {"rollouts", "step"}:
@@ -106,15 +107,9 @@ def _crept(view: View) -> bool:
 
 def _of_updates_before(view: View) -> set[str]:
     """What may be wrong in an update that lies in front of the first difference."""
-    if _unseen(view):
+    if view.unseen:
         return _OF_UPDATE | {"gradient"}
     return _OF_UPDATE if _crept(view) else set()
-
-
-def _unseen(view: View) -> bool:
-    """Whether the weights before the first difference are not recorded, so that an update may have been another."""
-    before = view.pairs[: view.first]
-    return bool(before) and any(one.weights is None for one in before[-1])
 
 
 def _trained_apart(view: View) -> bool:

@@ -51,14 +51,15 @@ def step_lengths(reference: Trace, pairs: Pairs) -> list[float] | None:
 def _share(name: str, pair: tuple[StepRecord, StepRecord]) -> float:
     """By what share (0 to 1) the update of a step would be off."""
     if name == "metrics":
-        reference, candidate = (one.metrics for one in pair)
-        numbers = [(reference[it], candidate[it]) for it in reference.keys() & candidate.keys()]
-        numbers = [(1.0, 0.0) if math.isnan(x) != math.isnan(y) else (x, y) for x, y in numbers]
+        mine, theirs = (one.metrics for one in pair)
+        numbers = [(mine[it], theirs[it]) for it in mine.keys() & theirs.keys()]
     else:
         reference, candidate = (_numbers(getattr(one, name)) for one in pair)
         if len(reference) != len(candidate):
             return 1.0  # what one side did not write may be anything
         numbers = list(zip(reference, candidate, strict=True))
+    if any(math.isnan(x) != math.isnan(y) for x, y in numbers):
+        return 1.0
     shares = [abs(y - x) / abs(x) if x else float(y != x) for x, y in numbers]
     return max((min(1.0, it) for it in shares if not math.isnan(it)), default=0.0)
 

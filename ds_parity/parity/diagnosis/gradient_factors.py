@@ -74,7 +74,7 @@ def _of_ranks_and_passes(view: View, first: float) -> dict[str, Prediction]:
         words = f"1 / {ranks}" if first < 1 else f"{ranks}"
         found["dp-mean-left-in"] = Prediction([factor] * steps, f"{words} (the number of ranks)")
     elif any(_whole(it) and round(it) > 1 for it in (first, 1 / first)):
-        known = not all(one.header.ranks is None for one in (view.reference, view.candidate))
+        known = not any(one.header.ranks is None for one in (view.reference, view.candidate))
         # The same words for both, which the record can't tell apart.
         words = f"{first:.4g} ({'on one data-parallel rank' if known else 'the number of ranks is not recorded'})"
         names = ["sp-factor-by-stage"] if known else ["dp-mean-left-in", "sp-factor-by-stage"]

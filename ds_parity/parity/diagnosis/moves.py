@@ -132,7 +132,7 @@ class Moves:
     def turned(self, at: int) -> bool:
         """Whether a step's update has another direction: more lies beside the reference's than rounding explains."""
         update = self.update(at) if self.known else None
-        if update is None:
+        if update is None or not update.any():  # no update has no direction
             return False
         dtype, length = self.view.comparison.dtype, float(np.linalg.norm(update))
         rounded = (DRIFT[dtype] + (0.0 if self.linear else TURN)) * length if dtype in DRIFT else EPS[dtype] * length

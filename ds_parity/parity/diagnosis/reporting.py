@@ -13,6 +13,8 @@ from ds_parity.parity.diagnosis.gradient import agreeing, unproven
 from ds_parity.parity.diagnosis.gradient import causes as of_gradients
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 
+_SINGLE = 1e-5  # of the greatest loss: what few sums in single precision leave
+
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what would change what is written down and nothing else, where the record proves that nothing else did.
@@ -65,7 +67,7 @@ def _loss(view: View) -> Iterator[Cause]:
     if lost := _without_a_loss(view):
         said = f"no loss is logged in step {', '.join(map(str, lost[:5]))}{', ...' if lost[5:] else ''}, where the "
         said += f"reference has one; {_proof(view)}"
-    elif factor and view.loose:
+    elif factor and not exact_factor(view):
         said = f"the logged loss is about {factor:.3g} times the reference's in every step, within rounding; "
         said += _proof(view)
     elif factor:
@@ -75,7 +77,7 @@ def _loss(view: View) -> Iterator[Cause]:
     else:
         said = f"the logged loss differs by no one factor; {_proof(view)}"
     yield Cause("reported-loss", Fit.ALONE, said)
-    if not lost and (not factor or view.loose):  # what lies within wide bounds of one factor may have none
+    if not lost and not exact_factor(view):  # what lies within wide bounds of one factor may have none
         yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
         yield Cause("loss-with-this-gradient", Fit.ALONE, said)
 
@@ -87,14 +89,24 @@ def _without_a_loss(view: View) -> list[int]:
     return [view.step(at) for at in lost] if lost and all(x == y for x, y in others) else []
 
 
-def _one_factor(view: View) -> float | None:
-    """The one factor by which the logged losses are off, if there is one; small losses are rounded as large ones."""
+def exact_factor(view: View) -> bool:
+    """Whether logged losses are one multiple of the reference's, as exactly as single precision writes them."""
+    return _one_factor(view, _SINGLE) is not None
+
+
+def _one_factor(view: View, share: float | None = None) -> float | None:
+    """The one factor by which the logged losses are off, if there is one; small losses are rounded as large ones.
+
+    Args:
+        view: two traces.
+        share: of the greatest loss, by which losses may be off; None: what their bounds allow.
+    """
     pairs = [(a.loss, b.loss) for a, b in view.pairs if a.loss is not None and b.loss is not None]
     greatest, its = max(pairs, key=lambda pair: abs(pair[0]), default=(0.0, 0.0))
     if len(pairs) < 2 or not greatest:
         return None
     factor = its / greatest
-    allowed = max(1e-5, 2 * view.comparison.bound("loss", 1)) * abs(its)
+    allowed = (share or max(_SINGLE, 2 * view.comparison.bound("loss", 1))) * abs(its)
     return factor if factor and all(abs(y - factor * x) <= allowed for x, y in pairs) else None
 
 

@@ -31,10 +31,10 @@ def factors_of(view: View, moves: Moves, first: int) -> list[float]:
 def multiple(view: View, moves: Moves) -> bool | None:
     """Whether the first update that differs is a positive multiple of the reference's, as with another LR.
 
-    None where the updates are not known, or where rounding has a say in their direction.
+    None where the updates are not known or nothing, or where rounding has a say in their direction.
     """
     update = moves.update(view.first) if moves.known else None
-    if update is None or not moves.clear(view.first):
+    if update is None or not update.any() or not moves.clear(view.first):
         return None
     (share,), rest = along(moves.widened(view.first), [update])
     return rest < _ANOTHER and share > -1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ds_parity.parity.comparison.bounds import LEAST_LOSS
+from ds_parity.parity.comparison.bounds import DRIFT, LEAST_LOSS
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis.effects import TRAINED_ON, effect, step_lengths
 from ds_parity.parity.diagnosis.lengths import forgetting
@@ -100,16 +100,22 @@ class View:
 
     @cached_property
     def loose(self) -> bool:
-        """Whether a loss may be another in the first step that differs, and pass: its bound, or its digits, are wide.
+        """Whether a loss may be another in the first step that differs, and pass: its type, or its digits, are short.
 
         A gradient may have turned by half of its length, and the loss still lie within what bf16 rounds of it.
         """
-        if self.comparison.bound("loss", 1) > _WIDE:
+        if self.comparison.dtype in DRIFT:
             return True
         sides = self.pairs[self.first] if self.first < len(self.pairs) else ()
         traces = self.reference, self.candidate
         held = [(trace.precision.get("loss"), one.loss) for trace, one in zip(traces, sides, strict=bool(sides))]
         return any(how.slack(x) > _WIDE * max(abs(x), LEAST_LOSS) for how, x in held if how and x is not None)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether the weights before the first difference are not recorded: an update may have been another one."""
+        before = self.pairs[: self.first]
+        return bool(before) and any(one.weights is None for one in before[-1])
 
     @cached_property
     def weights_differ(self) -> bool:
@@ -163,7 +169,7 @@ class View:
             return False
         # Norms that lie within a wide bound, as far apart as the losses, show another training as well as the same.
         effects = [effect(name, self.pairs, None) for name in sorted(self.fields & (TRAINED_ON | {"metrics"}))] or [1.0]
-        return self._norms_apart < _TELLING * min(effects)
+        return self._norms_apart == 0.0 or self._norms_apart < _TELLING * min(effects)
 
     @cached_property
     def weights_alike(self) -> bool:
@@ -173,7 +179,8 @@ class View:
         """
         if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2 or not self.recorded("weights"):
             return False
-        return self.weights_apart is not None and self.weights_apart < _TELLING * min(self._effects)
+        apart = self.weights_apart
+        return apart is not None and (apart == 0.0 or apart < _TELLING * min(self._effects))
 
     @property
     def _steps_taken_alike(self) -> bool:
