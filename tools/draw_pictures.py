@@ -253,11 +253,12 @@ _FLOORS: tuple[tuple[Room, ...], ...] = (
         ("planning", "rollouts to", "passes", ()),
         ("trace", "one line", "a step", (6,)),
     ),
+    (("values", "how values of a configuration are read", "", ()),),
     (("errors", "every exception that is raised on purpose", "", ()),),
 )
 """Rooms by floor: name, two lines of what it is for, and the hops that happen there."""
 _SHARES = {"engine": 1.75, "collation.py": 1.12}
-_HEIGHTS = (58, 76, 96, 58, 58, 96, 58)
+_HEIGHTS = (58, 76, 96, 58, 58, 96, 58, 58)
 _GAP = 22
 
 
