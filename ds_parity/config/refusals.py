@@ -70,7 +70,8 @@ class _Reader:
         value = self.raw(path)
         if value in (ABSENT, AUTO):
             return False
-        read = switch(path, value) if of_model(path) or isinstance(value, bool) else None
+        # Beside its models DeepSpeed takes every text for on, "false" too.
+        read = None if isinstance(value, str) and not of_model(path) else switch(path, value)
         if read is None:
             self.wrong(path, value, "must be true or false", "write one of the two, without quotes")
         return read is True

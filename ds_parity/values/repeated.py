@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,8 @@ class Repeated(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        keys = [key for key, _ in pairs]
-        self.twice = tuple(key for key in self if keys.count(key) > 1)
+        times = Counter(key for key, _ in pairs)
+        self.twice = tuple(key for key in self if times[key] > 1)
         self.ambiguous = tuple(dict.fromkeys(key for key, value in pairs if self[key] != value))
 
 

@@ -263,11 +263,25 @@ def test_what_is_right_or_not_known_yet_passes_through_untouched(keys):
         ({"gradient_clipping": -1}, "gradient_clipping = -1: must be 0 or greater"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping = NaN"),
         ({"gradient_clipping": 10**400}, "gradient_clipping = 1000"),
-        ({"managed_gradient_accumulation": 0}, "managed_gradient_accumulation = 0: must be true or false"),
+        ({"managed_gradient_accumulation": "no"}, 'managed_gradient_accumulation = "no": must be true or false'),
     ],
 )
 def test_a_wrongly_typed_option_is_refused_by_name(keys, thing):
     assert thing in message(config(**keys))
+
+
+@pytest.mark.parametrize("value", [0, None, False])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        lambda value: {"prescale_gradients": value},
+        lambda value: {"sparse_gradients": value},
+        lambda value: {"torch_autocast": {"enabled": value}},
+        lambda value: {"managed_gradient_accumulation": value},
+    ],
+)
+def test_beside_its_models_deepspeed_takes_what_is_empty_for_off(keys, value):
+    rewrite(config(**keys(value)), 2)
 
 
 def test_all_refusals_come_in_one_message():

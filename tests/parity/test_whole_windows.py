@@ -177,7 +177,9 @@ class TestWhatIsSaid:
 
     @pytest.mark.parametrize("loop", [{"deepspeed_loop": True}, {"deepspeed_loop": False}, {}])
     def test_a_loss_that_agrees_in_the_first_step_is_not_called_wrong(self, loop):
-        later = self.sentence(torch=False, apart=((3, "loss"), (3, "weights")), **loop)
+        other = self.sentence(torch=False, apart=((3, "loss"), (3, "weights")), **loop)
+        assert "before step 3, and has another loss from there on: it is another function that agrees" in other
+        later = self.sentence(torch=False, apart=((3, "weights"),), **loop)
         assert "takes the same steps on whole windows in plain torch before step 3, with the same loss" in later
         clipped = self.sentence(torch=False, apart=((1, "grad_norm"), (1, "weights"), (2, "loss")), **loop)
         assert (

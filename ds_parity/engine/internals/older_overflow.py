@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ds_parity.config.features import Wanted
 from ds_parity.engine.internals.guards import BF16, ZERO3, ZERO12, source
 from ds_parity.engine.internals.older_surface import OlderBf16, OlderZero3, OlderZero12
 from ds_parity.engine.internals.surface import Engine
@@ -44,8 +45,9 @@ def supply_overflow(engine: Engine, optimizer: Any) -> None:
 
 def _switched_off(config: Any) -> bool:
     # A switch of bf16's own, which 0.19.8 obeys on ZeRO 1 and 2; in older releases it is off where it is not given.
-    sections = [config.get(name) for name in ("bf16", "bfloat16")] if isinstance(config, dict) else []
-    return any(isinstance(one, dict) and one.get("check_grad_overflow") is False for one in sections)
+    if not isinstance(config, dict):
+        return False
+    return Wanted(config).off(f"{'bf16' if 'bf16' in config else 'bfloat16'}.check_grad_overflow")
 
 
 def _look_without_a_copy(optimizer: OlderZero12) -> None:

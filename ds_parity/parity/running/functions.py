@@ -6,7 +6,7 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextlib import redirect_stdout
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -39,20 +39,13 @@ def run_loop(name: str, engine: Any, micro_batches: Any) -> None:
     """Call a training function with an engine and its micro-batches.
 
     Raises:
-        ConfigError: as `resolve`; or what it returned is a generator, a coroutine, or another iterator or awaitable,
-            which trains, if at all, only where somebody reads it.
+        ConfigError: as `resolve`; or what it returned is a generator or a coroutine, of which nothing has run.
     """
     returned = resolve(name)(engine, micro_batches)
     if isinstance(returned, Generator | AsyncGenerator | Coroutine):
         raise ConfigError(
             f"train {name!r} returned a {type(returned).__name__}, of which nothing has run: it must train when it is "
             "called; leave out its yield or async, or name a function that runs it to its end"
-        )
-    if isinstance(returned, Iterator | AsyncIterator | Awaitable):
-        raise ConfigError(
-            f"train {name!r} returned a {type(returned).__name__}, which computes only where it is read, and nobody "
-            "reads it here: it must train when it is called; run it to its end inside the function (list(...)), and "
-            "return nothing"
         )
 
 

@@ -61,7 +61,8 @@ def _apart(whole: Comparison, by_hand: bool | None, function: str, settings: Set
 def _beside_the_loss(whole: Comparison, function: str) -> str:
     """Say what differs first where that is not the loss of the first step; "" where it is.
 
-    A loss that is not what the configuration says is another number on the first whole window.
+    A loss that is not what the configuration says is another number on the first whole window, unless its rows are all
+    as long, or the term that is wrong is 0 there.
     """
     steps = [one.step for one in whole.differences if one.step is not None]
     if not steps:
@@ -70,6 +71,12 @@ def _beside_the_loss(whole: Comparison, function: str) -> str:
     fields = [one.field for one in whole.differences if one.step == at]
     if "step" in fields:
         return f"{function} takes other steps on whole windows in plain torch, from step {at} on"
+    if at > begin and "loss" in fields:
+        return (
+            f"{function} takes the same steps on whole windows in plain torch before step {at}, and has another loss "
+            "from there on: it is another function that agrees on the windows before (whose rows are all as long, or "
+            "where a term is 0), or the function changes something beside its loss (weights, rates, a state of its own)"
+        )
     if at > begin:
         return (
             f"{function} takes the same steps on whole windows in plain torch before step {at}, with the same loss; "
