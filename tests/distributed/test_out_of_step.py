@@ -96,6 +96,78 @@ def test_a_forward_in_front_of_the_last_step_is_refused(two_ranks, stage, kind):
         assert "run each forward behind the last step(), and its backward before the next" in one
 
 
+class Alike(torch.nn.Module):
+    """Layers of one size, of which any may be frozen without a change of any buffer's length."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@on_two_ranks
+def frozen_apart(folder):
+    """What is said where ranks freeze different layers between windows, and the steps where they freeze one."""
+    results = {}
+    for stage in (0, 1):
+        for kind in ("fp32", "bf16"):
+            for which in ("apart", "alike"):
+                engine, *_ = ds_parity.initialize(model=Alike(), config=_config(stage, kind))
+                for seed in (1, 2):
+                    one_pass_of(engine, seed, kind)
+                engine.module.layers[dist.get_rank() if which == "apart" else 1].weight.requires_grad_(False)
+                one_pass_of(engine, 3, kind)
+                engine.backward(_loss(engine, 4, kind), rollouts=1)
+                said = refusal(engine.step)
+                results[f"{stage} {kind} {which}"] = [engine.last_step.step, from_all(said)]
+    return results
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ranks_that_freeze_different_parameters_are_refused_before_the_step(two_ranks, stage, kind):
+    found = two_ranks.of(frozen_apart)
+    steps, said = found[f"{stage} {kind} apart"]
+    assert steps == 1
+    for one in said:
+        assert one.startswith("RankDesyncError"), one
+        assert "Freeze the same on every rank" in one
+    assert found[f"{stage} {kind} alike"] == [2, ["nothing was raised"] * 2]
+
+
+@on_two_ranks
+def one_autocast(folder):
+    """The losses of steps on one micro-batch, with autocast around each forward, and around the loop."""
+    results = {}
+    for stage in (0, 1, 2, 3):
+        for around in ("each", "all"):
+            engine = build(config(stage, passes=2))
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(5)).to(engine.device)
+            kind = engine.device.type
+            losses = []
+            with torch.autocast(kind, torch.bfloat16, enabled=around == "all"):
+                for _ in range(4):
+                    with torch.autocast(kind, torch.bfloat16):
+                        loss = engine(x).float().pow(2).mean()
+                    engine.backward(loss, rollouts=1)
+                    engine.step()
+                    losses.append(engine.last_step.loss)
+            results[f"{stage} {around}"] = losses
+    return results
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_autocast_around_the_loop_sees_the_weights_of_every_step(two_ranks, stage):
+    found = two_ranks.of(one_autocast)
+    assert found[f"{stage} all"] == found[f"{stage} each"]
+    assert len(set(found[f"{stage} each"])) == 4
+
+
 @on_two_ranks
 def changed_in_place(folder):
     """What is said of a change in place without a step, and of a forward past the engine that a step lies behind."""

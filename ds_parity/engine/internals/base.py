@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -80,9 +81,19 @@ class Adapter(ABC):
     def used_parameters(self) -> int:
         """Return a checksum of the parameters that got gradients in the window; 0 where ranks need not agree on it.
 
-        ZeRO 0 fills zeros in.
+        ZeRO 0 fills zeros in, but not for what is frozen: there ranks must agree on that.
         """
-        return 0
+        return self.frozen_parameters()
+
+    def frozen_parameters(self) -> int:
+        """Return a checksum of what the optimizer steps and is frozen now; 0 where nothing is.
+
+        DeepSpeed leaves it out of what it reduces, so that gradients of different parameters would be added up where
+        ranks have frozen different ones (runtime/engine.py, _get_gradients_for_reduction; stage_1_and_2.py, 0.19.8).
+        """
+        known = (parameter for group in self.groups() for parameter in group)
+        frozen = [number for number, parameter in enumerate(known) if not parameter.requires_grad]
+        return zlib.crc32(repr(frozen).encode()) & 0xFFFFFF | 1 if frozen else 0
 
     def refuse_unreduced(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Raise WindowError where the boundary's pass has left a gradient of the window unreduced."""

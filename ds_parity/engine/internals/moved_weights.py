@@ -41,6 +41,8 @@ class MovedWeights:
         # A parameter that was made under inference_mode() has no version, and is in no graph either.
         moved = [one for group in groups for one in group if not one.is_inference()]
         torch.autograd.graph.increment_version(moved)
+        # One autocast around the whole loop would go on with its bf16 copies of the weights as they were.
+        torch.clear_autocast_cache()
 
     def remember(self, returned: Any) -> None:
         """Have a backward through what a forward has returned raise WindowError once a step has changed the weights.

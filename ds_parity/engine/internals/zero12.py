@@ -129,8 +129,8 @@ class Zero12(Zero):
         self._filled, self._reduced = self._fills_zeros, False
 
     def used_parameters(self) -> int:
-        """Return that of all ZeRO stages; 0 where zeros stand in for what a rank has not used."""
-        return 0 if self._filled else super().used_parameters()
+        """Return that of all ZeRO stages; of what is frozen where zeros stand in for what a rank has not used."""
+        return self.frozen_parameters() if self._filled else super().used_parameters()
 
     @property
     def _reduced_once(self) -> bool:

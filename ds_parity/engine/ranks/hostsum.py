@@ -140,7 +140,8 @@ class HostSum:
             rule = (
                 "The passes of a window used different parameters on these ranks, or the same ones in another order "
                 "(each checksum stands for them and their order), and ZeRO stage 1 to 3 add gradients up in their "
-                "order, those of one parameter to those of another. The weights are as they were. Use every parameter "
+                "order, those of one parameter to those of another; or they have frozen different ones, which no stage "
+                "allows. The weights are as they were. Freeze the same on every rank. Use every parameter "
                 "in every pass on every rank, in the same order: run all branches one after the other, and multiply by "
                 "0 what a branch gives that is not wanted (on stage 3, a layer of experts can be a leaf module: "
                 "zero_optimization.leaf_module), or use ZeRO stage 0. On stage 3 go on with a new engine and a "
