@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 
 import pytest
 
@@ -91,3 +92,78 @@ def test_no_cause_is_named_for_the_first_of_two_parameter_groups_alone():
 def test_a_factor_and_a_step_that_give_the_same_rates_are_one_group():
     """An exponential schedule a step ahead."""
     assert first_group(lambda n: 0.9**n, lambda n: 0.9 ** (n + 1)) == {"base-lr", "schedule-off-by-steps"}
+
+
+def lines_run(work):
+    """How many lines of the rules for learning rates a call runs."""
+    names = ("learning_rate.py", "rates.py", "schedule_shapes.py", "schedule_positions.py")
+    seen = 0
+
+    def line(frame, event, arg):
+        nonlocal seen
+        seen += event == "line"
+        return line
+
+    def entered(frame, event, arg):
+        return line if frame.f_code.co_filename.endswith(names) else None
+
+    before = sys.gettrace()
+    sys.settrace(entered)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return seen
+
+
+def work(make, steps, groups=1):
+    """How much is done about a run of some steps and parameter groups; `make` returns rates of both sides."""
+    of_a, of_b = ([tuple(rate * 0.9**n for n in range(groups)) for rate in rates] for rates in make(steps))
+    passes = (PASSES,) * steps
+    first = next(n for n in range(steps) if of_a[n] != of_b[n])
+    a, b = trace(of_a, passes), trace(of_b, passes, range(first + 1, steps))
+    found = compare(a, b, Tier.REASSOCIATED)
+    return lines_run(lambda: diagnose(a, b, found))
+
+
+def cycles(steps):
+    return [1e-3 * (1 - abs(n % 20 - 10) / 12) for n in range(steps)]
+
+
+def noise(steps, seed=1):
+    draw = random.Random(seed)
+    return [1e-3 * draw.random() for _ in range(steps)]
+
+
+PAIRS = {
+    "cycles and noise": lambda steps: (cycles(steps), noise(steps)),
+    "cycles, shifted": lambda steps: (cycles(steps), cycles(steps + 7)[7:]),
+    "noise and noise": lambda steps: (noise(steps), noise(steps, 2)),
+    "flat for long": lambda steps: tuple(
+        [1e-3 * min(1.0, (steps - n) / at) for n in range(steps)] for at in (steps // 10, steps // 9)
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_work_on_learning_rates_is_a_few_lines_for_each_step(pair):
+    steps = 1000
+    assert work(PAIRS[pair], steps) < 400 * steps
+
+
+def test_no_later_parameter_group_is_looked_at_once_no_cause_is_left():
+    one, many = (work(PAIRS["cycles and noise"], 200, groups) for groups in (1, 20))
+    assert many < 2 * one
+
+
+def test_parameter_groups_that_are_multiples_of_the_first_are_not_searched_again():
+    one, many = (work(PAIRS["cycles, shifted"], 200, groups) for groups in (1, 20))
+    assert many < 4 * one
+
+
+@pytest.mark.parametrize("last", [linear, lambda n: 1e-3 - linear(n), lambda n: linear(n) ** 2])
+def test_a_group_that_is_no_multiple_of_the_first_has_to_fit_as_well(last):
+    ahead = first_group(
+        lambda n: (cosine(n), 2 * cosine(n), last(n)), lambda n: (cosine(n + 1), 2 * cosine(n + 1), 1.0)
+    )
+    assert ahead == set()

@@ -1,12 +1,14 @@
 """Streams of rollouts that are cut into windows otherwise: the first causes contain the fault, or none is named."""
 
 import random
+import sys
 
 import pytest
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.parity.diagnosis.cut import Cut
 from ds_parity.trace import Header, StepRecord, Trace
 
 TARGET = 16
@@ -178,3 +180,71 @@ def test_windows_of_one_pass_each_are_no_counters(name):
     group = named(cut(held), [(it, 1) for it in held])[0]
     assert "step-per-pass" in group
     assert "counter-drift" not in group
+
+
+def lines_run(work, *modules):
+    """How many lines of some modules a call runs."""
+    seen = 0
+
+    def line(frame, event, arg):
+        nonlocal seen
+        seen += event == "line"
+        return line
+
+    def entered(frame, event, arg):
+        return line if frame.f_code.co_filename.endswith(modules) else None
+
+    before = sys.gettrace()
+    sys.settrace(entered)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return seen
+
+
+WINDOW_MODULES = ("diagnosis/targets.py", "diagnosis/cut.py", "diagnosis/windows.py")
+
+
+@pytest.mark.parametrize("passes", [1, 0])
+def test_the_work_on_windows_does_not_grow_with_the_rollouts_that_they_hold(passes):
+    few, many = (
+        lines_run(lambda held=held: named([(held, passes)] * 40, [(held // 2, passes)] * 80), *WINDOW_MODULES)
+        for held in (8, 4000)
+    )
+    assert many <= 2 * few
+
+
+def uneven(steps, draw):
+    """Windows of the same run up to four fifths of its steps, of which the next two share their rollouts otherwise."""
+    due = [(64 + draw.randint(0, 3), 4) for _ in range(steps)]
+    own, at = list(due), steps * 4 // 5
+    own[at], own[at + 1] = (due[at][0] + 3, 4), (due[at + 1][0] - 3, 4)
+    return due, own
+
+
+def test_the_work_on_windows_grows_with_their_number_and_not_with_its_square():
+    few, many = (lines_run(lambda n=n: named(*uneven(n, random.Random(1))), *WINDOW_MODULES) for n in (50, 400))
+    assert many <= 2 * 8 * few
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_targets_among_some_are_those_that_are_among_all(seed):
+    draw = random.Random(seed)
+    held = [draw.randint(1, 4) for _ in range(40)]
+    a, b = cut(held), cut(held, 24)
+    both = Cut(*([it for it, _ in side] for side in (a, b)), *([it for _, it in side] for side in (b, a)))
+    for side in (0, 1):
+        for after in range(3):
+            every = both.targets(side, carried=True, after=after)
+            for some in (range(10, 17), range(20, 30), range(1, 100)):
+                found = both.targets(side, carried=True, after=after, among=some)
+                assert set(found) == set(every) & set(some)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_test_for_the_target_itself_is_named_where_it_meets_none_of_the_boundaries(passes):
+    """All of the run is one window then, whichever target it jumps over."""
+    held = [3] * 40
+    (group, *_) = named(cut(held, 16), [(sum(held), len(held))], passes=passes)
+    assert "equality-boundary" in group

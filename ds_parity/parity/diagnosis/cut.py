@@ -36,7 +36,7 @@ class Cut:
         pairs = zip(self.a, self.b, strict=False)
         return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(self.a), len(self.b)))
 
-    @property
+    @cached_property
     def all_used(self) -> bool:
         """Whether both sides train on as many rollouts."""
         return sum(self.a) == sum(self.b)
@@ -46,7 +46,7 @@ class Cut:
         """Whether windows end elsewhere: not only the run, of which the last window may then be short."""
         return self.same < min(len(self.a), len(self.b)) - (not self.all_used)
 
-    @property
+    @cached_property
     def counted(self) -> bool:
         """Whether the passes of all whole windows are known."""
         return all(self.passes[:-1]) and all(self.of_reference[:-1])
@@ -65,36 +65,38 @@ class Cut:
             for windows, passes in sides
         )
 
-    def before(self, side: int, at: int) -> int:
-        """Return how many rollouts had surely been consumed before the last pass of a window.
+    @cached_property
+    def before(self) -> tuple[list[int], list[int]]:
+        """Rollouts that had surely been consumed before the last pass of each window, by side."""
+        of_a, of_b = ([self._before(side, end) for end in ends] for side, ends in enumerate(self.ends))
+        return of_a, of_b
 
-        Args:
-            side: 0: the reference; 1: the candidate.
-            at: the window, from 0.
-        """
-        end = self.ends[side][at]
+    def _before(self, side: int, end: int) -> int:
         seen = self._passes_end[bisect_left(self._passes_end, end) - 1]
         return seen if math.isinf(self._longest[side]) else max(seen, math.floor(end - self._longest[side]))
 
-    def targets(self, side: int, *, carried: bool, after: int = 0) -> range:
+    def targets(self, side: int, *, carried: bool, after: int = 0, among: range | None = None) -> range:
         """Return the targets with which windows end where they do: in the pass that reaches it, and in none before.
 
         Args:
             side: 0: the reference; 1: the candidate.
             carried: what a window has beyond its target counts for the next one; otherwise each counts from 0.
             after: so many windows are left out, and what they had is counted for none.
+            among: no others are asked for: the windows that are behind the one which excludes all of them aren't seen.
         """
         ends = self.ends[side]
         begin = start = ends[after - 1] if after else 0
-        least, most = 1, max(ends)
+        least, most = (among.start, among.stop - 1) if among is not None else (1, max(ends))
         for at in range(after, len(ends)):
             base, number = (start, at - after + 1) if carried else (begin, 1)
-            before = self.before(side, at)
+            before = self.before[side][at]
             # A window has one pass at least, which may reach any target.
             if before > begin:
                 least = max(least, (before - base) // number + 1)
             if at < len(ends) - 1:  # the last one may be short
                 most = min(most, (ends[at] - base) // number)
+            if least > most:
+                break
             begin = ends[at]
         return range(least, most + 1)
 

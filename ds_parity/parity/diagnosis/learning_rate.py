@@ -13,6 +13,8 @@ from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster,
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 
+_ROUNDING = 1e-12
+
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what makes the candidate's learning rates, all of them, from those of the reference."""
@@ -25,13 +27,32 @@ def causes(view: View) -> Iterator[Cause]:
     other = [(a, b) for a, b in groups if a != b]
     found = [] if view.updated_alike else [*_of_some_groups(view, groups, other)]
     if len(other) == len(groups):
-        of_each = [_of_all(view, a, b) for a, b in other]
-        # What gives the rates of one parameter group alone doesn't give the record.
-        in_all = set.intersection(*({cause.name for cause in of_one} for of_one in of_each))
-        found += [cause for cause in of_each[0] if cause.name in in_all]
+        found += _of_all_groups(view, other)
     # Each gives all of the rates, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
     yield from (replace(cause, evidence=said) for cause in found)
+
+
+def _of_all_groups(view: View, groups: Sequence[tuple[list[float], list[float]]]) -> list[Cause]:
+    """What gives the rates of every parameter group: what gives those of one alone doesn't give the record."""
+    (a, b), *others = groups
+    found = _of_all(view, a, b)
+    for a, b in others:
+        if not found:
+            break
+        # Where numbers are rounded shows in their digits, all else in how they lie to one another.
+        if _is_multiple((a, b), groups[0]) and all(it.name != "lr-rounded" for it in found):
+            continue
+        names = {cause.name for cause in _of_all(view, a, b)}
+        found = [cause for cause in found if cause.name in names]
+    return found
+
+
+def _is_multiple(one: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> bool:
+    """Whether all rates of a parameter group, on both sides, are so many times another's."""
+    pairs = [pair for of_one, of_other in zip(one, other, strict=True) for pair in zip(of_one, of_other, strict=True)]
+    factors = [x / y for x, y in pairs if y]
+    return all(y or not x for x, y in pairs) and alike(factors, _ROUNDING) and factors[0] > 0
 
 
 def _of_some_groups(

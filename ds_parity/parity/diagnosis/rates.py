@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ds_parity.parity.diagnosis.view import near
 
@@ -18,6 +18,11 @@ def same(value: float, other: float) -> bool:
 def equal(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether as many rates differ by rounding alone."""
     return len(one) == len(other) and all(same(y, x) for x, y in zip(one, other, strict=True))
+
+
+def follows(due: Iterable[float], rates: Iterable[float]) -> bool:
+    """Whether rates are those that are due, as far as the shorter goes; what is behind another one isn't computed."""
+    return all(same(y, x) for x, y in zip(due, rates, strict=False))
 
 
 def tells(values: Sequence[float]) -> bool:

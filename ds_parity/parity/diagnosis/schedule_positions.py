@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, repeat, tee
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.rates import equal, same, tells
+from ds_parity.parity.diagnosis.rates import equal, follows, same, tells
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 MOST = 64
@@ -54,16 +54,22 @@ def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     first, step = view.first, view.step(view.first)
     after, longer = b[first:], course(a, b)
     for by in range(1, MOST if longer else len(a) - first):
-        known = [[longer.at(at + by) for at in range(first, len(a))]] if longer else []
         # Rates that the reference doesn't come to are not predicted; they may be no more than half.
-        known += [a[first + by :]] if 2 * (len(a) - first - by) >= len(after) else []
-        if any(not alike(it, 1e-6) and equal(it, after[: len(it)]) for it in known):
+        half = 2 * (len(a) - first - by) >= len(after)
+        if (longer and _goes(longer.at, range(first + by, len(a) + by), after)) or (
+            half and _goes(a.__getitem__, range(first + by, len(a)), after)
+        ):
             said = f"from step {step} on the LR is that of {by} steps later "
             said += f"({after[0]:.4g}, where {a[first]:.4g} was due)"
             yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
             if first == 0 and by < len(a) and a[by] == max(a) and all(x < y for x, y in pairwise(a[: by + 1])):
                 yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, behind the reference's warm-up")
             return
+
+
+def _goes(schedule: Callable[[int], float], steps: range, rates: list[float]) -> bool:
+    """Whether rates are those that a schedule has in some steps, where it isn't at rest."""
+    return follows(map(schedule, steps), rates) and not alike([*map(schedule, steps)], 1e-6)
 
 
 def behind(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -73,7 +79,9 @@ def behind(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     rates: whichever does is named.
     """
     first, after = view.first, b[view.first :]
-    starts = [at for at in range(first) if tells(after) and equal(a[at : at + len(after)], after)]
+    if not tells(after):
+        return
+    starts = [at for at in range(first) if follows(map(a.__getitem__, range(at, len(a))), after)]
     if not starts:
         return
     by = [first - at for at in starts]
@@ -82,7 +90,7 @@ def behind(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     # Of an excerpt the steps before are not known, at any of which the schedule may have begun.
     if view.step(0) > 1 or any(equal(a[: len(b) - some], b[some:]) for some in by):
         yield Cause("resume-resets-schedule", Fit.SEQUENCE, said)
-    late = any(equal([a[max(0, at - some)] for at in range(len(b))], b) for some in by)
+    late = any(follows((a[max(0, at - some)] for at in range(len(b))), b) for some in by)
     if late or starts[-1] > 0:
         yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
 
@@ -91,9 +99,11 @@ def slower(a: list[float], b: list[float]) -> Iterator[Cause]:
     """Every rate for several steps."""
     if len(set(b)) == 1:
         return
+    # Where the rate moves shows soonest that it does so elsewhere.
+    steps = [*(at for at in range(1, len(b)) if b[at] != b[at - 1]), *range(len(b))]
     for each in range(2, min(len(b), MOST)):
         for offset in range(each):
-            if all(same(y, a[(at + offset) // each]) for at, y in enumerate(b)):
+            if all(same(b[at], a[(at + offset) // each]) for at in steps):
                 yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, f"the LR moves once in {each} steps")
                 return
 
@@ -107,7 +117,7 @@ def faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     # Where the reference has not come to rest, the rate at which it will is read off the candidate.
     if longer is None or not (tells(b) or same(a[-1], a[-2])):
         return
-    fitting = [some for some in range(2, MOST) if _moved(longer, b, [some] * len(b))]
+    fitting = [some for some in range(2, MOST) if _moved(longer, b, repeat(some, len(b)))]
     per_pass = all(view.passes) and max(view.passes) > 1 and _moved(longer, b, view.passes)
     told = f"{' or '.join(map(str, fitting[:3]))} times in each step" if fitting else "once for each pass"
     said = f"the scheduler moves {told} ({b[0]:.4g}, {b[1]:.4g}, ...)"
@@ -118,13 +128,10 @@ def faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         yield Cause("scheduler-stepped-often", Fit.SEQUENCE, said)
 
 
-def _moved(longer: Course, b: list[float], moves: list[int]) -> bool:
+def _moved(longer: Course, b: list[float], moves: Iterable[int]) -> bool:
     """Whether a scheduler that makes so many moves in each step gives the candidate's rates.
 
     The rate of a step is that before its moves, or that before the last of them, with which the optimizer steps.
     """
-    before = [0, *accumulate(moves)][: len(b)]
-    return any(
-        all(same(y, longer.at(at)) for at, y in zip(places, b, strict=True))
-        for places in (before, [start + some - 1 for start, some in zip(before, moves, strict=True)])
-    )
+    first, last = tee(accumulate(moves))
+    return any(follows(map(longer.at, places), b) for places in (chain((0,), first), (end - 1 for end in last)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
@@ -17,6 +18,7 @@ _ROUNDED = 1e-7  # rates in fp32
 _POINTS = 6
 _SLOWEST = 1e3
 _TRIED = 4
+_SHARES = (64, 32, 16, 8)
 _ROUND = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 8.0, 10.0)
 
 _At = Callable[[float], float]
@@ -70,12 +72,13 @@ def _pace(a: list[float], b: list[float], passes: int) -> float | None:
     """How many times slower the candidate goes through the reference's rates; None where it doesn't."""
     if len(a) < 3:
         return None
+    crossings = _crossings(a, b)
     paces = (
         pace
         for origin in _origins(a, b)
         if tells(b[max(origin, 0) :])
         for rate_at, within in ((_straight(a), _within(a, SAME)), (_curved(a), _within(a, _BETWEEN)))
-        for pace in _paces(rate_at, origin, a, b)
+        for pace in _paces(rate_at, origin, a, b, crossings, within)
         if pace > 1 + SAME and _slowed(rate_at, origin, b, pace, within)
     )
     # A schedule that goes down by steps stays where it is for long, whatever its pace.
@@ -95,15 +98,46 @@ def _origins(a: list[float], b: list[float]) -> Iterator[int]:
             yield at
 
 
-def _paces(rate_at: _At, origin: int, a: list[float], b: list[float]) -> Iterator[float]:
+def _crossings(a: list[float], b: list[float]) -> list[tuple[int, list[int]]]:
+    """The last steps of the candidate that are no rest, and behind which ones the reference passes their rates."""
+    moved = (at for at in range(len(b) - 1, 0, -1) if b[at] != b[at - 1])
+    ups = [(at, min(pair), max(pair)) for at, pair in enumerate(pairwise(a)) if pair[0] != pair[1]]
+    return [
+        (step, [at for at, low, high in ups if low <= b[step] <= high and at < step]) for step in islice(moved, _TRIED)
+    ]
+
+
+def _paces(
+    rate_at: _At, origin: int, a: list[float], b: list[float], crossings: list[tuple[int, list[int]]], within: float
+) -> Iterator[float]:
     """Paces at which the reference's schedule comes to the last rates of the candidate that are no rest."""
-    moved = [at for at in range(len(b) - 1, max(origin, 0), -1) if b[at] != b[at - 1]]
-    for step in moved[:_TRIED]:
-        for at in range(max(origin, 0), step):
-            if min(a[at], a[at + 1]) <= b[step] <= max(a[at], a[at + 1]) and a[at] != a[at + 1]:
-                place = _place(rate_at, at, b[step])
-                if place > origin and (pace := (step - origin) / (place - origin)) < _SLOWEST:
-                    yield pace
+    for step, places in crossings:
+        for at in places[bisect_left(places, max(origin, 0)) :]:
+            if step <= max(origin, 0) or not _may_pass(rate_at, origin, a, b, (step, at), within):
+                continue
+            place = _place(rate_at, at, b[step])
+            if place > origin and (pace := (step - origin) / (place - origin)) < _SLOWEST:
+                yield pace
+
+
+def _may_pass(
+    rate_at: _At, origin: int, a: list[float], b: list[float], crossing: tuple[int, int], within: float
+) -> bool:
+    """Whether the candidate's first steps allow that one of its last comes to a place between two of the reference.
+
+    A place that is known to half a step there is known to a share of it at a share of the way, and the rate to twice
+    what the reference moves in as much of the steps around it: what lies farther off needs no exact place.
+    """
+    step, at = crossing
+    for share in _SHARES:
+        way = (step - origin) // share
+        if not way or origin + way < max(origin, 0):
+            continue
+        place = origin + way * (at + 0.5 - origin) / (step - origin)
+        around = a[max(0, math.floor(place) - _POINTS // 2) : max(0, math.floor(place)) + _POINTS // 2 + 2]
+        if abs(rate_at(place) - b[origin + way]) > within + 2 / share * (max(around) - min(around)):
+            return False
+    return True
 
 
 def _place(rate_at: _At, at: int, rate: float) -> float:

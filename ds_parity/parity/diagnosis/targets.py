@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.cut import Cut, common
@@ -37,7 +37,7 @@ def _exact(cut: Cut) -> Iterator[Cause]:
     """A test for the target itself, which a pass jumps over that has more than what is missing."""
     of_a, of_b = cut.ends
     for carried in (True, False):
-        for target in cut.targets(0, carried=carried):
+        for target in _met(cut, cut.targets(0, carried=carried)):
             hit = [end == number * target for number, end in enumerate(of_a[:-1], start=1)]
             first = hit.index(False) if False in hit else len(hit)
             # What has jumped over a target may meet a multiple of it, or go on to the end.
@@ -47,6 +47,15 @@ def _exact(cut: Cut) -> Iterator[Cause]:
                 said += f"{hit.count(False)} of the reference's {len(of_a)} boundaries, which are beyond it"
                 yield Cause("equality-boundary", Fit.SEQUENCE, said)
                 return
+
+
+def _met(cut: Cut, targets: range) -> Sequence[int]:
+    """The targets of which the candidate's first window may be the first that ends at a multiple, or that meet none."""
+    of_a, of_b = cut.ends
+    if len(of_b) == 1:
+        return targets[:2]  # one of them is not where the reference's first window ends
+    numbers = [number for number, end in enumerate(of_a[:-1], start=1) if end == of_b[0]]
+    return sorted(of_b[0] // it for it in numbers if of_b[0] % it == 0 and of_b[0] // it in targets)
 
 
 def _overshoot(cut: Cut) -> Iterator[Cause]:
@@ -70,10 +79,11 @@ def _resumed(view: View, cut: Cut) -> Iterator[Cause]:
     same = cut.same
     if same < 2 or same >= len(cut.b) - 1 or not cut.all_used or not cut.counted:
         return
+    due = cut.targets(0, carried=True)
     for after in range(1, same + 1):
-        target = common(cut.targets(0, carried=True), cut.targets(1, carried=True, after=after))
         # Without a surplus there is none to forget.
-        if any(cut.ends[1][after - 1] > it * after for it in target):
+        surplus = range(due.start, min(due.stop, -(-cut.ends[1][after - 1] // after)))
+        if surplus and cut.targets(1, carried=True, after=after, among=surplus):
             said = f"steps {view.step(0)} to {view.step(0) + same - 1} are alike, then windows are counted anew: step "
             said += f"{view.step(0) + same} holds {cut.b[same]} rollouts in place of {cut.a[same]}"
             yield Cause("resume-resets-window", Fit.SEQUENCE, said)
