@@ -1,5 +1,6 @@
 """Learning rates at other places of the reference's schedule: all that lead there are named as one group."""
 
+import itertools
 import math
 import random
 import sys
@@ -167,3 +168,22 @@ def test_a_group_that_is_no_multiple_of_the_first_has_to_fit_as_well(last):
         lambda n: (cosine(n), 2 * cosine(n), last(n)), lambda n: (cosine(n + 1), 2 * cosine(n + 1), 1.0)
     )
     assert ahead == set()
+
+
+NOT_FINITE = [math.inf, -math.inf, math.nan, 1.7e308]
+
+
+@pytest.mark.parametrize(("wrong", "places"), itertools.product(NOT_FINITE, [(0,), (0, 1), (1, 2), (5,), (14, 15)]))
+@pytest.mark.parametrize("side", [0, 1])
+def test_rates_that_are_not_finite_have_no_schedule(wrong, places, side):
+    rates = [[linear(n) for n in range(STEPS)], [linear(n + 1) for n in range(STEPS)]]
+    for at in places:
+        rates[side][at] = wrong
+    assert first_group(rates[0].__getitem__, rates[1].__getitem__) == set()
+
+
+@pytest.mark.parametrize("rates", [([-1.0, 0.5, 0.2], [-1.0, math.nan, math.inf]), ([math.inf] * 3, [1e-3] * 3)])
+def test_no_factor_and_no_highest_rate_is_found_among_rates_that_are_not_finite(rates):
+    of_a, of_b = (side + [side[-1]] * (STEPS - 3) for side in rates)
+    assert first_group(of_a.__getitem__, of_b.__getitem__) == set()
+    assert first_group(of_b.__getitem__, of_a.__getitem__) == set()

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.rates import SAME, equal, tells
+from ds_parity.parity.diagnosis.rates import SAME, equal, finite, tells
 from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.view import View, alike, near, told
@@ -25,7 +25,7 @@ def causes(view: View) -> Iterator[Cause]:
         return
     groups = [([x[at] for x, _ in rates], [y[at] for _, y in rates]) for at in range(len(rates[0][0]))]
     other = [(a, b) for a, b in groups if a != b]
-    found = [] if view.updated_alike else [*_of_some_groups(view, groups, other)]
+    found = [] if view.updated_alike or not _finite(other) else [*_of_some_groups(view, groups, other)]
     if len(other) == len(groups):
         found += _of_all_groups(view, other)
     # Each gives all of the rates, so that none is likelier than another.
@@ -33,17 +33,22 @@ def causes(view: View) -> Iterator[Cause]:
     yield from (replace(cause, evidence=said) for cause in found)
 
 
+def _finite(groups: Sequence[tuple[list[float], list[float]]]) -> bool:
+    return all(finite(rates) for sides in groups for rates in sides)
+
+
 def _of_all_groups(view: View, groups: Sequence[tuple[list[float], list[float]]]) -> list[Cause]:
     """What gives the rates of every parameter group: what gives those of one alone doesn't give the record."""
+    known = _finite(groups)
     (a, b), *others = groups
-    found = _of_all(view, a, b)
+    found = _of_all(view, a, b, known=known)
     for a, b in others:
         if not found:
             break
         # Where numbers are rounded shows in their digits, all else in how they lie to one another.
-        if _is_multiple((a, b), groups[0]) and all(it.name != "lr-rounded" for it in found):
+        if known and _is_multiple((a, b), groups[0]) and all(it.name != "lr-rounded" for it in found):
             continue
-        names = {cause.name for cause in _of_all(view, a, b)}
+        names = {cause.name for cause in _of_all(view, a, b, known=known)}
         found = [cause for cause in found if cause.name in names]
     return found
 
@@ -70,12 +75,13 @@ def _of_some_groups(
         yield Cause("base-lr", Fit.SEQUENCE, f"the LR is {told(factors[0])} times the reference's in every step{ranks}")
 
 
-def _of_all(view: View, a: list[float], b: list[float]) -> list[Cause]:
+def _of_all(view: View, a: list[float], b: list[float], *, known: bool) -> list[Cause]:
+    """What gives the rates of a parameter group; unless all rates are `known`, only what is logged."""
     found = [*_logged_off(view, a, b)]
     if not found and view.updated_alike:
         said = f"the logged LR differs ({b[0]:.4g}, where {a[0]:.4g} was due), and the weights agree in every step"
         found = [Cause("reported-lr", Fit.ALONE, said)]
-    if not view.updated_alike:
+    if known and not view.updated_alike:
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b), *faster(view, a, b)]

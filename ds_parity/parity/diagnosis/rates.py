@@ -9,6 +9,13 @@ from ds_parity.parity.diagnosis.view import near
 SAME = 1e-6
 """Learning rates are computed, not measured: what is the same differs by rounding alone."""
 
+_MOST = 1e100  # sums of rates, and of their products, are finite below it
+
+
+def finite(rates: Iterable[float]) -> bool:
+    """Whether rates are numbers with which one can compute."""
+    return all(abs(rate) < _MOST for rate in rates)
+
 
 def same(value: float, other: float) -> bool:
     """Whether two rates differ by rounding alone."""
