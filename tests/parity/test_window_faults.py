@@ -223,8 +223,16 @@ def uneven(steps, draw):
     return due, own
 
 
-def test_the_work_on_windows_grows_with_their_number_and_not_with_its_square():
-    few, many = (lines_run(lambda n=n: named(*uneven(n, random.Random(1))), *WINDOW_MODULES) for n in (50, 400))
+def with_one_surplus(steps, draw):
+    """The same of windows that all have the same surplus, with which a resume might be in any of them."""
+    due = [(17, 4), *[(16, 4)] * (steps - 1)]
+    at = steps * 4 // 5
+    return due, [*due[:at], (17, 4), (15, 4), *due[at + 2 :]]
+
+
+@pytest.mark.parametrize("make", [uneven, with_one_surplus])
+def test_the_work_on_windows_grows_with_their_number_and_not_with_its_square(make):
+    few, many = (lines_run(lambda n=n: named(*make(n, random.Random(1))), *WINDOW_MODULES) for n in (50, 400))
     assert many <= 2 * 8 * few
 
 

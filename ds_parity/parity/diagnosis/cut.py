@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,15 @@ class Cut:
             side: 0: the reference; 1: the candidate.
             carried: what a window has beyond its target counts for the next one; otherwise each counts from 0.
             after: so many windows are left out, and what they had is counted for none.
-            among: no others are asked for: the windows that are behind the one which excludes all of them aren't seen.
+            among: no others are asked for: once they are all excluded, no further window is seen.
         """
         ends = self.ends[side]
-        begin = start = ends[after - 1] if after else 0
+        start = ends[after - 1] if after else 0
         least, most = (among.start, among.stop - 1) if among is not None else (1, max(ends))
-        for at in range(after, len(ends)):
+        # What is behind the first windows that are not alike excludes the most.
+        apart = max(after, min(self.same, len(ends)))
+        for at in chain(range(apart, len(ends)), range(after, apart)):
+            begin = ends[at - 1] if at else 0
             base, number = (start, at - after + 1) if carried else (begin, 1)
             before = self.before[side][at]
             # A window has one pass at least, which may reach any target.
@@ -97,7 +100,6 @@ class Cut:
                 most = min(most, (ends[at] - base) // number)
             if least > most:
                 break
-            begin = ends[at]
         return range(least, most + 1)
 
 
