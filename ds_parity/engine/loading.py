@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ds_parity.engine.ranks.agreement import refuse_differing
+from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.saving import IDENTITY
 from ds_parity.engine.unloadable import folder_of, tag_of
 from ds_parity.errors import CheckpointError
 
 _FOLDER: Final = "folder"
+_UNREAD: Final = "unread"
 _WAY_OUT: Final = (
     "Training would go on from a mixture of them. Load one checkpoint on every rank, with the same arguments (a tag "
     "by a listing: broadcast that of the first rank), and where hosts do not share the folder, copy one checkpoint "
@@ -28,20 +29,22 @@ def asked(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> d
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
     """
     universal = bool(engine.load_universal_checkpoint())
-    try:
-        named = tag_of(load_dir, tag, universal=universal)
-    except (OSError, ValueError) as error:
-        # DeepSpeed will say so on the ranks that all can't read it.
-        named = f"none, for latest can't be read ({type(error).__name__})"
-    folder = None if named is None else folder_of(load_dir, named)
     flags = {name: bool(value) for name, value in options.items() if name != "custom_load_fn"}
     custom = options["custom_load_fn"] is not None
-    return {
-        "tag": repr(named),
-        **flags,
-        "custom_load_fn": "one" if custom else "none",
-        _FOLDER: folder is not None and folder.is_dir(),
-    }
+    return {**_found(load_dir, tag, universal=universal), **flags, "custom_load_fn": "one" if custom else "none"}
+
+
+def _found(load_dir: str, tag: Any, *, universal: bool) -> dict[str, Any]:
+    # The other ranks come to compare, whatever this one finds. Path.is_dir raises where it may not look (EACCES), and
+    # where a shared folder is gone (ESTALE).
+    named, unread, found = None, None, False
+    try:
+        named = tag_of(load_dir, tag, universal=universal)
+        folder = None if named is None else folder_of(load_dir, named)
+        found = folder is not None and folder.is_dir()
+    except (OSError, ValueError, TypeError) as error:
+        unread = in_short(error)
+    return {"tag": repr(named), _FOLDER: found, _UNREAD: unread}
 
 
 def refuse_others(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
@@ -53,10 +56,18 @@ def refuse_others(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
 
     Raises:
         RankDesyncError: on every rank, where tags or options differ.
-        CheckpointError: on every rank, where some ranks find the folder of the tag and others do not.
+        CheckpointError: on every rank, where one may not look for the tag's folder, or some ranks find it and others
+            do not.
     """
     where = f"load_checkpoint({load_dir!r})"
-    alike = [{key: value for key, value in one.items() if key != _FOLDER} for one in gathered]
+    unread = [f"rank {rank} ({one[_UNREAD]})" for rank, one in enumerate(gathered) if one[_UNREAD] is not None]
+    if unread:
+        raise CheckpointError(
+            f"{where}: the folder, or its file that names the latest checkpoint, can't be read on "
+            f"{', '.join(unread[:3])}. Nothing was loaded; mend what that says (rights, a shared folder that is gone), "
+            "and load again"
+        )
+    alike = [{key: value for key, value in one.items() if key not in (_FOLDER, _UNREAD)} for one in gathered]
     refuse_differing(where, alike, f"{_WAY_OUT}. Nothing was loaded")
     found = [rank for rank, one in enumerate(gathered) if one[_FOLDER]]
     lost = sorted(set(range(len(gathered))) - set(found))

@@ -50,6 +50,8 @@ def mixtures(folder):
             "tag": (path, {"tag": "b" if second else "a"}),
             "latest": (path, {"tag": "a"} if second else {}),
             "folder": (lacks, {"tag": "b"}),
+            # Its folder can't be looked for on the second rank, as where that may not look into it.
+            "unread": (f"{path}/{'x' * 300}" if second else path, {"tag": "a"}),
             **{name: (path, {"tag": "a", name: second}) for name in OPTIONS},
             "save": (own, {"tag": "a"}),
         }
@@ -86,6 +88,14 @@ def test_a_folder_that_one_rank_does_not_find_is_an_error_on_every_rank(two_rank
     for said in two_ranks.of(mixtures)[f"folder {stage}"]:
         assert said.startswith("CheckpointError: load_checkpoint(")
         assert "rank 0 finds no folder of the tag 'b' there, and rank 1 finds one. Nothing was loaded" in said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_folder_that_one_rank_cannot_look_into_is_an_error_on_every_rank(two_ranks, stage):
+    for said in two_ranks.of(mixtures)[f"unread {stage}"]:
+        assert said.startswith("CheckpointError: load_checkpoint(")
+        assert "can't be read on rank 1 (OSError: [Errno 36] File name too long" in said
+        assert "Nothing was loaded" in said
 
 
 @pytest.mark.parametrize("stage", STAGES)
