@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, suppress
+from threading import Thread
+from typing import Any, Final
+
+import torch
 
 from ds_parity.engine import loading
 from ds_parity.engine.driver import Driver
@@ -20,14 +23,17 @@ from ds_parity.engine.internals.checkpoints import (
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_others, refuse_universal_in_turns
-from ds_parity.engine.ranks.agreement import naming_lost_ranks
+from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
+from ds_parity.engine.ranks.hostsum import HostSum
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, Place
 from ds_parity.engine.saving import IDENTITY, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
-from ds_parity.errors import CheckpointError
+from ds_parity.errors import CheckpointError, RankDesyncError
 
 _LOG = logging.getLogger("ds_parity")
 KEY = "ds_parity"
 """Under this name of the client state."""
+_MOST_SECONDS: Final = 5.0
 _SETTINGS = ("count", "lr_progress")
 # By which load_checkpoint() is asked for a part.
 _PART = (("load_optimizer_states", False), ("load_module_only", True))
@@ -89,12 +95,12 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     if options["load_module_only"]:
         refuse_module_alone(driver)
     _refuse_a_part_of_universal(driver, options)
-    # At the end of these loads DeepSpeed gathers parameters, or a function of the caller's may talk to other ranks, and
-    # they notice there.
+    # At the end of these loads DeepSpeed gathers parameters, or a function of the caller's may talk to other ranks, who
+    # may wait for this one there, and hear of an error once they come out, or this one ends.
     gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
     alone = not (gathers or options["custom_load_fn"])
     with (
-        driver.telling_of_load() if alone else nullcontext(),
+        driver.telling_of_load() if alone else _telling_at_once(driver),
         explained(driver, load_dir, tag),
         naming_lost_ranks("load_checkpoint()"),
         of_this_optimizer(engine, load_dir),
@@ -104,6 +110,34 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     said = loading.loaded(engine, (state or {}).get(KEY, {}))
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
     return path, state
+
+
+@contextmanager
+def _telling_at_once(driver: Driver) -> Iterator[None]:
+    """Tell the other ranks what a load raises, once they have loaded, and raise it here without waiting for them."""
+    try:
+        yield
+    except RankDesyncError:
+        raise
+    except Exception as error:
+        if driver.over is not None:
+            _announce(driver.over, Place(LOADED, ANYWHERE, error=in_short(error)))
+        raise
+
+
+def _announce(over: HostSum, place: Place) -> None:
+    with suppress(RuntimeError, RankDesyncError):
+        running = over.start(torch.zeros(0, dtype=torch.int64, device="cpu"), place)
+        running.proceed()
+
+        def settle() -> None:
+            with suppress(RuntimeError, RankDesyncError):
+                running.wait()
+
+        waiting = Thread(target=settle, name="ds_parity tells of a load", daemon=True)
+        waiting.start()
+        # Mostly all raise alike, and the next load is to find nothing left of this one.
+        waiting.join(_MOST_SECONDS)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import ds_parity
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, from_all, one_pass, refusal
 from tests.distributed.sets import on_two_ranks
@@ -101,6 +102,46 @@ def test_a_folder_that_one_rank_cannot_look_into_is_an_error_on_every_rank(two_r
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_same_checkpoint_is_loaded_however_ranks_name_it(two_ranks, stage):
     assert two_ranks.of(mixtures)[f"then {stage}"] == [2, 2]
+
+
+def _raises_in_the_load(engine, path, raises):
+    """Let a load raise in DeepSpeed, on one rank; where ranks wait for each other inside (ZeRO 3), behind that."""
+
+    def own(src, dst):
+        if raises:
+            raise ds_parity.WindowError("only here")
+        dst.load_state_dict(src, strict=bool(src))
+
+    if engine.zero_optimization_stage() < 3:
+        return refusal(partial(engine.load_checkpoint, path, tag="a", custom_load_fn=own))
+    bare = engine.__wrapped__
+    load = bare.load_checkpoint
+    bare.load_checkpoint = lambda *args, **options: (load(*args, **options), own({}, engine.module))[0]
+    said = refusal(partial(engine.load_checkpoint, path, tag="a"))
+    del bare.load_checkpoint
+    return said
+
+
+@on_two_ranks
+def raised_in_loads(folder):
+    """By stage: what a load ends in that raises on the second rank alone; then whether the next one goes on."""
+    results = {}
+    for stage in STAGES:
+        path, engine = f"{folder}/{stage}", _trained(stage, 1)
+        engine.save_checkpoint(path, tag="a")
+        results[f"raises {stage}"] = from_all(_raises_in_the_load(engine, path, bool(dist.get_rank())))
+        engine.load_checkpoint(path, tag="a")
+        results[f"then {stage}"] = from_all(_trains(engine))
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_load_that_raises_on_one_rank_is_told_to_the_others(two_ranks, stage):
+    first, second = two_ranks.of(raised_in_loads)[f"raises {stage}"]
+    assert first.startswith("RankDesyncError: ")
+    assert "rank 1 has raised WindowError: only here" in first
+    assert second == "WindowError: only here"
+    assert two_ranks.of(raised_in_loads)[f"then {stage}"] == [2, 2]
 
 
 @on_two_ranks

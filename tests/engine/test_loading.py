@@ -50,7 +50,7 @@ def test_a_folder_that_may_not_be_looked_into_is_told_and_not_raised(folder, mon
 
 
 def test_a_folder_that_is_no_path_is_told_and_not_raised():
-    with pytest.raises(CheckpointError, match="on rank 0 .TypeError"):
+    with pytest.raises(CheckpointError, match=r"on rank 0 \(TypeError"):
         loading.refuse_others(None, [asks(None)])
 
 
