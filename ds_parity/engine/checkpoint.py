@@ -22,7 +22,7 @@ from ds_parity.engine.internals.checkpoints import (
 )
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
-from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_others, refuse_universal_in_turns
+from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_states_of_others, refuse_universal_in_turns
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, Place
@@ -83,14 +83,14 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
         if optimizer:
             named = options["load_module_strict"] and options["custom_load_fn"] is None
-            refuse_others(driver.engine, (state or {}).get(KEY, {}), driver.adapter.groups(), named=named)
+            refuse_states_of_others(driver.engine, (state or {}).get(KEY, {}), driver.adapter.groups(), named=named)
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
     return path, state
 
 
 def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
     engine = driver.engine
-    loading.refuse_others(load_dir, driver.say_to_load(loading.asked(engine, load_dir, tag, options)))
+    loading.refuse_unlike_loads(load_dir, driver.say_to_load(loading.asked(engine, load_dir, tag, options)))
     driver.refuse_loading()
     if options["load_module_only"]:
         refuse_module_alone(driver)

@@ -7,9 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ds_parity.engine.internals.checkpoints import in_turns, kinds_of_optimizer, steps_by
+from ds_parity.engine.internals.checkpoints import (
+    dealt_in_turns,
+    in_turns,
+    kinds_of_optimizer,
+    parts_of,
+    saved_in_parts,
+    steps_by,
+)
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
 
@@ -33,8 +39,7 @@ def kept(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict
         engine: a bare DeepSpeed engine, of a pipeline or not.
         groups: the parameters of its groups, on ZeRO 3 of its sub-groups.
     """
-    # One rank alone has all parameters in their order, whatever the setting is.
-    return {_TURNS: in_turns(engine) and dist.get_world_size() > 1, _OWNERS: _owners(engine, groups)}
+    return {_TURNS: dealt_in_turns(engine), _OWNERS: _owners(engine, groups)}
 
 
 def refuse_universal_in_turns(engine: Engine, load_dir: str, state: Mapping[str, Any]) -> None:
@@ -52,7 +57,8 @@ def refuse_universal_in_turns(engine: Engine, load_dir: str, state: Mapping[str,
     """
     if not engine.load_universal_checkpoint():
         return
-    here, there = in_turns(engine) and dist.get_world_size() > 1, bool(state.get(_TURNS))
+    # Releases of before kept the setting, also of one rank alone.
+    here, there = dealt_in_turns(engine), bool(state.get(_TURNS)) and saved_in_parts(engine) != 1
     if not here and not there:
         return
     where = "the run that saved the checkpoint had" if there else "this configuration has"
@@ -64,7 +70,7 @@ def refuse_universal_in_turns(engine: Engine, load_dir: str, state: Mapping[str,
     )
 
 
-def refuse_others(
+def refuse_states_of_others(
     engine: Engine, state: Mapping[str, Any], groups: Iterable[Iterable[torch.nn.Parameter]], *, named: bool
 ) -> None:
     """Raise CheckpointError where the states that were loaded are those of another optimizer or parameter.
@@ -133,10 +139,10 @@ def _refuse_other_owners(engine: Engine, saved: Mapping[str, Any], own: Mapping[
 
 
 def _refuse_other_turns(engine: Engine, saved: bool | None) -> None:
-    # One rank alone has the states of all parameters. ZeRO deals them to the ranks of a sequence, too.
+    # One data-parallel rank has the states of all parameters. ZeRO deals them to the ranks of a sequence, too.
     # refuse_universal_in_turns() looks at universal checkpoints.
     wanted = in_turns(engine)
-    if saved not in (None, wanted) and dist.get_world_size() > 1 and not engine.load_universal_checkpoint():
+    if saved not in (None, wanted) and parts_of(engine) > 1 and not engine.load_universal_checkpoint():
         raise CheckpointError(
             f"the checkpoint was saved with zero_optimization.{_TURNS} = {str(saved).lower()}, and this configuration "
             f"says {str(wanted).lower()}: parameters lie on other ranks there, and DeepSpeed has given their states to "

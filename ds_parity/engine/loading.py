@@ -47,7 +47,7 @@ def _found(load_dir: str, tag: Any, *, universal: bool) -> dict[str, Any]:
     return {"tag": repr(named), _FOLDER: found, _UNREAD: unread}
 
 
-def refuse_others(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
+def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
     """Raise where ranks are about to load different things, or one of them has nothing to load.
 
     Args:

@@ -77,7 +77,7 @@ def load(
             are those of another optimizer, or of other parameters.
         RankDesyncError: not every rank loads, or not all of them the same.
     """
-    loading.refuse_others(load_dir, before(loading.asked(engine, load_dir, tag, options)))
+    loading.refuse_unlike_loads(load_dir, before(loading.asked(engine, load_dir, tag, options)))
     path, state, error = _loaded(engine, load_dir, tag, options)
     ours = loading.loaded(engine, (state or {}).get(KEY, {}))
     # Each stage has parameters and files of its own, so what doesn't fit one may fit another.
@@ -107,10 +107,11 @@ def _loaded(
             own_clipping(engine),
         ):
             path, state = engine.load_checkpoint(load_dir, tag, **options)
-        kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
+        if path is not None:
+            kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:
             groups, named = choose(engine).groups(), options["load_module_strict"]
-            kept_states.refuse_others(engine, (state or {}).get(KEY, {}), groups, named=named)
+            kept_states.refuse_states_of_others(engine, (state or {}).get(KEY, {}), groups, named=named)
     except CheckpointError as error:
         return None, None, _of_another_topology(engine, load_dir, tag, error) or error
     return path, state, None

@@ -33,7 +33,7 @@ def test_every_rank_is_told_who_cannot_read(folder, tmp_path, name, ranks):
     (tmp_path / "latest").write_bytes(b"\xff\xfe\xff")
     gathered = [asks(folder)] * (2 - ranks) + [asks(folder, tag)] * ranks
     with pytest.raises(CheckpointError) as found:
-        loading.refuse_others(folder, gathered)
+        loading.refuse_unlike_loads(folder, gathered)
     assert f"can't be read on rank {2 - ranks} (" in str(found.value)
     assert said in str(found.value)
     assert "Nothing was loaded" in str(found.value)
@@ -46,18 +46,18 @@ def test_a_folder_that_may_not_be_looked_into_is_told_and_not_raised(folder, mon
 
     monkeypatch.setattr("pathlib.Path.is_dir", refuses)
     with pytest.raises(CheckpointError, match=f"on rank 0 .*{error.strerror}"):
-        loading.refuse_others(folder, [asks(folder)])
+        loading.refuse_unlike_loads(folder, [asks(folder)])
 
 
 def test_a_folder_that_is_no_path_is_told_and_not_raised():
     with pytest.raises(CheckpointError, match=r"on rank 0 \(TypeError"):
-        loading.refuse_others(None, [asks(None)])
+        loading.refuse_unlike_loads(None, [asks(None)])
 
 
 def test_ranks_that_ask_alike_and_find_it_load(folder):
-    loading.refuse_others(folder, [asks(folder)] * 2)
+    loading.refuse_unlike_loads(folder, [asks(folder)] * 2)
 
 
 def test_ranks_that_ask_for_different_tags_are_out_of_step(folder):
     with pytest.raises(RankDesyncError, match="ranks differ in tag"):
-        loading.refuse_others(folder, [asks(folder), asks(folder, "b")])
+        loading.refuse_unlike_loads(folder, [asks(folder), asks(folder, "b")])

@@ -8,6 +8,7 @@ from inspect import getmro
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import engine as of_deepspeed
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
@@ -137,6 +138,25 @@ def in_turns(engine: Any) -> bool:
     of their places does not tell the two apart.
     """
     return bool(getattr(engine.optimizer, "round_robin_gradients", False))
+
+
+def dealt_in_turns(engine: Any) -> bool:
+    """Return whether `in_turns`, and there are data-parallel ranks (those of a sequence among them) to deal to.
+
+    A column of a pipeline, and the only group of tensor-parallel ranks, has all parameters in their order.
+    """
+    return in_turns(engine) and parts_of(engine) > 1
+
+
+def parts_of(engine: Any) -> int:
+    """Return among how many ranks ZeRO parts the optimizer's states (>= 1)."""
+    group = getattr(engine.optimizer, "dp_process_group", None)
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def saved_in_parts(engine: Any) -> int | None:
+    """Return among how many ranks the states of the checkpoint that was loaded were parted; None where nothing says."""
+    return getattr(engine, "loaded_checkpoint_dp_world_size", None)
 
 
 @contextmanager
