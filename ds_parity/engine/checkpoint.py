@@ -162,7 +162,9 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
     """
     try:
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
-    except CheckpointError as error:
+        settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
+        ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
+    except Exception as error:
         driver.refuse_saving(error)
         raise
     window = driver.ledger.window
@@ -178,17 +180,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
             f"save after the step() that closes the window{where}, or call finish() first"
         )
     identity = agreed(driver.say_to_save(saving))
-    settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
-    return {
-        **client_state,
-        KEY: {
-            **driver.ledger.state(),
-            **settings,
-            "groups": _groups(driver),
-            **kept(driver.engine, driver.adapter.groups()),
-            IDENTITY: identity,
-        },
-    }
+    return {**client_state, KEY: {**driver.ledger.state(), **ours, IDENTITY: identity}}
 
 
 def own_values(engine: Any, client_state: Any, ours: Mapping[str, Any]) -> dict[str, Any]:

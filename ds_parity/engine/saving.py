@@ -55,7 +55,15 @@ def agreed(gathered: Sequence[Saving]) -> str:
 
     Raises:
         RankDesyncError: on every rank, where ranks save under different tags, or otherwise.
+        CheckpointError: on every rank, where one gives an empty tag.
     """
+    for rank, one in enumerate(gathered):
+        if not one.tag.strip():
+            raise CheckpointError(
+                f"save_checkpoint({one.save_dir!r}, tag={one.tag!r}): rank {rank} gives an empty tag, so that the "
+                "files would lie beside the folders of the checkpoints, and not in one of their own. Nothing was "
+                "written; give every checkpoint a name, or leave tag out for one by the count of steps"
+            )
     asked = [
         {
             "tag": repr(one.tag),
@@ -103,7 +111,7 @@ def _refuse_a_part(saving: Saving, what: str, errors: Sequence[Exception], gathe
         raise CheckpointError(
             f"save_checkpoint({saving.save_dir!r}, tag={saving.tag!r}): {'; '.join(failed[:3])}. The checkpoint is not "
             "whole, and the file latest names what it named before. Mend what that says (a full disk, a folder that "
-            "can't be written), and save again; the engine is as it was"
+            "can't be written, a client state that can't be pickled), and save again; the engine is as it was"
         ) from (errors[0] if errors else None)
 
 
@@ -121,14 +129,15 @@ def name_latest(saving: Saving, gather: Gather) -> None:
     Raises:
         CheckpointError: on every rank, where the first one could not write the file.
     """
-    errors = []
+    errors: list[Exception] = []
     if dist.get_rank() == 0:
-        latest = Path(saving.save_dir) / "latest"
-        # A rename changes the file at once; a run that is killed here finds the old name or the new one.
-        beside = latest.with_name("latest.new")
+        # The others come to hear of it, whatever is raised: a locale may have no letters for the tag.
         try:
+            latest = Path(saving.save_dir) / "latest"
+            # A rename changes the file at once; a run that is killed here finds the old name or the new one.
+            beside = latest.with_name("latest.new")
             beside.write_text(saving.tag)
             beside.replace(latest)
-        except OSError as error:
+        except Exception as error:
             errors.append(error)
     _refuse_a_part(saving, "the file latest", errors, gather)

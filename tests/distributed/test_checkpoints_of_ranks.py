@@ -1,6 +1,7 @@
 """All ranks save and load one checkpoint: what would be a mixture, or a part, is refused on every rank."""
 
 import shutil
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -183,6 +184,29 @@ UNWRITTEN = {
 }
 
 
+class _Odd(int):
+    """A value of the caller's own that raises where it is compared."""
+
+    def __eq__(self, other):
+        raise ds_parity.WindowError("can't be compared")
+
+    __hash__ = int.__hash__
+
+
+@contextmanager
+def _no_state(engine, *, raises):
+    optimizer = engine.__wrapped__.optimizer
+    if raises:
+        optimizer.state_dict = partial(_out_of_memory, optimizer)
+    yield
+    if raises:
+        del optimizer.state_dict
+
+
+def _out_of_memory(*_, **__):
+    raise RuntimeError("out of memory")
+
+
 @on_two_ranks
 def unwritten(folder):
     """By stage and what one rank can't write, because a folder or file lies in its place: what saving ends in."""
@@ -201,6 +225,12 @@ def unwritten(folder):
             results[f"{what} {stage}"] = from_all(refusal(partial(engine.save_checkpoint, own, tag="broken")))
             latest = Path(place, "latest")
             results[f"{what} {stage}, then"] = from_all(latest.is_file() and latest.read_text())
+        with _no_state(engine, raises=dist.get_rank() == UNWRITTEN[stage][0]):
+            results[f"state {stage}"] = from_all(refusal(partial(engine.save_checkpoint, path, tag="stateless")))
+        results[f"state {stage}, then"] = from_all(Path(path, "latest").read_text())
+        results[f"empty {stage}"] = from_all(refusal(partial(engine.save_checkpoint, path, tag="")))
+        odd = {"own": 1, "global_steps": _Odd()} if dist.get_rank() else {}
+        results[f"odd {stage}"] = from_all(refusal(partial(engine.save_checkpoint, path, "odd", odd)))
         trains = _trains(engine)
         engine.save_checkpoint(path, tag="later")
         results[f"then {stage}"] = from_all([trains, Path(path, "latest").read_text()])
@@ -215,6 +245,30 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank_and_latest_stays(two_ra
         assert said.startswith("CheckpointError: save_checkpoint(")
         assert f"rank {rank} could not write {'the file latest' if what == 'latest' else 'its files'} (" in said
     assert result[f"{what} {stage}, then"] == ["whole" if what == "file" else False] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_whose_state_cannot_be_made_is_named_on_every_rank(two_ranks, stage):
+    result, rank = two_ranks.of(unwritten), UNWRITTEN[stage][0]
+    for said in result[f"state {stage}"]:
+        assert said.startswith("CheckpointError: save_checkpoint(")
+        assert f"rank {rank} could not write its files (RuntimeError: out of memory)" in said
+    assert result[f"state {stage}, then"] == ["whole"] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_empty_tag_is_refused_on_every_rank(two_ranks, stage):
+    for said in two_ranks.of(unwritten)[f"empty {stage}"]:
+        assert said.startswith("CheckpointError: save_checkpoint(")
+        assert "rank 0 gives an empty tag" in said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_client_state_that_raises_on_one_rank_is_told_to_the_other(two_ranks, stage):
+    first, second = two_ranks.of(unwritten)[f"odd {stage}"]
+    assert first.startswith("RankDesyncError: ")
+    assert "rank 1 has raised WindowError: can't be compared" in first
+    assert second == "WindowError: can't be compared"
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -51,6 +51,8 @@ _COLLECT: Final = "get_fp32_state_dict_from_zero_checkpoint"
 
 
 _WRITING: Final = ("makedirs", "create", "save")
+# What makes the files: a state_dict() of an optimizer, a scheduler or a model may raise in them.
+_MAKING: Final = ("_save_checkpoint", "_save_zero_checkpoint")
 _CLIP: Final = "clip_grad"
 _ALONE: Final = "load_module_checkpoint_state_from_checkpoint_dir_stage3"
 
@@ -90,23 +92,27 @@ def going_on(engine: Any) -> Iterator[list[Exception]]:
     """Return a context in which a save comes to its end where this rank can't write, and the list of what it raises.
 
     The other ranks wait for this one in barriers of save_checkpoint (runtime/engine.py, 0.19.8), and nothing can be
-    said to them before. What is left out behind the first error would belong to a checkpoint that is not whole.
+    said to them before. What is left out behind the first error would belong to a checkpoint that is not whole. What
+    is raised beside these functions (the copy of NVMe offload, what ZeRO 3 does before and behind) goes its way.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
     """
     errors: list[Exception] = []
 
-    def trying(function: Callable[..., Any]) -> Callable[..., Any]:
+    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
         def tried(*args: Any, **kwargs: Any) -> Any:
-            if not errors:
-                try:
-                    return function(*args, **kwargs)
-                except Exception as error:
-                    errors.append(error)
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                errors.append(error)
             return None
 
         return tried
+
+    def trying(function: Callable[..., Any]) -> Callable[..., Any]:
+        tried = kept(function)
+        return lambda *args, **kwargs: None if errors else tried(*args, **kwargs)
 
     with ExitStack() as stack:
         for name in _WRITING:
@@ -115,6 +121,8 @@ def going_on(engine: Any) -> Iterator[list[Exception]]:
         if not engine.checkpoint_engine.is_decoupled():
             stack.enter_context(wrapped(engine.checkpoint_engine, "commit", trying))
         stack.enter_context(wrapped(engine, "_copy_recovery_script", trying))
+        for name in _MAKING:
+            stack.enter_context(wrapped(engine, name, kept))
         yield errors
 
 
