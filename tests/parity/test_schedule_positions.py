@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import sys
 
 import pytest
 
@@ -11,6 +10,7 @@ from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.trace import Header, StepRecord, Trace
+from tests.parity.lines_run import lines_run
 
 PASSES, STEPS = 4, 16
 
@@ -95,26 +95,7 @@ def test_a_factor_and_a_step_that_give_the_same_rates_are_one_group():
     assert first_group(lambda n: 0.9**n, lambda n: 0.9 ** (n + 1)) == {"base-lr", "schedule-off-by-steps"}
 
 
-def lines_run(work):
-    """How many lines of the rules for learning rates a call runs."""
-    names = ("learning_rate.py", "rates.py", "schedule_shapes.py", "schedule_positions.py")
-    seen = 0
-
-    def line(frame, event, arg):
-        nonlocal seen
-        seen += event == "line"
-        return line
-
-    def entered(frame, event, arg):
-        return line if frame.f_code.co_filename.endswith(names) else None
-
-    before = sys.gettrace()
-    sys.settrace(entered)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return seen
+RATE_MODULES = ("learning_rate.py", "rates.py", "schedule_shapes.py", "schedule_positions.py")
 
 
 def work(make, steps, groups=1):
@@ -124,7 +105,7 @@ def work(make, steps, groups=1):
     first = next(n for n in range(steps) if of_a[n] != of_b[n])
     a, b = trace(of_a, passes), trace(of_b, passes, range(first + 1, steps))
     found = compare(a, b, Tier.REASSOCIATED)
-    return lines_run(lambda: diagnose(a, b, found))
+    return lines_run(lambda: diagnose(a, b, found), *RATE_MODULES)
 
 
 def cycles(steps):

@@ -1,7 +1,6 @@
 """Streams of rollouts that are cut into windows otherwise: the first causes contain the fault, or none is named."""
 
 import random
-import sys
 
 import pytest
 
@@ -10,6 +9,7 @@ from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.parity.diagnosis.cut import Cut
 from ds_parity.trace import Header, StepRecord, Trace
+from tests.parity.lines_run import lines_run
 
 TARGET = 16
 STREAMS = {
@@ -180,27 +180,6 @@ def test_windows_of_one_pass_each_are_no_counters(name):
     group = named(cut(held), [(it, 1) for it in held])[0]
     assert "step-per-pass" in group
     assert "counter-drift" not in group
-
-
-def lines_run(work, *modules):
-    """How many lines of some modules a call runs."""
-    seen = 0
-
-    def line(frame, event, arg):
-        nonlocal seen
-        seen += event == "line"
-        return line
-
-    def entered(frame, event, arg):
-        return line if frame.f_code.co_filename.endswith(modules) else None
-
-    before = sys.gettrace()
-    sys.settrace(entered)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return seen
 
 
 WINDOW_MODULES = ("diagnosis/targets.py", "diagnosis/cut.py", "diagnosis/windows.py")
