@@ -114,11 +114,14 @@ def faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     Once a schedule has come to rest, many numbers of moves may lead there: passes are one where they are among them.
     """
     longer = course(a, b)
-    # Where the reference has not come to rest, the rate at which it will is read off the candidate.
-    if longer is None or not (tells(b) or same(a[-1], a[-2])):
+    if longer is None or (len(set(b)) == 1 and not same(a[-1], a[-2])):
         return
     fitting = [some for some in range(2, MOST) if _moved(longer, b, repeat(some, len(b)))]
     per_pass = all(view.passes) and max(view.passes) > 1 and _moved(longer, b, view.passes)
+    # Where the reference has not come to rest, the rate at which it will is read off the candidate: of two rates, the
+    # other one must say how often.
+    if not (tells(b) or same(a[-1], a[-2])) and len(fitting) != 1:
+        return
     told = f"{' or '.join(map(str, fitting[:3]))} times in each step" if fitting else "once for each pass"
     said = f"the scheduler moves {told} ({b[0]:.4g}, {b[1]:.4g}, ...)"
     if per_pass:

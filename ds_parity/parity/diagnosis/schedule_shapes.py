@@ -89,8 +89,11 @@ def _pace(a: list[float], b: list[float], passes: int) -> float | None:
 
 
 def _origins(a: list[float], b: list[float]) -> Iterator[int]:
-    """Where both schedules stand at one place: at the start, before it, or where they leave their highest rate."""
+    """Where both schedules stand at one place: at or before the start, or where they leave their first or highest."""
     yield from (0, -1)
+    rest = next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != a[0] or y != a[0]), 0)
+    if rest > 1:
+        yield rest - 1
     top = max(a)
     last = len(a) - 1 - a[::-1].index(top)
     for at in dict.fromkeys((a.index(top), last)):
