@@ -22,9 +22,9 @@ STAGE = 1
 # Controls that are not named here, with the measured reason. There are none in fp32.
 NOT_FINITE = ("idle-nan", "zero-denominator")
 EXCEPTIONS: dict[str, str] = {}
-# As many other names may stand beside the right one at most. Two for three faults, whose records leave them open: another
-# target ends windows where sequences that are counted as prompts do (and where a window that was lost in a resume ends
-# one short), and another loss with the same gradient is no less possible than a mean over ranks.
+# As many other names may stand beside the right one at most. Two for three faults, whose records leave them open:
+# another target ends windows where sequences that are counted as prompts do (and where a window that was lost in a
+# resume ends one short), and another loss with the same gradient is as possible as a mean over ranks.
 MOST_OTHERS = 2
 FAULTS = [name for name, control in known().items() if STAGE in control.stages]
 
