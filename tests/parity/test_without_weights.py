@@ -21,6 +21,20 @@ def bare(trace, **changes):
     return Trace(trace.header.model_copy(update={"start": None}), tuple(steps))
 
 
+def norm(step):
+    return 1.23456789 + 0.1234567 * (step * 7 % 5)
+
+
+def opened(folder, steps, *sides):
+    """Two logs as a trainer writes them: for a step, each side gives the learning rate and the gradient norm."""
+    paths = folder / "a.jsonl", folder / "b.jsonl"
+    for path, side in zip(paths, sides, strict=True):
+        rows = [(step, 2.123456789 - 0.012345678 * step, *side(step)) for step in range(1, steps + 1)]
+        line = '{{"step": {}, "loss": {}, "lr": {}, "grad_norm": {}}}\n'
+        path.write_text("".join(line.format(*row) for row in rows))
+    return open_pair(*paths)
+
+
 def of(dtype, one, other):
     return diagnose(one, other, compare(one, other, Tier.REASSOCIATED, dtype))
 
@@ -77,15 +91,7 @@ def test_norms_that_are_as_far_apart_as_losses_prove_no_wrong_log():
 
 
 def test_a_factor_may_be_the_number_of_ranks_where_it_is_not_recorded(tmp_path):
-    paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    for path, by in zip(paths, (1.0, 0.25), strict=True):
-        lines = [
-            f'{{"step": {n}, "loss": {2.123456789 - 0.012345678 * n}, "lr": 0.001, '
-            f'"grad_norm": {by * (1.23456789 + 0.1234567 * (n * 7 % 5))}}}\n'
-            for n in range(1, 13)
-        ]
-        path.write_text("".join(lines))
-    one, other = open_pair(*paths)
+    one, other = opened(tmp_path, 12, lambda n: (0.001, norm(n)), lambda n: (0.001, 0.25 * norm(n)))
     causes = diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes
     assert {cause.name for cause in grouped(causes)[0]} == {"dp-mean-left-in", "sp-factor-by-stage", "constant-factor"}
     assert causes[0].evidence.count("the number of ranks is not recorded") == 1
@@ -94,15 +100,8 @@ def test_a_factor_may_be_the_number_of_ranks_where_it_is_not_recorded(tmp_path):
 
 def test_learning_rates_of_one_digit_are_what_they_are(tmp_path):
     """A rate that is halved every fifth step in one run, and every tenth in the other."""
-    paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    for path, every in zip(paths, (5, 10), strict=True):
-        lines = [
-            f'{{"step": {n + 1}, "loss": {2.123456789 - 0.012345678 * n}, "lr": {1e-3 * 0.5 ** (n // every)!r}, '
-            f'"grad_norm": {1.23456789 + 0.1234567 * (n * 7 % 5)}}}\n'
-            for n in range(16)
-        ]
-        path.write_text("".join(lines))
-    found = compare(*open_pair(*paths), Tier.REASSOCIATED)
+    sides = [lambda n, every=every: (1e-3 * 0.5 ** ((n - 1) // every), norm(n)) for every in (5, 10)]
+    found = compare(*opened(tmp_path, 16, *sides), Tier.REASSOCIATED)
     assert (found.first.step, found.first.field) == (6, "lr")
 
 
@@ -119,13 +118,7 @@ def test_the_number_of_ranks_is_known_where_both_sides_tell_it():
 
 def test_one_digit_behind_an_exponent_is_rounded(tmp_path):
     """The same rates, in full and as `%.0e`: a log that says little, and nothing else."""
-    paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    for path, form in zip(paths, ("{!r}", "{:.0e}"), strict=True):
-        lines = [
-            f'{{"step": {n + 1}, "loss": {2.123456789 - 0.012345678 * n}, "lr": {form.format(1.1685e-05 * 0.93**n)}}}\n'
-            for n in range(12)
-        ]
-        path.write_text("".join(lines))
-    found = compare(*open_pair(*paths), Tier.REASSOCIATED)
+    sides = [lambda n, form=form: (form.format(1.1685e-05 * 0.93 ** (n - 1)), norm(n)) for form in ("{!r}", "{:.0e}")]
+    found = compare(*opened(tmp_path, 12, *sides), Tier.REASSOCIATED)
     assert found.equal
     assert found.proves_little

@@ -10,7 +10,7 @@ whichever way it was made, whether they are as they were. Activation checkpointi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,9 +52,18 @@ class MovedWeights:
         """
         if torch.compiler.is_compiling():
             return
+        then = self._steps
+
+        def refuse(gradient: torch.Tensor) -> None:
+            if self._steps != then:
+                raise WindowError(
+                    f"backward() of a forward that ran before the last step(): {self._steps - then} step(s) have "
+                    f"changed the weights since. {_RULE}"
+                )
+
         for one in _tensors(returned):
             if one.grad_fn is not None:  # a parameter, or an input, that is returned as it is comes again
-                one.register_hook(_refusing(self._steps, lambda: self._steps))  # type: ignore[no-untyped-call]
+                one.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     def explain(self, error: RuntimeError) -> None:
         """Raise WindowError where a backward needs what was changed in place since its forward, and there was a step.
@@ -68,17 +77,6 @@ class MovedWeights:
                 f"has changed the weights. {_RULE}. Otherwise an operation in place in the model has changed what its "
                 "own backward needs"
             ) from error
-
-
-def _refusing(then: int, now: Callable[[], int]) -> Callable[[torch.Tensor], None]:
-    def refuse(gradient: torch.Tensor) -> None:
-        if now() != then:
-            raise WindowError(
-                f"backward() of a forward that ran before the last step(): {now() - then} step(s) have changed the "
-                f"weights since. {_RULE}"
-            )
-
-    return refuse
 
 
 def _tensors(returned: Any) -> Iterator[torch.Tensor]:

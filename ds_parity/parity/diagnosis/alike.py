@@ -106,11 +106,12 @@ def _of_update(view: View) -> Iterator[str]:
     yield from _of_decay(view, moves)
     if times is None or times > 0:  # what momentum adds leaves the gradient's direction as it is
         yield from (["momentum"] if view.first <= 1 else []) + (["resume-loses-optimizer"] if view.first else [])
-    if longer is not False and not moves.turned(view.first):
-        yield "lr-in-use"
-        if not linear(view.reference.header, view.candidate.header):
-            yield "adam-step-count" if view.first else "adam-without-bias-correction"
-    if longer is None and not moves.turned(view.first):
+    if longer is False or moves.turned(view.first):
+        return
+    yield "lr-in-use"
+    if not linear(view.reference.header, view.candidate.header):
+        yield "adam-step-count" if view.first else "adam-without-bias-correction"
+    if longer is None:
         yield "update-lost"
 
 

@@ -58,7 +58,7 @@ def _proof(view: View) -> str:
 
 
 def _loss(view: View) -> Iterator[Cause]:
-    factor = _one_factor(view)
+    factor, exact = _one_factor(view), exact_factor(view)
     passes = max(view.passes, default=0)
     if factor and passes > 1 and near(1 / factor, passes, max(1e-3, EPS[view.comparison.dtype])):
         said = f"the loss is {factor:.5g} times the reference's, and windows have {passes} passes; {_proof(view)}"
@@ -67,7 +67,7 @@ def _loss(view: View) -> Iterator[Cause]:
     if lost := _without_a_loss(view):
         said = f"no loss is logged in step {', '.join(map(str, lost[:5]))}{', ...' if lost[5:] else ''}, where the "
         said += f"reference has one; {_proof(view)}"
-    elif factor and not exact_factor(view):
+    elif factor and not exact:
         said = f"the logged loss is about {factor:.3g} times the reference's in every step, within rounding; "
         said += _proof(view)
     elif factor:
@@ -77,7 +77,7 @@ def _loss(view: View) -> Iterator[Cause]:
     else:
         said = f"the logged loss differs by no one factor; {_proof(view)}"
     yield Cause("reported-loss", Fit.ALONE, said)
-    if not lost and not exact_factor(view):  # what lies within wide bounds of one factor may have none
+    if not lost and not exact:  # what lies within wide bounds of one factor may have none
         yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
         yield Cause("loss-with-this-gradient", Fit.ALONE, said)
 
