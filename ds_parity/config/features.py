@@ -58,9 +58,13 @@ class Wanted:
         return self.half or (AUTO if later else "fp32")
 
     @property
+    def bf16_section(self) -> str:
+        """The name of the section of bf16: DeepSpeed reads the old one where the new one is missing or null."""
+        return "bfloat16" if self.config.get("bf16") is None else "bf16"
+
+    @property
     def _halves(self) -> tuple[tuple[str, str], ...]:
-        # DeepSpeed reads the old name where the new one is missing or null.
-        return ("bf16", "bfloat16" if self.config.get("bf16") is None else "bf16"), ("fp16", "fp16")
+        return ("bf16", self.bf16_section), ("fp16", "fp16")
 
     @property
     def autocast(self) -> str:

@@ -73,8 +73,8 @@ class Reading:
 
     @property
     def bf16(self) -> bool:
-        """Whether bf16 is on; DeepSpeed reads the old spelling of its section where the new one is missing or null."""
-        return self.on("bfloat16.enabled" if self.raw("bf16") is None else "bf16.enabled")
+        """Whether bf16 is on, in the spelling of its section that DeepSpeed reads."""
+        return self.on(f"{Wanted(self.config).bf16_section}.enabled")
 
     @property
     def fp32(self) -> bool:
