@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from ds_parity.engine.ranks.ending import rest_at_exit
 from ds_parity.engine.ranks.hostsum import HostSum, is_lost
 from ds_parity.engine.ranks.wire import Place
 from ds_parity.errors import ConfigError, RankDesyncError
@@ -56,6 +57,7 @@ def group_of(members_of: Any) -> Any:
 def _made(members: tuple[int, ...]) -> Any:
     with _connected_when_needed(), _naming_the_interface():
         group = dist.new_group(list(members), backend="gloo")
+    rest_at_exit()
     _GROUPS[dist.group.WORLD, members] = group
     return group
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.file_baton import FileBaton
 
+from ds_parity.engine.ranks.ending import rest_at_exit
 from ds_parity.parity.running.functions import resolve
 from ds_parity.parity.running.left_behind import end_with_the_harness, free_shared_memory
 
@@ -37,6 +38,7 @@ def main(path: str) -> int:
     _make_repeatable()
     end_with_the_harness()
     deepspeed.init_distributed()
+    rest_at_exit()
     says = Path(path).parent / f"rank{dist.get_rank()}.jsonl"
     with says.open("a", buffering=1) as out:
         _say_waits(out)
