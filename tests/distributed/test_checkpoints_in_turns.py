@@ -1,4 +1,7 @@
-"""Universal checkpoints and `round_robin_gradients`: DeepSpeed's converter gives weights to other parameters."""
+"""Universal checkpoints and `round_robin_gradients`: DeepSpeed's converter gives weights to other parameters.
+
+tools/deepspeed_faults/universal_in_turns.py shows it on bare DeepSpeed.
+"""
 
 from itertools import product
 

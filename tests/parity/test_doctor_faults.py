@@ -152,6 +152,8 @@ def config_of(script, place):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if script.startswith("autocast"):
         config |= {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 1.0}
+    if script == "universal_in_turns":
+        zero["round_robin_gradients"] = True
     if script == "predivide_zero3":
         config["gradient_predivide_factor"], zero["reduce_scatter"] = 2.0, False
     return config

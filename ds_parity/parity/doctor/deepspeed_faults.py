@@ -373,6 +373,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run goes on from a checkpoint of another zero_optimization.round_robin_gradients",
     ),
     DeepSpeedFault(
+        "universal_in_turns",
+        "a universal checkpoint has the weights and the optimizer's states of other parameters",
+        "leave round_robin_gradients out of the run that saves what is converted",
+        lambda c: c.stage in (1, 2) and c.on("zero_optimization.round_robin_gradients"),
+        "a checkpoint is converted to a universal one",
+    ),
+    DeepSpeedFault(
         "forward_before_the_step",
         "the gradient mixes the activations of the old weights with the new weights",
         "run every forward behind the last step",
