@@ -84,8 +84,10 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
     Rollouts that fill no window (`plan.left`) are in none of them: plan them again in front of what comes next.
 
     Args:
-        plan: the plan of all ranks. It must be for as many ranks as train, or some of its micro-batches run nowhere:
-            each of them says for how many it was planned, and `engine.passes` refuses it on another number.
+        plan: the plan of all ranks, made on each of them of the same rollouts in the same order. It must be for as many
+            ranks as train, or some of its micro-batches run nowhere. Each micro-batch says of which plan it is, and for
+            which rank of how many: `engine.passes` refuses it on another rank, on another number of ranks, and where
+            ranks begin different plans together.
         rank: the data-parallel rank (>= 0).
         first_window: the window to begin with, where a resumed run goes on (0 to the number of windows).
         pad: the token id of padding.
@@ -103,6 +105,7 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
             f"first_window = {first_window!r}: the plan has {len(plan.windows)} windows, and they count from 0"
         )
     pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
+    number = plan.number(window)
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
     for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
         units = [plan.rollouts[index] for index in chosen.tolist()]
@@ -110,6 +113,8 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
         yield replace(
             collate(units, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs),
             planned_for=plan.dp_world_size,
+            plan_rank=whole(rank),
+            plan_number=number,
         )
 
 

@@ -23,7 +23,18 @@ from ds_parity.engine.ranks.hostgroups import group_of
 from ds_parity.engine.ranks.hostsum import HostSum, PlacedSum
 from ds_parity.engine.ranks.limits import Limit
 from ds_parity.engine.ranks.upcoming import Upcoming
-from ds_parity.engine.ranks.wire import ANYWHERE, FOUND_NONE, LOADED, LOADS, RUNS, SAVED, SAVES, Announcement, Place
+from ds_parity.engine.ranks.wire import (
+    ANYWHERE,
+    FOUND_NONE,
+    LOADED,
+    LOADS,
+    RUNS,
+    SAVED,
+    SAVES,
+    Announcement,
+    Begun,
+    Place,
+)
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
 
@@ -104,8 +115,8 @@ class AmongRanks:
     def upcoming(self, doing: str = RUNS) -> Upcoming:
         """Return an empty line of passes, whose exchanges say where this rank is and what it does."""
 
-        def start(passes: Sequence[Announcement]) -> Pending:
-            return self.exchange.start(self._place(doing), passes)
+        def start(passes: Sequence[Announcement], begun: Begun | None) -> Pending:
+            return self.exchange.start(self._place(doing), passes, begun)
 
         return Upcoming(start, self.ranks)
 

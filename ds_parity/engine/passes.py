@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ds_parity.config import MAX_LOOKAHEAD
@@ -16,11 +17,13 @@ from ds_parity.engine.arguments import (
     refuse_what_runs_nothing,
 )
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.planned import PlansRead, rank_of, refuse_plan_of_others
 from ds_parity.engine.prefetching import Prefetched
+from ds_parity.engine.ranks.exchange import Pending
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import RUNS, RUNS_WHOLE, Announcement
 from ds_parity.engine.stand_ins import says_so, stand_in, whole
-from ds_parity.errors import ConfigError, WindowError
+from ds_parity.errors import WindowError
 from ds_parity.window import Counts
 
 _END: Any = object()
@@ -86,6 +89,8 @@ class PassQueue:
         if chunk > 1 and made_ahead >= chunk:
             self.upcoming.early = self
         self._known: tuple[Any, int] | None = None
+        self._rank = partial(rank_of, driver.engine)
+        self._plans = PlansRead()
 
     def __iter__(self) -> Iterator[Any]:
         while not self._driver.stops_here():
@@ -139,7 +144,7 @@ class PassQueue:
             return
         wanted = self._chunk if self._driver.ledger.window.passes == 0 else 1
         while len(self.upcoming) < wanted and not self.upcoming.all_out_of_data:
-            pending = self.upcoming.announce(self._next_chunk())
+            pending = self._announce()
             if self._chunk > 1 or self._out_of_data or self._smallest is None or self._hears_first:
                 self._hears_first = False
                 self.upcoming.learn()
@@ -154,8 +159,12 @@ class PassQueue:
         if ledger.window.passes and len(self.upcoming):
             return
         while not (self.upcoming.all_out_of_data or ledger.reaches_boundary(self.upcoming.known())):
-            self.upcoming.announce(self._next_chunk())
+            self._announce()
             self.upcoming.learn()
+
+    def _announce(self) -> Pending:
+        chunk = self._next_chunk()
+        return self.upcoming.announce(chunk, self._plans.tell())
 
     def _next_chunk(self) -> list[UpcomingPass]:
         self._known = None  # what was not taken is read again
@@ -187,7 +196,8 @@ class PassQueue:
         return read
 
     def _noted(self, batch: Any) -> UpcomingPass:
-        self._refuse_plan_of_other_ranks(getattr(batch, "planned_for", None))
+        refuse_plan_of_others(batch, self._driver.ranks, self._rank, "a micro-batch that passes() has read")
+        self._plans.read(batch)
         counts = counts_in(batch, self._driver.ledger.weighting)
         if holds_nothing(batch, counts):
             return UpcomingPass(Announcement(), _NOTHING)
@@ -208,7 +218,7 @@ class PassQueue:
         made = [] if self._out_of_data else self._made.waiting(self._chunk)
         if made is None:
             return None
-        before = self._smallest
+        before, plans = self._smallest, self._plans.copy()
         try:
             noted = [self._noted(batch) for batch in made]
         except Exception:  # raised where it is taken: this rank is inside a step
@@ -216,6 +226,9 @@ class PassQueue:
         finally:
             # What is not taken yet may be noted again.
             after, self._smallest = self._smallest, before
+            begun, self._plans = self._plans.untold, plans
+        if begun:  # of a plan the others hear where it is announced
+            return None
         self._known = after, len(made)
         return self._padded(noted)
 
@@ -234,15 +247,6 @@ class PassQueue:
         own = weight if isinstance(weight, Mapping) else {}
         given = {name for name in weighting.terms.names if own.get(name) != 0} if weighting.terms else None
         refuse_mean_of_parts(weighting, counts, len(getattr(batch, "held", ())), given)
-
-    def _refuse_plan_of_other_ranks(self, planned_for: int | None) -> None:
-        ranks = self._driver.ranks
-        if planned_for not in (None, ranks):
-            raise ConfigError(
-                f"passes() read a micro-batch of a plan for {planned_for} data-parallel ranks, and this engine has "
-                f"{ranks}: some of the plan's micro-batches would run nowhere, or on no rank of their own; plan with "
-                "dp_world_size=engine.dp_world_size"
-            )
 
 
 def _usual_passes(driver: Driver) -> int:

@@ -35,7 +35,9 @@ from ds_parity.engine.internals.stages import (
     lost_by_a_load,
 )
 from ds_parity.engine.pipeline_checkpoints import load, save, with_states
+from ds_parity.engine.planned import plan_of, refuse_plan_of_others
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
+from ds_parity.engine.ranks.exchange import WRONG_PLAN
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
@@ -61,6 +63,7 @@ class _Column:
         runs: whether there is anything that it could run.
         stage: of the rank.
         rates: learning rates of its coming step, one for each parameter group.
+        plans: the numbers of the plans that its micro-batches are part of (`Plan.number`).
     """
 
     number: int
@@ -68,6 +71,7 @@ class _Column:
     runs: bool
     stage: int = field(default=0, compare=False)
     rates: tuple[str, ...] = field(default=(), compare=False)
+    plans: frozenset[int] = field(default=frozenset(), compare=False)
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -287,7 +291,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             self._tell(kind, error)
             raise
         runs, stage = bool(batches) or self._self_stand_in is not None, int(self.grid.get_stage_id())
-        said = _Column(self._own_column, counts, runs, stage, rates_in_digits(self.__wrapped__))
+        plans = frozenset(plan for batch in batches if (plan := plan_of(batch)))
+        said = _Column(self._own_column, counts, runs, stage, rates_in_digits(self.__wrapped__), plans)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
         _refuse_parted(gathered)
@@ -303,13 +308,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         labelled = self.is_last_stage() and self.module.loss_fn is not None
         needed = ({"inputs"} if self.is_first_stage() else set()) | ({"labels"} if labelled else set())
         for number, batch in enumerate(batches):
-            planned_for = getattr(batch, "planned_for", None)
-            if planned_for not in (None, self._self_columns):
-                raise ConfigError(
-                    f"micro-batch {number} of train_window() is of a plan for {planned_for} data-parallel ranks, and "
-                    f"this pipeline has {self._self_columns} columns: some of the plan's micro-batches would run "
-                    "nowhere; plan with dp_world_size=engine.dp_world_size"
-                )
+            what = f"micro-batch {number} of train_window()"
+            refuse_plan_of_others(batch, self._self_columns, lambda: self._own_column, what)
             inputs = batch.inputs
             if not isinstance(inputs, Mapping) or not needed <= inputs.keys() or inputs.keys() - _KEYS:
                 keys = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -411,6 +411,11 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
                 f"rank {rank} gave {len(one.counts)} micro-batches of {one.counts}, and another stage of its "
                 f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
                 "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
+            )
+        if one.plans and (other := next(other for other in gathered if other.plans)).plans != one.plans:
+            raise RankDesyncError(
+                f"data-parallel ranks {other.number} and {one.number} take their micro-batches from different plans: "
+                f"{WRONG_PLAN}"
             )
         first = next(other for other in gathered if other.stage == one.stage)
         if first.rates != one.rates:

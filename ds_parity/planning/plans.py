@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from ds_parity.planning.costs import Cost
 from ds_parity.planning.rollout import Unit
 
 Layout = Literal["packed", "padded"]
+_NUMBERS: Final = 2**18 - 1  # so that sums over ranks of their squares, too, are exact in float64
+_LAST: Final = 32  # tokens by which a sequence is known, beside its length
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +101,28 @@ class Plan:
     def idle_passes(self) -> int:
         """The number of idle passes of all ranks and windows."""
         return sum(window.idle_passes for window in self.windows)
+
+    def number(self, first_window: int = 0) -> int:
+        """Return a number that tells plans apart: ranks that planned the same have the same one.
+
+        Plans differ in it where they have other windows, or other rollouts in other places (but for a chance of 2^-18).
+
+        Args:
+            first_window: the window that it is begun with (>= 0).
+
+        Returns:
+            1 to 2**18 - 1.
+        """
+        return 1 + zlib.crc32(first_window.to_bytes(8, "little"), self._checksum) % _NUMBERS
+
+    @cached_property
+    def _checksum(self) -> int:
+        shapes = [part for one in self.windows for part in (one.rollouts, one.ends, one.sizes)]
+        ends = np.array([_end(row.tokens) for unit in self.rollouts for row in unit.sequences], np.int64)
+        checksum = zlib.crc32(repr((self.dp_world_size, self.layout)).encode())
+        for part in (*shapes, self.lengths, ends):
+            checksum = zlib.crc32(np.ascontiguousarray(part).astype(np.int64).tobytes(), checksum)
+        return checksum
 
     def fewest_passes(self) -> int:
         """Return a lower bound: no packing of the same windows has fewer passes."""
@@ -204,3 +229,10 @@ def _summed(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
     until = np.concatenate((np.zeros((1, values.shape[1]), dtype=np.int64), values.cumsum(axis=0)))[ends.ravel()]
     summed: np.ndarray = np.diff(until, axis=0, prepend=0).reshape(*ends.shape, -1)
     return summed
+
+
+def _end(tokens: Any) -> int:
+    # A plan of a hundred million tokens is to be known without reading all of them.
+    last = tokens[-_LAST:]
+    values = last.tolist() if hasattr(last, "tolist") else [int(token) for token in last]
+    return zlib.crc32(repr(values).encode())

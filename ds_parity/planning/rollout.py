@@ -99,6 +99,9 @@ class MicroBatch:
             it lacks.
         planned_for: the data-parallel ranks of the plan that it is part of, None where it is part of none. On any other
             number of ranks `engine.passes` refuses it, because some of the plan's micro-batches would run nowhere.
+        plan_rank: the data-parallel rank for which it was planned (>= 0), None where it is part of no plan. Any other
+            rank refuses it.
+        plan_number: the same on all ranks that planned the same (1 to 2**18 - 1), None where it is part of no plan.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -108,6 +111,8 @@ class MicroBatch:
     held: tuple[Unit, ...] = field(default=(), repr=False)
     planned_for: int | None = field(default=None, repr=False)
     weight: float | Mapping[str, float] | None = None
+    plan_rank: int | None = field(default=None, repr=False)
+    plan_number: int | None = field(default=None, repr=False)
 
     @property
     def idle(self) -> bool:

@@ -305,12 +305,17 @@ def test_a_step_goes_on_from_weights_that_were_loaded_alone(four_ranks, stage, k
     assert four_ranks.of(weights_alone)[f"{stage} {kind}"] == [0.0] * 4
 
 
+def planned(batches, column, plan):
+    """Micro-batches as those of a plan for two columns."""
+    return [dataclasses.replace(one, planned_for=2, plan_rank=column, plan_number=plan) for one in batches]
+
+
 @on_four_ranks
 @alone_in_the_process
 def refused(folder):
     """By what is wrong: what each rank is answered."""
     engine, rank = build(config(1)), dist.get_rank()
-    own = list(micro_batches(engine, 0, [[1, 2], [2]]))
+    own, column = list(micro_batches(engine, 0, [[1, 2], [2]])), engine.grid.get_data_parallel_id()
     found = {
         "train_batch": refusal(lambda: engine.train_batch(iter([]))),
         "batch-size": refusal(lambda: engine.set_train_batch_size(4)),
@@ -319,8 +324,10 @@ def refused(folder):
         "no-list": refusal(lambda: engine.train_window(ds_parity.MicroBatch({}))),
         "column": refusal(lambda: engine.train_window(own[:-1] if rank == 0 else own)),
         "raised": refusal(lambda: engine.train_window(["x"] if rank == 3 else own)),
+        "plans": refusal(lambda: engine.train_window(planned(own, column, plan=1 + column))),
+        "part": refusal(lambda: engine.train_window(planned(own, 0, plan=1))),
     }
-    found["then"] = refusal(lambda: engine.train_window(own))
+    found["then"] = refusal(lambda: engine.train_window(planned(own, column, plan=1)))
     for name, extended in {
         "boundary": config(1, {"boundary": "rollouts"}, gradient_accumulation_passes=8),
         "stage": config(2),
@@ -409,6 +416,7 @@ def last_frozen():
         ("keys", "WindowError: micro-batch 0 of train_window() has inputs ['input_ids']"),
         ("no-list", "WindowError: train_window() got a MicroBatch, which can't be iterated"),
         ("column", "RankDesyncError: rank"),
+        ("plans", "RankDesyncError: data-parallel ranks 0 and 1 take their micro-batches from different plans: a rank"),
         ("then", "nothing was raised"),
         ("boundary", "ConfigError: model is a PipelineModule, with ds_parity.boundary 'rollouts'"),
         ("stage", "ConfigError: model is a PipelineModule, with zero_optimization.stage 2"),
@@ -426,6 +434,15 @@ def test_a_stage_that_trains_nothing_is_refused_on_every_rank(four_ranks):
     for answers in four_ranks.of(refused):
         assert answers["untrained"].startswith(("ConfigError: stage 1 of the pipeline trains no", "RankDesyncError: "))
     assert any("ConfigError: stage 1" in answers["untrained"] for answers in four_ranks.of(refused))
+
+
+def test_the_part_of_another_column_is_refused(four_ranks):
+    said = [answers["part"] for answers in four_ranks.of(refused)]
+    assert (
+        sum(one.startswith("ConfigError: micro-batch 0 of train_window() is that of data-parallel") for one in said)
+        == 2
+    )
+    assert all("engine.grid.get_data_parallel_id()" in one or one.startswith("RankDesyncError: ") for one in said)
 
 
 def test_what_one_rank_raises_the_others_are_told(four_ranks):

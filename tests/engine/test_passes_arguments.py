@@ -44,7 +44,9 @@ class Alone:
         return False
 
     def upcoming(self, _):
-        return Upcoming(lambda announced: SimpleNamespace(wait=lambda: self.answer(announced), proceed=lambda: None), 1)
+        return Upcoming(
+            lambda announced, plan: SimpleNamespace(wait=lambda: self.answer(announced), proceed=lambda: None), 1
+        )
 
     def answer(self, announced):
         return [GatheredPass(PassTotals.of([one.counts]), int(one.out_of_data), int(one.stuck)) for one in announced]

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from ds_parity.engine.ranks.agreement import in_short
 from ds_parity.engine.ranks.hostsum import ROOM, HostSum, Rider, Sum
-from ds_parity.engine.ranks.wire import Announcement, GatheredPass, Message, Peers, Place, WindowMessage
+from ds_parity.engine.ranks.wire import Announcement, Begun, GatheredPass, Message, Peers, Place, WindowMessage
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, Window, WindowTotals
 
 _ALONE = Peers()
+WRONG_PLAN: Final = (
+    "a rank trains on its own part of a plan, so that rollouts of the other plan would be trained on twice, or never. "
+    "Give plan() the same rollouts in the same order, and the same options, on every rank (gather them first: "
+    "torch.distributed.all_gather_object), and micro_batches() the same first_window"
+)
+"""Why ranks need the same plan, and the way out."""
 
 
 class Exchange:
@@ -63,13 +69,18 @@ class Exchange:
         self._over = over
         self._timeout = timeout
 
-    def start(self, place: Place, passes: Sequence[Announcement]) -> Pending:
+    def start(self, place: Place, passes: Sequence[Announcement], begun: Begun | None = None) -> Pending:
         """Launch the exchange of up to `slots` passes; it waits for nothing but an exchange that was left unfinished.
+
+        Args:
+            place: where this rank is.
+            passes: what it announces.
+            begun: the plan that this rank has begun; None for none of which the others have not heard.
 
         Raises:
             RankDesyncError: another rank is gone.
         """
-        message = self._message(passes)
+        message = self._message(passes, begun)
         # On the host, because reading a sum from the accelerator would wait for all of its queued work.
         vector = torch.tensor(message.pack(), dtype=torch.float64 if self._weights else torch.int64, device="cpu")
         if self._over is None:
@@ -100,9 +111,9 @@ class Exchange:
             self._fits[self.slots] = 1 + len(self._message(()).pack()) < ROOM
         return self.all_early and self._fits[self.slots]
 
-    def _message(self, passes: Sequence[Announcement]) -> Message:
+    def _message(self, passes: Sequence[Announcement], begun: Begun | None = None) -> Message:
         padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
-        return Message((*passes, *padding), self.stop, self._peers, self._weights, self.early)
+        return Message((*passes, *padding), self.stop, self._peers, self._weights, self.early, begun)
 
     def finish(self, pending: Pending) -> tuple[GatheredPass, ...]:
         """Wait for an exchange; used by `Pending.wait`."""
@@ -111,6 +122,8 @@ class Exchange:
             answer = message.unpack((pending.vector if work is None else work.wait()).tolist())
             if not answer.peers_agree and self._over is not None:
                 raise self._peers_differ(self._over, message.passes)
+            if not answer.plans_agree and self._over is not None:
+                raise _plans_differ(self._over, message.begun)
         except RuntimeError as error:
             # gloo ends a collective with a RuntimeError where a rank is gone or the time is up.
             raise self._gone(pending.place, error) from error
@@ -173,6 +186,12 @@ class Exchange:
             "one of them ended, or runs a different number of passes. Call idle() on ranks without data, or take "
             f"micro-batches from passes(), which does. ({str(error).splitlines()[0]})"
         )
+
+
+def _plans_differ(over: HostSum, own: Begun | None) -> RankDesyncError:
+    gathered = over.gathered((dist.get_rank(), own))
+    lines = "; ".join(f"rank {rank} begins plan {begun.plan:05x}" for rank, begun in gathered if begun is not None)
+    return RankDesyncError(f"ranks take their micro-batches from different plans ({lines}): {WRONG_PLAN}")
 
 
 def _summed_together(over: HostSum, vector: torch.Tensor, place: Place, rider: Rider | None) -> torch.Tensor:

@@ -7,8 +7,9 @@ n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
 Where callers end windows, one sum a window holds what each rank has run in it (`WindowMessage`), in float64.
 
 In an exchange of counts one number follows for how many ranks ask to stop and how many may say early what they run,
-and six for each pass (and one for each weight that a micro-batch brings): int64, or float64 with weights, and no more
-of them for more ranks.
+three for how many ranks begin a plan, which it is, and how many that rank has begun before (numbers and their squares,
+by which they are compared as places are), and six for each pass (and one for each weight that a micro-batch brings):
+int64, or float64 with weights, and no more of them for more ranks.
 
 Ranks that share a micro-batch (sequence parallelism) have the same counts, which one of them sends. Each adds a
 checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.
@@ -23,10 +24,12 @@ from typing import Final
 
 from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
-_HEAD = 1  # how many ranks ask to stop, and how many may be early
+_HEAD = 4  # how many ranks ask to stop, and how many may be early; how many begin a plan, and which
 _FIELDS = 6  # of a pass
 # Two counts share a number: each is below 2**21, so that the sum is exact in float64 too.
 _EARLY = 1 << 32
+# Sums are exact on 2**14 ranks: a plan has a number of 18 bits, and is counted up to 2**8.
+_BEGINS, _COUNTED, _SQUARES = 1 << 32, 1 << 8, 1 << 22
 RUNS: Final = "runs a pass"
 RUNS_WHOLE: Final = "runs a pass of a window that it knows as a whole (lookahead 'window')"
 SAVES: Final = "saves a checkpoint"
@@ -138,6 +141,38 @@ class GatheredPass:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A plan of which a rank has read its first micro-batch.
+
+    Attributes:
+        plan: its number (`Plan.number`).
+        before: how many plans this rank has begun before it (>= 0).
+    """
+
+    plan: int
+    before: int
+
+    def pack(self) -> list[int]:
+        """Return the numbers that are summed over ranks; a rank that begins none adds zeros."""
+        count = self.before % _COUNTED
+        return [_BEGINS + self.plan, self.plan**2, count + _SQUARES * count**2]
+
+    @staticmethod
+    def agree(sums: Sequence[float]) -> bool:
+        """Whether the ranks that begin a plan begin the same one.
+
+        Ranks may leave out micro-batches of a plan, and so come to the next one earlier than others: those that have
+        begun other numbers of plans before are not compared.
+
+        Args:
+            sums: of what `pack` returned.
+        """
+        ranks, plans = divmod(int(sums[0]), _BEGINS)
+        squares, counts = divmod(int(sums[2]), _SQUARES)
+        return heads_agree((plans, int(sums[1])), ranks) or not heads_agree((counts, squares), ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The sum of all ranks' messages.
 
@@ -145,12 +180,14 @@ class Answer:
         peers_agree: ranks that share a micro-batch sent the same counts.
         stopping: some rank asks to stop.
         early: how many ranks may announce passes in the step before them.
+        plans_agree: the ranks that begin a plan begin the same one.
         passes: what the announced passes contain over all ranks.
     """
 
     peers_agree: bool
     stopping: bool
     early: int
+    plans_agree: bool
     passes: tuple[GatheredPass, ...]
 
 
@@ -165,6 +202,7 @@ class Message:
         weights: how many weights a micro-batch brings, as many numbers more for each pass; with weights all numbers are
             float64, in which counts are exact up to 2**53, and int64 otherwise.
         early: this rank may announce its next passes in the step before them.
+        begun: the plan that this rank has begun; None for none of which the others have not heard.
     """
 
     passes: tuple[Announcement, ...]
@@ -172,6 +210,7 @@ class Message:
     peers: Peers = field(default_factory=Peers)
     weights: int = 0
     early: bool = False
+    begun: Begun | None = None
 
     def pack(self) -> list[float]:
         """Return the numbers that are summed over ranks; `unpack` reads their sums."""
@@ -184,7 +223,8 @@ class Message:
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         # The counts of a shared micro-batch enter the sum once.
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
-        return [int(self.stop) + _EARLY * int(self.early), *sent, *checksum]
+        begun = [0, 0, 0] if self.begun is None else self.begun.pack()
+        return [int(self.stop) + _EARLY * int(self.early), *begun, *sent, *checksum]
 
     def unpack(self, sums: Sequence[float]) -> Answer:
         """Return what the sums of all ranks' numbers say; the inverse of `pack` where there is one rank.
@@ -199,6 +239,7 @@ class Message:
             peers_agree=self.peers.size == 1 or sums[-1] == 0,
             stopping=sums[0] % _EARLY > 0,
             early=int(sums[0] // _EARLY),
+            plans_agree=Begun.agree(sums[1:_HEAD]),
             passes=tuple(passes),
         )
 

@@ -1,0 +1,160 @@
+"""Ranks that take their micro-batches from different plans, or one from another's part, are told so before a step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_parity
+from ds_parity.parity.data.rollouts import load_rollouts, shorten
+from ds_parity.parity.running import weights
+from tests.distributed.cells import config
+from tests.distributed.engines import build, from_all, one_pass, refusal
+from tests.distributed.sets import on_two_ranks
+
+pytestmark = pytest.mark.ranks
+STAGES = (0, 2, 3)
+WAYS = {
+    "one by one": {},
+    "ahead": {"lookahead": 3},
+    "whole windows": {"lookahead": "window"},
+    "in a thread": {"lookahead": 2, "prefetch": 4},
+}
+
+
+def _rollouts():
+    return shorten(load_rollouts()[:32], 48)
+
+
+def _plan(rollouts, ranks=2):
+    return ds_parity.plan(rollouts, dp_world_size=ranks, target=8, max_tokens=120)
+
+
+def _own(rollouts, rank=None, **options):
+    """What this rank reads of its plan; the plan may be another one on each rank."""
+    yield from ds_parity.micro_batches(_plan(rollouts), dist.get_rank() if rank is None else rank, **options)
+
+
+def _apart(name):
+    """A stream of a plan that ranks do not share, by name."""
+    rollouts, rank = _rollouts(), dist.get_rank()
+    if name == "a shard of each rank":
+        return _own(rollouts[rank::2])
+    if name == "another order":
+        return _own(rollouts if rank else rollouts[8:] + rollouts[:8])
+    if name == "another window to begin with":
+        return _own(rollouts, first_window=rank)
+    if name == "other answers of one length":
+        return _own([replace(one, tokens=(*one.tokens[:-1], rank)) for one in rollouts])
+    assert name == "the second plan"
+    return (batch for part in (rollouts[:16], rollouts[16:][:: 1 - 2 * rank]) for batch in _own(part))
+
+
+APART = (
+    "a shard of each rank",
+    "another order",
+    "another window to begin with",
+    "other answers of one length",
+    "the second plan",
+)
+
+
+def _alike(name):
+    """A stream of plans that all ranks share, by name, of which ranks may leave out what they like."""
+    rollouts, rank = _rollouts(), dist.get_rank()
+    both = [*_own(rollouts[:16]), *_own(rollouts[16:])]
+    if name == "one begins the second plan earlier":
+        return both[2:] if rank else both
+    if name == "one reads all but the first of each":
+        first = len(list(_own(rollouts[:16])))
+        return both[1:first] + both[first + 1 :] if rank else both
+    if name == "one has none of a plan":
+        return [ds_parity.MicroBatch(both[0].inputs, rollouts=1, tokens=3)] * 3 if rank else both
+    assert name == "both read both"
+    return both
+
+
+ALIKE = (
+    "one begins the second plan earlier",
+    "one reads all but the first of each",
+    "one has none of a plan",
+    "both read both",
+)
+
+
+def _trained(engine, stream, **options):
+    for _ in engine.passes(stream, **options):
+        one_pass(engine, 1)
+
+
+def _built(stage, **section):
+    return build(config(stage, passes=8, exchange_timeout=20, **section))
+
+
+@on_two_ranks
+def plans_apart(folder):
+    """By stage, way of reading and plans: what is raised, the steps, and whether no weight has moved."""
+    results = {}
+    for stage in STAGES:
+        for way, options in WAYS.items():
+            for name in APART:
+                engine = _built(stage)
+                before = weights.vector(engine.module)
+                said = refusal(lambda: _trained(engine, _apart(name), **options))  # noqa: B023  # called here
+                kept = torch.equal(before, weights.vector(engine.module))
+                results[f"{stage} {way} {name}"] = from_all([said, engine.global_steps, kept])
+            engine = _built(stage)
+            said = refusal(lambda: _trained(engine, _own(_rollouts(), 0), **options))  # noqa: B023  # called here
+            results[f"{stage} {way} one part on both"] = from_all([said, engine.global_steps])
+    return results
+
+
+@on_two_ranks
+def plans_alike(folder):
+    """By stage, way of reading and streams: what is raised, and the rollouts of all steps."""
+    results = {}
+    for stage in STAGES:
+        for way, options in WAYS.items():
+            for name in ALIKE:
+                engine = _built(stage)
+                said = refusal(lambda: _trained(engine, _alike(name), **options))  # noqa: B023  # called here
+                results[f"{stage} {way} {name}"] = from_all([said, engine.global_samples])
+    engine = _built(2, boundary="caller")
+    results["caller"] = from_all(refusal(lambda: _trained(engine, _apart("a shard of each rank"))))
+    return results
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_different_plans_are_refused_on_every_rank(two_ranks, stage, way, name):
+    for said, steps, kept in two_ranks.of(plans_apart)[f"{stage} {way} {name}"]:
+        assert said.startswith("RankDesyncError: ranks take their micro-batches from different plans (rank 0 begins ")
+        assert "Give plan() the same rollouts in the same order" in said
+        assert kept == (steps == 0)
+        assert (steps > 0) == (name == "the second plan")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_part_of_a_plan_on_both_ranks_is_refused(two_ranks, stage, way):
+    (first, _), (second, _) = two_ranks.of(plans_apart)[f"{stage} {way} one part on both"]
+    assert second.startswith("ConfigError: a micro-batch that passes() has read is that of data-parallel rank 0 in its")
+    assert "dist.get_rank(engine.data_parallel_group)" in second
+    assert first.startswith("RankDesyncError: ")
+    assert "data-parallel rank 1 reads it" in first
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_may_leave_out_what_they_like_of_one_plan(two_ranks, stage, way, name):
+    (first, trained), second = two_ranks.of(plans_alike)[f"{stage} {way} {name}"]
+    assert (first, [first, trained]) == ("nothing was raised", second)
+    assert trained > 0
+
+
+def test_windows_that_the_caller_ends_need_one_plan_too(two_ranks):
+    for said in two_ranks.of(plans_alike)["caller"]:
+        assert said.startswith("RankDesyncError: ranks take their micro-batches from different plans")
