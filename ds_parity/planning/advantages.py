@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, Final
 
 from ds_parity.errors import ConfigError
+from ds_parity.planning.keys import plain, refuse_what_is_no_key
 
 # Two rewards that eight operations in fp32 have computed differ by 16 roundings of 2**-24, though they mean the same.
 _ROUNDING: Final = 2.0**-20
@@ -62,36 +63,16 @@ def prompts_and_rewards(prompt_ids: Iterable[Any], rewards: Iterable[Any]) -> tu
     if len(prompts) != len(earned):
         raise ConfigError(f"{len(earned)} rewards for {len(prompts)} prompt ids: give one of each for every rollout")
     for index, prompt in enumerate(prompts):
-        _refuse_what_is_no_key(index, prompt)
+        refuse_what_is_no_key(f"prompt id {index} is {prompt!r} ({type(prompt).__name__})", prompt)
     return prompts, [_number(prompt, reward) for prompt, reward in zip(prompts, earned, strict=True)]
 
 
 def _listed(what: str, values: Iterable[Any]) -> list[Any]:
     # Tensors are equal to themselves alone as keys, so each rollout would be a group of its own.
-    values, kind = _plain(values), type(values).__name__
+    values, kind = plain(values), type(values).__name__
     if not isinstance(values, Iterable):
         raise ConfigError(f"{what} are a {kind} without a length: give one for every rollout, in a list")
-    return [_plain(value) for value in values]
-
-
-def _plain(value: Any) -> Any:
-    # Torch's tensors and numpy's arrays and numbers alike; this room imports neither.
-    if type(value) is tuple:
-        return tuple(_plain(part) for part in value)
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _refuse_what_is_no_key(index: int, prompt: Any) -> None:
-    said = f"prompt id {index} is {prompt!r} ({type(prompt).__name__}), "
-    try:
-        hash(prompt)
-    except TypeError:
-        raise ConfigError(
-            f"{said}which can be no key of a dict: rollouts are put together by it; give the prompt's text or number, "
-            "or where it is a list of token ids, tuple(ids)"
-        ) from None
-    if prompt != prompt:  # noqa: PLR0124  (as NaN)
-        raise ConfigError(f"{said}which is not equal to itself: no two rollouts would be of one prompt; number them")
+    return [plain(value) for value in values]
 
 
 def _number(prompt: Hashable, reward: Any) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ds_parity.errors import ConfigError
+from ds_parity.planning.keys import by_value, refuse_what_is_no_key, tokens_of
 from ds_parity.planning.rollout import PreferencePair, Rollout, Unit
 
 _MOST, _MOST_RANKS = 2**30, 2**20  # a greater number is a slip of the keyboard
@@ -60,6 +61,7 @@ def listed(rollouts: Iterable[Any]) -> list[Unit]:
                 check_rollout(f"{name} of a pair of prompt {_prompt_of(unit)!r}", getattr(unit, name))
         else:
             check_rollout(f"rollout {index}", unit)
+    units = by_value(units)
     for name in ("prompt_id", "rollout_id"):
         _check_keys(name, [getattr(unit, name) for unit in units])
     return units
@@ -67,24 +69,13 @@ def listed(rollouts: Iterable[Any]) -> list[Unit]:
 
 def _check_keys(name: str, keys: Sequence[Any]) -> None:
     try:
-        set(keys)
+        # A NaN is not equal to itself.
+        fit = all(key == key for key in set(keys))  # noqa: PLR0124
     except TypeError:
+        fit = False
+    if not fit:
         for index, key in enumerate(keys):
-            if not _can_be_a_key(key):
-                raise ConfigError(
-                    f"rollout {index}: {name} is {reprlib.repr(key)} ({type(key).__name__}), which can be no key of a "
-                    "dict: rollouts are put together by it; give a text or a number, or where it is a list of messages "
-                    "or token ids, their text or tuple(ids)"
-                ) from None
-        raise
-
-
-def _can_be_a_key(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
+            refuse_what_is_no_key(f"rollout {index}: {name} is {reprlib.repr(key)} ({type(key).__name__})", key)
 
 
 def check_rollout(said: str, given: Any) -> None:
@@ -209,7 +200,7 @@ def _check_repeated(rollouts: Sequence[Unit]) -> None:
         if unit.rollout_id is None:
             continue
         (turn,) = unit.sequences
-        key = unit.prompt_id, unit.rollout_id, turn.prompt_length, turn.tokens
+        key = unit.prompt_id, unit.rollout_id, turn.prompt_length, tokens_of(turn.tokens)
         if key in seen:
             raise ConfigError(
                 f"rollout {index} repeats a turn of rollout {unit.rollout_id!r} of prompt {unit.prompt_id!r}: turns of "

@@ -15,7 +15,8 @@ class Rollout:
     """One sampled trajectory, the unit that a step is counted in; or one turn of it.
 
     Attributes:
-        prompt_id: the prompt, by its text or any name; rollouts of one prompt form a group (GRPO).
+        prompt_id: the prompt, by its text or any name (a tensor or array by its value); rollouts of one prompt form a
+            group (GRPO).
         tokens: token ids, prompt first and completion after it.
         prompt_length: how many of `tokens` belong to the prompt; the others carry the loss.
         reward: the reward of the completion.
