@@ -599,7 +599,7 @@ def test_weights_are_not_said_to_agree_within_a_bound_that_training_does_not_lea
 def test_weights_that_training_never_moves_prove_nothing():
     still = weights(1)
     found = diagnosed(lambda n: {"weights": still, "lr": (0.5,)}, reference=lambda n: {"weights": still})
-    assert "reported-lr" not in {cause.name for cause in found.causes}
+    assert {cause.name for cause in found.causes} > {"reported-lr"}
     assert "schedule" in found.classes
 
 

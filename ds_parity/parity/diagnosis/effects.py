@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from ds_parity.parity.comparison.bounds import LEAST_LOSS
 from ds_parity.trace import StepRecord, Trace
 
 Pairs = Sequence[tuple[StepRecord, StepRecord]]
@@ -28,6 +29,32 @@ def effect(name: str, pairs: Pairs, lengths: Sequence[float] | None) -> float:
     if lengths is None:
         return max(shares, default=1.0)
     return min(1.0, math.hypot(*(share * length for share, length in zip(shares, lengths, strict=True))))
+
+
+def loss_by_rates(pairs: Pairs) -> float:
+    """Return how far other learning rates would have moved a later loss, by a first-order estimate.
+
+    A step of SGD lowers the loss by its rate times the square of the gradient norm; optimizers that divide a gradient
+    by its size, and clipping, by the rate times the norm and more. The smaller is counted. Of several parameter groups
+    it isn't known whose gradient is long, so that the one whose rates differ least counts for all.
+
+    Args:
+        pairs: the steps of both sides.
+
+    Returns:
+        The estimate for the step in which it is greatest, as a share (>= 0) of the losses; the last step has none
+        behind it that could show its rate. 0 where a rate or a norm is missing.
+    """
+    apart, most = 0.0, 0.0
+    losses = [abs(one.loss) for pair in pairs for one in pair if one.loss is not None]
+    for a, b in pairs[:-1]:
+        if a.skipped:
+            continue
+        if not a.lr or not b.lr or len(a.lr) != len(b.lr) or a.grad_norm is None:
+            return 0.0
+        apart += min((y - x for x, y in zip(a.lr, b.lr, strict=True)), key=abs) * min(a.grad_norm, a.grad_norm**2)
+        most = max(most, abs(apart))
+    return most / max([LEAST_LOSS, *losses])
 
 
 def step_lengths(reference: Trace, pairs: Pairs) -> list[float] | None:

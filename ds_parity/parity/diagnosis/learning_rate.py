@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.rates import SAME, equal, finite, tells
+from ds_parity.parity.diagnosis.gradient import agreeing
+from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, tells
 from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.view import View, alike, near, told
@@ -25,12 +26,35 @@ def causes(view: View) -> Iterator[Cause]:
         return
     groups = [([x[at] for x, _ in rates], [y[at] for _, y in rates]) for at in range(len(rates[0][0]))]
     other = [(a, b) for a, b in groups if a != b]
+    if all(as_fp32(a, b) for a, b in other):
+        yield from _rounded_to_fp32(view, *other[0])
+        return
     found = [] if view.updated_alike or not _finite(other) else [*_of_some_groups(view, groups, other)]
     if len(other) == len(groups):
         found += _of_all_groups(view, other)
+    if found and view.fields == {"lr"} and all(cause.kind != "logging" for cause in found):
+        found += _logged_wrong(view)
     # Each gives all of the rates, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
     yield from (replace(cause, evidence=said) for cause in found)
+
+
+def _rounded_to_fp32(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """Rates that differ by rounding to fp32 alone, which moves nothing that training in fp32 shows."""
+    at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    said = f"the learning rates agree to fp32: one side's are the other's, rounded to it ({b[at]!r}, where {a[at]!r} "
+    said += "was due)"
+    if view.updated_alike:
+        yield Cause("reported-lr", Fit.ALONE, f"{said}, and {agreeing(view)} agree in every step")
+    else:
+        yield from (Cause(name, Fit.SEQUENCE, said) for name in ("reported-lr", "lr-rounded"))
+
+
+def _logged_wrong(view: View) -> Iterator[Cause]:
+    """A wrong logged rate beside what makes such rates: all else agrees, and it isn't known whether it had to."""
+    if agree := agreeing(view):
+        said = f"the logged LR alone is another: {agree} agree in every step, where other rates may show too little"
+        yield Cause("reported-lr", Fit.SEQUENCE, said)
 
 
 def _finite(groups: Sequence[tuple[list[float], list[float]]]) -> bool:
@@ -79,7 +103,10 @@ def _of_all(view: View, a: list[float], b: list[float], *, known: bool) -> list[
     """What gives the rates of a parameter group; unless all rates are `known`, only what is logged."""
     found = [*_logged_off(view, a, b)]
     if not found and view.updated_alike:
-        said = f"the logged LR differs ({b[0]:.4g}, where {a[0]:.4g} was due), and the weights agree in every step"
+        at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        said = (
+            f"the logged LR differs ({b[at]:.4g}, where {a[at]:.4g} was due), and {agreeing(view)} agree in every step"
+        )
         found = [Cause("reported-lr", Fit.ALONE, said)]
     if known and not view.updated_alike:
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from ds_parity.parity.diagnosis.view import near
 
 SAME = 1e-6
@@ -25,6 +27,13 @@ def same(value: float, other: float) -> bool:
 def equal(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether as many rates differ by rounding alone."""
     return len(one) == len(other) and all(same(y, x) for x, y in zip(one, other, strict=True))
+
+
+def as_fp32(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether rates are others, not all of them equal, rounded to fp32; which are rounded is not asked."""
+    with np.errstate(over="ignore"):
+        rounded = [[float(np.float32(rate)) for rate in rates] for rates in (one, other)]
+    return list(one) != list(other) and (rounded[0] == list(other) or rounded[1] == list(one))
 
 
 def follows(due: Iterable[float], rates: Iterable[float]) -> bool:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ds_parity.parity.comparison.bounds import DRIFT, LEAST_LOSS
+from ds_parity.parity.comparison.bounds import DRIFT, EPS, LEAST_LOSS
 from ds_parity.parity.comparison.fields import Comparison
-from ds_parity.parity.diagnosis.effects import TRAINED_ON, effect, step_lengths
+from ds_parity.parity.diagnosis.effects import TRAINED_ON, effect, loss_by_rates, step_lengths
 from ds_parity.parity.diagnosis.lengths import forgetting
 from ds_parity.trace import StepRecord, Trace
 from ds_parity.trace.records import METRIC
@@ -17,7 +17,10 @@ from ds_parity.trace.records import METRIC
 # Of what training moves them: weights that are nearer agree, and prove it.
 _TELLING = 0.1
 _FAR = 0.2
+# Of what rates that are off would move a loss by, at the least: gradients of other rows have another direction.
+_OF_OTHER_ROWS = 0.01
 _WIDE = 1e-3
+_SHOWN_BY = ("loss", "grad_norm")
 
 
 def near(value: float | None, other: float, relative: float = 0.02) -> bool:
@@ -156,7 +159,8 @@ class View:
         Weights prove it that are nearer than a loss, an LR or a norm as far off as the logged ones would leave them,
         unless what differs is a length of gradients that they forget. So do gradient norms that agree in every step
         where losses or metrics are far apart: another loss, or other data, has other gradients. Without weights each
-        norm still follows from the weights of the step before, but only one that is written in full shows them.
+        norm still follows from the weights of the step before, but only one that is written in full shows them. That
+        rates were the same is shown by losses and norms that rates as far off as the logged ones would have moved.
         """
         if "step" in self.fields or self.weights_differ or len(self.pairs) < 2:
             return False
@@ -165,8 +169,10 @@ class View:
         if self.recorded("weights"):
             return (self.weights_alike and not self.forgetting) or self._norms_tell
         rounded = self.reference.precision.keys() | self.candidate.precision.keys()
-        if not self.agrees("grad_norm") or "grad_norm" in rounded or self.fields & {"lr"}:
+        if not self.agrees("grad_norm") or "grad_norm" in rounded:
             return False
+        if self.fields & {"lr"}:
+            return "loss" not in rounded and self._rates_would_show
         # Norms that lie within a wide bound, as far apart as the losses, show another training as well as the same.
         effects = [effect(name, self.pairs, None) for name in sorted(self.fields & (TRAINED_ON | {"metrics"}))] or [1.0]
         return self._norms_apart == 0.0 or self._norms_apart < _TELLING * min(effects)
@@ -210,6 +216,22 @@ class View:
             return self.agrees("loss")
         most = max(self._effects)
         return most > _FAR and self._norms_apart < _TELLING * most
+
+    @property
+    def _rates_would_show(self) -> bool:
+        """Whether losses and norms are nearer than rates as far off as the logged ones would leave them.
+
+        Rounding alone may keep them alike in a short type, whose weights do not move by a small rate, and losses or
+        norms that never change show no weights.
+        """
+        if not self.agrees("loss") or any(len({getattr(a, it) for a, _ in self.pairs}) < 2 for it in _SHOWN_BY):
+            return False
+        types = {it.header.dtype for it in (self.reference, self.candidate)} - {None}
+        rounding = max(EPS.get(it or "", 1.0) for it in (types or {"bf16"}) | {self.comparison.dtype})
+        losses = [(a.loss, b.loss) for a, b in self.pairs if a.loss is not None and b.loss is not None]
+        greatest = max(LEAST_LOSS, *(abs(x) for x, _ in losses))
+        apart = max(self._norms_apart, *(abs(y - x) / greatest for x, y in losses))
+        return max(rounding, apart) < _OF_OTHER_ROWS * loss_by_rates(self.pairs)
 
     @property
     def _norms_apart(self) -> float:
