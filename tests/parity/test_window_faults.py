@@ -235,3 +235,19 @@ def test_a_test_for_the_target_itself_is_named_where_it_meets_none_of_the_bounda
     held = [3] * 40
     (group, *_) = named(cut(held, 16), [(sum(held), len(held))], passes=passes)
     assert "equality-boundary" in group
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("begins", [2, 3, 4, 7, 12])
+@pytest.mark.parametrize("turn", [False, True])
+def test_a_trace_that_begins_later_is_no_other_way_to_cut_windows(name, begins, turn):
+    """That of a resumed run, beside the trace of the whole."""
+    whole = trace(cut(stream(name)), 1, 2, True)
+    later = Trace(whole.header, whole.steps[begins - 1 :])
+    sides = (later, whole) if turn else (whole, later)
+    found = diagnose(*sides, compare(*sides, Tier.REASSOCIATED))
+    assert found.causes == ()
+    said = (1, begins) if turn else (begins, 1)
+    assert (
+        f"the candidate begins with step {said[0]}, and the reference with step {said[1]}; the steps that both have agree"
+    ) in found.certain

@@ -17,7 +17,8 @@ from ds_parity.trace import Trace
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what ends windows exactly where the candidate's end."""
-    if view.updated_alike:
+    # Windows that one side doesn't have are not the other's windows, cut elsewhere.
+    if view.updated_alike or begins_elsewhere(view):
         return
     passes = [[one.passes or 0 for one in side.steps] for side in (view.candidate, view.reference)]
     cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), *passes)
@@ -72,8 +73,17 @@ def ends_early(view: View) -> bool:
     )
 
 
+def begins_elsewhere(view: View) -> bool:
+    """Whether the traces begin with different steps, as the one of a resumed run does beside that of the whole."""
+    return view.reference.steps[0].step != view.candidate.steps[0].step
+
+
 def facts(view: View) -> Iterator[str]:
-    """Yield where a run ends that has the reference's steps as far as it goes."""
+    """Yield where a run begins, if elsewhere, and where one ends that has the reference's steps as far as it goes."""
+    if begins_elsewhere(view) and "step" in view.fields:
+        said = f"the candidate begins with step {view.candidate.steps[0].step}, and the reference with step "
+        said += str(view.reference.steps[0].step)
+        yield f"{said}; the steps that both have agree" if view.fields == {"step"} else said
     if ends_early(view):
         due = view.reference.steps[len(view.candidate.steps)]
         held = "" if due.rollouts is None else f" of {due.rollouts} rollouts"
