@@ -1,11 +1,13 @@
 """The classes that are left open contain that of the fault, and certain is only what the record shows."""
 
+import hashlib
 import re
 
 import numpy as np
 import pytest
 
-from ds_parity.trace import Trace
+from ds_parity.trace import Trace, Weights
+from ds_parity.trace.records import Start
 from tests.parity.test_forgotten_lengths import RATE, STEPS, adam, found, run, sgd
 
 PLAIN = {"update": lambda gradients: sgd(gradients, momentum=0.0)}
@@ -125,3 +127,34 @@ def test_weights_alone_say_little_where_no_norm_was_recorded():
     assert {"loss", "gradient", "clipping", "optimizer settings", "schedule", "weights"} <= set(
         found(one, other).classes
     )
+
+
+def stored_in_fp32(seed, times):
+    """Two runs whose weights are rounded to fp32 after each step; in the second one a step is so many times as long."""
+    draw, sides = np.random.default_rng(seed), ([], [])
+    start = weights = draw.normal(size=500).astype(np.float32)
+    signs = draw.choice([-1.0, 1.0], size=(32, len(start)))
+    for number in range(1, STEPS + 1):
+        gradient = draw.normal(size=len(start)) / len(start) ** 0.5
+        before, weights = weights, (weights - RATE * gradient).astype(np.float32)
+        other = weights if number < 3 else (before - times * RATE * gradient).astype(np.float32)
+        for side, held in zip(sides, (weights, other), strict=True):
+            exact = held.astype(np.float64)
+            checksum = hashlib.sha256(held.tobytes()).hexdigest()
+            summary = Weights(
+                checksum=checksum, norm=float(np.linalg.norm(exact)), sketch=tuple((signs @ exact).tolist())
+            )
+            side.append(summary)
+    one = run()
+    header = one.header.model_copy(
+        update={"start": Start(norm=float(np.linalg.norm(start)), sketch=tuple((signs @ start).tolist()), dtype="fp32")}
+    )
+    made = [[it.model_copy(update={"weights": w}) for it, w in zip(one.steps, side, strict=True)] for side in sides]
+    return tuple(Trace(header, tuple(steps)) for steps in made)
+
+
+@pytest.mark.parametrize("times", [0.3, 1.5, 2, 3, 10, 100])
+def test_the_rounding_of_an_update_enters_a_longer_one_as_often(times):
+    """It lies beside the update, and shows no other direction."""
+    for seed in range(20):
+        assert "schedule" in found(*stored_in_fp32(seed, times)).classes, seed

@@ -247,7 +247,6 @@ def test_a_trace_that_begins_later_is_no_other_way_to_cut_windows(name, begins, 
     sides = (later, whole) if turn else (whole, later)
     found = diagnose(*sides, compare(*sides, Tier.REASSOCIATED))
     assert found.causes == ()
-    said = (1, begins) if turn else (begins, 1)
-    assert (
-        f"the candidate begins with step {said[0]}, and the reference with step {said[1]}; the steps that both have agree"
-    ) in found.certain
+    own, due = (1, begins) if turn else (begins, 1)
+    said = f"the candidate begins with step {own}, and the reference with step {due}; the steps that both have agree"
+    assert said in found.certain

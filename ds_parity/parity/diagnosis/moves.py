@@ -32,7 +32,7 @@ _OF_MOMENTUM = 30.0
 _OLDER = 3
 _TOO_FAR = 3.0
 _CLEAR = 10.0
-_SURE = 3.0
+_SURE = 2.0
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,14 @@ class Moves:
         update = self.update(at) if self.known else None
         if update is None or not update.any():  # no update has no direction
             return False
-        dtype, length = self.view.comparison.dtype, float(np.linalg.norm(update))
-        rounded = (DRIFT[dtype] + (0.0 if self.linear else TURN)) * length if dtype in DRIFT else EPS[dtype] * length
-        apart = self.widened(at)
-        beside = along(apart, [update])[1] * float(np.linalg.norm(apart))
-        return beside > max(rounded, _SURE * self._stored(at))
+        apart, dtype, length = self.widened(at), self.view.comparison.dtype, float(np.linalg.norm(update))
+        (share,), beside = along(apart, [update])
+        # The candidate's update is so many times as long, and rounded as such. What the weights of the reference are
+        # rounded by, its update is off by, and this enters as often.
+        times = abs(1 + share)
+        computed = DRIFT[dtype] + (0.0 if self.linear else TURN) if dtype in DRIFT else EPS[dtype]
+        stored = _SURE * float(np.hypot(1.0, times)) * self._stored(at)
+        return beside * float(np.linalg.norm(apart)) > max(computed * length * max(1.0, times), stored)
 
     def _stored(self, at: int) -> float:
         """By how much the numbers of the sketches are rounded, because of the type that the traces tell of."""
