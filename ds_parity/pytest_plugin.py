@@ -9,6 +9,7 @@ are also compared with a trace that was kept; `--ds-parity-update` writes it ane
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from io import StringIO
@@ -111,7 +112,9 @@ def _compare_with_golden(outcome: Outcome, golden: Path, *, update: bool) -> Non
 
 def _refuse_dirty_tree(golden: Path) -> None:
     # A golden says at which commit it was made, which must be all that it was made of.
-    changed = [line[3:] for line in _git(golden.parent, "status", "--porcelain", "--untracked-files=no").splitlines()]
+    # Ended by NUL, because git quotes names on lines; behind what was renamed or copied stands its earlier name.
+    entries = iter(_git(golden.parent, "status", "--porcelain", "-z", "--untracked-files=no").split("\0")[:-1])
+    changed = [(entry[3:], next(entries) if entry[0] in "RC" else "")[0] for entry in entries]
     others = [path for path in changed if Path(path).name != golden.name]
     if others:
         pytest.fail(f"{_UPDATE}: the tree has changes ({', '.join(others[:5])}); commit them first", pytrace=False)
@@ -119,9 +122,9 @@ def _refuse_dirty_tree(golden: Path) -> None:
 
 def _git(folder: Path, *arguments: str) -> str:
     try:
-        ended = subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True)
+        ended = subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.fail(
             f"{_UPDATE}: git {' '.join(arguments)} in {folder} failed ({error}): goldens need a commit", pytrace=False
         )
-    return ended.stdout
+    return os.fsdecode(ended.stdout)

@@ -79,6 +79,27 @@ def test_a_golden_is_written_from_a_clean_tree_only(project, pytester):
     dirty.stdout.fnmatch_lines(["*the tree has changes (*ds_config.json*"])
 
 
+@pytest.mark.parametrize("golden", ["golden é.jsonl", "two words.jsonl", 'a "quoted".jsonl', "new\nline.jsonl"])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_golden_whose_name_git_quotes_may_have_changed(project, pytester, golden, other):
+    """And another file whose name is quoted may not. Ranks are not started: the configuration is none."""
+    written = pytester.path / golden
+    for path in (written, pytester.path / "é other", pytester.path / "moved"):
+        path.write_text("a\n" * 9)
+    (pytester.path / "ds_config.json").write_text("{}")
+    git(pytester.path, "add", ".")
+    project(f'ds_parity_verify("nowhere.json", golden={golden!r})')
+    written.write_text("b\n")
+    if other:
+        git(pytester.path, "mv", "moved", "renamed")
+        (pytester.path / "é other").write_text("b\n")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--ds-parity-update")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*the tree has changes (renamed, é other)*" if other else "*nowhere.json*no such file*"]
+    )
+
+
 def test_a_golden_that_is_not_there_is_told_without_ranks(project):
     result = project('ds_parity_verify("ds_config.json", golden="golden.jsonl")')
     result.assert_outcomes(failed=1)
