@@ -4,7 +4,7 @@ import base64
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,8 @@ _NOT_FINITE = re.compile(
     r'(?:^|[{,])[ \t]*"(?P<key>[^"\n]*)"\s*:\s*(?:\[[^\]"\n]*)?(?P<value>[-+]?\b(?:NaN|Infinity|nan|inf))\b',
     re.MULTILINE,
 )
+# Sequences that are one value, and tuples, of which DeepSpeed's dicts may hold named ones.
+_KEPT = (str, bytes, bytearray, memoryview, range, tuple)
 _ACCEPTED = "give the path of a JSON file, a mapping, or urlsafe base64 of JSON"
 
 
@@ -46,25 +48,43 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
 
 
 def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a configuration: mappings become dicts, lists and tuples are copied, anything else is kept as it is.
+    """Copy a configuration: mappings become dicts, sequences lists, tuples are copied, anything else is kept as it is.
 
     Not `copy.deepcopy`: DeepSpeed's dicts may hold process groups, which can't be copied.
 
     Raises:
-        ConfigError: the configuration contains itself, or is nested too deep.
+        ConfigError: the configuration contains itself, is nested too deep, or a mapping of its own kind gives no value
+            for a key (OmegaConf's for one that is missing, or interpolates what isn't there).
     """
     try:
-        return {key: _copied(value) for key, value in config.items()}
+        return _entries(config, "")
     except RecursionError:
         raise ConfigError("config is nested too deep, or holds itself: write it as a plain JSON object") from None
 
 
-def _copied(value: Any) -> Any:
+def _entries(config: Mapping[str, Any], path: str) -> dict[str, Any]:
+    return {key: _copied(_value(config, key, f"{path}{key}"), f"{path}{key}.") for key in config}
+
+
+def _copied(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_copied(entry) for entry in value]
-    return tuple(_copied(entry) for entry in value) if type(value) is tuple else value
+        return _entries(value, path)
+    if isinstance(value, Sequence) and not isinstance(value, _KEPT):
+        return [_copied(_value(value, at, f"{path}{at}"), f"{path}{at}.") for at in range(len(value))]
+    return tuple(_copied(entry, f"{path}{at}.") for at, entry in enumerate(value)) if type(value) is tuple else value
+
+
+def _value(holder: Any, key: Any, path: str) -> Any:
+    try:
+        return holder[key]
+    except RecursionError:
+        raise
+    except Exception as error:  # whatever a configuration library raises, which isn't imported here
+        said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{path}: the {type(holder).__name__} that holds it gives no value: {said}; give it one, or leave the key "
+            "out"
+        ) from error
 
 
 def _base64_text(source: str) -> str | None:

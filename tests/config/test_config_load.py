@@ -5,6 +5,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, MutableSequence
 from types import MappingProxyType
 
 import pytest
@@ -156,3 +157,67 @@ def test_importing_the_room_imports_neither_torch_nor_deepspeed():
     code = "import sys, ds_parity.config; print([m for m in ('torch', 'deepspeed') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class Listed(MutableSequence):
+    """A list of its own kind, as OmegaConf's."""
+
+    def __init__(self, entries):
+        self.entries = list(entries)
+
+    def __getitem__(self, at):
+        return found(self.entries[at])
+
+    def __len__(self):
+        return len(self.entries)
+
+    def __setitem__(self, at, value): ...
+
+    def __delitem__(self, at): ...
+
+    def insert(self, at, value): ...
+
+
+class Keyed(Mapping):
+    """A dict of its own kind, which raises for a value that is missing when it is read."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __getitem__(self, key):
+        return found(self.entries[key])
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def __len__(self):
+        return len(self.entries)
+
+
+def found(value):
+    if value == "???":
+        raise LookupError("Missing mandatory value: lr\n    full_key: lr\n    object_type=dict")
+    return value
+
+
+def test_sequences_of_their_own_kind_become_lists_and_texts_stay():
+    given = {"a": Listed([0.0, Listed([Keyed({"b": Listed([])})])]), "text": "abc", "bytes": b"ab", "shape": (1, [2])}
+    read = load_config(Keyed(given))
+    assert read == {"a": [0.0, [{"b": []}]], "text": "abc", "bytes": b"ab", "shape": (1, [2])}
+    assert type(read["a"]) is type(read["a"][1]) is type(read["a"][1][0]["b"]) is list
+    assert type(read["a"][1][0]) is dict
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "kind"),
+    [
+        (Keyed({"lr": "???"}), "lr", "Keyed"),
+        ({"optimizer": Keyed({"params": Keyed({"lr": "???"})})}, "optimizer.params.lr", "Keyed"),
+        ({"betas": [1, Listed([0.9, "???"])]}, "betas.1.1", "Listed"),
+    ],
+)
+def test_a_mapping_that_gives_no_value_is_a_config_error_with_its_path(given, path, kind):
+    with pytest.raises(ConfigError) as error:
+        load_config(given)
+    rule = f"the {kind} that holds it gives no value: Missing mandatory value: lr"
+    assert str(error.value) == f"{path}: {rule}; give it one, or leave the key out"
