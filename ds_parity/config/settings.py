@@ -121,7 +121,7 @@ class Settings(BaseModel):
         description="The number of seconds that each wait for other ranks may take in a pass: for their counts, and "
         "in DeepSpeed's own collective operations over gloo. Those over NCCL keep NCCL's limit.",
     )
-    trace: Annotated[str, Field(min_length=1)] | None = Field(
+    trace: Annotated[str, Field(pattern=r"^[^\x00]+$")] | None = Field(
         default=None, description="The path of a trace to write (JSON Lines), or null for none."
     )
 
@@ -172,7 +172,7 @@ _RULES: Final[Mapping[str, str]] = {
     '"coefficient": a finite number}',
     "exchange_timeout": f"must be a finite number of seconds, greater than 0 (at least {MIN_SECONDS}) and at most "
     f"{MAX_SECONDS} (a year)",
-    "trace": "must be the path of a file, or null",
+    "trace": "must be the path of a file, without a NUL byte, or null",
 }
 
 
