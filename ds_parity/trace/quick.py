@@ -59,7 +59,16 @@ def quick(lines: Sequence[bytes]) -> Fields:
     fields["lr"] = _lists(fields["lr"], {list, _NONE})
     fields["weights"] = _weights(fields["weights"])
     fields["metrics"] = _metrics(fields["metrics"])
+    _require(sum(line.count(b":") for line in lines) == _colons(fields))
     return fields
+
+
+def _colons(fields: Fields) -> int:
+    """How many colons lines have in which no key is given twice: one behind each key, and those in names of metrics."""
+    nested: list[dict[str, float]] = [*filter(None, fields["metrics"])]
+    keys = len(fields["step"]) * len(NAMES) + sum(map(len, nested))
+    weights = len(fields["weights"]) - list(fields["weights"]).count(None)
+    return keys + weights * len(Weights.model_fields) + sum(name.count(":") for it in nested for name in it)
 
 
 def figures(lines: Sequence[bytes]) -> Fields:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from ds_parity.errors import TraceError
 from ds_parity.trace.opening import opened
 from ds_parity.trace.records import SCHEMA, Header, StepRecord, Trace
+from ds_parity.values import object_of, repeated
 
 Model = TypeVar("Model", bound=BaseModel)
 _PIECE = 1 << 16
@@ -85,13 +86,19 @@ def _header(path: str | Path, line: bytes) -> Header:
 
 
 def parse(path: str | Path, number: int, line: bytes, model: type[Model]) -> Model:
-    """A line. Raises TraceError, which names it, for one that is invalid or cut short."""
+    """A line. Raises TraceError, which names it, for one that is invalid or cut short, or gives a key twice."""
     try:
-        return model.model_validate_json(line)
+        record = model.model_validate_json(line)
     except ValidationError as error:
         if not line.endswith(b"\n"):
             raise TraceError(f"{path}, line {number}: cut short: its writer was stopped in mid-line") from error
         raise TraceError(f"{path}, line {number}: {_faults(error)}") from error
+    for key, _ in repeated(json.loads(line, object_pairs_hook=object_of)):
+        raise TraceError(
+            f"{path}, line {number}: key {key!r} is given more than once: which of them would count is not defined; "
+            "keep one"
+        )
+    return record
 
 
 def follows(path: str | Path, number: int, step: int, before: int | None) -> None:

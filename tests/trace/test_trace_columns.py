@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ds_parity.errors import TraceError
-from ds_parity.trace import Header, StepRecord, TraceWriter, Weights, columns
+from ds_parity.trace import Header, StepRecord, TraceWriter, Weights, columns, read_trace
 from ds_parity.trace.columns import Columns, TraceFile, columns_of
 from ds_parity.trace.quick import FIGURES, NAMES, UnusualError, figures, quick
 
@@ -90,6 +90,39 @@ def test_fields_that_are_missing_or_unknown_are_left_to_the_record():
     ):
         with pytest.raises(UnusualError):
             quick(lines)
+
+
+TWICE = [
+    (b'"loss":0.5', b'"loss":9.0,"loss":0.5', "loss"),
+    (b'"loss":0.5', b'"loss":0.5,"\\u006coss":0.5', "loss"),
+    (b'"loss":0.5', b'"loss" :9.0, "loss":0.5', "loss"),
+    (b'"norm":2.0', b'"norm":3.0,"norm":2.0', "weights.norm"),
+    (b'"reward":0.25', b'"reward":9.0,"reward":0.25', "metrics.reward"),
+]
+
+
+@pytest.mark.parametrize(("one", "two", "key"), TWICE)
+def test_a_step_with_two_values_of_one_key_is_refused(tmp_path, one, two, key):
+    path = tmp_path / "trace.jsonl"
+    good, bad = written(), written(step=2).replace(one, two)
+    assert bad != written(step=2)
+    path.write_bytes(HEADER.model_dump_json().encode() + b"\n" + good + bad)
+    with pytest.raises(UnusualError):
+        quick([good, bad])
+    for read in (lambda: [*TraceFile.open(path).columns()], lambda: read_trace(path)):
+        with pytest.raises(TraceError, match=f"line 3: key '{key}' is given more than once"):
+            read()
+
+
+def test_a_header_with_two_values_of_one_key_is_refused(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(HEADER.model_dump_json().encode()[:-1] + b',"seed":2}\n' + written())
+    with pytest.raises(TraceError, match="line 1: key 'seed' is given more than once"):
+        read_trace(path)
+
+
+def test_metrics_with_colons_in_their_names_are_read_at_once():
+    assert quick([written(metrics={"train:loss": 0.5, "a::b": 1.0}), written(step=2, weights=None, metrics={})])
 
 
 def test_lines_do_not_make_up_for_each_others_faults():

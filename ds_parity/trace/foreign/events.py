@@ -11,7 +11,7 @@ from ds_parity.trace.foreign.source import Source, SourceRow
 
 PATTERN = "*tfevents*"
 _FRAME = struct.Struct("<QI")  # the length of a record and its checksum; after the record comes another checksum
-_CHECKSUM = 4
+_LENGTH, _CHECKSUM = 8, 4
 
 
 def events(path: Path, files: list[Path]) -> Source:
@@ -71,8 +71,14 @@ def _require_whole(path: Path) -> None:
 
 
 def _records(path: Path) -> int:
-    """How many records a file frames; -1 where it ends inside one."""
-    size, at, count = path.stat().st_size, 0, 0
+    """How many records a file frames; -1 where it ends inside one.
+
+    Raises:
+        TraceError: the length of the last record is damaged: it doesn't have the checksum that stands behind it.
+    """
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    size, at, count, head = path.stat().st_size, 0, 0, b""
     with path.open("rb") as file:
         while at < size:
             file.seek(at)
@@ -81,4 +87,8 @@ def _records(path: Path) -> int:
                 return -1
             at += _FRAME.size + int(_FRAME.unpack(head)[0]) + _CHECKSUM
             count += 1
-    return count if at == size else -1
+    if at == size:
+        return count
+    if len(head) == _FRAME.size and masked_crc32c(head[:_LENGTH]) != _FRAME.unpack(head)[1]:
+        raise TraceError(f"{path}, event {count}: damaged: the checksum of its length does not fit")
+    return -1

@@ -148,3 +148,16 @@ def test_without_tensorboard_the_way_to_install_it_is_said(tmp_path, write, monk
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'ds_parity[foreign]'")):
         read_any(tmp_path)
+
+
+def test_a_byte_that_flipped_is_no_file_that_was_cut(tmp_path, write):
+    """In the length of a record it has the file end inside one, which its checksum denies."""
+    file = write(tmp_path)
+    whole = file.read_bytes()
+    told = set()
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        said = refused(file)
+        assert "damaged" in said
+        told.add("the checksum of its length does not fit" in said)
+    assert told == {True, False}
