@@ -56,12 +56,15 @@ def collate(
 
     Raises:
         ConfigError: something is no rollout, a prompt is empty or longer than its sequence, a token is no id, an
-            advantage or a log probability is not one finite number, rollouts and pairs are mixed, or the layout is
-            unknown.
+            advantage or a log probability is not one finite number of fp32, rollouts and pairs are mixed, a count is
+            no whole number >= 0, or the layout is unknown.
     """
     check_choices(layout=layout)
     if whole(pad) is None:
         raise ConfigError(f"pad is {pad!r}: it must be a token id, a whole number; give the tokenizer's pad_token_id")
+    for name, count in (("rollouts", rollouts), ("prompts", prompts)):
+        if count is not None and ((number := whole(count)) is None or number < 0):
+            raise ConfigError(f"{name} is {count!r}: it is how many these finish, and must be a whole number >= 0")
     held = listed(held)
     idle = Rollout(prompt_id="idle", tokens=(pad, pad), prompt_length=2)
     units: Sequence[Unit] = held or [PreferencePair(idle, idle) if pairs else idle]
@@ -202,13 +205,13 @@ def _padded(rows: Sequence[Rollout], pad: int) -> dict[str, Any]:
     ids = [[*row.tokens, *[pad] * (length - len(row.tokens))] for row in rows]
     scored = [[row.prompt_length <= t < len(row.tokens) for t in range(1, length)] for row in rows]
     mask = torch.tensor(scored, dtype=torch.float32, device="cpu")
-    return {"input_ids": _ids(ids, rows), "loss_mask": mask}
+    return {"input_ids": _ids(ids, rows, 2), "loss_mask": mask}
 
 
 def _packed(rows: Sequence[Rollout]) -> dict[str, Any]:
     lengths = [len(row.tokens) for row in rows]
     starts = list(accumulate(lengths[:-1], initial=0))
-    ids = _ids([token for row in rows for token in row.tokens], rows)
+    ids = _ids([token for row in rows for token in row.tokens], rows, 1)
     mask = torch.zeros(len(ids), dtype=torch.float32, device="cpu")
     for start, row in zip(starts, rows, strict=True):
         mask[start + row.prompt_length : start + len(row.tokens)] = 1
@@ -223,21 +226,21 @@ def _packed(rows: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def _ids(values: Sequence[Any], rows: Sequence[Rollout]) -> Tensor:
+def _ids(values: Sequence[Any], rows: Sequence[Rollout], dimensions: int) -> Tensor:
     """Return token ids as int64; where they are none, raise what is said of the row that they come from."""
-    ids = _whole_numbers(values)
+    ids = _whole_numbers(values, dimensions)
     if ids is None:
         raise wrong_tokens(next((row for row in rows if _whole_numbers(list(row.tokens), 1) is None), rows[0]))
     return ids
 
 
-def _whole_numbers(values: Sequence[Any], dimensions: int | None = None) -> Tensor | None:
+def _whole_numbers(values: Sequence[Any], dimensions: int) -> Tensor | None:
     try:
         ids = torch.tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     kind = ids.dtype
-    if kind.is_floating_point or kind.is_complex or kind == torch.bool or dimensions not in (None, ids.ndim):
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool or ids.ndim != dimensions:
         return None
     return ids.to(torch.int64)
 

@@ -7,6 +7,7 @@ configuration say, and not divided by anything that belongs to the window, which
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -150,8 +151,8 @@ class GroupRelativePolicy(nn.Module):
         loss_reduction: mean | sum.
         clip_low: how far below 1 a ratio counts, in [0, 1].
         clip_high: how far above 1 a ratio counts (>= 0).
-        ratio_cap: the greatest ratio of any token (> 1), None: no bound but the clipping.
-        length: what a rollout's sum over tokens is divided by (> 0, tokens), None: its own loss tokens.
+        ratio_cap: the greatest ratio of any token (>= 1 + clip_high and > 1), None: no bound but the clipping.
+        length: what a rollout's sum over tokens is divided by (> 0, finite, tokens), None: its own loss tokens.
         kl_weight: rollout | token | pass | target, what the KL term is a mean over; None: as `loss_weight`.
         kl_corrected: whether the KL of a token is multiplied by its ratio.
 
@@ -177,10 +178,10 @@ class GroupRelativePolicy(nn.Module):
         if self.kl_weight not in _CHOICES["loss_weight"]:
             raise ConfigError(f"kl_weight = {kl_weight!r}: must be one of {', '.join(_CHOICES['loss_weight'])}")
         _check_clipping(clip_low, clip_high, ratio_cap)
-        if length is not None and (loss_weight == "token" or not length > 0):
+        if length is not None and (loss_weight == "token" or not _number(length) > 0):
             raise ConfigError(
-                f"length = {length!r} with loss_weight = {loss_weight!r}: it is the number of tokens (> 0) that the "
-                "sum of one rollout is divided by; leave it out where the loss is a mean over tokens"
+                f"length = {length!r} with loss_weight = {loss_weight!r}: it is the number of tokens (> 0, finite) "
+                "that the sum of one rollout is divided by; leave it out where the loss is a mean over tokens"
             )
         self.policy = policy
         self.loss_weight = loss_weight
@@ -266,7 +267,10 @@ class GroupRelativePolicy(nn.Module):
         low, high = 1 - self.clip_low, 1 + self.clip_high
         bounded = ratio if self.ratio_cap is None else ratio.clamp(max=self.ratio_cap)
         losses = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
-        return losses, ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+        # Above the greatest ratio nothing is left of a token, whatever the sign of its advantage.
+        most = math.inf if self.ratio_cap is None else self.ratio_cap
+        above = ((ratio > high) & (advantages > 0)) | ((ratio > most) & (advantages < 0))
+        return losses, ((ratio < low) & (advantages < 0)) | above
 
     def _reduced(
         self, losses: Tensor, loss_mask: Tensor, segment_ids: Tensor | None, rollouts: int, weight: str
@@ -284,17 +288,22 @@ class DirectPreference(nn.Module):
 
     Args:
         policy: as in `PolicyGradient`.
-        beta: the strength of the pull towards the reference policy (> 0, dimensionless).
+        beta: the strength of the pull towards the reference policy (> 0, finite, dimensionless).
         loss_weight: rollout (a pair counts as one) | token.
 
     Raises:
-        ConfigError: the loss weight is another one.
+        ConfigError: the loss weight is another one, or beta is out of its range.
     """
 
     def __init__(self, policy: nn.Module, beta: float = 0.1, loss_weight: str = "rollout") -> None:
         super().__init__()
         if loss_weight not in ("rollout", "token"):
             raise ConfigError(f"loss_weight = {loss_weight!r}: pairs are weighed by rollout or token")
+        if not _number(beta) > 0:
+            raise ConfigError(
+                f"beta = {beta!r}: it must be a finite number above 0; with 0 nothing is learned, and below it the "
+                "rejected answer is preferred"
+            )
         self.policy = policy
         self.beta = beta
         self.loss_weight = loss_weight
@@ -477,11 +486,25 @@ def _check_logps(loss_mask: Tensor, **given: Tensor | None) -> None:
 
 
 def _check_clipping(clip_low: float, clip_high: float, ratio_cap: float | None) -> None:
-    if not 0 <= clip_low <= 1 or not clip_high >= 0 or not (ratio_cap is None or ratio_cap > 1):
+    low, high, cap = _number(clip_low), _number(clip_high), math.inf if ratio_cap is None else _number(ratio_cap)
+    # A lower cap would bound nothing where the advantage is negative, for which it is there.
+    if not 0 <= low <= 1 or not high >= 0 or not (cap > 1 and cap >= 1 + high):
         raise ConfigError(
             f"clip_low = {clip_low!r}, clip_high = {clip_high!r}, ratio_cap = {ratio_cap!r}: a ratio counts from "
-            "1 - clip_low to 1 + clip_high, so clip_low is in [0, 1] and clip_high >= 0; ratio_cap is above 1, or None"
+            "1 - clip_low to 1 + clip_high, so clip_low is in [0, 1] and clip_high >= 0 and finite; ratio_cap is above "
+            "1 and not below 1 + clip_high, or None"
         )
+
+
+def _number(value: Any) -> float:
+    """Return a finite number; NaN where it is none, or not finite."""
+    if isinstance(value, str | bytes):
+        return math.nan
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _check(**given: str) -> None:

@@ -459,6 +459,34 @@ class TestWhatIsNotOneNumber:
             collate([wrong], layout=layout)
 
 
+@pytest.mark.parametrize("beta", [0, -1, 0.0, math.nan, math.inf, "x", None])
+def test_a_preference_needs_a_strength_above_0(beta):
+    with pytest.raises(ConfigError, match=rf"beta = {beta!r}: it must be a finite number above 0"):
+        DirectPreference(torch.nn.Identity(), beta)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_number_that_fp32_does_not_have_is_refused(layout):
+    with pytest.raises(ConfigError, match=r"advantage is 1e\+39, must be one finite number of fp32"):
+        collate([Rollout("p", (1, 2, 3), 1, advantage=1e39)], layout=layout)
+    most = torch.finfo(torch.float32).max
+    assert collate([Rollout("p", (1, 2, 3), 1, advantage=most)], layout=layout).inputs["advantages"].tolist() == [most]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("make", [list, torch.tensor])
+def test_tokens_of_several_rows_in_one_rollout_are_refused(layout, make):
+    with pytest.raises(ConfigError, match="must be a sequence of token ids"):
+        collate([Rollout("p", make([[1, 2], [3, 4]]), 1)], layout=layout)
+
+
+@pytest.mark.parametrize("name", ["rollouts", "prompts"])
+@pytest.mark.parametrize("count", [-1, 1.5, "1", math.nan])
+def test_counts_of_a_micro_batch_are_whole_numbers(name, count):
+    with pytest.raises(ConfigError, match=rf"{name} is {count!r}: it is how many these finish"):
+        collate([SHORT], **{name: count})
+
+
 @pytest.mark.parametrize("number", [torch.tensor(0.5), torch.tensor([0.5])[0], 0.5, True, 1])
 def test_one_number_of_any_kind_is_an_advantage(number):
     assert collate([Rollout("p", (1, 2), 1, advantage=number)]).inputs["advantages"].tolist() == [float(number)]

@@ -133,6 +133,17 @@ def test_a_cap_bounds_what_clipping_leaves_where_the_advantage_is_negative():
     assert (free.item(), capped.item()) == (50.0, 4.0)
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize("ratio", [3.0, 1.5, 1.0, 0.5])
+def test_a_token_is_cut_off_where_its_gradient_is_0_with_a_cap_too(ratio, advantage):
+    ratios = torch.tensor([[ratio]], requires_grad=True)
+    losses, cut = GroupRelativePolicy(torch.nn.Identity(), ratio_cap=2.0).token_losses(
+        ratios, torch.tensor([[advantage]])
+    )
+    losses.sum().backward()
+    assert cut.item() == (ratios.grad.item() == 0)
+
+
 def test_what_stands_where_nothing_was_sampled_is_not_read():
     model, given = inputs()
     free = given["loss_mask"] == 0
@@ -164,8 +175,16 @@ def test_a_micro_batch_without_loss_tokens_gives_0_and_a_gradient_of_0():
         ({"clip_low": 1.5}, "clip_low = 1.5"),
         ({"clip_high": -0.1}, "clip_high = -0.1"),
         ({"clip_high": math.nan}, "clip_high = nan"),
+        ({"clip_high": math.inf}, "clip_high = inf"),
+        ({"clip_low": "x"}, "clip_low = 'x'"),
+        ({"clip_low": None}, "clip_low = None"),
         ({"ratio_cap": 1.0}, "ratio_cap = 1.0"),
+        ({"ratio_cap": 1.0, "clip_high": 0.0}, "ratio_cap = 1.0"),
+        ({"ratio_cap": 1.1}, "ratio_cap = 1.1: .* not below 1 \\+ clip_high"),
+        ({"ratio_cap": "2"}, "ratio_cap = '2'"),
         ({"length": 0}, "length = 0"),
+        ({"length": math.inf}, "length = inf"),
+        ({"length": "8"}, "length = '8'"),
         ({"length": 8, "loss_weight": "token"}, "leave it out where the loss is a mean over tokens"),
     ],
 )

@@ -16,6 +16,7 @@ from ds_parity.planning.rollout import PreferencePair, Rollout, Unit
 
 _MOST, _MOST_RANKS = 2**30, 2**20  # a greater number is a slip of the keyboard
 
+_FP32 = (2 - 2.0**-24) * 2.0**127  # from here on a number is infinite in fp32
 _PLAIN = (tuple, list, range)
 _CHOICES = {"count": ("rollout", "prompt"), "layout": ("packed", "padded"), "oversize": ("refuse", "own")}
 
@@ -182,15 +183,15 @@ def one_number(of: str, value: Any, way_out: str) -> float:
         way_out: what to do in place of it.
 
     Raises:
-        ConfigError: the value is not one finite number.
+        ConfigError: the value is not one finite number of fp32.
     """
     try:
         # A list or a tensor of one number is one of each token, of a rollout that has one token.
         number = math.nan if isinstance(value, str | bytes) or getattr(value, "ndim", None) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"{of} is {value!r}, must be one finite number; {way_out}")
+    if not abs(number) < _FP32:
+        raise ConfigError(f"{of} is {value!r}, must be one finite number of fp32 (below 3.4e38); {way_out}")
     return number
 
 

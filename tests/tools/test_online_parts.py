@@ -252,7 +252,7 @@ class TestTask:
         assert (batch.rollouts, batch.prompts) == (48, 6)
 
 
-@pytest.mark.parametrize(("norm", "cap", "kl"), [("token", None, 0.0), ("rollout", 1.2, 0.1), ("dr_grpo", None, 0.1)])
+@pytest.mark.parametrize(("norm", "cap", "kl"), [("token", None, 0.0), ("rollout", 1.3, 0.1), ("dr_grpo", None, 0.1)])
 def test_the_loss_of_the_replay_is_that_of_the_library(sampled, norm, cap, kl):
     older, policy, groups = sampled
     batch = micro_batch(groups, 0)

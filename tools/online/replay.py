@@ -76,7 +76,8 @@ def _clipped(logp: Tensor, one: Sampled, given: dict[str, Any]) -> tuple[Tensor,
     ratio = (logp - torch.tensor(one.logps, dtype=torch.float64)).exp()
     bounded = ratio if given["cap"] is None else ratio.clamp(max=given["cap"])
     clipped = ratio.clamp(1 - given["clip_low"], 1 + given["clip_high"])
-    off = (clipped * one.advantage < ratio * one.advantage).double().mean()
+    above = (ratio > bounded) & (one.advantage < 0)
+    off = ((clipped * one.advantage < ratio * one.advantage) | above).double().mean()
     return -torch.minimum(bounded * one.advantage, clipped * one.advantage), float(off)
 
 
