@@ -20,18 +20,18 @@ from ds_parity.engine.internals.checkpoints import (
     weights_of,
     without_deepspeeds,
 )
+from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_states_of_others, refuse_universal_in_turns
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, Place
-from ds_parity.engine.saving import IDENTITY, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError, RankDesyncError
 
 _LOG = logging.getLogger("ds_parity")
-KEY = "ds_parity"
 """Under this name of the client state."""
 _MOST_SECONDS: Final = 5.0
 _SETTINGS = ("count", "lr_progress")
@@ -105,9 +105,10 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         naming_lost_ranks("load_checkpoint()"),
         of_this_optimizer(engine, load_dir),
         _as_configured(engine, tag),
+        identities(engine) as files,
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
-    said = loading.loaded(engine, (state or {}).get(KEY, {}))
+    said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
     return path, state
 

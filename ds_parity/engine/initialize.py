@@ -77,6 +77,8 @@ def initialize(
     bare engine. The type says `ParityEngine` all the same, so that editors and type checkers know the engine that there
     is with the key.
 
+    All ranks of the job call it, alike, with an mpu too: they compare what they were given before an engine is built.
+
     With a `deepspeed.PipelineModule` it returns a `PipelinedEngine`, whose `train_window()` trains one window.
 
     Without an optimizer, neither `optimizer=` nor a section `optimizer`, as for a reference model with the actor's

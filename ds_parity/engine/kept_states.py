@@ -80,7 +80,7 @@ def refuse_states_of_others(
         state: what the checkpoint has of the window, with `kept` of the engine that saved; without it where a release
             of before, or bare DeepSpeed, did.
         groups: the parameters of this engine's groups, on ZeRO 3 of its sub-groups.
-        named: parameters have the names here that they had there.
+        named: parameters have the names here that they had there; else some may have others, in the same places.
     """
     _refuse_other_owners(engine, state.get(_OWNERS, {}), _owners(engine, groups), named=named)
     _refuse_other_turns(engine, state.get(_TURNS))
@@ -134,7 +134,7 @@ def _refuse_other_owners(engine: Engine, saved: Mapping[str, Any], own: Mapping[
             "of then in the place of this one's, and steps would be divided by it, or gradients vanish. Load it with "
             f"the fp16 that saved it, or with load_optimizer_states=False. {_HALF_WAY}"
         )
-    if named and not engine.load_universal_checkpoint():
+    if not engine.load_universal_checkpoint() and (named or _moved(saved["parameters"], own["parameters"])):
         _refuse_other_places(saved["parameters"], own["parameters"])
 
 
@@ -149,6 +149,17 @@ def _refuse_other_turns(engine: Engine, saved: bool | None) -> None:
             "others without an error; load it with the setting that saved it, or with load_optimizer_states=False. "
             f"{_HALF_WAY}"
         )
+
+
+def _moved(saved: list[list[str]], own: list[list[str]]) -> bool:
+    """Whether states go to others, where parameters may have other names: as many in each group, each in its place."""
+    if [len(group) for group in saved] != [len(group) for group in own]:
+        return True
+    there, here = (
+        {name: place for place, name in enumerate(name for group in groups for name in group)}
+        for groups in (saved, own)
+    )
+    return any(here.get(name, place) != place for name, place in there.items())
 
 
 def _refuse_other_places(saved: list[list[str]], own: list[list[str]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
@@ -79,15 +79,17 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
         )
 
 
-def loaded(engine: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+def loaded(engine: Any, state: Mapping[str, Any], files: Collection[str]) -> dict[str, Any]:
     """Return what tells which checkpoint this rank has loaded, for all ranks to compare.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not, that has loaded it.
         state: what the checkpoint has of the window; without an identity where a release of before, or bare DeepSpeed,
             saved it.
+        files: the identities of the files that were loaded.
     """
-    return {"checkpoint": state.get(IDENTITY, "one without an identity"), "global_steps": int(engine.global_steps)}
+    saves = tuple(sorted({*files, state[IDENTITY]} if IDENTITY in state else files))
+    return {"checkpoint": saves or ("one without an identity",), "global_steps": int(engine.global_steps)}
 
 
 def refuse_mixture(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
@@ -98,7 +100,17 @@ def refuse_mixture(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None
         gathered: what `loaded` has returned on all ranks, in their order.
 
     Raises:
-        RankDesyncError: on every rank.
+        CheckpointError: on every rank, where one has loaded files of several saves.
+        RankDesyncError: on every rank, where ranks have loaded different ones.
     """
+    where = f"load_checkpoint({load_dir!r})"
+    mixed = [rank for rank, one in enumerate(gathered) if len(one["checkpoint"]) > 1]
+    if mixed:
+        raise CheckpointError(
+            f"{where}: rank {mixed[0]} has loaded files of {len(gathered[mixed[0]]['checkpoint'])} saves from the "
+            "folder of one tag: a save under a tag that was there was killed before all files were written, or files "
+            "of another folder were copied into it. What was loaded is a mixture of them. Load another tag, and give "
+            "each checkpoint a tag of its own; loading ends half way, so start a new engine"
+        )
     rule = f"These are several saves under one tag. {_WAY_OUT}. Loading ends half way, so start a new engine"
-    refuse_differing(f"load_checkpoint({load_dir!r})", gathered, rule)
+    refuse_differing(where, gathered, rule)

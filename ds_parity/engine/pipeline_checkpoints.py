@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from ds_parity.engine import kept_states, loading
-from ds_parity.engine.checkpoint import KEY, own_values
+from ds_parity.engine.checkpoint import own_values
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.checkpoints import own_clipping
+from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.stages import as_it_was_saved
 from ds_parity.engine.ranks.agreement import in_short
-from ds_parity.engine.saving import IDENTITY, Gather, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
@@ -78,8 +79,9 @@ def load(
         RankDesyncError: not every rank loads, or not all of them the same.
     """
     loading.refuse_unlike_loads(load_dir, before(loading.asked(engine, load_dir, tag, options)))
-    path, state, error = _loaded(engine, load_dir, tag, options)
-    ours = loading.loaded(engine, (state or {}).get(KEY, {}))
+    with identities(engine) as files:
+        path, state, error = _loaded(engine, load_dir, tag, options)
+    ours = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     # Each stage has parameters and files of its own, so what doesn't fit one may fit another.
     try:
         said = behind((error and in_short(error), ours))

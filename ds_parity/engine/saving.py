@@ -12,11 +12,14 @@ import torch.distributed as dist
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.checkpoints import going_on
+from ds_parity.engine.internals.identity import marked
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.errors import CheckpointError
 
 Gather = Callable[[Any], list[Any]]
+KEY: Final = "ds_parity"
+"""Under this name of the client state: that of the windows."""
 IDENTITY: Final = "identity"
 """Under this name of the window's state: what tells one save from all others."""
 
@@ -58,11 +61,10 @@ def agreed(gathered: Sequence[Saving]) -> str:
         CheckpointError: on every rank, where one gives an empty tag.
     """
     for rank, one in enumerate(gathered):
-        if not one.tag.strip():
+        if why := _no_folder(one.tag):
             raise CheckpointError(
-                f"save_checkpoint({one.save_dir!r}, tag={one.tag!r}): rank {rank} gives an empty tag, so that the "
-                "files would lie beside the folders of the checkpoints, and not in one of their own. Nothing was "
-                "written; give every checkpoint a name, or leave tag out for one by the count of steps"
+                f"save_checkpoint({one.save_dir!r}, tag={one.tag!r}): rank {rank} gives {why}. Nothing was written; "
+                "give every checkpoint a name, or leave tag out for one by the count of steps"
             )
     asked = [
         {
@@ -82,13 +84,28 @@ def agreed(gathered: Sequence[Saving]) -> str:
     return gathered[0].identity
 
 
+def _no_folder(tag: str) -> str:
+    """Return why a tag names no folder of its own below the one of all checkpoints, "" where it does."""
+    path = Path(tag)
+    if not tag.strip() or not path.parts:
+        return (
+            "an empty tag, so that the files would lie beside the folders of the checkpoints, and not in one of their "
+            "own"
+        )
+    if path.is_absolute() or ".." in path.parts:
+        return "a tag that leads out of that folder"
+    if tag != tag.strip():
+        return "a tag that begins or ends with blanks, which DeepSpeed strips where it reads the file latest"
+    return ""
+
+
 def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Gather) -> Any:
     """Let DeepSpeed save, and name the checkpoint in `latest` once all ranks have written it; return what it returns.
 
     Args:
         adapter: of the engine, which may be a pipeline's.
         saving: what is saved, as all ranks have agreed.
-        state: the client state.
+        state: the client state, with the window's, which has the identity of the save.
         gather: gathers a value of every rank that has saved.
 
     Raises:
@@ -96,7 +113,8 @@ def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Ga
     """
     # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
     by_deepspeed = saving.names_latest and adapter.writes_latest_itself
-    with going_on(adapter.engine) as errors:
+    identity = state[KEY][IDENTITY]
+    with going_on(adapter.engine) as errors, marked(adapter.engine, identity):
         saved = adapter.engine.save_checkpoint(saving.save_dir, saving.tag, state, by_deepspeed, saving.without_frozen)
     _refuse_a_part(saving, "its files", errors, gather)
     if saving.names_latest and not by_deepspeed:

@@ -324,6 +324,19 @@ GUARDS: tuple[Guard, ...] = (
             ("_save_zero_checkpoint", "self._copy_recovery_script("),
         )
     ),
+    *(
+        Guard(
+            ENGINE,
+            method,
+            "internals/identity.py",
+            "each file that has the configuration takes it from the engine, and is loaded by the checkpoint engine",
+            (line,),
+        )
+        for method, line in (
+            ("_save_zero_checkpoint", "ds_config=self.config"),
+            ("_get_all_zero_checkpoint_state_dicts", "self.checkpoint_engine.load("),
+        )
+    ),
     Guard(
         f"{ENGINE.partition(':')[0]}:",
         "",

@@ -56,6 +56,7 @@ class CheckpointEngine(Protocol):
     create: Callable[..., Any]
     save: Callable[..., Any]
     commit: Callable[..., Any]
+    load: Callable[..., Any]
 
     def is_decoupled(self) -> bool:
         """Whether files are written behind the caller's back, `latest` among them."""

@@ -174,11 +174,12 @@ def whole_where_it_saves(engine: Engine) -> Iterator[None]:
 
 def _refuse_norm_of_part(engine: Engine) -> None:
     if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
+        kind = type(engine.basic_optimizer)
         raise ConfigError(
             f"tensor_parallel.autotp_size = {engine.autotp_size()} on ZeRO stage 0 in fp16 or bf16 with "
-            f"{type(engine.basic_optimizer).__name__}: DeepSpeed takes the norm of the first rank's part of the model "
-            "alone (runtime/fp16/unfused_optimizer.py, step), so that clipping and the logged norm are wrong; use "
-            "Adam or AdamW, or ZeRO stage 1 or 2"
+            f"{kind.__name__}: DeepSpeed takes the norm of the first rank's part of the model alone "
+            "(runtime/fp16/unfused_optimizer.py, step), so that clipping and the logged norm are wrong; use "
+            "DeepSpeed's own Adam or AdamW (optimizer.type, without torch_adam in its params), or ZeRO stage 1, 2 or 3"
         )
 
 

@@ -1,0 +1,200 @@
+"""A folder with files of several saves, and states that would go to other parameters, are refused on every rank."""
+
+import shutil
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_parity
+from tests.distributed.cells import config
+from tests.distributed.engines import build, from_all, refusal
+from tests.distributed.sets import on_two_ranks
+
+pytestmark = pytest.mark.ranks
+CELLS = {
+    "1 fp32": (1, {}),
+    "1 bf16 summed in fp32": (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "2 fp32": (2, {}),
+    "2 bf16": (2, {"bf16": {"enabled": True}}),
+    "3 fp32": (3, {}),
+}
+STALE = ("none", "the first rank's optimizer", "the last rank's optimizer", "the optimizer's files", "the model's file")
+
+
+def _trained(cell, windows, **keywords):
+    stage, more = CELLS[cell]
+    engine = build({**config(stage, passes=4, optimizer="AdamW", exchange_timeout=60), **more}, **keywords)
+    _goes_on(engine, windows)
+    return engine
+
+
+def _goes_on(engine, windows):
+    kind = next(engine.module.parameters()).dtype
+    for number in range(2 * windows):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).to(engine.device, kind)
+        engine.backward(engine(x).float().pow(2).mean())
+        engine.step()
+
+
+def _is_stale(file, which):
+    if "optim_states" not in file:
+        return which == "the model's file"
+    own = {
+        "the first rank's optimizer": "rank_0",
+        "the last rank's optimizer": "rank_1",
+        "the optimizer's files": "rank_",
+    }
+    return which in own and own[which] in file
+
+
+@on_two_ranks
+def stale_files(folder):
+    """By cell and what is left of an earlier save under the tag: what a load ends in; then with weights alone."""
+    results = {}
+    for cell in CELLS:
+        path = Path(folder) / cell.replace(" ", "-")
+        engine = _trained(cell, 1)
+        engine.save_checkpoint(str(path), tag="best")
+        if dist.get_rank() == 0:
+            shutil.copytree(path / "best", path / "before")
+        dist.barrier()
+        _goes_on(engine, 1)
+        engine.save_checkpoint(str(path), tag="best")
+        for which in STALE:
+            if dist.get_rank() == 0:
+                mixed = path / which.replace(" ", "-") / "best"
+                shutil.copytree(path / "best", mixed)
+                for file in (path / "before").iterdir():
+                    if _is_stale(file.name, which):
+                        shutil.copy(file, mixed)
+            dist.barrier()
+            where, loading = str(path / which.replace(" ", "-")), _trained(cell, 1)
+            results[f"{cell} {which}"] = from_all(refusal(lambda: loading.load_checkpoint(where, tag="best")))  # noqa: B023
+            alone = _trained(cell, 1)
+            said = refusal(lambda: alone.load_checkpoint(where, tag="best", load_optimizer_states=False))  # noqa: B023
+            results[f"{cell} {which}, weights alone"] = from_all(said)
+    return results
+
+
+@pytest.mark.parametrize("which", STALE[1:])
+@pytest.mark.parametrize("cell", CELLS)
+def test_files_of_two_saves_are_refused_on_every_rank(two_ranks, cell, which):
+    answers = two_ranks.of(stale_files)[f"{cell} {which}"]
+    assert all(
+        said.startswith(("CheckpointError: load_checkpoint(", "RankDesyncError: load_checkpoint(")) for said in answers
+    )
+    assert all("ave" in said and "start a new engine" in said for said in answers)
+    assert len(set(answers)) == 1
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_save_is_loaded_and_so_are_its_weights_alone_beside_an_optimizer_of_before(two_ranks, cell):
+    results = two_ranks.of(stale_files)
+    for which in ("none", "none, weights alone", *(f"{one}, weights alone" for one in STALE[1:4])):
+        if cell.startswith("3") and which != "none":
+            continue  # ZeRO 3 has the weights in the optimizer's files
+        assert set(results[f"{cell} {which}"]) == {"nothing was raised"}, which
+
+
+class Named(torch.nn.Module):
+    """Weights under given names, in their order, with the sizes that these names have."""
+
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(len(names))
+        for name in names:
+            size = 2 if name.startswith("extra") else 4
+            setattr(self, name, torch.nn.Parameter(torch.randn(size)))
+
+    def forward(self, x):
+        return sum((one * x[: len(one)]).sum() for one in self.parameters()) ** 2
+
+
+def _named(cell, names):
+    stage, more = CELLS.get(cell, (0, {}))
+    made = {**config(stage, passes=2, optimizer="AdamW", exchange_timeout=60), **more}
+    model = Named(names)
+    return ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=made)[0]
+
+
+def _window(engine):
+    kind = next(engine.module.parameters()).dtype
+    engine.backward(engine(torch.ones(4, device=engine.device, dtype=kind)), rollouts=1, tokens=1)
+    engine.step()
+
+
+OTHERS = {
+    "in another order": ("b", "a", "c"),
+    "with one more in front": ("extra", "a", "b", "c"),
+    "with one more in the middle": ("a", "extra", "b", "c"),
+    "renamed in their places": ("d", "e", "f"),
+    "one renamed": ("a", "e", "c"),
+    "the same": ("a", "b", "c"),
+}
+
+
+@on_two_ranks
+def not_strict(folder):
+    """By cell, names and what switches the check of names off: what loading ends in."""
+    results = {}
+    for cell in ("0 fp32", *CELLS):
+        path = f"{folder}/{cell.replace(' ', '-')}"
+        engine = _named(cell, ("a", "b", "c"))
+        _window(engine)
+        engine.save_checkpoint(path, tag="a")
+        for (what, names), custom in product(OTHERS.items(), (False, True)):
+            other = _named(cell, names)
+            options = {"custom_load_fn": lambda src, dst: None} if custom else {"load_module_strict": False}
+            said = refusal(lambda: other.load_checkpoint(path, tag="a", **options))  # noqa: B023  # called here
+            results[f"{cell} {what} {custom}"] = from_all(said)
+    return results
+
+
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("cell", ["0 fp32", *CELLS])
+def test_states_go_to_no_other_parameter_where_names_need_not_be_all_there(two_ranks, cell, what, custom):
+    answers = two_ranks.of(not_strict)[f"{cell} {what} {custom}"]
+    if what in ("renamed in their places", "one renamed", "the same"):
+        assert set(answers) == {"nothing was raised"}
+    else:
+        assert not any(said == "nothing was raised" for said in answers)
+        if what == "in another order":
+            assert all(
+                said.startswith("CheckpointError: the checkpoint's parameter groups are not") for said in answers
+            )
+
+
+@on_two_ranks
+def tags(folder):
+    """By tag: what a save ends in, and what lies beside the folder of all checkpoints then."""
+    engine, found = _trained("2 fp32", 1), {}
+    for tag in (" blank", "blank\n", "", ".", "..", "../beside", f"{folder}/beside", "in/side", "fine tag"):
+        said = refusal(lambda: engine.save_checkpoint(f"{folder}/all", tag=tag))  # noqa: B023  # called here
+        found[tag.replace(str(folder), "ROOT")] = from_all(said)
+    return {**found, "lies beside": [one.name for one in Path(folder).iterdir()]}
+
+
+@pytest.mark.parametrize(
+    ("tag", "says"),
+    [
+        (" blank", "begins or ends with blanks"),
+        ("blank\n", "begins or ends with blanks"),
+        ("", "an empty tag"),
+        (".", "an empty tag"),
+        ("..", "a tag that leads out of that folder"),
+        ("../beside", "a tag that leads out of that folder"),
+        ("ROOT/beside", "a tag that leads out of that folder"),
+        ("in/side", "nothing was raised"),
+        ("fine tag", "nothing was raised"),
+    ],
+)
+def test_a_tag_names_a_folder_below_that_of_all_checkpoints(two_ranks, tag, says):
+    found = two_ranks.of(tags)
+    for said in found[tag]:
+        assert says in said
+        assert says == said or said.startswith("CheckpointError: save_checkpoint(")
+    assert "beside" not in found["lies beside"]
