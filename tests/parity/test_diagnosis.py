@@ -521,6 +521,17 @@ def test_what_a_foreign_trace_does_not_say_is_not_told():
     assert "passes" not in found[0].evidence
 
 
+def test_a_second_division_by_what_a_foreign_loop_does_not_record_may_be_deepspeeds():
+    """Both predict 1 / 64 in every step: the total, and gradient_accumulation_steps, which no trace has."""
+    unknown = dict.fromkeys(("passes", "idle_passes"))
+    counted = {"rollouts": 64, "total": 64.0}
+    twice = off(lambda n: 1 / 64)
+    found = causes(lambda n: {**unknown, **counted, **twice(n)}, reference=lambda n: counted)
+    assert {"gas-scaled-twice", "divided-already"} <= {one.name for one in grouped(found)[0]}
+    known = causes(lambda n: {**counted, **twice(n)}, reference=lambda n: counted)
+    assert "gas-scaled-twice" not in {one.name for one in grouped(known)[0]}, "4 passes"
+
+
 def test_rollouts_and_tokens_that_were_not_recorded_are_not_said_to_agree():
     """Another loss in a trace that tells of no counts."""
     unknown = dict.fromkeys(("passes", "idle_passes", "rollouts", "prompts", "tokens", "total", "weights"))

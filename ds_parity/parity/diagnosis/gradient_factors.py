@@ -81,6 +81,10 @@ def _of_ranks_and_passes(view: View, first: float) -> dict[str, Prediction]:
         found |= {name: Prediction([first] * steps, words, of_first_step=True) for name in names}
     if all(view.passes) and max(view.passes) > 1:
         found["gas-scaled-twice"] = Prediction([1 / it for it in view.passes], "1 / passes of a rank")
+    elif not any(view.passes) and first < 1 and _whole(1 / first):
+        # A loop of other people's writes none down; what DeepSpeed divides by is in its configuration, and constant.
+        words = f"{first:.4g} (gradient_accumulation_steps, or the passes of a rank, are not recorded)"
+        found["gas-scaled-twice"] = Prediction([first] * steps, words, of_first_step=True)
     return found
 
 
