@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_parity.errors import ConfigError
 from ds_parity.planning.checks import check_choices, check_prompt, listed, one_number, whole, wrong_tokens
-from ds_parity.planning.plans import Plan
+from ds_parity.planning.plans import STREAMS, Plan
 from ds_parity.planning.rollout import MicroBatch, PreferencePair, Rollout, Unit
 
 IGNORED = -100
@@ -108,7 +108,7 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
             f"first_window = {first_window!r}: the plan has {len(plan.windows)} windows, and they count from 0"
         )
     pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
-    number = plan.number(window)
+    number, order = plan.number(window), STREAMS.begin()
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
     for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
         units = [plan.rollouts[index] for index in chosen.tolist()]
@@ -118,6 +118,7 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
             planned_for=plan.dp_world_size,
             plan_rank=whole(rank),
             plan_number=number,
+            plan_order=order,
         )
 
 

@@ -486,13 +486,15 @@ def _check_logps(loss_mask: Tensor, **given: Tensor | None) -> None:
 
 
 def _check_clipping(clip_low: float, clip_high: float, ratio_cap: float | None) -> None:
-    low, high, cap = _number(clip_low), _number(clip_high), math.inf if ratio_cap is None else _number(ratio_cap)
-    # A lower cap would bound nothing where the advantage is negative, for which it is there.
-    if not 0 <= low <= 1 or not high >= 0 or not (cap > 1 and cap >= 1 + high):
+    low, high = _number(clip_low), math.inf if clip_high == math.inf else _number(clip_high)
+    cap = math.inf if ratio_cap in (None, math.inf) else _number(ratio_cap)
+    # Below it, clipping would bound a ratio above the cap where the advantage is negative, for which the cap is there.
+    # 1 + 0.128 is not the number 1.128.
+    if not 0 <= low <= 1 or not high >= 0 or not (cap > 1 and cap >= (1 + high) * (1 - 1e-12)):
         raise ConfigError(
             f"clip_low = {clip_low!r}, clip_high = {clip_high!r}, ratio_cap = {ratio_cap!r}: a ratio counts from "
-            "1 - clip_low to 1 + clip_high, so clip_low is in [0, 1] and clip_high >= 0 and finite; ratio_cap is above "
-            "1 and not below 1 + clip_high, or None"
+            "1 - clip_low to 1 + clip_high, so clip_low is in [0, 1] and clip_high >= 0; ratio_cap is above 1 and not "
+            "below 1 + clip_high (a smaller one is not the greatest ratio where advantages are negative), or None"
         )
 
 

@@ -175,7 +175,6 @@ def test_a_micro_batch_without_loss_tokens_gives_0_and_a_gradient_of_0():
         ({"clip_low": 1.5}, "clip_low = 1.5"),
         ({"clip_high": -0.1}, "clip_high = -0.1"),
         ({"clip_high": math.nan}, "clip_high = nan"),
-        ({"clip_high": math.inf}, "clip_high = inf"),
         ({"clip_low": "x"}, "clip_low = 'x'"),
         ({"clip_low": None}, "clip_low = None"),
         ({"ratio_cap": 1.0}, "ratio_cap = 1.0"),

@@ -32,7 +32,6 @@ from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError, RankDesyncError
 
 _LOG = logging.getLogger("ds_parity")
-"""Under this name of the client state."""
 _MOST_SECONDS: Final = 5.0
 _SETTINGS = ("count", "lr_progress")
 # By which load_checkpoint() is asked for a part.

@@ -43,6 +43,7 @@ from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
 from ds_parity.engine.saving import Saving
 from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
+from ds_parity.planning.plans import STREAMS
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import StepRecord
 from ds_parity.window import Counts
@@ -63,7 +64,7 @@ class _Column:
         runs: whether there is anything that it could run.
         stage: of the rank.
         rates: learning rates of its coming step, one for each parameter group.
-        plans: the numbers of the plans that its micro-batches are part of (`Plan.number`).
+        plans: number and order of the plans that its micro-batches are part of (`MicroBatch.plan_number`).
     """
 
     number: int
@@ -71,7 +72,7 @@ class _Column:
     runs: bool
     stage: int = field(default=0, compare=False)
     rates: tuple[str, ...] = field(default=(), compare=False)
-    plans: frozenset[int] = field(default=frozenset(), compare=False)
+    plans: frozenset[tuple[int, int]] = field(default=frozenset(), compare=False)
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -291,7 +292,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             self._tell(kind, error)
             raise
         runs, stage = bool(batches) or self._self_stand_in is not None, int(self.grid.get_stage_id())
-        plans = frozenset(plan for batch in batches if (plan := plan_of(batch)))
+        read = {plan for batch in batches if (plan := plan_of(batch))}
+        plans = frozenset((number, order - STREAMS.begun) for number, order in read)
         said = _Column(self._own_column, counts, runs, stage, rates_in_digits(self.__wrapped__), plans)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
@@ -402,6 +404,12 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             yield
 
 
+def _differ(plans: frozenset[tuple[int, int]], others: frozenset[tuple[int, int]]) -> bool:
+    """Whether two columns have different plans in one place among those that they have begun."""
+    places = {order: number for number, order in plans}
+    return any(places.get(order, number) != number for number, order in others)
+
+
 def _refuse_parted(gathered: Sequence[_Column]) -> None:
     """Raise RankDesyncError where stages of a column differ, or the learning rates of one stage in its columns."""
     for rank, one in enumerate(gathered):
@@ -412,7 +420,8 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
                 f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
                 "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
             )
-        if one.plans and (other := next(other for other in gathered if other.plans)).plans != one.plans:
+        other = next((other for other in gathered[:rank] if _differ(other.plans, one.plans)), None)
+        if other is not None:
             raise RankDesyncError(
                 f"data-parallel ranks {other.number} and {one.number} take their micro-batches from different plans: "
                 f"{WRONG_PLAN}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -9,10 +10,11 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ds_parity.engine.internals.surface import Engine
-from ds_parity.engine.ranks.wire import Begun
+from ds_parity.engine.ranks.wire import MOST_PLANS, Begun
 from ds_parity.errors import ConfigError
+from ds_parity.planning.plans import STREAMS
 
-_WAITING: Final = 4  # plans that may begin between two exchanges, and are told one by one
+_KNOWN: Final = 64  # plans whose micro-batches may come in turns
 
 
 def rank_of(engine: Engine) -> int:
@@ -20,9 +22,10 @@ def rank_of(engine: Engine) -> int:
     return dist.get_rank(engine.data_parallel_group)
 
 
-def plan_of(batch: Any) -> int:
-    """Return the number of the plan that a micro-batch is part of (`Plan.number`), 0 for none."""
-    return getattr(batch, "plan_number", None) or 0
+def plan_of(batch: Any) -> tuple[int, int] | None:
+    """Return number and order of the plan that a micro-batch is part of (`MicroBatch.plan_number`), None for none."""
+    number, order = getattr(batch, "plan_number", None), getattr(batch, "plan_order", None)
+    return None if not number or order is None else (number, order)
 
 
 def refuse_plan_of_others(batch: Any, ranks: int, own: Callable[[], int], what: str) -> None:
@@ -46,37 +49,47 @@ def refuse_plan_of_others(batch: Any, ranks: int, own: Callable[[], int], what: 
     if planned_rank is not None and planned_rank != (rank := own()):
         raise ConfigError(
             f"{what} is that of data-parallel rank {planned_rank} in its plan, and data-parallel rank {rank} reads it: "
-            "some rollouts would be trained on twice, and those of this rank never; give micro_batches() the rank as "
-            "it is among the data-parallel ones: dist.get_rank(engine.data_parallel_group), or in a pipeline "
-            "engine.grid.get_data_parallel_id()"
+            "where two ranks read one part, its rollouts are trained on twice, and others never; give micro_batches() "
+            "the rank as it is among the data-parallel ones: dist.get_rank(engine.data_parallel_group), or in a "
+            "pipeline engine.grid.get_data_parallel_id()"
         )
 
 
 class PlansRead:
     """The plans whose micro-batches a rank has read from one stream.
 
+    Their order is counted from where the stream was begun: before, ranks may have begun other numbers of plans.
+
     Attributes:
-        untold: those of which the other ranks have not heard, in their order.
+        untold: number and order of those of which the other ranks have not heard, as they began.
     """
 
     def __init__(self) -> None:
-        self.untold: deque[Begun] = deque(maxlen=_WAITING)
-        self._last, self._begun = 0, 0
+        self.untold: list[tuple[int, int]] = []
+        self._known: deque[int] = deque(maxlen=_KNOWN)
+        self._before = STREAMS.begun
 
     def read(self, batch: Any) -> None:
         """Note which plan a micro-batch is part of."""
         plan = plan_of(batch)
-        if plan and plan != self._last:
-            self.untold.append(Begun(plan, self._begun))
-            self._last, self._begun = plan, self._begun + 1
+        if plan and plan[1] not in self._known:
+            self._known.append(plan[1])
+            self.untold.append((plan[0], plan[1] - self._before))
 
     def tell(self) -> Begun | None:
-        """Return the first of which the others have not heard, and forget it; None without one."""
-        return self.untold.popleft() if self.untold else None
+        """Return all of which the others have not heard as one, and forget them; None without any."""
+        if not self.untold:
+            return None
+        plans, orders = zip(*self.untold, strict=True)
+        self.untold = []
+        return Begun(_number(plans), _number(orders))
 
     def copy(self) -> PlansRead:
         """Return one that goes on from here by itself."""
         other = PlansRead()
-        other.untold.extend(self.untold)
-        other._last, other._begun = self._last, self._begun
+        other.untold, other._known, other._before = list(self.untold), self._known.copy(), self._before
         return other
+
+
+def _number(values: tuple[int, ...]) -> int:
+    return 1 + zlib.crc32(repr(values).encode()) % (MOST_PLANS - 1)

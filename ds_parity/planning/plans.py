@@ -16,7 +16,29 @@ from ds_parity.planning.rollout import Unit
 
 Layout = Literal["packed", "padded"]
 _NUMBERS: Final = 2**18 - 1  # so that sums over ranks of their squares, too, are exact in float64
-_LAST: Final = 32  # tokens by which a sequence is known, beside its length
+_LOOKED_AT: Final = 32  # tokens of the end, and of the whole, by which a sequence is known beside its length
+
+
+class Streams:
+    """Counts the streams of micro-batches of plans that this process has begun.
+
+    Ranks begin them alike, whatever they leave out of each: so plans of two ranks are told apart by their order.
+
+    Attributes:
+        begun: how many (>= 0).
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def begin(self) -> int:
+        """Return the order of one more (>= 1)."""
+        self.begun += 1
+        return self.begun
+
+
+STREAMS: Final = Streams()
+"""Those of `micro_batches`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +127,8 @@ class Plan:
     def number(self, first_window: int = 0) -> int:
         """Return a number that tells plans apart: ranks that planned the same have the same one.
 
-        Plans differ in it where they have other windows, or other rollouts in other places (but for a chance of 2^-18).
+        Plans differ in it where they have other windows, or in some place a rollout of another length, prompt length,
+        or some other of the tokens that are looked at: the last 32, and 32 from the whole (but for a chance of 2^-18).
 
         Args:
             first_window: the window that it is begun with (>= 0).
@@ -118,9 +141,9 @@ class Plan:
     @cached_property
     def _checksum(self) -> int:
         shapes = [part for one in self.windows for part in (one.rollouts, one.ends, one.sizes)]
-        ends = np.array([_end(row.tokens) for unit in self.rollouts for row in unit.sequences], np.int64)
+        rows = [(row.prompt_length, _some(row.tokens)) for unit in self.rollouts for row in unit.sequences]
         checksum = zlib.crc32(repr((self.dp_world_size, self.layout)).encode())
-        for part in (*shapes, self.lengths, ends):
+        for part in (*shapes, self.lengths, np.array(rows, np.int64)):
             checksum = zlib.crc32(np.ascontiguousarray(part).astype(np.int64).tobytes(), checksum)
         return checksum
 
@@ -231,8 +254,11 @@ def _summed(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return summed
 
 
-def _end(tokens: Any) -> int:
+def _some(tokens: Any) -> int:
     # A plan of a hundred million tokens is to be known without reading all of them.
-    last = tokens[-_LAST:]
-    values = last.tolist() if hasattr(last, "tolist") else [int(token) for token in last]
+    try:
+        parts = tokens[-_LOOKED_AT:], tokens[:: max(1, len(tokens) // _LOOKED_AT)]
+    except TypeError:  # a sequence that knows no slices
+        return _some(list(tokens))
+    values = [part.tolist() if hasattr(part, "tolist") else [int(token) for token in part] for part in parts]
     return zlib.crc32(repr(values).encode())

@@ -103,6 +103,8 @@ class MicroBatch:
         plan_rank: the data-parallel rank for which it was planned (>= 0), None where it is part of no plan. Any other
             rank refuses it.
         plan_number: the same on all ranks that planned the same (1 to 2**18 - 1), None where it is part of no plan.
+        plan_order: how many streams of plans `micro_batches` had begun in this process (>= 1), this one included; None
+            where it is part of no plan.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -114,6 +116,7 @@ class MicroBatch:
     weight: float | Mapping[str, float] | None = None
     plan_rank: int | None = field(default=None, repr=False)
     plan_number: int | None = field(default=None, repr=False)
+    plan_order: int | None = field(default=None, repr=False)
 
     @property
     def idle(self) -> bool:

@@ -75,7 +75,7 @@ class Exchange:
         Args:
             place: where this rank is.
             passes: what it announces.
-            begun: the plan that this rank has begun; None for none of which the others have not heard.
+            begun: the plans that this rank has begun; None for none of which the others have not heard.
 
         Raises:
             RankDesyncError: another rank is gone.
@@ -190,7 +190,7 @@ class Exchange:
 
 def _plans_differ(over: HostSum, own: Begun | None) -> RankDesyncError:
     gathered = over.gathered((dist.get_rank(), own))
-    lines = "; ".join(f"rank {rank} begins plan {begun.plan:05x}" for rank, begun in gathered if begun is not None)
+    lines = "; ".join(f"rank {rank} begins plans {begun.plans:05x}" for rank, begun in gathered if begun is not None)
     return RankDesyncError(f"ranks take their micro-batches from different plans ({lines}): {WRONG_PLAN}")
 
 

@@ -49,7 +49,7 @@ class Upcoming:
     """Passes in their order, with at most one exchange under way.
 
     Args:
-        start: starts the exchange of some passes, given the plan that this rank has begun, None for none.
+        start: starts the exchange of some passes, given the plans that this rank has begun, None for none.
         ranks: data-parallel ranks (>= 1).
 
     Attributes:
@@ -101,7 +101,7 @@ class Upcoming:
 
         Args:
             passes: the passes.
-            begun: the plan that this rank has begun; None for none of which the others have not heard.
+            begun: the plans that this rank has begun; None for none of which the others have not heard.
         """
         pending = self._start([one.announcement for one in passes], begun)
         self.announced(passes, pending)

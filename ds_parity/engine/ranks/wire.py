@@ -7,7 +7,7 @@ n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
 Where callers end windows, one sum a window holds what each rank has run in it (`WindowMessage`), in float64.
 
 In an exchange of counts one number follows for how many ranks ask to stop and how many may say early what they run,
-three for how many ranks begin a plan, which it is, and how many that rank has begun before (numbers and their squares,
+four for how many ranks begin plans, which these are, and which places they have on a rank (numbers and their squares,
 by which they are compared as places are), and six for each pass (and one for each weight that a micro-batch brings):
 int64, or float64 with weights, and no more of them for more ranks.
 
@@ -24,12 +24,13 @@ from typing import Final
 
 from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
-_HEAD = 4  # how many ranks ask to stop, and how many may be early; how many begin a plan, and which
+_HEAD = 5  # how many ranks ask to stop, and how many may be early; how many begin a plan, and which
 _FIELDS = 6  # of a pass
 # Two counts share a number: each is below 2**21, so that the sum is exact in float64 too.
 _EARLY = 1 << 32
-# Sums are exact on 2**14 ranks: a plan has a number of 18 bits, and is counted up to 2**8.
-_BEGINS, _COUNTED, _SQUARES = 1 << 32, 1 << 8, 1 << 22
+_BEGINS = 1 << 32
+MOST_PLANS: Final = 1 << 18
+"""Numbers of plans are below it, so that sums of their squares are exact on 2**14 ranks."""
 RUNS: Final = "runs a pass"
 RUNS_WHOLE: Final = "runs a pass of a window that it knows as a whole (lookahead 'window')"
 SAVES: Final = "saves a checkpoint"
@@ -142,34 +143,33 @@ class GatheredPass:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A plan of which a rank has read its first micro-batch.
+    """The plans of which a rank has read its first micro-batch since it told of some.
 
     Attributes:
-        plan: its number (`Plan.number`).
-        before: how many plans this rank has begun before it (>= 0).
+        plans: a number of them (1 to 2**18 - 1), the same where they are the same (`Plan.number`).
+        orders: a number of the places that they have among the streams of plans that this rank has begun (likewise).
     """
 
-    plan: int
-    before: int
+    plans: int
+    orders: int
 
     def pack(self) -> list[int]:
         """Return the numbers that are summed over ranks; a rank that begins none adds zeros."""
-        count = self.before % _COUNTED
-        return [_BEGINS + self.plan, self.plan**2, count + _SQUARES * count**2]
+        return [_BEGINS + self.plans, self.plans**2, self.orders, self.orders**2]
 
     @staticmethod
     def agree(sums: Sequence[float]) -> bool:
-        """Whether the ranks that begin a plan begin the same one.
+        """Whether the ranks that begin plans begin the same ones.
 
-        Ranks may leave out micro-batches of a plan, and so come to the next one earlier than others: those that have
-        begun other numbers of plans before are not compared.
+        Ranks may leave out micro-batches of a plan, or all of them, and so come to the next one earlier than others:
+        those whose plans have other places are not compared.
 
         Args:
             sums: of what `pack` returned.
         """
         ranks, plans = divmod(int(sums[0]), _BEGINS)
-        squares, counts = divmod(int(sums[2]), _SQUARES)
-        return heads_agree((plans, int(sums[1])), ranks) or not heads_agree((counts, squares), ranks)
+        same, alike = heads_agree((plans, int(sums[1])), ranks), heads_agree((int(sums[2]), int(sums[3])), ranks)
+        return same or not alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Message:
         weights: how many weights a micro-batch brings, as many numbers more for each pass; with weights all numbers are
             float64, in which counts are exact up to 2**53, and int64 otherwise.
         early: this rank may announce its next passes in the step before them.
-        begun: the plan that this rank has begun; None for none of which the others have not heard.
+        begun: the plans that this rank has begun; None for none of which the others have not heard.
     """
 
     passes: tuple[Announcement, ...]
@@ -223,7 +223,7 @@ class Message:
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         # The counts of a shared micro-batch enter the sum once.
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
-        begun = [0, 0, 0] if self.begun is None else self.begun.pack()
+        begun = [0, 0, 0, 0] if self.begun is None else self.begun.pack()
         return [int(self.stop) + _EARLY * int(self.early), *begun, *sent, *checksum]
 
     def unpack(self, sums: Sequence[float]) -> Answer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import (
     computed,
@@ -21,6 +23,7 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.certain import certain
 from ds_parity.parity.diagnosis.classes import possible
 from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
+from ds_parity.parity.diagnosis.learning_rate import without_rounding_of_rates
 from ds_parity.parity.diagnosis.next_step import telling
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
@@ -50,6 +53,11 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
     view = View(_seen(reference, comparison), _seen(candidate, comparison), comparison)
     if not view.pairs:
         return NOTHING
+    rates = without_rounding_of_rates(view)
+    if rates is not None:
+        # One side wrote its rates as numbers of fp32, which is no reason for anything else that differs.
+        found = diagnose(view.reference, rates, compare(view.reference, rates, comparison.tier, comparison.dtype))
+        return replace(found, certain=(*found.certain, "the learning rates agree to fp32, and are taken for equal"))
     causes, classes = _causes(view), possible(view)
     named = {cause.name for cause in causes}
     return Diagnosis(

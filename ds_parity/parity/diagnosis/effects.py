@@ -9,6 +9,7 @@ from itertools import pairwise
 from ds_parity.parity.comparison.bounds import LEAST_LOSS
 from ds_parity.trace import StepRecord, Trace
 
+_LIMIT = 0.01  # RL clips at 0.1 to 1, as a rule
 Pairs = Sequence[tuple[StepRecord, StepRecord]]
 
 # What updates follow from: a loss that is off has another gradient, as a rule, and counts are what it is divided by.
@@ -34,9 +35,10 @@ def effect(name: str, pairs: Pairs, lengths: Sequence[float] | None) -> float:
 def loss_by_rates(pairs: Pairs) -> float:
     """Return how far other learning rates would have moved a later loss, by a first-order estimate.
 
-    A step of SGD lowers the loss by its rate times the square of the gradient norm; optimizers that divide a gradient
-    by its size, and clipping, by the rate times the norm and more. The smaller is counted. Of several parameter groups
-    it isn't known whose gradient is long, so that the one whose rates differ least counts for all.
+    A step of SGD lowers the loss by its rate times the square of the gradient norm, optimizers that divide a gradient
+    by its size by the rate times the norm and more, and SGD that clips by the rate times the norm times the limit. The
+    smallest is counted, with a limit of 0.01, since a trace does not say what its run has clipped. Of several parameter
+    groups it isn't known whose gradient is long, so that the one whose rates differ least counts for all.
 
     Args:
         pairs: the steps of both sides.
@@ -52,7 +54,9 @@ def loss_by_rates(pairs: Pairs) -> float:
             continue
         if not a.lr or not b.lr or len(a.lr) != len(b.lr) or a.grad_norm is None:
             return 0.0
-        apart += min((y - x for x, y in zip(a.lr, b.lr, strict=True)), key=abs) * min(a.grad_norm, a.grad_norm**2)
+        apart += min((y - x for x, y in zip(a.lr, b.lr, strict=True)), key=abs) * min(
+            _LIMIT * a.grad_norm, a.grad_norm**2
+        )
         most = max(most, abs(apart))
     return most / max([LEAST_LOSS, *losses])
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, tells
 from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.view import View, alike, near, told
+from ds_parity.trace import Trace
 
 _ROUNDING = 1e-12
 
@@ -37,6 +39,28 @@ def causes(view: View) -> Iterator[Cause]:
     # Each gives all of the rates, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
     yield from (replace(cause, evidence=said) for cause in found)
+
+
+def without_rounding_of_rates(view: View) -> Trace | None:
+    """Return the candidate with the reference's learning rates, where they differ by rounding to fp32 alone.
+
+    Args:
+        view: two traces side by side.
+
+    Returns:
+        None where they differ otherwise or not at all, or where nothing else differs that is trained on.
+    """
+    if "lr" not in view.fields or not view.fields & TRAINED_ON - {"lr"} or not view.same_windows:
+        return None
+    rates = [(x.lr, y.lr) for x, y in view.pairs]
+    if any(not x or not y or len(x) != len(y) for x, y in rates) or len({len(x) for x, _ in rates if x}) > 1:
+        return None
+    one, other = ([rate for pair in rates for rate in pair[side] or ()] for side in (0, 1))
+    if not as_fp32(one, other):
+        return None
+    due = {y.step: x.lr for x, y in view.pairs}
+    steps = [step.model_copy(update={"lr": due.get(step.step, step.lr)}) for step in view.candidate.steps]
+    return replace(view.candidate, steps=tuple(steps))
 
 
 def _rounded_to_fp32(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
