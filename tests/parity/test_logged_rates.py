@@ -132,3 +132,36 @@ def test_rates_that_are_rounded_to_fp32_are_called_so(turn):
     assert "agree to fp32" in diagnosis.causes[0].evidence
     # A rate that is off by little, and is no fp32 number, is another rate.
     assert "lr-rounded" not in named(found(trained(), trained(logged=lambda step: cosine(step) * (1 + 1e-5))))[0]
+
+
+def clipped(rate, limit=0.1):
+    """A policy gradient of five actions by SGD, whose gradients are all longer than the limit."""
+    draw, weights, steps = np.random.default_rng(1), np.zeros((5, 8)), []
+    for step in range(1, STEPS + 1):
+        seen, taken, worth = draw.normal(size=(64, 8)) * 10, draw.integers(0, 5, 64), draw.normal(size=64)
+        scores = np.exp(seen @ weights.T)
+        chances = scores / scores.sum(1, keepdims=True)
+        gradient = -((np.eye(5)[taken] - chances) * worth[:, None]).T @ seen / 64
+        norm = float(np.linalg.norm(gradient))
+        loss = float(-(worth * np.log(chances[np.arange(64), taken])).mean())
+        weights = weights - rate * gradient * min(1, limit / norm)
+        steps.append(StepRecord(step=step, **COUNTS, loss=loss, grad_norm=norm, lr=(rate,)))
+    return Trace(trained().header, tuple(steps))
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.01])
+@pytest.mark.parametrize("rate", [1e-5, 1e-4])
+def test_a_rate_that_clipping_kept_from_showing_is_not_said_to_be_logged_wrong(rate, limit):
+    said = named(found(clipped(rate, limit), clipped(2 * rate, limit)))
+    assert said != [{"reported-lr"}]
+    assert not said or any("base-lr" in group for group in said)
+
+
+def test_rates_in_fp32_hide_nothing_else_that_differs():
+    one, other = trained(), trained(logged=lambda step: float(np.float32(cosine(step))))
+    steps = [step.model_copy(update={"grad_norm": step.grad_norm / 2}) for step in other.steps]
+    halved = [step.model_copy(update={"grad_norm": step.grad_norm / 2}) for step in one.steps]
+    as_logged, beside = found(one, Trace(other.header, tuple(steps))), found(one, Trace(one.header, tuple(halved)))
+    assert (named(as_logged), as_logged.classes) == (named(beside), beside.classes)
+    assert named(beside)
+    assert "the learning rates agree to fp32, and are taken for equal" in as_logged.certain
