@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.effects import TRAINED_ON
@@ -26,7 +26,8 @@ def causes(view: View) -> Iterator[Cause]:
     rates = [(x.lr, y.lr) for x, y in view.pairs if x.lr and y.lr and len(x.lr) == len(y.lr)]
     if len(rates) < len(view.pairs) or len(rates) < 2 or len({len(x) for x, _ in rates}) > 1:
         return
-    groups = [([x[at] for x, _ in rates], [y[at] for _, y in rates]) for at in range(len(rates[0][0]))]
+    sides = ([list(of_group) for of_group in zip(*side, strict=True)] for side in zip(*rates, strict=True))
+    groups = list(zip(*sides, strict=True))
     other = [(a, b) for a, b in groups if a != b]
     if all(as_fp32(a, b) for a, b in other):
         yield from _rounded_to_fp32(view, *other[0])
@@ -55,8 +56,7 @@ def without_rounding_of_rates(view: View) -> Trace | None:
     rates = [(x.lr, y.lr) for x, y in view.pairs]
     if any(not x or not y or len(x) != len(y) for x, y in rates) or len({len(x) for x, _ in rates if x}) > 1:
         return None
-    one, other = ([rate for pair in rates for rate in pair[side] or ()] for side in (0, 1))
-    if not as_fp32(one, other):
+    if not as_fp32(*(list(chain.from_iterable(pair[side] or () for pair in rates)) for side in (0, 1))):
         return None
     due = {y.step: x.lr for x, y in view.pairs}
     steps = [step.model_copy(update={"lr": due.get(step.step, step.lr)}) for step in view.candidate.steps]

@@ -16,7 +16,7 @@ _MOST = 1e100  # sums of rates, and of their products, are finite below it
 
 def finite(rates: Iterable[float]) -> bool:
     """Whether rates are numbers with which one can compute."""
-    return all(abs(rate) < _MOST for rate in rates)
+    return bool((np.abs(np.array(list(rates))) < _MOST).all())
 
 
 def same(value: float, other: float) -> bool:
@@ -31,9 +31,11 @@ def equal(one: Sequence[float], other: Sequence[float]) -> bool:
 
 def as_fp32(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether rates are others, not all of them equal, rounded to fp32; which are rounded is not asked."""
+    a, b = np.array(one, dtype=np.float64), np.array(other, dtype=np.float64)
+    if np.array_equal(a, b):
+        return False
     with np.errstate(over="ignore"):
-        rounded = [[float(np.float32(rate)) for rate in rates] for rates in (one, other)]
-    return list(one) != list(other) and (rounded[0] == list(other) or rounded[1] == list(one))
+        return np.array_equal(a.astype(np.float32), b) or np.array_equal(b.astype(np.float32), a)
 
 
 def follows(due: Iterable[float], rates: Iterable[float]) -> bool:
