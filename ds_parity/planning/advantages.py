@@ -37,17 +37,23 @@ def group_advantages(prompt_ids: Iterable[Hashable], rewards: Iterable[float], *
         (n,) advantages, in the order of the rewards.
 
     Raises:
-        ConfigError: there are not as many rewards as prompts, a reward is no finite number, or a prompt can be no key.
+        ConfigError: there are not as many rewards as prompts, a reward is no finite number, two rewards are further
+            apart than a number can say, or a prompt can be no key.
     """
     prompts, earnings = prompts_and_rewards(prompt_ids, rewards)
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         groups[prompt].append(index)
     relative = [0.0] * len(earnings)
-    for members in groups.values():
+    for prompt, members in groups.items():
         earned = [earnings[index] for index in members]
         if max(earned) - min(earned) <= _ROUNDING * max(map(abs, earned)):
             continue
+        if not math.isfinite(max(earned) - min(earned)):
+            raise ConfigError(
+                f"rewards of prompt {prompt!r} are {min(earned):g} and {max(earned):g}: no number is so large as what "
+                "lies between them; scale them down"
+            )
         # Both are exact up to their last place, so that a large mean takes nothing from a small difference.
         mean, spread = statistics.mean(earned), statistics.pstdev(earned)
         if spread == 0:  # of rewards so small that it has no number

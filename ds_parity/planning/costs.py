@@ -120,9 +120,16 @@ class Cost:
                 as one long rollout, one short one, and many short ones.
 
         Raises:
-            ConfigError: there are fewer than three, a number is not from 1e-100 to 1e100, or all are of one make-up.
+            ConfigError: there are fewer than three, one is not three numbers from 1e-100 to 1e100, or all are of one
+                make-up.
         """
-        given = [(_as_float(tokens), _as_float(squares), _as_float(time)) for tokens, squares, time in measured]
+        try:
+            given = [(_as_float(tokens), _as_float(squares), _as_float(time)) for tokens, squares, time in measured]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Cost.fitted: {reprlib.repr(measured)} is no list of (tokens, sum of squared lengths, time), three "
+                f"numbers of each micro-batch ({error})"
+            ) from None
         if len(given) < 3 or not all(_LEAST <= number <= _MOST for one in given for number in one):
             raise ConfigError(
                 f"Cost.fitted: {len(given)} measured micro-batches: it takes at least three, with tokens, squares and "
@@ -139,6 +146,12 @@ class Cost:
                 "different make-up, each several times"
             )
         return cls(*min(fits, key=lambda fit: _error(rows, fit)))
+
+
+def check_is_cost(cost: Any) -> None:
+    """Raise ConfigError for what is neither a cost nor None."""
+    if not isinstance(cost, Cost | None):
+        raise ConfigError(f"cost is {cost!r}: it must be a ds_parity.Cost(per_token=, per_square=), or None for tokens")
 
 
 def check_make_up(by: str, of: str, sizes: Sequence[tuple[float, float]]) -> None:

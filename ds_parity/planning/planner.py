@@ -16,10 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from ds_parity.errors import ConfigError
 from ds_parity.planning.balancing import cheapest, in_units
 from ds_parity.planning.checks import check_choices, check_lengths, listed, numbers, sizes_of
-from ds_parity.planning.costs import Cost
+from ds_parity.planning.costs import Cost, check_is_cost
 from ds_parity.planning.levelling import Items
 from ds_parity.planning.packing import best_fit, exchange, fill, level, level_runs, sorted_runs
 from ds_parity.planning.plans import Layout, Plan, WindowPlan, fewest_passes, rollout_key
@@ -71,8 +70,7 @@ def plan(
     rollouts = listed(rollouts)
     dp_world_size, target, max_tokens = numbers(dp_world_size=dp_world_size, target=target, max_tokens=max_tokens)
     check_choices(count=count, layout=layout, oversize=oversize)
-    if not isinstance(cost, Cost | None):
-        raise ConfigError(f"cost is {cost!r}: it must be a ds_parity.Cost(per_token=, per_square=), or None for tokens")
+    check_is_cost(cost)
     lengths, squares = sizes_of(rollouts, layout)
     check_lengths(rollouts, lengths, max_tokens, oversize)
     order, ends = _windows(rollouts, target, count)

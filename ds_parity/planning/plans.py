@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.costs import Cost
+from ds_parity.planning.costs import Cost, check_is_cost
 from ds_parity.planning.rollout import Unit
 
 Layout = Literal["packed", "padded"]
@@ -158,7 +158,7 @@ class Plan:
             cost: of a token, and of a square; None for what the plan was made by.
 
         Raises:
-            ConfigError: no cost is given, and the plan was made by tokens.
+            ConfigError: no cost is given, and the plan was made by tokens; or it is no `Cost`.
         """
         cost = self._cost(cost)
         return tuple(cost.of(window.sizes, self._squares_in(window)) for window in self.windows)
@@ -183,6 +183,7 @@ class Plan:
 
     def _cost(self, given: Cost | None) -> Cost:
         cost = self.cost if given is None else given
+        check_is_cost(given)
         if cost is None:
             raise ConfigError(
                 "this plan was made by tokens, without a cost: give one here, as "

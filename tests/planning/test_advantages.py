@@ -170,3 +170,8 @@ def test_what_can_be_no_prompt_id_is_refused_with_the_way_out(prompts, says):
 def test_what_can_be_no_reward_is_refused_with_the_way_out(rewards, says):
     with pytest.raises(ConfigError, match=says):
         group_advantages(["a", "b"], rewards)
+
+
+def test_rewards_that_are_further_apart_than_a_number_can_say_are_refused():
+    with pytest.raises(ConfigError, match=r"prompt 'p' are -1.7e\+308 and 1.7e\+308: .*; scale them down"):
+        group_advantages("pp", [1.7e308, -1.7e308])

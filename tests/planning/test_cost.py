@@ -337,6 +337,10 @@ class TestOfAModel:
         (lambda: Cost(1, np.float32("inf")), "per_square is"),
         (lambda: Cost.of_model(**{**LLAMA, "layers": 10**400}), "per_token is"),
         (lambda: Cost.fitted([(10**400, 1, 1)] * 3), "at least three"),
+        (lambda: Cost.fitted([(1, 1), (2, 2), (3, 3)]), "is no list of .tokens, sum of squared lengths, time."),
+        (lambda: Cost.fitted([1, 2, 3]), "is no list of"),
+        (lambda: Cost.fitted(None), "None is no list of"),
+        (lambda: plan([], dp_world_size=1, target=1, max_tokens=1).waiting("x"), "cost is 'x': it must be a ds_parity"),
         (lambda: Cost(1, 1, True), "per_pass is True"),
         (lambda: Cost(0, 0), "would cost nothing"),
         (
