@@ -108,7 +108,8 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
             f"first_window = {first_window!r}: the plan has {len(plan.windows)} windows, and they count from 0"
         )
     pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
-    number, order = plan.number(window), STREAMS.begin()
+    number = plan.number(window)
+    stream = STREAMS.begin(number)
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
     for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
         units = [plan.rollouts[index] for index in chosen.tolist()]
@@ -118,7 +119,7 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
             planned_for=plan.dp_world_size,
             plan_rank=whole(rank),
             plan_number=number,
-            plan_order=order,
+            plan_stream=stream,
         )
 
 

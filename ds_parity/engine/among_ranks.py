@@ -16,6 +16,7 @@ from ds_parity.engine.internals.groups import Members, groups_of
 from ds_parity.engine.internals.other_modules import explain
 from ds_parity.engine.internals.schedule import rates_in_digits
 from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.planned import PlansRead, refuse_different_plans
 from ds_parity.engine.prefetching import is_reading
 from ds_parity.engine.ranks.agreement import naming_lost_ranks, same
 from ds_parity.engine.ranks.exchange import Exchange, Pending
@@ -32,10 +33,10 @@ from ds_parity.engine.ranks.wire import (
     SAVED,
     SAVES,
     Announcement,
-    Begun,
     Place,
 )
 from ds_parity.errors import RankDesyncError, WindowError
+from ds_parity.planning.plans import STREAMS
 from ds_parity.window import Ledger, Rules
 
 
@@ -55,15 +56,18 @@ class AmongRanks:
         adapter: of the engine's optimizer wrapper.
         ledger: windows, totals and clocks.
         ranks: data-parallel ranks.
+        data_group: process group of those that read different micro-batches, in which this one has its number.
         over: sums over them and those that share their micro-batches, on the host; None for one rank.
         exchange: counts over the data-parallel ranks.
         queue: the passes that `passes()` hands out; None outside of it.
+        plans: those whose micro-batches `passes()` has read.
     """
 
     def __init__(self, engine: Engine, settings: Settings, members: Members, slots: int, number: int) -> None:
         self.engine = engine
         self.settings = settings
         self.ranks = members.ranks
+        self.data_group = members.data_group
         by_caller = settings.by_caller
         rules = Rules(settings.target, self.ranks, settings.count, settings.overshoot, settings.loss_weight, by_caller)
         weighting = weighting_of(settings, self.ranks)
@@ -75,6 +79,7 @@ class AmongRanks:
         self.exchange = Exchange(self.over, together, slots, wait, members.peers, weights=weighting.brought)
         self.adapter = choose(engine)
         self.queue: Upcoming | None = None
+        self.plans = PlansRead(STREAMS.begun)
         self._limit = Limit(groups_of(engine), wait)
         self._number = number
         self._configuration = settings.fingerprint
@@ -112,10 +117,22 @@ class AmongRanks:
 
         return PlacedSum(self.over, place)
 
+    def refuse_different_plans(self) -> None:
+        """Raise RankDesyncError where ranks have begun different plans; every rank comes, in front of a step.
+
+        An exchange of counts shows that ranks may have, and can't tell: one rank goes into its forward while it is
+        under way, and another waits for it there.
+        """
+        over = self.over_ranks("compares plans") if self.exchange.plans_in_doubt else None
+        self.exchange.plans_in_doubt = False
+        if over is not None:
+            with naming_lost_ranks("step(), where all compare their plans"):
+                refuse_different_plans(over.gather, self.plans)
+
     def upcoming(self, doing: str = RUNS) -> Upcoming:
         """Return an empty line of passes, whose exchanges say where this rank is and what it does."""
 
-        def start(passes: Sequence[Announcement], begun: Begun | None) -> Pending:
+        def start(passes: Sequence[Announcement], begun: Sequence[int]) -> Pending:
             return self.exchange.start(self._place(doing), passes, begun)
 
         return Upcoming(start, self.ranks)

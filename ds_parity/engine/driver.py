@@ -219,6 +219,7 @@ class Driver(AmongRanks):
             refuse_ending_here(self)
         self.state.refuse_step_alone()
         if self.ledger.window.closed:
+            self.refuse_different_plans()
             refuse_strays(self, newcomers=True, ends=True)
             self.boundary.schedule()  # one that cannot be moved is refused while step() may come again
             if self.ledger.total() > 0:
@@ -314,6 +315,7 @@ class Driver(AmongRanks):
                 f"{self.settings.count}s after {window.passes} passes, and ds_parity.last_window is 'error'; feed a "
                 "multiple of the target, or choose 'step' or 'drop'"
             )
+        self.refuse_different_plans()
         refuse_strays(self, newcomers=True, ends=True)
         self._settle_last_window(**kwargs)
 

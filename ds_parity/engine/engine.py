@@ -389,6 +389,20 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         return ends
 
     @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks (>= 1): as many micro-batches as a pass has. Ranks that share one count as one."""
+        ranks: int = self._self_driver.ranks
+        return ranks
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the ranks that read different micro-batches; `dist.get_rank` of it is this one's number.
+
+        DeepSpeed's own where it has one. With sequence parallelism it may have none, and this one was made.
+        """
+        return self._self_driver.data_group
+
+    @property
     def window(self) -> Window:
         """The window as it stands: index, passes, rollouts, prompts, tokens, target.
 

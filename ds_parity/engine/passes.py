@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from ds_parity.config import MAX_LOOKAHEAD
 from ds_parity.engine.arguments import (
     chunk_of,
@@ -17,7 +19,7 @@ from ds_parity.engine.arguments import (
     refuse_what_runs_nothing,
 )
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.planned import PlansRead, rank_of, refuse_plan_of_others
+from ds_parity.engine.planned import refuse_plan_of_others
 from ds_parity.engine.prefetching import Prefetched
 from ds_parity.engine.ranks.exchange import Pending
 from ds_parity.engine.ranks.upcoming import UpcomingPass
@@ -89,8 +91,9 @@ class PassQueue:
         if chunk > 1 and made_ahead >= chunk:
             self.upcoming.early = self
         self._known: tuple[Any, int] | None = None
-        self._rank = partial(rank_of, driver.engine)
-        self._plans = PlansRead()
+        self._rank = partial(dist.get_rank, driver.data_group)
+        if not driver.exchange.plans_in_doubt:
+            driver.plans = driver.plans.following()
 
     def __iter__(self) -> Iterator[Any]:
         while not self._driver.stops_here():
@@ -164,7 +167,7 @@ class PassQueue:
 
     def _announce(self) -> Pending:
         chunk = self._next_chunk()
-        return self.upcoming.announce(chunk, self._plans.tell())
+        return self.upcoming.announce(chunk, self._driver.plans.tell())
 
     def _next_chunk(self) -> list[UpcomingPass]:
         self._known = None  # what was not taken is read again
@@ -197,7 +200,7 @@ class PassQueue:
 
     def _noted(self, batch: Any) -> UpcomingPass:
         refuse_plan_of_others(batch, self._driver.ranks, self._rank, "a micro-batch that passes() has read")
-        self._plans.read(batch)
+        self._driver.plans.read(batch)
         counts = counts_in(batch, self._driver.ledger.weighting)
         if holds_nothing(batch, counts):
             return UpcomingPass(Announcement(), _NOTHING)
@@ -218,7 +221,7 @@ class PassQueue:
         made = [] if self._out_of_data else self._made.waiting(self._chunk)
         if made is None:
             return None
-        before, plans = self._smallest, self._plans.copy()
+        before, plans = self._smallest, self._driver.plans.copy()
         try:
             noted = [self._noted(batch) for batch in made]
         except Exception:  # raised where it is taken: this rank is inside a step
@@ -226,7 +229,7 @@ class PassQueue:
         finally:
             # What is not taken yet may be noted again.
             after, self._smallest = self._smallest, before
-            begun, self._plans = self._plans.untold, plans
+            begun, self._driver.plans = self._driver.plans.untold, plans
         if begun:  # of a plan the others hear where it is announced
             return None
         self._known = after, len(made)

@@ -35,9 +35,8 @@ from ds_parity.engine.internals.stages import (
     lost_by_a_load,
 )
 from ds_parity.engine.pipeline_checkpoints import load, save, with_states
-from ds_parity.engine.planned import plan_of, refuse_plan_of_others
+from ds_parity.engine.planned import PlansRead, refuse_different_plans, refuse_plan_of_others
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
-from ds_parity.engine.ranks.exchange import WRONG_PLAN
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
@@ -64,7 +63,7 @@ class _Column:
         runs: whether there is anything that it could run.
         stage: of the rank.
         rates: learning rates of its coming step, one for each parameter group.
-        plans: number and order of the plans that its micro-batches are part of (`MicroBatch.plan_number`).
+        plans: numbers of the plans that it has begun in this window (`MicroBatch.plan_number`).
     """
 
     number: int
@@ -72,7 +71,7 @@ class _Column:
     runs: bool
     stage: int = field(default=0, compare=False)
     rates: tuple[str, ...] = field(default=(), compare=False)
-    plans: frozenset[tuple[int, int]] = field(default=frozenset(), compare=False)
+    plans: tuple[int, ...] = field(default=(), compare=False)
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -107,6 +106,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_columns: int = engine.dp_world_size
         self._self_weighting = weighting_of(settings, self._self_columns)
         self._self_over = HostSum(everybody(), settings.exchange_timeout)
+        self._self_plans = PlansRead(STREAMS.begun)
         # Before a checkpoint ranks may have done other things for a while, and no window waits for them.
         self._self_patient = HostSum(everybody())
         self._self_last: StepRecord | None = None
@@ -292,11 +292,17 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             self._tell(kind, error)
             raise
         runs, stage = bool(batches) or self._self_stand_in is not None, int(self.grid.get_stage_id())
-        read = {plan for batch in batches if (plan := plan_of(batch))}
-        plans = frozenset((number, order - STREAMS.begun) for number, order in read)
+        for batch in batches:
+            self._self_plans.read(batch)
+        plans = self._self_plans.tell()
         said = _Column(self._own_column, counts, runs, stage, rates_in_digits(self.__wrapped__), plans)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
+            if all(one.plans == plans for one in gathered):
+                self._self_plans = self._self_plans.following()
+            else:
+                place = self._place("compares plans", self._windows)
+                refuse_different_plans(lambda own: over.gather(own, place), self._self_plans)
         _refuse_parted(gathered)
         if not all(one.runs for one in gathered):
             raise WindowError(
@@ -404,12 +410,6 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             yield
 
 
-def _differ(plans: frozenset[tuple[int, int]], others: frozenset[tuple[int, int]]) -> bool:
-    """Whether two columns have different plans in one place among those that they have begun."""
-    places = {order: number for number, order in plans}
-    return any(places.get(order, number) != number for number, order in others)
-
-
 def _refuse_parted(gathered: Sequence[_Column]) -> None:
     """Raise RankDesyncError where stages of a column differ, or the learning rates of one stage in its columns."""
     for rank, one in enumerate(gathered):
@@ -419,12 +419,6 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
                 f"rank {rank} gave {len(one.counts)} micro-batches of {one.counts}, and another stage of its "
                 f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
                 "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
-            )
-        other = next((other for other in gathered[:rank] if _differ(other.plans, one.plans)), None)
-        if other is not None:
-            raise RankDesyncError(
-                f"data-parallel ranks {other.number} and {one.number} take their micro-batches from different plans: "
-                f"{WRONG_PLAN}"
             )
         first = next(other for other in gathered if other.stage == one.stage)
         if first.rates != one.rates:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
+from itertools import combinations
 from typing import Any, Final
 
-import torch.distributed as dist
-
-from ds_parity.engine.internals.surface import Engine
-from ds_parity.engine.ranks.wire import MOST_PLANS, Begun
-from ds_parity.errors import ConfigError
+from ds_parity.engine.ranks.exchange import WRONG_PLAN
+from ds_parity.errors import ConfigError, RankDesyncError
 from ds_parity.planning.plans import STREAMS
 
-_KNOWN: Final = 64  # plans whose micro-batches may come in turns
-
-
-def rank_of(engine: Engine) -> int:
-    """Return the data-parallel rank, as `micro_batches` is to be given it (>= 0)."""
-    return dist.get_rank(engine.data_parallel_group)
+_STREAMS: Final = 64  # of plans, whose micro-batches may come in turns
+_KEPT: Final = 256
 
 
 def plan_of(batch: Any) -> tuple[int, int] | None:
-    """Return number and order of the plan that a micro-batch is part of (`MicroBatch.plan_number`), None for none."""
-    number, order = getattr(batch, "plan_number", None), getattr(batch, "plan_order", None)
-    return None if not number or order is None else (number, order)
+    """Return number and stream of the plan that a micro-batch is part of (`MicroBatch.plan_number`), None for none."""
+    number, stream = getattr(batch, "plan_number", None), getattr(batch, "plan_stream", None)
+    return None if not number or stream is None else (number, stream)
 
 
 def refuse_plan_of_others(batch: Any, ranks: int, own: Callable[[], int], what: str) -> None:
@@ -56,40 +49,83 @@ def refuse_plan_of_others(batch: Any, ranks: int, own: Callable[[], int], what: 
 
 
 class PlansRead:
-    """The plans whose micro-batches a rank has read from one stream.
+    """The plans whose micro-batches a rank has read.
 
-    Their order is counted from where the stream was begun: before, ranks may have begun other numbers of plans.
+    Args:
+        since: streams of plans that this process had begun (>= 0); those before are of another time.
 
     Attributes:
-        untold: number and order of those of which the other ranks have not heard, as they began.
+        begun: numbers of the plans of which the other ranks have heard, the last 256, as they began.
+        untold: those of which they have not.
     """
 
-    def __init__(self) -> None:
-        self.untold: list[tuple[int, int]] = []
-        self._known: deque[int] = deque(maxlen=_KNOWN)
-        self._before = STREAMS.begun
+    def __init__(self, since: int) -> None:
+        self.begun: deque[int] = deque(maxlen=_KEPT)
+        self.untold: list[int] = []
+        self._streams: deque[tuple[int, int]] = deque(maxlen=_STREAMS)
+        self._since = self._until = since
 
     def read(self, batch: Any) -> None:
         """Note which plan a micro-batch is part of."""
+        self._until = STREAMS.begun
         plan = plan_of(batch)
-        if plan and plan[1] not in self._known:
-            self._known.append(plan[1])
-            self.untold.append((plan[0], plan[1] - self._before))
+        if plan and plan not in self._streams:
+            self._streams.append(plan)
+            self.untold.append(plan[0])
 
-    def tell(self) -> Begun | None:
-        """Return all of which the others have not heard as one, and forget them; None without any."""
-        if not self.untold:
-            return None
-        plans, orders = zip(*self.untold, strict=True)
-        self.untold = []
-        return Begun(_number(plans), _number(orders))
+    def tell(self) -> tuple[int, ...]:
+        """Return those of which the others have not heard, and take it that they will."""
+        told, self.untold = tuple(self.untold), []
+        self.begun += told
+        return told
+
+    @property
+    def known(self) -> frozenset[int]:
+        """Numbers of the plans of which this process has begun a stream, whether it has read a micro-batch or not."""
+        return STREAMS.known(self._since)
 
     def copy(self) -> PlansRead:
         """Return one that goes on from here by itself."""
-        other = PlansRead()
-        other.untold, other._known, other._before = list(self.untold), self._known.copy(), self._before
+        other = PlansRead(self._since)
+        other.begun, other.untold, other._streams = self.begun.copy(), list(self.untold), self._streams.copy()
+        other._until = self._until
         return other
 
+    def following(self) -> PlansRead:
+        """Return one that begins where this one has read last."""
+        return PlansRead(self._until)
 
-def _number(values: tuple[int, ...]) -> int:
-    return 1 + zlib.crc32(repr(values).encode()) % (MOST_PLANS - 1)
+
+def refuse_different_plans(gather: Callable[[Any], Sequence[Any]], plans: PlansRead) -> None:
+    """Raise where ranks have begun different plans; all ranks come, once they know that they may have.
+
+    Ranks may leave out micro-batches of a plan, or all of them, and so begin the next one earlier than others. But each
+    begins the streams of the same plans, one after the other: of two ranks the one that is behind knows no plan that
+    the other does not know. Where each has begun one that the other does not know, they do not plan the same.
+
+    Args:
+        gather: returns what all ranks give it.
+        plans: what this rank has read; forgotten where plans differ.
+
+    Raises:
+        RankDesyncError: on every rank.
+    """
+    said = gather((tuple(plans.begun), plans.known))
+    of_ranks = {one: rank for rank, one in reversed(list(enumerate(said)))}
+    for (one, rank), (other, other_rank) in combinations(sorted(of_ranks.items(), key=lambda it: it[1]), 2):
+        apart = _apart(*one, *other)
+        if apart:
+            plans.begun.clear()
+            raise RankDesyncError(
+                f"ranks take their micro-batches from different plans (rank {rank} begins plan {apart[0]:08x} where "
+                f"rank {other_rank} begins plan {apart[1]:08x}): {WRONG_PLAN}"
+            )
+
+
+def _apart(
+    begun: Sequence[int], known: Set[int], by_other: Sequence[int], known_by_other: Set[int]
+) -> tuple[int, int] | None:
+    """Return a plan of one rank that the other does not know, and one the other way round; None without both."""
+    new = next((plan for plan in begun if plan not in known_by_other and plan not in by_other), None)
+    other_new = next((plan for plan in by_other if plan not in known and plan not in begun), None)
+    return None if new is None or other_new is None else (new, other_new)

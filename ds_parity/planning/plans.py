@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,14 +16,12 @@ from ds_parity.planning.costs import Cost, check_is_cost
 from ds_parity.planning.rollout import Unit
 
 Layout = Literal["packed", "padded"]
-_NUMBERS: Final = 2**18 - 1  # so that sums over ranks of their squares, too, are exact in float64
+_KNOWN: Final = 1024
 _LOOKED_AT: Final = 32  # tokens of the end, and of the whole, by which a sequence is known beside its length
 
 
 class Streams:
-    """Counts the streams of micro-batches of plans that this process has begun.
-
-    Ranks begin them alike, whatever they leave out of each: so plans of two ranks are told apart by their order.
+    """The streams of micro-batches of plans that this process has begun.
 
     Attributes:
         begun: how many (>= 0).
@@ -30,11 +29,21 @@ class Streams:
 
     def __init__(self) -> None:
         self.begun = 0
+        self._plans: deque[tuple[int, int]] = deque(maxlen=_KNOWN)
 
-    def begin(self) -> int:
-        """Return the order of one more (>= 1)."""
+    def begin(self, plan: int) -> int:
+        """Take note of one more, and return its number among them (>= 1).
+
+        Args:
+            plan: the number of the plan.
+        """
         self.begun += 1
+        self._plans.append((self.begun, plan))
         return self.begun
+
+    def known(self, since: int) -> frozenset[int]:
+        """Return numbers of the plans of those behind the first so many, of the last 1,024."""
+        return frozenset(plan for stream, plan in list(self._plans) if stream > since)
 
 
 STREAMS: Final = Streams()
@@ -128,15 +137,15 @@ class Plan:
         """Return a number that tells plans apart: ranks that planned the same have the same one.
 
         Plans differ in it where they have other windows, or in some place a rollout of another length, prompt length,
-        or some other of the tokens that are looked at: the last 32, and 32 from the whole (but for a chance of 2^-18).
+        or some other of the tokens that are looked at: the last 32, and 32 from the whole (but for a chance of 2^-32).
 
         Args:
             first_window: the window that it is begun with (>= 0).
 
         Returns:
-            1 to 2**18 - 1.
+            1 to 2**32.
         """
-        return 1 + zlib.crc32(first_window.to_bytes(8, "little"), self._checksum) % _NUMBERS
+        return 1 + zlib.crc32(first_window.to_bytes(8, "little"), self._checksum)
 
     @cached_property
     def _checksum(self) -> int:

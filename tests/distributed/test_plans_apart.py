@@ -1,6 +1,7 @@
 """Ranks that take their micro-batches from different plans, or one from another's part, are told so before a step."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -56,12 +57,27 @@ def _apart(name):
         "other rollouts with one end": lambda: _own(_ended(rollouts, rank)),
         "a short one of six": lambda: _chained(*(_turned(rollouts[n : n + 4], differ=n == 4) for n in range(0, 24, 4))),
         "the second plan": lambda: _chained(rollouts[:16], _turned(rollouts[16:], differ=True)),
+        "one rank looks at its first": lambda: _peeked(_own(rollouts[rank::2])),
+        "one rank logs its plan": lambda: _logged([rollouts[rank::2]]),
     }
     return streams[name]()
 
 
 def _turned(rollouts, *, differ):
     return rollouts[::-1] if differ and dist.get_rank() else rollouts
+
+
+def _peeked(stream):
+    """The stream, of which rank 0 has read one before."""
+    return stream if dist.get_rank() else chain([next(stream)], stream)
+
+
+def _logged(parts):
+    """Streams of plans of these; rank 0 reads each plan once more in front of its own micro-batches."""
+    for part in parts:
+        if not dist.get_rank():
+            assert sum(batch.rollouts for batch in _own(part, target=min(8, len(part))))
+        yield from _own(part, target=min(8, len(part)))
 
 
 def _chained(*parts):
@@ -76,6 +92,8 @@ APART = (
     "other rollouts with one end",
     "a short one of six",
     "the second plan",
+    "one rank looks at its first",
+    "one rank logs its plan",
 )
 
 
@@ -96,7 +114,10 @@ def _alike(name):
         return [one for pair in zip(first, second, strict=False) for one in pair][rank:]
     if name == "one has none of a plan":
         return [ds_parity.MicroBatch(both[0].inputs, rollouts=1, tokens=3)] * 3 if rank else both
-    assert name == "both read both"
+    if name == "one logs each, idle ones are left out":
+        both = (one for one in _logged([rollouts[:1], rollouts[1:17], rollouts[17:25]]) if not one.idle)
+    else:
+        assert name == "both read both"
     return both
 
 
@@ -106,6 +127,7 @@ ALIKE = (
     "one has none of a plan",
     "idle ones are left out",
     "in turns, the first of one left out",
+    "one logs each, idle ones are left out",
     "both read both",
 )
 

@@ -1,5 +1,6 @@
 """Sequence-parallel groups of 2 out of 4 ranks: what bare DeepSpeed does with them, and what ds_parity does."""
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -11,8 +12,10 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
 
+import ds_parity
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.installed import before
+from ds_parity.parity.data.rollouts import load_rollouts, shorten
 from ds_parity.parity.running import weights
 from ds_parity.parity.subjects import candidate
 from ds_parity.planning.rollout import MicroBatch
@@ -354,3 +357,52 @@ def test_a_checkpoint_is_converted_and_resumes(four_ranks, stage):
     result = four_ranks.of(resumed)[f"{stage} universal"]
     assert [made for made, *_ in result] == ["nothing was raised", None, None, None]
     assert [rest for _, *rest in result] == [["nothing was raised", True, 3]] * 4
+
+
+def _planned(engine, rollouts, rank=None):
+    """What the planning page says: a plan of the engine's data-parallel ranks, and this rank's number among them."""
+    own = dist.get_rank(engine.data_parallel_group) if rank is None else rank
+    planned = ds_parity.plan(rollouts, dp_world_size=engine.dp_world_size, target=8, max_tokens=150)
+    return ds_parity.micro_batches(planned, own)
+
+
+def _read(engine, stream):
+    """The prompts that this rank trains on, and the steps."""
+    read = []
+    # With a look-ahead ranks hear of a wrong part before they gather a loss, where the other of their group is missing.
+    for number, batch in enumerate(engine.passes(stream, lookahead=2)):
+        read += [] if batch.idle else [one.prompt_id for one in batch.held]
+        engine.backward(loss_of(engine, number))
+        engine.step()
+    return [engine.dp_world_size, dist.get_world_size(engine.data_parallel_group), sorted(read), engine.global_steps]
+
+
+@on_four_ranks
+def plans_of_groups(folder):
+    """By stage and plan: what each rank trains on, or is told."""
+    rollouts = [replace(one, prompt_id=at) for at, one in enumerate(shorten(load_rollouts()[:16], 48))]
+    results = {}
+    for stage in STAGES:
+        with remembering() as mpu:
+            engine = build(config(stage, passes=8), mpu=mpu)
+            results[f"{stage} one plan"] = from_all(_read(engine, _planned(engine, rollouts)))
+            apart = rollouts[:: -1 if dist.get_rank() > 1 else 1]
+            results[f"{stage} two"] = from_all(refusal(lambda e=engine, r=apart: _read(e, _planned(e, r))))
+            engine.destroy()
+        with remembering() as mpu:
+            engine = build(config(stage, passes=8), mpu=mpu)
+            part = dist.get_rank() % 2
+            results[f"{stage} part"] = from_all(refusal(lambda e=engine, p=part: _read(e, _planned(e, rollouts, p))))
+            engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_share_micro_batches_read_one_part_of_a_plan(four_ranks, stage):
+    found = four_ranks.of(plans_of_groups)
+    one, same, other, last = found[f"{stage} one plan"]
+    assert (one, other) == (same, last)
+    assert [*one[:2], one[3]] == [2, 2, 2]
+    assert sorted(one[2] + other[2]) == list(range(16))
+    assert all("take their micro-batches from different plans" in said for said in found[f"{stage} two"])
+    assert all("RankDesyncError" in said or "ConfigError" in said for said in found[f"{stage} part"])

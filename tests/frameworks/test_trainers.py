@@ -259,6 +259,7 @@ def traced():
             {"step": one.step, "loss": one.loss, "lr": one.lr, "rollouts": one.rollouts}
             for one in read_trace(path).steps
         ]
+        dist.barrier()  # rank 0 removes the folder
         return {**result, "trace": steps}
 
 

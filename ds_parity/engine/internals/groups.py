@@ -18,8 +18,12 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.internals.tensor_groups import peers_of
-from ds_parity.engine.ranks.wire import Peers
+from ds_parity.engine.ranks.hostgroups import everybody
+from ds_parity.engine.ranks.hostsum import HostSum
+from ds_parity.engine.ranks.wire import Peers, Place
 from ds_parity.errors import ConfigError
+
+_DATA_GROUPS: dict[tuple[Any, tuple[int, ...]], Any] = {}  # by the process group of all ranks, and the members
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class Members:
         group: process group of all of them, data- x sequence-parallel, or data- x tensor-parallel.
         ranks: data-parallel ranks (>= 1): as many micro-batches as a pass has.
         peers: this rank among those that share its micro-batch.
+        data_group: process group of those that read different micro-batches, one of each peers: this rank is in it
+            what `micro_batches` calls its data-parallel rank.
         summed: how many of the peers' gradients DeepSpeed adds up: all with sequence parallelism, and of AutoTP's,
             whose ranks have gradients of other parameters, each its own (1).
     """
@@ -37,6 +43,7 @@ class Members:
     group: Any
     ranks: int
     peers: Peers
+    data_group: Any
     summed: int = 1
 
 
@@ -77,7 +84,8 @@ def members_of(engine: Engine, size: int) -> Members:
     if (tensor := max(1, engine.autotp_size())) > 1:
         own = peers_of(engine, tensor)
         here = Peers(tensor, own.index(dist.get_rank()), own[0])
-        return Members(dist.group.WORLD, dist.get_world_size() // tensor, here)
+        ranks = dist.get_world_size() // tensor
+        return Members(dist.group.WORLD, ranks, here, _data_group(engine, dist.group.WORLD, here, ranks))
     if engine.sequence_parallel_size != size:
         raise ConfigError(
             f"DeepSpeed took a sequence-parallel size of {engine.sequence_parallel_size}, but {size} was asked for: it "
@@ -87,11 +95,34 @@ def members_of(engine: Engine, size: int) -> Members:
     # Without sequence parallelism DeepSpeed leaves the other two groups unset.
     if size == 1:
         group = engine.data_parallel_group
-        return Members(group, dist.get_world_size(group), Peers())
+        return Members(group, dist.get_world_size(group), Peers(), group)
     group, peers = engine.seq_data_parallel_group, dist.get_process_group_ranks(engine.seq_parallel_group)
     _refuse_wrong_sums(engine, set(peers))
     here = Peers(size, dist.get_rank(engine.seq_parallel_group), peers[0])
-    return Members(group, dist.get_world_size(group) // size, here, size)
+    ranks = dist.get_world_size(group) // size
+    return Members(group, ranks, here, _data_group(engine, group, here, ranks), size)
+
+
+def _data_group(engine: Engine, group: Any, peers: Peers, ranks: int) -> Any:
+    """Return DeepSpeed's data-parallel group, or one that is made where it has none: the mpu of ALST knows none.
+
+    All ranks of the job call, alike.
+    """
+    known = engine.data_parallel_group
+    if known is not None and known is not dist.group.WORLD and dist.get_world_size(known) == ranks:
+        return known
+    where = (tuple(sorted(dist.get_process_group_ranks(group))), peers.own)
+    over = HostSum(everybody())
+    gathered = over.gather((where, dist.get_rank()), Place("makes groups of ranks that read different micro-batches"))
+    members: dict[Any, list[int]] = {}
+    for its, rank in gathered:
+        members.setdefault(its, []).append(rank)
+    # Making a group is collective over the whole job, so every rank makes the groups of all, in one order.
+    for its in sorted(members):
+        if (dist.group.WORLD, tuple(members[its])) not in _DATA_GROUPS:
+            made = dist.new_group(members[its])
+            _DATA_GROUPS[dist.group.WORLD, tuple(members[its])] = made
+    return _DATA_GROUPS[dist.group.WORLD, tuple(members[where])]
 
 
 def groups_of(engine: Engine) -> list[Any]:

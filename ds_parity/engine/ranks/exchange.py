@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.agreement import in_short
 from ds_parity.engine.ranks.hostsum import ROOM, HostSum, Rider, Sum
-from ds_parity.engine.ranks.wire import Announcement, Begun, GatheredPass, Message, Peers, Place, WindowMessage
+from ds_parity.engine.ranks.wire import MOST_PLANS, Announcement, GatheredPass, Message, Peers, Place, WindowMessage
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, Window, WindowTotals
 
@@ -44,6 +45,7 @@ class Exchange:
         stopping: some rank did, as all ranks know it from the same exchange on.
         early: this rank may announce its next passes in the step before them.
         all_early: every rank may, as all ranks know it from the same exchange on.
+        plans_in_doubt: some ranks have begun plans and others had not, or other ones, as all ranks know it likewise.
     """
 
     def __init__(
@@ -64,18 +66,19 @@ class Exchange:
         self.stopping = False
         self.early = False
         self.all_early = False
+        self.plans_in_doubt = False
         self._fits: dict[int, bool] = {}
         self._peers = peers
         self._over = over
         self._timeout = timeout
 
-    def start(self, place: Place, passes: Sequence[Announcement], begun: Begun | None = None) -> Pending:
+    def start(self, place: Place, passes: Sequence[Announcement], begun: Sequence[int] = ()) -> Pending:
         """Launch the exchange of up to `slots` passes; it waits for nothing but an exchange that was left unfinished.
 
         Args:
             place: where this rank is.
             passes: what it announces.
-            begun: the plans that this rank has begun; None for none of which the others have not heard.
+            begun: numbers of the plans that this rank has begun, and of which the others have not heard.
 
         Raises:
             RankDesyncError: another rank is gone.
@@ -111,9 +114,10 @@ class Exchange:
             self._fits[self.slots] = 1 + len(self._message(()).pack()) < ROOM
         return self.all_early and self._fits[self.slots]
 
-    def _message(self, passes: Sequence[Announcement], begun: Begun | None = None) -> Message:
+    def _message(self, passes: Sequence[Announcement], begun: Sequence[int] = ()) -> Message:
         padding = [Announcement(out_of_data=True)] * (self.slots - len(passes))
-        return Message((*passes, *padding), self.stop, self._peers, self._weights, self.early, begun)
+        stand = 1 + zlib.crc32(repr(tuple(begun)).encode()) % (MOST_PLANS - 1) if begun else 0
+        return Message((*passes, *padding), self.stop, self._peers, self._weights, self.early, stand)
 
     def finish(self, pending: Pending) -> tuple[GatheredPass, ...]:
         """Wait for an exchange; used by `Pending.wait`."""
@@ -122,11 +126,10 @@ class Exchange:
             answer = message.unpack((pending.vector if work is None else work.wait()).tolist())
             if not answer.peers_agree and self._over is not None:
                 raise self._peers_differ(self._over, message.passes)
-            if not answer.plans_agree and self._over is not None:
-                raise _plans_differ(self._over, message.begun)
         except RuntimeError as error:
             # gloo ends a collective with a RuntimeError where a rank is gone or the time is up.
             raise self._gone(pending.place, error) from error
+        self.plans_in_doubt |= 0 < answer.begin < self.ranks or not answer.plans_agree
         self.stopping = self.stopping or answer.stopping
         self.all_early = answer.early == self.ranks
         return answer.passes
@@ -186,12 +189,6 @@ class Exchange:
             "one of them ended, or runs a different number of passes. Call idle() on ranks without data, or take "
             f"micro-batches from passes(), which does. ({str(error).splitlines()[0]})"
         )
-
-
-def _plans_differ(over: HostSum, own: Begun | None) -> RankDesyncError:
-    gathered = over.gathered((dist.get_rank(), own))
-    lines = "; ".join(f"rank {rank} begins plans {begun.plans:05x}" for rank, begun in gathered if begun is not None)
-    return RankDesyncError(f"ranks take their micro-batches from different plans ({lines}): {WRONG_PLAN}")
 
 
 def _summed_together(over: HostSum, vector: torch.Tensor, place: Place, rider: Rider | None) -> torch.Tensor:

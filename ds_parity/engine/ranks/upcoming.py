@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Any, Protocol
 
 from ds_parity.engine.ranks.exchange import Pending
-from ds_parity.engine.ranks.wire import Announcement, Begun, GatheredPass
+from ds_parity.engine.ranks.wire import Announcement, GatheredPass
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, PassTotals
 
@@ -49,7 +49,7 @@ class Upcoming:
     """Passes in their order, with at most one exchange under way.
 
     Args:
-        start: starts the exchange of some passes, given the plans that this rank has begun, None for none.
+        start: starts the exchange of some passes, given the numbers of the plans that this rank has begun.
         ranks: data-parallel ranks (>= 1).
 
     Attributes:
@@ -60,7 +60,7 @@ class Upcoming:
         awaits_backward: counts of the micro-batch that was handed out and had no backward yet; None without such.
     """
 
-    def __init__(self, start: Callable[[Sequence[Announcement], Begun | None], Pending], ranks: int) -> None:
+    def __init__(self, start: Callable[[Sequence[Announcement], Sequence[int]], Pending], ranks: int) -> None:
         self.all_out_of_data = False
         self.whole_windows = False
         self.settles = True
@@ -96,12 +96,12 @@ class Upcoming:
         """Whether the calling thread runs an idle pass: what was handed out to it last is a stand-in."""
         return self._handed_out_last == Counts() and self._handed_out_to == get_ident()
 
-    def announce(self, passes: Sequence[UpcomingPass], begun: Begun | None = None) -> Pending:
+    def announce(self, passes: Sequence[UpcomingPass], begun: Sequence[int] = ()) -> Pending:
         """Start the exchange of these passes, which come after those that were announced before.
 
         Args:
             passes: the passes.
-            begun: the plans that this rank has begun; None for none of which the others have not heard.
+            begun: numbers of the plans that this rank has begun, and of which the others have not heard.
         """
         pending = self._start([one.announcement for one in passes], begun)
         self.announced(passes, pending)

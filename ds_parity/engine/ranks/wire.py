@@ -24,13 +24,13 @@ from typing import Final
 
 from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
-_HEAD = 5  # how many ranks ask to stop, and how many may be early; how many begin a plan, and which
+_HEAD = 3  # how many ranks ask to stop, and how many may be early; how many begin plans, and which
 _FIELDS = 6  # of a pass
 # Two counts share a number: each is below 2**21, so that the sum is exact in float64 too.
 _EARLY = 1 << 32
 _BEGINS = 1 << 32
 MOST_PLANS: Final = 1 << 18
-"""Numbers of plans are below it, so that sums of their squares are exact on 2**14 ranks."""
+"""What stands for the plans that a rank begins is below it: sums of its squares are exact on 2**14 ranks."""
 RUNS: Final = "runs a pass"
 RUNS_WHOLE: Final = "runs a pass of a window that it knows as a whole (lookahead 'window')"
 SAVES: Final = "saves a checkpoint"
@@ -142,37 +142,6 @@ class GatheredPass:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The plans of which a rank has read its first micro-batch since it told of some.
-
-    Attributes:
-        plans: a number of them (1 to 2**18 - 1), the same where they are the same (`Plan.number`).
-        orders: a number of the places that they have among the streams of plans that this rank has begun (likewise).
-    """
-
-    plans: int
-    orders: int
-
-    def pack(self) -> list[int]:
-        """Return the numbers that are summed over ranks; a rank that begins none adds zeros."""
-        return [_BEGINS + self.plans, self.plans**2, self.orders, self.orders**2]
-
-    @staticmethod
-    def agree(sums: Sequence[float]) -> bool:
-        """Whether the ranks that begin plans begin the same ones.
-
-        Ranks may leave out micro-batches of a plan, or all of them, and so come to the next one earlier than others:
-        those whose plans have other places are not compared.
-
-        Args:
-            sums: of what `pack` returned.
-        """
-        ranks, plans = divmod(int(sums[0]), _BEGINS)
-        same, alike = heads_agree((plans, int(sums[1])), ranks), heads_agree((int(sums[2]), int(sums[3])), ranks)
-        return same or not alike
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """The sum of all ranks' messages.
 
@@ -180,13 +149,15 @@ class Answer:
         peers_agree: ranks that share a micro-batch sent the same counts.
         stopping: some rank asks to stop.
         early: how many ranks may announce passes in the step before them.
-        plans_agree: the ranks that begin a plan begin the same one.
+        begin: how many ranks begin plans.
+        plans_agree: these begin the same ones.
         passes: what the announced passes contain over all ranks.
     """
 
     peers_agree: bool
     stopping: bool
     early: int
+    begin: int
     plans_agree: bool
     passes: tuple[GatheredPass, ...]
 
@@ -202,7 +173,8 @@ class Message:
         weights: how many weights a micro-batch brings, as many numbers more for each pass; with weights all numbers are
             float64, in which counts are exact up to 2**53, and int64 otherwise.
         early: this rank may announce its next passes in the step before them.
-        begun: the plans that this rank has begun; None for none of which the others have not heard.
+        begun: a number of the plans of which this rank has read its first micro-batch since it told of some (1 to
+            2**18 - 1), the same where they are the same; 0 for none.
     """
 
     passes: tuple[Announcement, ...]
@@ -210,7 +182,7 @@ class Message:
     peers: Peers = field(default_factory=Peers)
     weights: int = 0
     early: bool = False
-    begun: Begun | None = None
+    begun: int = 0
 
     def pack(self) -> list[float]:
         """Return the numbers that are summed over ranks; `unpack` reads their sums."""
@@ -223,7 +195,7 @@ class Message:
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         # The counts of a shared micro-batch enter the sum once.
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
-        begun = [0, 0, 0, 0] if self.begun is None else self.begun.pack()
+        begun = [_BEGINS + self.begun, self.begun**2] if self.begun else [0, 0]
         return [int(self.stop) + _EARLY * int(self.early), *begun, *sent, *checksum]
 
     def unpack(self, sums: Sequence[float]) -> Answer:
@@ -235,11 +207,13 @@ class Message:
         fields = _FIELDS + self.weights
         numbers = sums[_HEAD : _HEAD + fields * len(self.passes)]
         passes = [self._gathered(numbers[at : at + fields]) for at in range(0, len(numbers), fields)]
+        begin, plans = divmod(int(sums[1]), _BEGINS)
         return Answer(
             peers_agree=self.peers.size == 1 or sums[-1] == 0,
             stopping=sums[0] % _EARLY > 0,
             early=int(sums[0] // _EARLY),
-            plans_agree=Begun.agree(sums[1:_HEAD]),
+            begin=begin,
+            plans_agree=heads_agree((plans, int(sums[2])), begin),
             passes=tuple(passes),
         )
 
