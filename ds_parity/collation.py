@@ -89,8 +89,8 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
     Args:
         plan: the plan of all ranks, made on each of them of the same rollouts in the same order. It must be for as many
             ranks as train, or some of its micro-batches run nowhere. Each micro-batch says of which plan it is, and for
-            which rank of how many: `engine.passes` refuses it on another rank, on another number of ranks, and where
-            ranks begin different plans together.
+            which rank of how many: `engine.passes` refuses it on another rank and on another number of ranks, and
+            `engine.step` where ranks have begun different plans.
         rank: the data-parallel rank (>= 0).
         first_window: the window to begin with, where a resumed run goes on (0 to the number of windows).
         pad: the token id of padding.

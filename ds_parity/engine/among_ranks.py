@@ -36,7 +36,6 @@ from ds_parity.engine.ranks.wire import (
     Place,
 )
 from ds_parity.errors import RankDesyncError, WindowError
-from ds_parity.planning.plans import STREAMS
 from ds_parity.window import Ledger, Rules
 
 
@@ -79,7 +78,7 @@ class AmongRanks:
         self.exchange = Exchange(self.over, together, slots, wait, members.peers, weights=weighting.brought)
         self.adapter = choose(engine)
         self.queue: Upcoming | None = None
-        self.plans = PlansRead(STREAMS.begun)
+        self.plans = PlansRead()
         self._limit = Limit(groups_of(engine), wait)
         self._number = number
         self._configuration = settings.fingerprint
@@ -123,11 +122,16 @@ class AmongRanks:
         An exchange of counts shows that ranks may have, and can't tell: one rank goes into its forward while it is
         under way, and another waits for it there.
         """
+        self.exchange.settle()
         over = self.over_ranks("compares plans") if self.exchange.plans_in_doubt else None
-        self.exchange.plans_in_doubt = False
         if over is not None:
             with naming_lost_ranks("step(), where all compare their plans"):
-                refuse_different_plans(over.gather, self.plans)
+                refuse_different_plans(over.gather, self.plans.begun)
+        self.exchange.plans_in_doubt = False
+
+    def forget_plans(self) -> None:
+        """Forget which plans ranks have begun: their window is thrown away."""
+        self.plans, self.exchange.plans_in_doubt = PlansRead(), False
 
     def upcoming(self, doing: str = RUNS) -> Upcoming:
         """Return an empty line of passes, whose exchanges say where this rank is and what it does."""

@@ -196,9 +196,7 @@ class CallersDriver(Driver):
             self.state.refuse_lost()
             self._refuse_block()
             refuse_ending_here(self)
-        if self.queue is not None:
-            self.queue.learn()
-        self.refuse_different_plans()
+        self._refuse_different_plans()
         refuse_strays(self, newcomers=True, ends=True)
         if self.announced and not self._reduced and (self.ledger.window.passes or self.adapter.silent_inside_windows):
             # Other ranks reduce in their last backward, and this one had none. In the first window they meet before.
@@ -232,6 +230,7 @@ class CallersDriver(Driver):
             refuse_ending_here(self)
         if self.ledger.window.passes and self.settings.last_window == "step":
             refuse_schedule(self, kwargs.get("lr_kwargs"), "finish()")
+        self._refuse_different_plans()
         drop = self.settings.last_window == "drop"
         self._open()
         ledger = self.ledger

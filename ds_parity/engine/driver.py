@@ -19,12 +19,12 @@ from ds_parity.engine.given_counts import GivenCounts
 from ds_parity.engine.internals.groups import members_of
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.late_pass import LatePass
-from ds_parity.engine.pass_state import PARTLY_THERE, PassState
+from ds_parity.engine.pass_state import OF_PLANS, PARTLY_THERE, PassState
 from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_schedule, refuse_strays
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import RUNS, SAVES, Announcement
 from ds_parity.engine.record.metrics import Meter
-from ds_parity.errors import WindowError
+from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, PassTotals, Promise, Window
 
 
@@ -212,6 +212,7 @@ class Driver(AmongRanks):
 
         Raises:
             WindowError: there was no backward since the last step, or it has raised.
+            RankDesyncError: ranks take their micro-batches from different plans.
         """
         self.adapter.kept.refuse_ended()
         with self.telling():
@@ -219,7 +220,7 @@ class Driver(AmongRanks):
             refuse_ending_here(self)
         self.state.refuse_step_alone()
         if self.ledger.window.closed:
-            self.refuse_different_plans()
+            self._refuse_different_plans()
             refuse_strays(self, newcomers=True, ends=True)
             self.boundary.schedule()  # one that cannot be moved is refused while step() may come again
             if self.ledger.total() > 0:
@@ -237,6 +238,13 @@ class Driver(AmongRanks):
                 else:
                     self.engine.step(**kwargs)
                     self.boundary.skip()
+
+    def _refuse_different_plans(self) -> None:
+        try:
+            self.refuse_different_plans()
+        except RankDesyncError:
+            self.state.lost = OF_PLANS
+            raise
 
     def end_pass(self) -> None:
         """End a pass inside a window without DeepSpeed's `step()`, which there only moves a counter put right later."""
@@ -309,13 +317,13 @@ class Driver(AmongRanks):
             if not self.exchange.stopping:
                 self.ledger.begin_anew()
             return
+        self._refuse_different_plans()
         if self.settings.last_window == "error":
             raise WindowError(
                 f"the data ended inside window {window.index}: {self.ledger.units()} of {window.target} "
                 f"{self.settings.count}s after {window.passes} passes, and ds_parity.last_window is 'error'; feed a "
                 "multiple of the target, or choose 'step' or 'drop'"
             )
-        self.refuse_different_plans()
         refuse_strays(self, newcomers=True, ends=True)
         self._settle_last_window(**kwargs)
 
@@ -358,6 +366,7 @@ class Driver(AmongRanks):
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self.state.reset()
+        self.forget_plans()
         self.given.forget_left()
         self.boundary.mark(False)
 

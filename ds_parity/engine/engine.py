@@ -184,7 +184,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: there was no `backward` since the last `step`, or gradients were changed outside of it; or the
                 scheduler does not take what it is given, or needs what it is not given.
-            RankDesyncError: the learning rates of the ranks differ.
+            RankDesyncError: the learning rates of the ranks differ, or they take their micro-batches from different
+                plans: the window is then to be thrown away (`load_checkpoint`).
         """
         with self._self_driver.waiting("step()"):
             self._self_driver.step(lr_kwargs=lr_kwargs)

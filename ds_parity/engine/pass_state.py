@@ -14,6 +14,7 @@ PARTLY_THERE: Final = (
     "a backward() that was counted and then raised, so that its gradient may be there in part or not at all"
 )
 PARTLY_DONE: Final = "a step() or finish() that raised, so that its update may be done in part or not at all"
+OF_PLANS: Final = "micro-batches of different plans on its ranks"
 
 
 class PassState:

@@ -92,8 +92,6 @@ class PassQueue:
             self.upcoming.early = self
         self._known: tuple[Any, int] | None = None
         self._rank = partial(dist.get_rank, driver.data_group)
-        if not driver.exchange.plans_in_doubt:
-            driver.plans = driver.plans.following()
 
     def __iter__(self) -> Iterator[Any]:
         while not self._driver.stops_here():

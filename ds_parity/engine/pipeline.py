@@ -42,7 +42,6 @@ from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
 from ds_parity.engine.saving import Saving
 from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
-from ds_parity.planning.plans import STREAMS
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import StepRecord
 from ds_parity.window import Counts
@@ -106,7 +105,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_columns: int = engine.dp_world_size
         self._self_weighting = weighting_of(settings, self._self_columns)
         self._self_over = HostSum(everybody(), settings.exchange_timeout)
-        self._self_plans = PlansRead(STREAMS.begun)
+        self._self_plans = PlansRead()
         # Before a checkpoint ranks may have done other things for a while, and no window waits for them.
         self._self_patient = HostSum(everybody())
         self._self_last: StepRecord | None = None
@@ -292,17 +291,17 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             self._tell(kind, error)
             raise
         runs, stage = bool(batches) or self._self_stand_in is not None, int(self.grid.get_stage_id())
+        read = self._self_plans.copy()
         for batch in batches:
-            self._self_plans.read(batch)
-        plans = self._self_plans.tell()
+            read.read(batch)
+        plans = read.tell()
         said = _Column(self._own_column, counts, runs, stage, rates_in_digits(self.__wrapped__), plans)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
-            if all(one.plans == plans for one in gathered):
-                self._self_plans = self._self_plans.following()
-            else:
+            if any(one.plans != plans for one in gathered):
                 place = self._place("compares plans", self._windows)
-                refuse_different_plans(lambda own: over.gather(own, place), self._self_plans)
+                refuse_different_plans(lambda own: over.gather(own, place), read.begun)
+        self._self_plans = read
         _refuse_parted(gathered)
         if not all(one.runs for one in gathered):
             raise WindowError(

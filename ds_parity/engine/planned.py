@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, Final
 
@@ -51,23 +51,18 @@ def refuse_plan_of_others(batch: Any, ranks: int, own: Callable[[], int], what: 
 class PlansRead:
     """The plans whose micro-batches a rank has read.
 
-    Args:
-        since: streams of plans that this process had begun (>= 0); those before are of another time.
-
     Attributes:
         begun: numbers of the plans of which the other ranks have heard, the last 256, as they began.
         untold: those of which they have not.
     """
 
-    def __init__(self, since: int) -> None:
+    def __init__(self) -> None:
         self.begun: deque[int] = deque(maxlen=_KEPT)
         self.untold: list[int] = []
         self._streams: deque[tuple[int, int]] = deque(maxlen=_STREAMS)
-        self._since = self._until = since
 
     def read(self, batch: Any) -> None:
         """Note which plan a micro-batch is part of."""
-        self._until = STREAMS.begun
         plan = plan_of(batch)
         if plan and plan not in self._streams:
             self._streams.append(plan)
@@ -79,24 +74,14 @@ class PlansRead:
         self.begun += told
         return told
 
-    @property
-    def known(self) -> frozenset[int]:
-        """Numbers of the plans of which this process has begun a stream, whether it has read a micro-batch or not."""
-        return STREAMS.known(self._since)
-
     def copy(self) -> PlansRead:
         """Return one that goes on from here by itself."""
-        other = PlansRead(self._since)
+        other = PlansRead()
         other.begun, other.untold, other._streams = self.begun.copy(), list(self.untold), self._streams.copy()
-        other._until = self._until
         return other
 
-    def following(self) -> PlansRead:
-        """Return one that begins where this one has read last."""
-        return PlansRead(self._until)
 
-
-def refuse_different_plans(gather: Callable[[Any], Sequence[Any]], plans: PlansRead) -> None:
+def refuse_different_plans(gather: Callable[[Any], Sequence[Any]], begun: Sequence[int]) -> None:
     """Raise where ranks have begun different plans; all ranks come, once they know that they may have.
 
     Ranks may leave out micro-batches of a plan, or all of them, and so begin the next one earlier than others. But each
@@ -105,27 +90,20 @@ def refuse_different_plans(gather: Callable[[Any], Sequence[Any]], plans: PlansR
 
     Args:
         gather: returns what all ranks give it.
-        plans: what this rank has read; forgotten where plans differ.
+        begun: numbers of the plans whose micro-batches this rank has read, as they began.
 
     Raises:
         RankDesyncError: on every rank.
     """
-    said = gather((tuple(plans.begun), plans.known))
-    of_ranks = {one: rank for rank, one in reversed(list(enumerate(said)))}
-    for (one, rank), (other, other_rank) in combinations(sorted(of_ranks.items(), key=lambda it: it[1]), 2):
-        apart = _apart(*one, *other)
-        if apart:
-            plans.begun.clear()
+    of_ranks = gather(tuple(begun))
+    told = dict.fromkeys(plan for plans in of_ranks for plan in plans)
+    lacks = gather(frozenset(plan for plan in told if plan not in STREAMS and plan not in begun))
+    lacking = [rank for rank, missing in enumerate(lacks) if missing]
+    for rank, other in combinations(lacking, 2):
+        own = next((plan for plan in of_ranks[rank] if plan in lacks[other]), None)
+        others = next((plan for plan in of_ranks[other] if plan in lacks[rank]), None)
+        if own is not None and others is not None:
             raise RankDesyncError(
-                f"ranks take their micro-batches from different plans (rank {rank} begins plan {apart[0]:08x} where "
-                f"rank {other_rank} begins plan {apart[1]:08x}): {WRONG_PLAN}"
+                f"ranks take their micro-batches from different plans (rank {rank} begins plan {own:08x} where rank "
+                f"{other} begins plan {others:08x}): {WRONG_PLAN}"
             )
-
-
-def _apart(
-    begun: Sequence[int], known: Set[int], by_other: Sequence[int], known_by_other: Set[int]
-) -> tuple[int, int] | None:
-    """Return a plan of one rank that the other does not know, and one the other way round; None without both."""
-    new = next((plan for plan in begun if plan not in known_by_other and plan not in by_other), None)
-    other_new = next((plan for plan in by_other if plan not in known and plan not in begun), None)
-    return None if new is None or other_new is None else (new, other_new)

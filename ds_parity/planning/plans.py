@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,20 +15,16 @@ from ds_parity.planning.costs import Cost, check_is_cost
 from ds_parity.planning.rollout import Unit
 
 Layout = Literal["packed", "padded"]
-_KNOWN: Final = 1024
+_KNOWN: Final = 65_536
 _LOOKED_AT: Final = 32  # tokens of the end, and of the whole, by which a sequence is known beside its length
 
 
 class Streams:
-    """The streams of micro-batches of plans that this process has begun.
-
-    Attributes:
-        begun: how many (>= 0).
-    """
+    """The streams of micro-batches of plans that this process has begun."""
 
     def __init__(self) -> None:
-        self.begun = 0
-        self._plans: deque[tuple[int, int]] = deque(maxlen=_KNOWN)
+        self._begun = 0
+        self._plans: dict[int, None] = {}  # the latest last
 
     def begin(self, plan: int) -> int:
         """Take note of one more, and return its number among them (>= 1).
@@ -37,13 +32,16 @@ class Streams:
         Args:
             plan: the number of the plan.
         """
-        self.begun += 1
-        self._plans.append((self.begun, plan))
-        return self.begun
+        self._begun += 1
+        self._plans.pop(plan, None)
+        self._plans[plan] = None
+        if len(self._plans) > _KNOWN:
+            del self._plans[next(iter(self._plans))]
+        return self._begun
 
-    def known(self, since: int) -> frozenset[int]:
-        """Return numbers of the plans of those behind the first so many, of the last 1,024."""
-        return frozenset(plan for stream, plan in list(self._plans) if stream > since)
+    def __contains__(self, plan: int) -> bool:
+        """Whether one of the plan was begun; the last 65,536 plans are known."""
+        return plan in self._plans
 
 
 STREAMS: Final = Streams()

@@ -1,7 +1,7 @@
 """Ranks that take their micro-batches from different plans, or one from another's part, are told so before a step."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import ds_parity
 from ds_parity.parity.data.rollouts import load_rollouts, shorten
 from ds_parity.parity.running import weights
 from tests.distributed.cells import config
-from tests.distributed.engines import build, from_all, one_pass, refusal
+from tests.distributed.engines import build, forward, from_all, one_pass, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -24,8 +24,13 @@ WAYS = {
 }
 
 
+_SCENARIOS = count()
+
+
 def _rollouts():
-    return shorten(load_rollouts()[:32], 48)
+    """Rollouts of which no plan was made in this process before: what an earlier scenario has begun is known."""
+    salt = next(_SCENARIOS)
+    return [replace(one, tokens=(*one.tokens[:-1], salt)) for one in shorten(load_rollouts()[:32], 48)]
 
 
 def _plan(rollouts, target):
@@ -38,10 +43,15 @@ def _own(rollouts, rank=None, target=8, **options):
     yield from ds_parity.micro_batches(_plan(rollouts, target), own, **options)
 
 
+def _answered(rollouts, rank):
+    """Rollouts of the same lengths, in which one token differs by rank."""
+    return [replace(one, tokens=(*one.tokens[:-2], rank, one.tokens[-1])) for one in rollouts]
+
+
 def _ended(rollouts, rank):
     """Rollouts of one length that end alike, as where answers are filled up, and differ by rank in front of that."""
     return [
-        replace(one, tokens=(1, *[number + 9 * rank] * 20, *[7] * 40), prompt_length=1)
+        replace(one, tokens=(1, *[number + 9 * rank] * 20, *[one.tokens[-1]] * 40), prompt_length=1)
         for number, one in enumerate(rollouts)
     ]
 
@@ -53,7 +63,7 @@ def _apart(name):
         "a shard of each rank": lambda: _own(rollouts[rank::2]),
         "another order": lambda: _own(rollouts if rank else rollouts[8:] + rollouts[:8]),
         "another window to begin with": lambda: _own(rollouts, first_window=rank),
-        "other answers of one length": lambda: _own([replace(o, tokens=(*o.tokens[:-1], rank)) for o in rollouts]),
+        "other answers of one length": lambda: _own(_answered(rollouts, rank)),
         "other rollouts with one end": lambda: _own(_ended(rollouts, rank)),
         "a short one of six": lambda: _chained(*(_turned(rollouts[n : n + 4], differ=n == 4) for n in range(0, 24, 4))),
         "the second plan": lambda: _chained(rollouts[:16], _turned(rollouts[16:], differ=True)),
@@ -207,3 +217,112 @@ def test_ranks_may_leave_out_what_they_like_of_one_plan(two_ranks, stage, way, n
 def test_windows_that_the_caller_ends_need_one_plan_too(two_ranks):
     for said in two_ranks.of(plans_alike)["caller"]:
         assert said.startswith("RankDesyncError: ranks take their micro-batches from different plans")
+
+
+def _ended_by_finish(folder):
+    engine = _built(2, boundary="caller")
+    before = weights.vector(engine.module)
+    shard = _rollouts()[dist.get_rank() :: 2]
+
+    def run():
+        for _ in engine.passes(_own(shard)):
+            engine.backward(forward(engine, 1))
+
+    return [refusal(run), torch.equal(before, weights.vector(engine.module))]
+
+
+def _stepped_once_more(folder):
+    engine = _built(2)
+    before = weights.vector(engine.module)
+    said = [refusal(lambda: _trained(engine, _own(_rollouts()[dist.get_rank() :: 2]))), refusal(engine.step)]
+    return [*said, torch.equal(before, weights.vector(engine.module))]
+
+
+def _left_at_the_second_plan(folder):
+    engine, rollouts = _built(2), _rollouts()
+    first, second = list(_own(rollouts[:8])), list(_own(rollouts[8:16]))
+
+    def run():
+        for _ in engine.passes(first if dist.get_rank() else first + second):
+            if engine.global_steps == 1:
+                break
+            one_pass(engine, 1)
+        _trained(engine, _own(rollouts[16:24]))
+
+    return [refusal(run), engine.global_steps]
+
+
+def _made_before_the_engine(folder):
+    """Each rank leaves out all of a plan of which it has made the micro-batches."""
+    rollouts = _rollouts()
+    parts = [list(_own(rollouts[start : start + 8])) for start in (0, 8, 16)]
+    engine = _built(2)
+    return [refusal(lambda: _trained(engine, parts[dist.get_rank()] + parts[2])), engine.global_steps]
+
+
+def _through_several_loops(folder):
+    """One stream that is left behind each step; one rank leaves out its first two micro-batches."""
+    engine, rollouts = _built(2), _rollouts()
+    stream = _chained(rollouts[:12], rollouts[12:24], rollouts[24:])
+    for _ in range(2 if dist.get_rank() else 0):
+        next(stream)
+
+    def run():
+        for _ in range(2):
+            for _ in engine.passes(stream, finish=False):
+                one_pass(engine, 1)
+                if engine.window.passes == 0:
+                    break
+
+    return [refusal(run), engine.global_steps]
+
+
+def _thrown_away_by_a_load(folder):
+    engine, rollouts = _built(2), _rollouts()
+    _trained(engine, _own(rollouts[24:]), finish=False)
+    engine.save_checkpoint(folder)
+    _trained(engine, _own(rollouts[dist.get_rank() :: 2][:3], target=3), finish=False)
+    engine.load_checkpoint(folder)
+    return [refusal(lambda: _trained(engine, _own(rollouts[:16]))), engine.global_steps]
+
+
+@on_two_ranks
+def plans_between_loops(folder):
+    """By what is done: what is raised, and what has become of the run."""
+    done = (
+        _ended_by_finish,
+        _stepped_once_more,
+        _left_at_the_second_plan,
+        _made_before_the_engine,
+        _through_several_loops,
+        _thrown_away_by_a_load,
+    )
+    return {one.__name__: from_all(one(folder)) for one in done}
+
+
+def test_the_end_of_the_data_settles_no_window_of_different_plans(two_ranks):
+    for said, kept in two_ranks.of(plans_between_loops)["_ended_by_finish"]:
+        assert said.startswith("RankDesyncError: ranks take their micro-batches from different plans")
+        assert kept
+
+
+def test_a_refused_window_takes_no_second_step(two_ranks):
+    for first, second, kept in two_ranks.of(plans_between_loops)["_stepped_once_more"]:
+        assert first.startswith("RankDesyncError: ranks take their micro-batches from different plans")
+        assert second.startswith(
+            "WindowError: window 0 has micro-batches of different plans on its ranks: load a check"
+        )
+        assert kept
+
+
+@pytest.mark.parametrize(
+    ("done", "steps"),
+    [
+        ("_left_at_the_second_plan", 2),
+        ("_made_before_the_engine", 2),
+        ("_through_several_loops", 2),
+        ("_thrown_away_by_a_load", 3),
+    ],
+)
+def test_ranks_with_the_same_plans_go_on(two_ranks, done, steps):
+    assert two_ranks.of(plans_between_loops)[done] == [["nothing was raised", steps]] * 2

@@ -177,7 +177,7 @@ def test_one_peer_with_other_counts_is_seen_by_all(data, ranks):
 
 def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(of_two_ranks):
     def other(numbers):
-        numbers[:] = torch.tensor([0, 0, 0, 0, 0, 5, 1, 40, 1, 0, 0])
+        numbers[:] = torch.tensor([0, 0, 0, 5, 1, 40, 1, 0, 0])
         return numbers
 
     exchange = of_two_ranks(other)
@@ -185,7 +185,7 @@ def test_with_two_ranks_the_answer_is_the_sum_and_one_collective_was_started(of_
     assert exchange.collectives == 1
 
 
-@pytest.mark.parametrize(("others", "arrives"), [([1.0, 0, 0, 0, 0, 0, 5, 1, 40, 1, 0, 0], True), ([0.0] * 12, False)])
+@pytest.mark.parametrize(("others", "arrives"), [([1.0, 0, 0, 0, 5, 1, 40, 1, 0, 0], True), ([0.0] * 10, False)])
 def test_an_exchange_that_travels_with_a_step_arrives_where_the_other_rank_knows_its_passes_too(others, arrives):
     exchange = Exchange(None, ranks=2, slots=1, timeout=1.0)
     early = exchange.start_early(PLACE, [Announcement(Counts(2, 1, 30))])
@@ -201,7 +201,7 @@ def test_an_exchange_that_travels_with_a_step_arrives_where_the_other_rank_knows
 def test_a_rank_that_does_not_know_its_passes_sends_as_many_numbers_and_adds_nothing():
     exchange = Exchange(None, ranks=2, slots=3, timeout=1.0)
     known, unknown = (exchange.start_early(PLACE, passes).rider.numbers for passes in ([Announcement()], None))
-    assert known.shape == unknown.shape == (1 + 5 + 3 * 6,)
+    assert known.shape == unknown.shape == (1 + 3 + 3 * 6,)
     assert not unknown.any()
 
 

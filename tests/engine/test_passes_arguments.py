@@ -11,6 +11,7 @@ import ds_parity
 from ds_parity import MicroBatch
 from ds_parity.config import MAX_LOOKAHEAD
 from ds_parity.engine.passes import PassQueue
+from ds_parity.engine.planned import PlansRead
 from ds_parity.engine.ranks.upcoming import Upcoming
 from ds_parity.engine.ranks.wire import GatheredPass
 from ds_parity.errors import WindowError
@@ -31,7 +32,8 @@ class Alone:
         self.refused, self.chunks, self.ranks = [], [], 1
         window, weighting = SimpleNamespace(passes=0), Weighting.configured("token", "mean", 8)
         self.ledger = SimpleNamespace(window=window, weighting=weighting)
-        self.queue = None
+        self.queue = self.data_group = None
+        self.plans = PlansRead()
         self.engine = SimpleNamespace(zero_optimization_stage=lambda: 0)
 
     def look_ahead(self, passes):

@@ -18,12 +18,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.internals.tensor_groups import peers_of
-from ds_parity.engine.ranks.hostgroups import everybody
-from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import Peers, Place
+from ds_parity.engine.ranks.hostgroups import group_of_same
+from ds_parity.engine.ranks.wire import Peers
 from ds_parity.errors import ConfigError
-
-_DATA_GROUPS: dict[tuple[Any, tuple[int, ...]], Any] = {}  # by the process group of all ranks, and the members
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,9 @@ def members_of(engine: Engine, size: int) -> Members:
         own = peers_of(engine, tensor)
         here = Peers(tensor, own.index(dist.get_rank()), own[0])
         ranks = dist.get_world_size() // tensor
-        return Members(dist.group.WORLD, ranks, here, _data_group(engine, dist.group.WORLD, here, ranks))
+        return Members(
+            dist.group.WORLD, ranks, here, _data_group(engine, dist.group.WORLD, own.index(dist.get_rank()), ranks)
+        )
     if engine.sequence_parallel_size != size:
         raise ConfigError(
             f"DeepSpeed took a sequence-parallel size of {engine.sequence_parallel_size}, but {size} was asked for: it "
@@ -100,29 +99,20 @@ def members_of(engine: Engine, size: int) -> Members:
     _refuse_wrong_sums(engine, set(peers))
     here = Peers(size, dist.get_rank(engine.seq_parallel_group), peers[0])
     ranks = dist.get_world_size(group) // size
-    return Members(group, ranks, here, _data_group(engine, group, here, ranks), size)
+    return Members(
+        group, ranks, here, _data_group(engine, group, dist.get_rank(engine.seq_parallel_group), ranks), size
+    )
 
 
-def _data_group(engine: Engine, group: Any, peers: Peers, ranks: int) -> Any:
+def _data_group(engine: Engine, group: Any, number: int, ranks: int) -> Any:
     """Return DeepSpeed's data-parallel group, or one that is made where it has none: the mpu of ALST knows none.
 
-    All ranks of the job call, alike.
+    All ranks of the job call, alike; `number` is that of this rank among its peers.
     """
     known = engine.data_parallel_group
     if known is not None and known is not dist.group.WORLD and dist.get_world_size(known) == ranks:
-        return known
-    where = (tuple(sorted(dist.get_process_group_ranks(group))), peers.own)
-    over = HostSum(everybody())
-    gathered = over.gather((where, dist.get_rank()), Place("makes groups of ranks that read different micro-batches"))
-    members: dict[Any, list[int]] = {}
-    for its, rank in gathered:
-        members.setdefault(its, []).append(rank)
-    # Making a group is collective over the whole job, so every rank makes the groups of all, in one order.
-    for its in sorted(members):
-        if (dist.group.WORLD, tuple(members[its])) not in _DATA_GROUPS:
-            made = dist.new_group(members[its])
-            _DATA_GROUPS[dist.group.WORLD, tuple(members[its])] = made
-    return _DATA_GROUPS[dist.group.WORLD, tuple(members[where])]
+        return known  # that of AutoTP, or of a mesh
+    return group_of_same((tuple(sorted(dist.get_process_group_ranks(group))), number))
 
 
 def groups_of(engine: Engine) -> list[Any]:

@@ -67,6 +67,7 @@ class Exchange:
         self.early = False
         self.all_early = False
         self.plans_in_doubt = False
+        self._open: Pending | None = None
         self._fits: dict[int, bool] = {}
         self._peers = peers
         self._over = over
@@ -83,6 +84,7 @@ class Exchange:
         Raises:
             RankDesyncError: another rank is gone.
         """
+        self.settle()
         message = self._message(passes, begun)
         # On the host, because reading a sum from the accelerator would wait for all of its queued work.
         vector = torch.tensor(message.pack(), dtype=torch.float64 if self._weights else torch.int64, device="cpu")
@@ -90,9 +92,19 @@ class Exchange:
             return Pending(self, place, message, vector)
         self.collectives += 1
         try:
-            return Pending(self, place, message, vector, self._over.start(vector, place))
+            self._open = Pending(self, place, message, vector, self._over.start(vector, place))
         except RuntimeError as error:
             raise self._gone(place, error) from error
+        return self._open
+
+    def settle(self) -> None:
+        """Wait for an exchange that a loop has left (`break`), so that all ranks know what was said in it.
+
+        Raises:
+            RankDesyncError: ranks are out of sync, or one is gone.
+        """
+        if self._open is not None:
+            self._open.wait()
 
     def start_early(self, place: Place, passes: Sequence[Announcement] | None) -> Early:
         """Return the numbers of an exchange that may travel with the sum of a step, in place of one of its own.
@@ -121,7 +133,11 @@ class Exchange:
 
     def finish(self, pending: Pending) -> tuple[GatheredPass, ...]:
         """Wait for an exchange; used by `Pending.wait`."""
+        if pending.answer is not None:
+            return pending.answer
         message, work = pending.message, pending.work
+        if self._open is pending:
+            self._open = None
         try:
             answer = message.unpack((pending.vector if work is None else work.wait()).tolist())
             if not answer.peers_agree and self._over is not None:
@@ -132,6 +148,7 @@ class Exchange:
         self.plans_in_doubt |= 0 < answer.begin < self.ranks or not answer.plans_agree
         self.stopping = self.stopping or answer.stopping
         self.all_early = answer.early == self.ranks
+        pending.answer = answer.passes
         return answer.passes
 
     def whole_window(self, place: Place, own: Window, rider: Rider | None = None) -> WindowTotals:
@@ -210,6 +227,7 @@ class Pending:
     message: Message
     vector: torch.Tensor
     work: Sum | None = None
+    answer: tuple[GatheredPass, ...] | None = None
 
     def proceed(self) -> None:
         """Answer ranks that wait for it from now on, whatever this one does before it waits."""

@@ -18,6 +18,7 @@ from ds_parity.errors import ConfigError, RankDesyncError
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _LAZY: Final = "TORCH_GLOO_LAZY_INIT"
 _GROUPS: dict[tuple[Any, tuple[int, ...]], Any] = {}  # by the process group of all ranks, and those that it connects
+_OF_SAME: dict[tuple[Any, tuple[int, ...]], Any] = {}  # likewise
 
 
 def everybody() -> Any:
@@ -52,6 +53,19 @@ def group_of(members_of: Any) -> Any:
     for members in sorted({members for members, usable in gathered if not usable}):
         _made(members)
     return _GROUPS[dist.group.WORLD, own]
+
+
+def group_of_same(what: tuple[Any, ...]) -> Any:
+    """Return a process group, of the job's own backend, of all ranks that give the same; all ranks of the job call."""
+    gathered = HostSum(everybody()).gather(what, Place("makes groups of ranks that read different micro-batches"))
+    own: Any = None
+    for its in sorted(set(gathered)):
+        key = (dist.group.WORLD, tuple(rank for rank, given in enumerate(gathered) if given == its))
+        # Making a group is collective over the whole job, so every rank makes the groups of all, in one order.
+        if key not in _OF_SAME:
+            _OF_SAME[key] = dist.new_group(list(key[1]))
+        own = _OF_SAME[key] if its == what else own
+    return own
 
 
 def _made(members: tuple[int, ...]) -> Any:

@@ -7,9 +7,9 @@ n * sum(f^2) equals sum(f)^2 only where all n ranks sent the same.
 Where callers end windows, one sum a window holds what each rank has run in it (`WindowMessage`), in float64.
 
 In an exchange of counts one number follows for how many ranks ask to stop and how many may say early what they run,
-four for how many ranks begin plans, which these are, and which places they have on a rank (numbers and their squares,
-by which they are compared as places are), and six for each pass (and one for each weight that a micro-batch brings):
-int64, or float64 with weights, and no more of them for more ranks.
+two for how many ranks begin plans and which these are (a number and its square, by which they are compared as places
+are, but for a chance of 2^-18), and six for each pass (and one for each weight that a micro-batch brings): int64, or
+float64 with weights, and no more of them for more ranks.
 
 Ranks that share a micro-batch (sequence parallelism) have the same counts, which one of them sends. Each adds a
 checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.

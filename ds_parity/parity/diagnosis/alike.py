@@ -63,6 +63,9 @@ def _of_fields(view: View) -> Iterator[str]:
             yield from _of_loss(view)
     if view.unseen and at & {"loss", "grad_norm"}:
         yield from _of_update(view)
+    if view.steps_left_out and at & {"loss", "grad_norm", "weights"}:
+        # A step that is in neither record may differ in anything.
+        yield from (*_OF_LOSS, *_of_gradient(view))
 
 
 def _of_loss(view: View) -> Iterator[str]:
@@ -99,18 +102,18 @@ def _of_shares(view: View) -> Iterator[str]:
 
 
 def _of_update(view: View) -> Iterator[str]:
-    moves = Moves(view)
+    moves, later = Moves(view), view.first > 0 or view.step(0) > 1
     times, longer = entered(view, moves), multiple(view, moves)
     if times is None or (times > 0 and not near(times, 1.0, _AS_IT_IS)):
         yield from _CLIPPING
     yield from _of_decay(view, moves)
     if times is None or times > 0:  # what momentum adds leaves the gradient's direction as it is
-        yield from (["momentum"] if view.first <= 1 else []) + (["resume-loses-optimizer"] if view.first else [])
+        yield from (["momentum"] if view.first <= 1 else []) + (["resume-loses-optimizer"] if later else [])
     if longer is False or moves.turned(view.first):
         return
     yield "lr-in-use"
     if not linear(view.reference.header, view.candidate.header):
-        yield "adam-step-count" if view.first else "adam-without-bias-correction"
+        yield from (["adam-step-count"] if later else []) + ([] if view.first else ["adam-without-bias-correction"])
     if longer is None:
         yield "update-lost"
 

@@ -7,8 +7,6 @@ that agree say where it is not.
 
 from __future__ import annotations
 
-import numpy as np
-
 from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
@@ -47,7 +45,7 @@ def possible(view: View) -> tuple[str, ...]:
             found |= {"data"} if view.loose else set()
         elif "weights" in at:
             found |= _of_update(view)
-    if at & {"loss", "grad_norm"} and not at & {"rollouts", "step"}:
+    if at & {"loss", "grad_norm", "weights"} and not at & {"rollouts", "step"}:
         found |= _of_updates_before(view)
     if not _trained_apart(view):
         found |= {"logging"}
@@ -69,14 +67,8 @@ def _of_loss(view: View) -> set[str]:
 
 
 def _far_from_the_start(view: View) -> bool:
-    """Whether the weights after the first step are too far apart for one update, or it isn't known."""
-    moves = Moves(view)
-    if moves.starts is not None:
-        return not moves.one_start
-    if not moves.known or moves.stride is None:
-        return True
-    apart = [float(np.linalg.norm(moves.apart(at))) for at in range(len(view.pairs))]
-    return apart[0] > _BEYOND * moves.stride
+    """Whether the runs may start from different weights."""
+    return not Moves(view).one_start
 
 
 def _of_update(view: View) -> set[str]:
@@ -106,7 +98,9 @@ def _crept(view: View) -> bool:
 
 
 def _of_updates_before(view: View) -> set[str]:
-    """What may be wrong in an update that lies in front of the first difference."""
+    """What may be wrong in an update that lies in front of the first difference, and in steps that do."""
+    if view.steps_left_out:
+        return {*_OF_UPDATE, "data", "loss", "gradient"}
     if view.unseen:
         return _OF_UPDATE | {"gradient"}
     return _OF_UPDATE if _crept(view) else set()

@@ -73,10 +73,28 @@ def _repeated(view: View) -> Iterator[Cause]:
         counts = all(b.tokens == a.tokens and b.prompts == a.prompts for b, a in zip(later, then, strict=True))
         if not counts or any(it is None for row in known for it in row):
             continue
+        if all(b == a for b, a, _ in known):
+            # Weights have moved, and would have shown it.
+            yield from _logged_late(view, start)
+            return
         # Weights have moved since, so losses come back by about.
         off = [(abs(b - a), abs(due - a)) for b, a, due in known if b is not None and a is not None and due is not None]
         if max(it for it, _ in off) < 0.1 * max(it for _, it in off):
             losses = ", ".join(f"{b:.4g} for {a:.4g}" for b, a, _ in known[:3])
-            said = f"from step {view.step(first)} on counts are those of step {view.step(start)} and after, and losses "
+            counted = all(one.tokens is not None for one in later)
+            what = "counts are those" if counted else "the data may be that"
+            said = f"from step {view.step(first)} on {what} of step "
+            said += f"{view.step(start)} and after, and losses "
             yield Cause("resume-repeats-data", Fit.EVERY_STEP, f"{said}near theirs ({losses})")
             return
+
+
+def _logged_late(view: View, start: int) -> Iterator[Cause]:
+    """Losses that are, digit by digit, those of the step before."""
+    if start != view.first - 1 or "lr" in view.fields:
+        return
+    said = f"from step {view.step(view.first)} on the loss of each step is that of the step before, in every digit"
+    if view.agrees("grad_norm"):
+        yield Cause("reported-loss", Fit.SEQUENCE, f"{said}, and gradient norms agree in every step")
+    elif not view.recorded("grad_norm"):
+        yield from (Cause(name, Fit.SEQUENCE, said) for name in ("reported-loss", "resume-repeats-data"))

@@ -11,6 +11,7 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing, unproven
 from ds_parity.parity.diagnosis.gradient import causes as of_gradients
+from ds_parity.parity.diagnosis.lengths import linear
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 _SINGLE = 1e-5  # of the greatest loss: what few sums in single precision leave
@@ -39,6 +40,9 @@ def causes(view: View) -> Iterator[Cause]:
 
 
 def _unproven(view: View) -> Iterator[Cause]:
+    moved = len({a.loss for a, _ in view.pairs}) > 2 and linear(view.reference.header, view.candidate.header)
+    if view.fields == {"grad_norm"} and view.agrees("loss") and moved and not view.recorded("weights"):
+        yield from _norm_alone(view)
     if not view.forgetting or "lr" in view.fields or {"loss", "grad_norm"} <= view.fields:
         return
     if "loss" in view.fields:
@@ -51,6 +55,13 @@ def _unproven(view: View) -> Iterator[Cause]:
     elif "grad_norm" in view.fields and not any(of_gradients(view)):
         said = f"the logged gradient norm is off by no one factor{unproven(view)}"
         yield from (Cause(name, Fit.PATTERN, said) for name in ("reported-norm", "another-divisor"))
+
+
+def _norm_alone(view: View) -> Iterator[Cause]:
+    """A logged norm beside what makes such norms: SGD would have moved losses by another gradient, if only a little."""
+    for cause in of_gradients(view):
+        yield Cause("reported-norm", cause.fit, cause.evidence)
+        return
 
 
 def _proof(view: View) -> str:

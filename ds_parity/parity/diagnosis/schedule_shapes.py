@@ -160,6 +160,10 @@ def _slowed(rate_at: _At, origin: int, b: list[float], pace: float, within: floa
 
 def ends(a: list[float], b: list[float]) -> Iterator[Cause]:
     """The highest or the lowest rate of the reference, and all others a share as far from it."""
+    # Behind a warm-up that both have, the rest alone has another lowest rate.
+    rise = len(a) - 1 - a[::-1].index(max(a))
+    if rise and all(near(y, x, SAME) for x, y in zip(a[: rise + 1], b[: rise + 1], strict=True)):
+        a, b = a[rise:], b[rise:]
     for end, word, others in ((max, "most", "lowest"), (min, "least", "highest")):
         kept = end(a)
         far, of_candidate = max(zip(a, b, strict=True), key=lambda pair: abs(pair[0] - kept))

@@ -118,7 +118,26 @@ class View:
     def unseen(self) -> bool:
         """Whether the weights before the first difference are not recorded: an update may have been another one."""
         before = self.pairs[: self.first]
-        return bool(before) and any(one.weights is None for one in before[-1])
+        return self.steps_left_out or (bool(before) and any(one.weights is None for one in before[-1]))
+
+    @property
+    def steps_left_out(self) -> bool:
+        """Whether steps in front of the first difference are in neither record: any of their parts may be another.
+
+        Trainers log every tenth step, and a trace of a resumed run begins in the middle of one.
+        """
+        if self.first == len(self.pairs):
+            return False
+        if self.first:
+            return self.step(self.first) - self.step(self.first - 1) > 1
+        return self.step(0) > 1 and not self.one_start_known
+
+    @property
+    def one_start_known(self) -> bool:
+        """Whether both sides hold the weights in front of the first common step, and they are the same."""
+        starts = [one.header.start for one in (self.reference, self.candidate)]
+        first = [one.steps[0].step for one in (self.reference, self.candidate)]
+        return None not in starts and starts[0] == starts[1] and set(first) == {self.step(0)}
 
     @cached_property
     def weights_differ(self) -> bool:

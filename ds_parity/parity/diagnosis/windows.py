@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -22,12 +23,21 @@ def causes(view: View) -> Iterator[Cause]:
         return
     passes = [[one.passes or 0 for one in side.steps] for side in (view.candidate, view.reference)]
     cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), *passes)
+    if _reordered(view):
+        return
     if not (cut.a and cut.b and cut.a[0] and cut.b[0] and _mean(cut.a) and _mean(cut.b)):
         return
     found = [*_end(view, cut), *_start(view, cut), *_whole(cut), *_length(view, cut), *_counter(cut)]
     if cut.apart:
         found += targets.causes(view, cut)
     yield from _with_targets(view, cut, found)
+
+
+def _reordered(view: View) -> bool:
+    """Whether both sides have the same windows in another order, so that none of them ends elsewhere."""
+    held = [[(one.rollouts, one.tokens) for one in side.steps] for side in (view.reference, view.candidate)]
+    counted = all(None not in one for side in held for one in side)
+    return counted and held[0] != held[1] and Counter(held[0]) == Counter(held[1])
 
 
 def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
@@ -195,7 +205,9 @@ def _length(view: View, cut: Cut) -> Iterator[Cause]:
     if missing > 0 and cut.same == 0 and shorter:
         less = [record.tokens for record in (view.reference.steps[0], view.candidate.steps[0])]
         fewer_tokens = None not in less and (less[1] or 0) < (less[0] or 0)
-        if 0.7 < pace < 1.4 and fewer_tokens:
+        # A window of fewer passes ended earlier, and what it lacks is in the next one.
+        earlier = 0 < cut.passes[0] < cut.of_reference[0]
+        if 0.7 < pace < 1.4 and fewer_tokens and not earlier:
             said = f"{missing} of {sum(cut.a)} rollouts are in no step, step {view.step(0)} holds {cut.b[0]} of "
             yield Cause("silent-truncation", Fit.CONSTANT, f"{said}{cut.a[0]}")
 

@@ -59,6 +59,7 @@ RIGHT: dict[str, set[str]] = {
     "scheduler-stepped-twice": {"scheduler-stepped-often"},
     "learning-rate-times-ranks": {"base-lr"},
     "learning-rate-used-one-step-late": {"lr-in-use"},
+    "decay-to-another-floor": {"another-lowest-lr"},
     "decay-too-slow": {"schedule-too-long"},
     "no-scheduler": {"no-scheduler"},
     "learning-rate-rounded": {"lr-rounded"},

@@ -1,0 +1,94 @@
+"""Logs of every third step, of losses that are a step late, of windows in another order: what is said is true."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose
+from ds_parity.trace import Header, StepRecord, Trace
+
+STEPS = 12
+OF_TRAINING = {"data", "loss", "gradient", "clipping", "optimizer settings", "schedule", "weights"}
+ROLLOUTS = (13, 18, 7, 10, 16, 10, 14, 8, 14, 9, 12, 11)
+
+
+def run(*, momentum=0.0, clip=np.inf, start=0.0, norms=1.0, order=range(STEPS), counted=False):
+    """A regression by SGD in fp64: its steps as records, with counts where it is `counted`."""
+    draw = np.random.default_rng(5)
+    wanted, weights, moving = draw.normal(size=8), np.full(8, start), np.zeros(8)
+    batches = [draw.normal(size=(30, 8)) for _ in range(STEPS)]
+    steps = []
+    for step, at in enumerate(order, start=1):
+        off = batches[at] @ (weights - wanted)
+        gradient = 2 * batches[at].T @ off / 30
+        norm = float(np.linalg.norm(gradient))
+        moving = momentum * moving + gradient * min(1.0, clip / norm)
+        weights = weights - 0.05 * moving
+        told = {"passes": 2, "idle_passes": 0, "rollouts": ROLLOUTS[at], "prompts": 2}
+        told |= {"tokens": 40 * ROLLOUTS[at], "total": 40.0 * ROLLOUTS[at]}
+        figures = {"loss": float((off**2).mean()), "grad_norm": norms * norm, "lr": (0.05,)}
+        steps.append(StepRecord(step=step, **(told if counted else dict.fromkeys(told)), **figures))
+    return steps
+
+
+def traced(steps, ranks=None):
+    told = {"scenario": "toy", "seed": 1, "versions": {}, "device": "cpu", "config_hash": "a", "engine": "loop"}
+    return Trace(Header(**told, dtype="fp32", optimizer="SGD", ranks=ranks), tuple(steps))
+
+
+def found(one, other):
+    return diagnose(one, other, compare(one, other, Tier.REASSOCIATED, "fp32"))
+
+
+@pytest.mark.parametrize("fault", [{"momentum": 0.5}, {"clip": 0.5}, {"start": 0.1}])
+@pytest.mark.parametrize("chosen", [slice(2, None, 3), slice(5, None)], ids=["every third step", "from the sixth on"])
+def test_a_step_that_is_in_no_record_may_differ_in_anything(fault, chosen):
+    told = found(traced(run()[chosen]), traced(run(**fault)[chosen]))
+    assert not told.causes
+    assert set(told.classes) >= OF_TRAINING
+
+
+def test_steps_that_are_all_recorded_exclude_what_comes_behind_the_first_difference():
+    """The weights may be other ones from the start: without a header's `start` nothing shows them."""
+    told = found(traced(run()), traced(run(momentum=0.5)))
+    assert "data" in told.classes
+    one, other = run(), run()
+    other[0] = other[0].model_copy(update={"loss": 2 * other[0].loss})
+    assert "schedule" not in found(traced(one), traced(other)).classes
+
+
+def late(steps):
+    """Steps whose loss is that of the step before."""
+    return [it.model_copy(update={"loss": steps[max(0, at - 1)].loss}) for at, it in enumerate(steps)]
+
+
+def test_a_loss_that_is_logged_a_step_late_is_no_data_that_come_back():
+    told = found(traced(run()), traced(late(run())))
+    names = {cause.name for cause in told.causes}
+    assert "reported-loss" in names
+    assert "resume-repeats-data" not in names
+
+
+def test_without_a_norm_both_are_named():
+    one, other = ([it.model_copy(update={"grad_norm": None}) for it in steps] for steps in (run(), late(run())))
+    told = found(traced(one), traced(other))
+    assert {cause.name for cause in told.causes} == {"reported-loss", "resume-repeats-data"}
+
+
+def test_windows_in_another_order_end_where_they_did():
+    swapped = [0, 1, 2, 4, 3, *range(5, STEPS)]
+    one, other = (traced(run(counted=True, order=order), ranks=2) for order in (range(STEPS), swapped))
+    told = found(one, other)
+    assert not told.causes
+    assert "data" in told.classes
+
+
+def test_a_norm_that_is_off_alone_may_be_logged_so_where_sgd_would_show_it():
+    one, other = (traced(run(norms=times, counted=True), ranks=4) for times in (1.0, 4.0))
+    names = {cause.name for cause in found(one, other).causes}
+    assert {"reported-norm"} < names
+    adam = [replace(it, header=it.header.model_copy(update={"optimizer": "Adam"})) for it in (one, other)]
+    assert "reported-norm" not in {cause.name for cause in found(*adam).causes}
