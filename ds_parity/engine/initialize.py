@@ -18,6 +18,7 @@ from ds_parity.config.faults import refuse
 from ds_parity.config.features import Wanted
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
+from ds_parity.config.unfilled import refuse_unfilled
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.foreign_parameters import (
     groups_handed_over,
@@ -206,6 +207,8 @@ def honoured(
             refuse_foreign_scheduler(keywords)
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+            own = [keywords.get(name) is None for name in ("optimizer", "lr_scheduler")]
+            refuse_unfilled(rewritten.config, optimizer=own[0], scheduler=own[1])
             _refuse_by_release({**extended, **rewritten.config})
             refuse_optimizer(keywords.get("optimizer"), rewritten.config)
             refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))
