@@ -254,7 +254,8 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
         client_state: as it was loaded.
         scheduler: the LR scheduler was loaded too; else it goes on from where this engine's stands, in a fresh one
             from the start.
-        optimizer: the optimizer's states were loaded too.
+        optimizer: the optimizer's states were loaded too. With neither, weights alone begin a run that may count
+            towards another target: it starts with an empty window.
 
     Raises:
         CheckpointError: the checkpoint counted something else, towards another target, or moved its LR otherwise.
@@ -263,7 +264,11 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     if state is None:
         _LOG.warning("the checkpoint holds no ds_parity state (bare DeepSpeed wrote it): the window starts fresh")
         state = driver.boundary.counters.state_of_bare(driver.ledger.rules)
-    _refuse_other_counting(driver, state)
+    if scheduler or optimizer:
+        _refuse_other_counting(driver, state)
+    elif _counts(state) != _wanted(driver):
+        _LOG.warning("the checkpoint counted otherwise, and its weights alone were loaded: the window starts fresh")
+        state = driver.boundary.counters.state_of_bare(driver.ledger.rules)
     if scheduler:
         _refuse_other_progress(driver, state)
     else:
@@ -280,13 +285,22 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
 
 
 def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
-    saved, wanted = (state["target"], state["count"]), (driver.ledger.rules.target, driver.settings.count)
+    saved, wanted = _counts(state), _wanted(driver)
     if saved != wanted:
         raise CheckpointError(
             f"the checkpoint was counting towards a target of {saved[0]} {saved[1]}s, this configuration says "
             f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes, "
-            "ds_parity.count and ds_parity.boundary, or start afresh"
+            "ds_parity.count and ds_parity.boundary, or begin a run with its weights alone: "
+            "load_optimizer_states=False and load_lr_scheduler_states=False"
         )
+
+
+def _counts(state: Mapping[str, Any]) -> tuple[Any, Any]:
+    return state["target"], state["count"]
+
+
+def _wanted(driver: Driver) -> tuple[Any, Any]:
+    return driver.ledger.rules.target, driver.settings.count
 
 
 def _refuse_other_progress(driver: Driver, state: dict[str, Any]) -> None:

@@ -40,6 +40,8 @@ def _found(load_dir: str, tag: Any, *, universal: bool) -> dict[str, Any]:
     named, unread, found = None, None, False
     try:
         named = tag_of(load_dir, tag, universal=universal)
+        if tag is None and named is not None and not str(named).strip():
+            unread = "the file is empty"
         folder = None if named is None else folder_of(load_dir, named)
         found = folder is not None and folder.is_dir()
     except (OSError, ValueError, TypeError) as error:
