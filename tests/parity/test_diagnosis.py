@@ -216,7 +216,11 @@ UNKNOWN = {
     "mean-of-micro-batches": (off(lambda n: (1.02, 0.9, 1.4, 0.9, 1.2, 1.1)[n - 1]), OF_NORMS),
     "sticky-boundary": (off(lambda n: (1.0, 0.9, 1.2, 1.01, 0.75, 0.9)[n - 1]), OF_NORMS | {"weights"}),
     "mid-window-checkpoint": (off(lambda n: (1.0, 0.9, 1.001, 1.002, 0.999, 1.001)[n - 1]), OF_NORMS | {"weights"}),
-    "mixed-weights": (trained(lambda n: {"loss": 0.1 * n * n, "grad_norm": 3.0 / n}), {"data", "loss", "gradient"}),
+    # Without a header's start the weights may have been other ones.
+    "mixed-weights": (
+        trained(lambda n: {"loss": 0.1 * n * n, "grad_norm": 3.0 / n}),
+        {"data", "loss", "gradient", "weights"},
+    ),
     "implicit-clip": (
         lambda n: {"weights": weights(n, 1.0)} if n > 2 else {},
         {"gradient", "clipping", "optimizer settings", "weights"},

@@ -67,8 +67,11 @@ def _of_loss(view: View) -> set[str]:
 
 
 def _far_from_the_start(view: View) -> bool:
-    """Whether the runs may start from different weights."""
-    return not Moves(view).one_start
+    """Whether the runs may start from other weights: headers don't say, and the first step's are not alike."""
+    starts = Moves(view).starts
+    if starts is not None:
+        return bool((starts[0] != starts[1]).any())
+    return "weights" in view.at_first or not view.recorded("weights")
 
 
 def _of_update(view: View) -> set[str]:
