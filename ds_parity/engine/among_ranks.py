@@ -16,7 +16,7 @@ from ds_parity.engine.internals.groups import Members, groups_of
 from ds_parity.engine.internals.other_modules import explain
 from ds_parity.engine.internals.schedule import rates_in_digits
 from ds_parity.engine.internals.surface import Engine
-from ds_parity.engine.planned import PlansRead, refuse_different_plans
+from ds_parity.engine.planned import PlansRead
 from ds_parity.engine.prefetching import is_reading
 from ds_parity.engine.ranks.agreement import naming_lost_ranks, same
 from ds_parity.engine.ranks.exchange import Exchange, Pending
@@ -115,23 +115,6 @@ class AmongRanks:
             return replace(here, used=self.adapter.used_parameters(), rates=rates)
 
         return PlacedSum(self.over, place)
-
-    def refuse_different_plans(self) -> None:
-        """Raise RankDesyncError where ranks have begun different plans; every rank comes, in front of a step.
-
-        An exchange of counts shows that ranks may have, and can't tell: one rank goes into its forward while it is
-        under way, and another waits for it there.
-        """
-        self.exchange.settle()
-        over = self.over_ranks("compares plans") if self.exchange.plans_in_doubt else None
-        if over is not None:
-            with naming_lost_ranks("step(), where all compare their plans"):
-                refuse_different_plans(over.gather, self.plans.begun)
-        self.exchange.plans_in_doubt = False
-
-    def forget_plans(self) -> None:
-        """Forget which plans ranks have begun: their window is thrown away."""
-        self.plans, self.exchange.plans_in_doubt = PlansRead(), False
 
     def upcoming(self, doing: str = RUNS) -> Upcoming:
         """Return an empty line of passes, whose exchanges say where this rank is and what it does."""

@@ -20,7 +20,9 @@ from ds_parity.engine.internals.groups import members_of
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.late_pass import LatePass
 from ds_parity.engine.pass_state import OF_PLANS, PARTLY_THERE, PassState
+from ds_parity.engine.planned import PlansRead, refuse_different_plans
 from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_schedule, refuse_strays
+from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.upcoming import UpcomingPass
 from ds_parity.engine.ranks.wire import RUNS, SAVES, Announcement
 from ds_parity.engine.record.metrics import Meter
@@ -240,11 +242,21 @@ class Driver(AmongRanks):
                     self.boundary.skip()
 
     def _refuse_different_plans(self) -> None:
-        try:
-            self.refuse_different_plans()
-        except RankDesyncError:
-            self.state.lost = OF_PLANS
-            raise
+        """Raise RankDesyncError where ranks have begun different plans; every rank comes, in front of a step.
+
+        An exchange of counts shows that ranks may have, and can't tell: one rank goes into its forward while it is
+        under way, and another waits for it there.
+        """
+        self.exchange.settle()
+        over = self.over_ranks("compares plans") if self.exchange.plans_in_doubt else None
+        if over is not None:
+            try:
+                with naming_lost_ranks("step(), where all compare their plans"):
+                    refuse_different_plans(over.gather, self.plans.begun)
+            except RankDesyncError:
+                self.state.lost = OF_PLANS
+                raise
+        self.exchange.plans_in_doubt = False
 
     def end_pass(self) -> None:
         """End a pass inside a window without DeepSpeed's `step()`, which there only moves a counter put right later."""
@@ -366,7 +378,7 @@ class Driver(AmongRanks):
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self.state.reset()
-        self.forget_plans()
+        self.plans, self.exchange.plans_in_doubt = PlansRead(), False
         self.given.forget_left()
         self.boundary.mark(False)
 

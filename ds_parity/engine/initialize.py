@@ -207,8 +207,11 @@ def honoured(
             refuse_foreign_scheduler(keywords)
             rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
             rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
-            own = [keywords.get(name) is None for name in ("optimizer", "lr_scheduler")]
-            refuse_unfilled(rewritten.config, optimizer=own[0], scheduler=own[1])
+            refuse_unfilled(
+                rewritten.config,
+                optimizer=keywords.get("optimizer") is None,
+                scheduler=keywords.get("lr_scheduler") is None,
+            )
             _refuse_by_release({**extended, **rewritten.config})
             refuse_optimizer(keywords.get("optimizer"), rewritten.config)
             refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))

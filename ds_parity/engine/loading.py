@@ -40,7 +40,7 @@ def _found(load_dir: str, tag: Any, *, universal: bool) -> dict[str, Any]:
     named, unread, found = None, None, False
     try:
         named = tag_of(load_dir, tag, universal=universal)
-        if tag is None and named is not None and not str(named).strip():
+        if tag is None and named == "":
             unread = "the file is empty"
         folder = None if named is None else folder_of(load_dir, named)
         found = folder is not None and folder.is_dir()

@@ -11,14 +11,7 @@ from ds_parity.engine.ranks.exchange import WRONG_PLAN
 from ds_parity.errors import ConfigError, RankDesyncError
 from ds_parity.planning.plans import STREAMS
 
-_STREAMS: Final = 64  # of plans, whose micro-batches may come in turns
 _KEPT: Final = 256
-
-
-def plan_of(batch: Any) -> tuple[int, int] | None:
-    """Return number and stream of the plan that a micro-batch is part of (`MicroBatch.plan_number`), None for none."""
-    number, stream = getattr(batch, "plan_number", None), getattr(batch, "plan_stream", None)
-    return None if not number or stream is None else (number, stream)
 
 
 def refuse_plan_of_others(batch: Any, ranks: int, own: Callable[[], int], what: str) -> None:
@@ -59,14 +52,12 @@ class PlansRead:
     def __init__(self) -> None:
         self.begun: deque[int] = deque(maxlen=_KEPT)
         self.untold: list[int] = []
-        self._streams: deque[tuple[int, int]] = deque(maxlen=_STREAMS)
 
     def read(self, batch: Any) -> None:
-        """Note which plan a micro-batch is part of."""
-        plan = plan_of(batch)
-        if plan and plan not in self._streams:
-            self._streams.append(plan)
-            self.untold.append(plan[0])
+        """Note which plan a micro-batch is part of (`MicroBatch.plan_number`)."""
+        plan = getattr(batch, "plan_number", None)
+        if plan and plan not in self.untold and plan not in self.begun:
+            self.untold.append(plan)
 
     def tell(self) -> tuple[int, ...]:
         """Return those of which the others have not heard, and take it that they will."""
@@ -77,7 +68,7 @@ class PlansRead:
     def copy(self) -> PlansRead:
         """Return one that goes on from here by itself."""
         other = PlansRead()
-        other.begun, other.untold, other._streams = self.begun.copy(), list(self.untold), self._streams.copy()
+        other.begun, other.untold = self.begun.copy(), list(self.untold)
         return other
 
 

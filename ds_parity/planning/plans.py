@@ -20,24 +20,17 @@ _LOOKED_AT: Final = 32  # tokens of the end, and of the whole, by which a sequen
 
 
 class Streams:
-    """The streams of micro-batches of plans that this process has begun."""
+    """Of which plans this process has begun a stream of micro-batches."""
 
     def __init__(self) -> None:
-        self._begun = 0
         self._plans: dict[int, None] = {}  # the latest last
 
-    def begin(self, plan: int) -> int:
-        """Take note of one more, and return its number among them (>= 1).
-
-        Args:
-            plan: the number of the plan.
-        """
-        self._begun += 1
+    def begin(self, plan: int) -> None:
+        """Take note of one more, by the number of its plan."""
         self._plans.pop(plan, None)
         self._plans[plan] = None
         if len(self._plans) > _KNOWN:
             del self._plans[next(iter(self._plans))]
-        return self._begun
 
     def __contains__(self, plan: int) -> bool:
         """Whether one of the plan was begun; the last 65,536 plans are known."""

@@ -103,8 +103,6 @@ class MicroBatch:
         plan_rank: the data-parallel rank for which it was planned (>= 0), None where it is part of no plan. Any other
             rank refuses it.
         plan_number: the same on all ranks that planned the same (1 to 2**32), None where it is part of no plan.
-        plan_stream: the number of the stream of `micro_batches` that it comes from, in this process (>= 1); None where
-            it is part of no plan.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -116,7 +114,6 @@ class MicroBatch:
     weight: float | Mapping[str, float] | None = None
     plan_rank: int | None = field(default=None, repr=False)
     plan_number: int | None = field(default=None, repr=False)
-    plan_stream: int | None = field(default=None, repr=False)
 
     @property
     def idle(self) -> bool:

@@ -307,9 +307,7 @@ def test_a_step_goes_on_from_weights_that_were_loaded_alone(four_ranks, stage, k
 
 def planned(batches, column, plan):
     """Micro-batches as those of a plan for two columns."""
-    return [
-        dataclasses.replace(one, planned_for=2, plan_rank=column, plan_number=plan, plan_stream=1) for one in batches
-    ]
+    return [dataclasses.replace(one, planned_for=2, plan_rank=column, plan_number=plan) for one in batches]
 
 
 @on_four_ranks

@@ -80,11 +80,9 @@ def members_of(engine: Engine, size: int) -> Members:
     """
     if (tensor := max(1, engine.autotp_size())) > 1:
         own = peers_of(engine, tensor)
-        here = Peers(tensor, own.index(dist.get_rank()), own[0])
-        ranks = dist.get_world_size() // tensor
-        return Members(
-            dist.group.WORLD, ranks, here, _data_group(engine, dist.group.WORLD, own.index(dist.get_rank()), ranks)
-        )
+        number, ranks = own.index(dist.get_rank()), dist.get_world_size() // tensor
+        data_group = _data_group(engine, dist.group.WORLD, number, ranks)
+        return Members(dist.group.WORLD, ranks, Peers(tensor, number, own[0]), data_group)
     if engine.sequence_parallel_size != size:
         raise ConfigError(
             f"DeepSpeed took a sequence-parallel size of {engine.sequence_parallel_size}, but {size} was asked for: it "
@@ -97,11 +95,9 @@ def members_of(engine: Engine, size: int) -> Members:
         return Members(group, dist.get_world_size(group), Peers(), group)
     group, peers = engine.seq_data_parallel_group, dist.get_process_group_ranks(engine.seq_parallel_group)
     _refuse_wrong_sums(engine, set(peers))
-    here = Peers(size, dist.get_rank(engine.seq_parallel_group), peers[0])
-    ranks = dist.get_world_size(group) // size
-    return Members(
-        group, ranks, here, _data_group(engine, group, dist.get_rank(engine.seq_parallel_group), ranks), size
-    )
+    number, ranks = dist.get_rank(engine.seq_parallel_group), dist.get_world_size(group) // size
+    data_group = _data_group(engine, group, number, ranks)
+    return Members(group, ranks, Peers(size, number, peers[0]), data_group, size)
 
 
 def _data_group(engine: Engine, group: Any, number: int, ranks: int) -> Any:

@@ -18,7 +18,6 @@ from ds_parity.parity.diagnosis.view import View
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound: weights that lie further apart before the first difference have not agreed, they were let pass.
 _CREPT = 0.1
-_BEYOND = 1.5
 
 
 def possible(view: View) -> tuple[str, ...]:
@@ -68,9 +67,9 @@ def _of_loss(view: View) -> set[str]:
 
 def _far_from_the_start(view: View) -> bool:
     """Whether the runs may start from other weights: headers don't say, and the first step's are not alike."""
-    starts = Moves(view).starts
-    if starts is not None:
-        return bool((starts[0] != starts[1]).any())
+    moves = Moves(view)
+    if moves.starts is not None:
+        return not moves.one_start
     return "weights" in view.at_first or not view.recorded("weights")
 
 

@@ -83,9 +83,10 @@ def _repeated(view: View) -> Iterator[Cause]:
             losses = ", ".join(f"{b:.4g} for {a:.4g}" for b, a, _ in known[:3])
             counted = all(one.tokens is not None for one in later)
             what = "counts are those" if counted else "the data may be that"
-            said = f"from step {view.step(first)} on {what} of step "
-            said += f"{view.step(start)} and after, and losses "
-            yield Cause("resume-repeats-data", Fit.EVERY_STEP, f"{said}near theirs ({losses})")
+            said = (
+                f"from step {view.step(first)} on {what} of step {view.step(start)} and after, and losses near theirs "
+            )
+            yield Cause("resume-repeats-data", Fit.EVERY_STEP, f"{said}({losses})")
             return
 
 

@@ -54,9 +54,8 @@ def loss_by_rates(pairs: Pairs) -> float:
             continue
         if not a.lr or not b.lr or len(a.lr) != len(b.lr) or a.grad_norm is None:
             return 0.0
-        apart += min((y - x for x, y in zip(a.lr, b.lr, strict=True)), key=abs) * min(
-            _LIMIT * a.grad_norm, a.grad_norm**2
-        )
+        least = min((y - x for x, y in zip(a.lr, b.lr, strict=True)), key=abs)
+        apart += least * min(_LIMIT * a.grad_norm, a.grad_norm**2)
         most = max(most, abs(apart))
     return most / max([LEAST_LOSS, *losses])
 

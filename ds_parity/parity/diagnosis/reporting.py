@@ -40,9 +40,7 @@ def causes(view: View) -> Iterator[Cause]:
 
 
 def _unproven(view: View) -> Iterator[Cause]:
-    moved = len({a.loss for a, _ in view.pairs}) > 2 and linear(view.reference.header, view.candidate.header)
-    if view.fields == {"grad_norm"} and view.agrees("loss") and moved and not view.recorded("weights"):
-        yield from _norm_alone(view)
+    yield from _norm_alone(view)
     if not view.forgetting or "lr" in view.fields or {"loss", "grad_norm"} <= view.fields:
         return
     if "loss" in view.fields:
@@ -59,9 +57,12 @@ def _unproven(view: View) -> Iterator[Cause]:
 
 def _norm_alone(view: View) -> Iterator[Cause]:
     """A logged norm beside what makes such norms: SGD would have moved losses by another gradient, if only a little."""
-    for cause in of_gradients(view):
-        yield Cause("reported-norm", cause.fit, cause.evidence)
+    if view.fields != {"grad_norm"} or view.recorded("weights") or not view.agrees("loss"):
         return
+    moved = len({a.loss for a, _ in view.pairs}) > 2
+    cause = next(of_gradients(view), None)
+    if moved and cause and linear(view.reference.header, view.candidate.header):
+        yield Cause("reported-norm", cause.fit, cause.evidence)
 
 
 def _proof(view: View) -> str:

@@ -130,10 +130,10 @@ class View:
             return False
         if self.first:
             return self.step(self.first) - self.step(self.first - 1) > 1
-        return self.step(0) > 1 and not self.one_start_known
+        return self.step(0) > 1 and not self._one_start
 
     @property
-    def one_start_known(self) -> bool:
+    def _one_start(self) -> bool:
         """Whether both sides hold the weights in front of the first common step, and they are the same."""
         starts = [one.header.start for one in (self.reference, self.candidate)]
         first = [one.steps[0].step for one in (self.reference, self.candidate)]

@@ -19,12 +19,10 @@ from ds_parity.trace import Trace
 def causes(view: View) -> Iterator[Cause]:
     """Yield what ends windows exactly where the candidate's end."""
     # Windows that one side doesn't have are not the other's windows, cut elsewhere.
-    if view.updated_alike or begins_elsewhere(view):
+    if view.updated_alike or begins_elsewhere(view) or _reordered(view):
         return
     passes = [[one.passes or 0 for one in side.steps] for side in (view.candidate, view.reference)]
     cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), *passes)
-    if _reordered(view):
-        return
     if not (cut.a and cut.b and cut.a[0] and cut.b[0] and _mean(cut.a) and _mean(cut.b)):
         return
     found = [*_end(view, cut), *_start(view, cut), *_whole(cut), *_length(view, cut), *_counter(cut)]
