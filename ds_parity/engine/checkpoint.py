@@ -38,24 +38,17 @@ _SETTINGS = ("count", "lr_progress")
 _PART = (("load_optimizer_states", False), ("load_module_only", True))
 
 
-def save(
-    driver: Driver, save_dir: str, tag: Any, client_state: Any, *, names_latest: bool, without_frozen: bool
-) -> Any:
+def save(driver: Driver, saving: Saving, client_state: Any) -> Any:
     """Save a checkpoint, as `ParityEngine.save_checkpoint` says; return what DeepSpeed returns.
 
     Args:
         driver: whose engine is saved.
-        save_dir: as in DeepSpeed.
-        tag: name of the checkpoint; None for one by DeepSpeed's count of steps.
+        saving: what is saved, as this rank asks for it.
         client_state: the caller's own values; None for none.
-        names_latest: `latest` is to name the checkpoint.
-        without_frozen: leave frozen parameters out.
     """
     with naming_lost_ranks("save_checkpoint()"):
-        engine = driver.adapter.engine
-        saving = Saving.of(engine, save_dir, tag, names_latest=names_latest, without_frozen=without_frozen)
         state = with_window(driver, client_state, saving)
-        with whole_on_each_rank(engine):
+        with whole_on_each_rank(driver.engine):
             return write(driver.adapter, saving, state, driver.say_saved)
 
 

@@ -22,6 +22,8 @@ from ds_parity.engine.preconditions import refuse_no_loss
 from ds_parity.engine.proxying import METHODS
 from ds_parity.engine.ranks.gathered_advantages import gathered_advantages
 from ds_parity.engine.ranks.upcoming import Upcoming
+from ds_parity.engine.saving import Saving
+from ds_parity.engine.writers import Writer
 from ds_parity.errors import WindowError
 from ds_parity.planning import Cost, MicroBatch
 from ds_parity.trace import StepRecord
@@ -48,6 +50,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
     def __init__(self, engine: Engine, settings: Settings, sequence: int = 1, number: int = 1) -> None:
         super().__init__(engine)
         self._self_settings = settings
+        self._self_writer = Writer()
         kind = CallersDriver if settings.by_caller else Driver
         self._self_driver: Driver = kind(engine, settings, chunk_of(settings.lookahead), sequence, number)
 
@@ -435,21 +438,19 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         in here leaves the `latest` of before. So give every checkpoint a tag of its own.
 
         Raises:
-            CheckpointError: a window is open: gradients of its passes would be lost; or `client_state` is no mapping,
-                or has a value of the caller's own under `ds_parity`, or under a name of DeepSpeed's such as `optimizer`
-                (one that was loaded may be given: these are brought up to date); or a rank could not write its files,
-                and `latest` names what it named before.
+            CheckpointError: a window is open: gradients of its passes would be lost; or another engine of this process
+                has saved its checkpoint under the tag in that folder; or `client_state` is no mapping, or has a value
+                of the caller's own under `ds_parity`, or under a name of DeepSpeed's such as `optimizer` (one that was
+                loaded may be given: these are brought up to date); or a rank could not write its files, and `latest`
+                names what it named before.
             RankDesyncError: another rank ended before it had saved, does something else, or saves under another tag:
                 all ranks save.
         """
-        return checkpoint.save(
-            self._self_driver,
-            save_dir,
-            tag,
-            client_state,
-            names_latest=save_latest,
-            without_frozen=exclude_frozen_parameters,
-        )
+        options = {"names_latest": save_latest, "without_frozen": exclude_frozen_parameters}
+        saving = Saving.of(self.__wrapped__, self._self_writer, save_dir, tag, **options)
+        saved = checkpoint.save(self._self_driver, saving, client_state)
+        self._self_writer.goes_on_in(save_dir, saving.tag)
+        return saved
 
     def load_checkpoint(
         self,
@@ -482,11 +483,15 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
             "load_module_only": load_module_only,
             "custom_load_fn": custom_load_fn,
         }
-        return checkpoint.load(self._self_driver, load_dir, tag, options)
+        path, state = checkpoint.load(self._self_driver, load_dir, tag, options)
+        if path is not None:
+            self._self_writer.goes_on_in(load_dir, tag, universal=self.load_universal_checkpoint())
+        return path, state
 
     def destroy(self) -> None:
         """Destroy the engine, as DeepSpeed does, and let its optimizers be anybody's: `zero_grad()` clears again."""
         self._self_driver.adapter.kept.end()
+        self._self_writer.end()
         self.__wrapped__.destroy()
 
     # What would move the boundary behind its back.

@@ -41,6 +41,7 @@ from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
 from ds_parity.engine.saving import Saving
+from ds_parity.engine.writers import Writer
 from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import StepRecord
@@ -106,6 +107,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_weighting = weighting_of(settings, self._self_columns)
         self._self_over = HostSum(everybody(), settings.exchange_timeout)
         self._self_plans = PlansRead()
+        self._self_writer = Writer()
         # Before a checkpoint ranks may have done other things for a while, and no window waits for them.
         self._self_patient = HostSum(everybody())
         self._self_last: StepRecord | None = None
@@ -190,9 +192,10 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         `latest` names the checkpoint once all ranks have written their files.
 
         Raises:
-            CheckpointError: `client_state` is no mapping, or has a value of the caller's own under `ds_parity`, or
-                under a name of DeepSpeed's (one that was loaded may be given: these are brought up to date); or a rank
-                could not write its files.
+            CheckpointError: another engine of this process has saved its checkpoint under the tag in that folder; or
+                `client_state` is no mapping, or has a value of the caller's own under `ds_parity`, or under a name of
+                DeepSpeed's (one that was loaded may be given: these are brought up to date); or a rank could not write
+                its files.
             WindowError: a window has raised in this engine.
             RankDesyncError: another rank ended before it had saved, does something else, or saves under another tag:
                 all ranks save.
@@ -210,11 +213,13 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             self._tell(SAVES, error)
             raise
         options = {"names_latest": save_latest, "without_frozen": exclude_frozen_parameters}
-        saving = Saving.of(self.__wrapped__, save_dir, tag, **options)
+        saving = Saving.of(self.__wrapped__, self._self_writer, save_dir, tag, **options)
         places = (self._place(kind, self._windows) for kind in (SAVES, SAVED))
         before, behind = (partial(self._self_patient.gather, place=one) for one in places)
         with naming_lost_ranks("save_checkpoint()"):
-            return save(self.__wrapped__, saving, state, before, behind)
+            saved = save(self.__wrapped__, saving, state, before, behind)
+        self._self_writer.goes_on_in(save_dir, saving.tag)
+        return saved
 
     def load_checkpoint(
         self,
@@ -251,11 +256,15 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         before = partial(self._self_patient.gather, place=self._place(LOADS, ANYWHERE))
         behind = partial(self._self_over.gather, place=self._place("has loaded", ANYWHERE))
         with naming_lost_ranks("load_checkpoint()"):
-            return load(self.__wrapped__, load_dir, tag, options, before, behind)
+            path, client_state = load(self.__wrapped__, load_dir, tag, options, before, behind)
+        if path is not None:
+            self._self_writer.goes_on_in(load_dir, tag, universal=self.load_universal_checkpoint())
+        return path, client_state
 
     def destroy(self) -> Any:
         """Destroy the engine, as DeepSpeed does; its optimizer may be stepped by others then."""
         self._self_between.end()
+        self._self_writer.end()
         return self.__wrapped__.destroy()
 
     # The exchange.

@@ -15,6 +15,7 @@ from ds_parity.engine.internals.checkpoints import going_on
 from ds_parity.engine.internals.identity import marked
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
+from ds_parity.engine.writers import Writer
 from ds_parity.errors import CheckpointError
 
 Gather = Callable[[Any], list[Any]]
@@ -34,6 +35,7 @@ class Saving:
         names_latest: `latest` is to name the checkpoint.
         without_frozen: leave frozen parameters out.
         identity: what this rank proposes to tell this save from all others by.
+        replaces: it would replace the checkpoint of another engine of this process.
     """
 
     save_dir: str
@@ -42,12 +44,25 @@ class Saving:
     without_frozen: bool
     # Not by torch's or Python's random numbers, which are the loop's.
     identity: str = field(default_factory=lambda: uuid4().hex)
+    replaces: bool = False
 
     @classmethod
-    def of(cls, engine: Engine, save_dir: str, tag: Any, *, names_latest: bool, without_frozen: bool) -> Saving:
-        """Return it with the tag that DeepSpeed gives where none is given: by its count of steps."""
+    def of(
+        cls, engine: Engine, writer: Writer, save_dir: str, tag: Any, *, names_latest: bool, without_frozen: bool
+    ) -> Saving:
+        """Return it with the tag that DeepSpeed gives where none is given: by its count of steps.
+
+        Args:
+            engine: a bare DeepSpeed engine, of a pipeline or not.
+            writer: the engine as one that saves checkpoints.
+            save_dir: as in DeepSpeed.
+            tag: likewise.
+            names_latest: `latest` is to name the checkpoint.
+            without_frozen: leave frozen parameters out.
+        """
         named = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        return cls(save_dir, named, names_latest, without_frozen)
+        replaces = writer.replaces_another(save_dir, named)
+        return cls(save_dir, named, names_latest, without_frozen, replaces=replaces)
 
 
 def agreed(gathered: Sequence[Saving]) -> str:
@@ -58,7 +73,7 @@ def agreed(gathered: Sequence[Saving]) -> str:
 
     Raises:
         RankDesyncError: on every rank, where ranks save under different tags, or otherwise.
-        CheckpointError: on every rank, where one gives an empty tag.
+        CheckpointError: on every rank, where one gives an empty tag, or the tag of another engine's checkpoint.
     """
     for rank, one in enumerate(gathered):
         if why := _no_folder(one.tag):
@@ -81,6 +96,12 @@ def agreed(gathered: Sequence[Saving]) -> str:
         "same tag, save_latest and exclude_frozen_parameters on every rank (a tag by time or by a listing: broadcast "
         "that of the first rank)",
     )
+    if any(one.replaces for one in gathered):
+        raise CheckpointError(
+            f"save_checkpoint({gathered[0].save_dir!r}, tag={gathered[0].tag!r}): another engine of this process has "
+            "saved its checkpoint there, which this one would replace. Nothing was written; give each engine a folder "
+            "of its own, so that each has its own file latest, too, or destroy() the other one if its checkpoint may go"
+        )
     return gathered[0].identity
 
 
