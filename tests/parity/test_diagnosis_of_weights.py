@@ -107,6 +107,18 @@ class OlderWeights(Run):
         return before if at == 3 else weights
 
 
+class OlderStart(Run):
+    """A step from the weights of before the last one, as of an optimizer whose own copy was not loaded."""
+
+    def trace(self):
+        self.earlier = [START]
+        return super().trace()
+
+    def after(self, at, weights, before):
+        self.earlier.append(weights - before + self.earlier[-2] if at == 3 else weights)
+        return self.earlier[-1]
+
+
 class Factor(Run):
     """The whole gradient of every step off by a factor that is no count."""
 
@@ -160,6 +172,7 @@ NAMED = {
     LostState: "resume-loses-optimizer",
     LateRate: "lr-in-use",
     OlderWeights: "weights-of-the-step-before",
+    OlderStart: "weights-of-the-step-before",
     Factor: "another-divisor",
     OneStep: "another-divisor",
     ToBf16: "weights-in-bf16",

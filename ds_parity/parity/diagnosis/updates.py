@@ -20,6 +20,7 @@ from ds_parity.parity.diagnosis.view import View, alike, near
 _ALIGNED = 0.03
 _SHARE = 0.02
 _GROWS = 1.5
+_STAYS = 0.1
 # Of the LR times the gradient: shorter first updates of SGD were clipped. A sketch tells lengths to 12.5 % (one sigma).
 _CUT = 0.7
 
@@ -127,6 +128,15 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
     (share,), rest = along(moves.apart(at), [before])
     if not (rest < _ALIGNED and rates[at] and rates[at - 1]):
         return
+    # An update that is undone stays undone, and a momentum that is lost takes the next step further away.
+    stays = at + 1 < len(view.pairs) and bool(
+        np.linalg.norm(moves.widened(at + 1)) < _STAYS * np.linalg.norm(moves.apart(at))
+    )
+    if near(share, -1.0, 1e-3):
+        said = f"{_said(view)}: they are as if the update of step {view.step(at - 1)} had not been"
+        yield Cause("weights-of-the-step-before", Fit.DIRECTION, said)
+        if stays:
+            return
     momentum = -share * rates[at - 1] / rates[at]
     said = f"{_said(view)}: what is missing is {momentum:.3g} of the update before, a part that momentum adds"
     # All of the momentum is missing where what is left of the difference in the next step is as large a share of it.
