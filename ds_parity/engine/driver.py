@@ -252,7 +252,7 @@ class Driver(AmongRanks):
         if over is not None:
             try:
                 with naming_lost_ranks("step(), where all compare their plans"):
-                    refuse_different_plans(over.gather, self.plans.begun)
+                    refuse_different_plans(over.gather, self.plans)
             except RankDesyncError:
                 self.state.lost = OF_PLANS
                 raise

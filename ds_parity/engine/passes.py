@@ -19,7 +19,7 @@ from ds_parity.engine.arguments import (
     refuse_what_runs_nothing,
 )
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.planned import refuse_plan_of_others
+from ds_parity.engine.planned import Heard, Read, refuse_plan_of_others
 from ds_parity.engine.prefetching import Prefetched
 from ds_parity.engine.ranks.exchange import Pending
 from ds_parity.engine.ranks.upcoming import UpcomingPass
@@ -65,16 +65,15 @@ class PassQueue:
         try:
             whole_windows = lookahead == "window"
             ahead = _usual_passes(driver) if whole_windows else lookahead
-            chunk, self._stream, made_ahead = chunk_of(ahead), iterator_of(stream), prefetched(prefetch)
+            chunk, self._heard, made_ahead = chunk_of(ahead), Heard(iterator_of(stream)), prefetched(prefetch)
             if idle is not None:
                 refuse_what_runs_nothing(idle)
         except Exception as error:  # the other ranks wait for what this one announces
             driver.refuse(error)
             raise
         driver.look_ahead(chunk)
-        self._made: Prefetched | None = None
-        if made_ahead:
-            self._stream = self._made = Prefetched(self._stream, made_ahead)
+        self._made = Prefetched(self._heard, made_ahead) if made_ahead else None
+        self._stream: Iterator[Read] = self._made or self._heard
         self._skip_idle = skip_idle
         self._driver = driver
         self._chunk = chunk
@@ -189,16 +188,18 @@ class PassQueue:
     def _read(self) -> list[UpcomingPass]:
         read: list[UpcomingPass] = []
         while len(read) < self._chunk and not self._out_of_data:
-            batch = next(self._stream, _END)
-            if batch is _END:
+            one = next(self._stream, _END)
+            if one is _END:
                 self._out_of_data = True
+                self._driver.plans.read(Read(None, self._heard.at_end), self._driver.ranks)
                 break
-            read.append(self._noted(batch))
+            read.append(self._noted(one))
         return read
 
-    def _noted(self, batch: Any) -> UpcomingPass:
+    def _noted(self, one: Read) -> UpcomingPass:
+        batch = one.batch
         refuse_plan_of_others(batch, self._driver.ranks, self._rank, "a micro-batch that passes() has read")
-        self._driver.plans.read(batch)
+        self._driver.plans.read(one, self._driver.ranks)
         counts = counts_in(batch, self._driver.ledger.weighting)
         if holds_nothing(batch, counts):
             return UpcomingPass(Announcement(), _NOTHING)
@@ -219,17 +220,18 @@ class PassQueue:
         made = [] if self._out_of_data else self._made.waiting(self._chunk)
         if made is None:
             return None
-        before, plans = self._smallest, self._driver.plans.copy()
+        at_end = [Read(None, self._heard.at_end)] if len(made) < self._chunk else []
+        # Of a plan the others hear where it is announced.
+        if any(self._driver.plans.is_new(one, self._driver.ranks) for one in (*made, *at_end)):
+            return None
+        before = self._smallest
         try:
-            noted = [self._noted(batch) for batch in made]
+            noted = [self._noted(one) for one in made]
         except Exception:  # raised where it is taken: this rank is inside a step
             return None
         finally:
             # What is not taken yet may be noted again.
             after, self._smallest = self._smallest, before
-            begun, self._driver.plans = self._driver.plans.untold, plans
-        if begun:  # of a plan the others hear where it is announced
-            return None
         self._known = after, len(made)
         return self._padded(noted)
 

@@ -35,7 +35,7 @@ from ds_parity.engine.internals.stages import (
     lost_by_a_load,
 )
 from ds_parity.engine.pipeline_checkpoints import load, save, with_states
-from ds_parity.engine.planned import PlansRead, refuse_different_plans, refuse_plan_of_others
+from ds_parity.engine.planned import PlansRead, Read, refuse_different_plans, refuse_plan_of_others
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
@@ -302,14 +302,14 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         runs, stage = bool(batches) or self._self_stand_in is not None, int(self.grid.get_stage_id())
         read = self._self_plans.copy()
         for batch in batches:
-            read.read(batch)
+            read.read(Read(batch), self._self_columns)
         plans = read.tell()
         said = _Column(self._own_column, counts, runs, stage, rates_in_digits(self.__wrapped__), plans)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
             if any(one.plans != plans for one in gathered):
                 place = self._place("compares plans", self._windows)
-                refuse_different_plans(lambda own: over.gather(own, place), read.begun)
+                refuse_different_plans(lambda own: over.gather(own, place), read)
         self._self_plans = read
         _refuse_parted(gathered)
         if not all(one.runs for one in gathered):

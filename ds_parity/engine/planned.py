@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final
 
 from ds_parity.engine.ranks.exchange import WRONG_PLAN
 from ds_parity.errors import ConfigError, RankDesyncError
-from ds_parity.planning.plans import STREAMS
+from ds_parity.planning.plans import STREAMS, Begun, Numbers
 
 _KEPT: Final = 256
+_KNOWN: Final = 4096  # far above those that are kept: a rank may be behind others
 
 
 def refuse_plan_of_others(batch: Any, ranks: int, own: Callable[[], int], what: str) -> None:
@@ -41,8 +43,44 @@ def refuse_plan_of_others(batch: Any, ranks: int, own: Callable[[], int], what: 
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a stream has given.
+
+    Attributes:
+        batch: a micro-batch.
+        begun: the streams of plans that it has begun to make it.
+    """
+
+    batch: Any
+    begun: Sequence[Begun] = ()
+
+
+class Heard(Iterator[Read]):
+    """A stream of micro-batches, and the plans that it goes through: those, too, of which it gives none.
+
+    Args:
+        stream: the loop's own.
+
+    Attributes:
+        at_end: the streams of plans that it has begun behind its last micro-batch.
+    """
+
+    def __init__(self, stream: Iterator[Any]) -> None:
+        self._stream = stream
+        self.at_end: Sequence[Begun] = ()
+
+    def __next__(self) -> Read:
+        with STREAMS.heard() as begun:
+            try:
+                return Read(next(self._stream), begun)
+            except StopIteration:
+                self.at_end = begun
+                raise
+
+
 class PlansRead:
-    """The plans whose micro-batches a rank has read.
+    """The plans that a rank takes its micro-batches from.
 
     Attributes:
         begun: numbers of the plans of which the other ranks have heard, the last 256, as they began.
@@ -52,12 +90,44 @@ class PlansRead:
     def __init__(self) -> None:
         self.begun: deque[int] = deque(maxlen=_KEPT)
         self.untold: list[int] = []
+        self._streams = Numbers(_KNOWN)
+        # How often a plan was begun, and how often one of its micro-batches was read then.
+        self._times: dict[int, int] = {}
+        self._ran: dict[int, int] = {}
+        # Of streams that no micro-batch was read of: their plans.
+        self._silent: dict[int, int] = {}
+        # Of micro-batches that were made elsewhere, nobody has heard which plans lie between.
+        self._passed = Numbers(_KNOWN)
+        self._made_here = False
 
-    def read(self, batch: Any) -> None:
-        """Note which plan a micro-batch is part of (`MicroBatch.plan_number`)."""
-        plan = getattr(batch, "plan_number", None)
-        if plan and plan not in self.untold and plan not in self.begun:
-            self.untold.append(plan)
+    def is_new(self, one: Read, ranks: int) -> bool:
+        """Whether what a stream has given is of a plan that it had not begun before."""
+        return any(it.stream not in self._streams for it in _streams_of(one, ranks))
+
+    def read(self, one: Read, ranks: int) -> None:
+        """Note the plans of what a stream has given.
+
+        Args:
+            one: what it has given.
+            ranks: data-parallel ranks that train (>= 1). Of a plan for others is no micro-batch that they train.
+        """
+        heard = {it.stream for it in one.begun}
+        for it in _streams_of(one, ranks):
+            if it.stream not in self._streams:
+                self._begin(it)
+                self._made_here |= it.stream not in heard and it.plan in STREAMS.begun
+        plan = self._silent.pop(_stream_of(one.batch), None)
+        if plan is not None:
+            _keep(self._ran, plan, self._ran.get(plan, 0) + 1)
+        for passed in getattr(one.batch, "plans_begun", ()):
+            if passed not in self._passed and passed not in STREAMS.begun:
+                self._passed.add(passed)
+
+    def _begin(self, it: Begun) -> None:
+        self._streams.add(it.stream)
+        _keep(self._silent, it.stream, it.plan)
+        _keep(self._times, it.plan, self._times.get(it.plan, 0) + 1)
+        self.untold.append(it.plan)
 
     def tell(self) -> tuple[int, ...]:
         """Return those of which the others have not heard, and take it that they will."""
@@ -65,36 +135,89 @@ class PlansRead:
         self.begun += told
         return told
 
+    def told(self) -> dict[int, int]:
+        """Return how often this rank has run each of the plans that it has told of last, once if it has begun it alone.
+
+        A stream may be begun to look at it, beside the one that is run.
+        """
+        return {plan: max(1, self._ran.get(plan, 0)) for plan in self.begun}
+
+    def lacks(self, told: Mapping[int, int]) -> dict[int, int]:
+        """Return the plans that this rank has begun less often than others have run them, and how often it has.
+
+        Args:
+            told: how often a rank has run each plan, at the most.
+        """
+        return {plan: self._times.get(plan, 0) for plan, times in told.items() if not self._may_have(plan, times)}
+
+    def _may_have(self, plan: int, times: int) -> bool:
+        # What is begun outside of the loop's stream may be a part of it that the loop has left out.
+        left_out = plan in self._passed or plan in STREAMS.unheard or (self._made_here and plan in STREAMS.begun)
+        return left_out or self._times.get(plan, 0) >= times
+
     def copy(self) -> PlansRead:
         """Return one that goes on from here by itself."""
         other = PlansRead()
-        other.begun, other.untold = self.begun.copy(), list(self.untold)
+        other.begun, other.untold, other._made_here = self.begun.copy(), list(self.untold), self._made_here
+        other._streams, other._passed = self._streams.copy(), self._passed.copy()
+        other._times, other._ran, other._silent = dict(self._times), dict(self._ran), dict(self._silent)
         return other
 
 
-def refuse_different_plans(gather: Callable[[Any], Sequence[Any]], begun: Sequence[int]) -> None:
+def _keep(numbers: dict[int, int], key: int, value: int) -> None:
+    numbers.pop(key, None)
+    numbers[key] = value
+    if len(numbers) > _KNOWN:
+        del numbers[next(iter(numbers))]
+
+
+def _stream_of(batch: Any) -> Any:
+    stream = getattr(batch, "plan_stream", None)
+    return getattr(batch, "plan_number", None) if stream is None else stream
+
+
+def _streams_of(one: Read, ranks: int) -> list[Begun]:
+    heard = [it for it in one.begun if it.ranks == ranks]
+    number, stream = getattr(one.batch, "plan_number", None), _stream_of(one.batch)
+    if number and all(it.stream != stream for it in heard):
+        heard.append(Begun(number, ranks, stream))
+    return heard
+
+
+def refuse_different_plans(gather: Callable[[Any], Sequence[Any]], read: PlansRead) -> None:
     """Raise where ranks have begun different plans; all ranks come, once they know that they may have.
 
     Ranks may leave out micro-batches of a plan, or all of them, and so begin the next one earlier than others. But each
-    begins the streams of the same plans, one after the other: of two ranks the one that is behind knows no plan that
-    the other does not know. Where each has begun one that the other does not know, they do not plan the same.
+    begins the streams of the same plans: of two ranks the one that is behind has begun no plan more often than the
+    other. Where each has run one more often than the other has begun it, they do not plan the same.
 
     Args:
         gather: returns what all ranks give it.
-        begun: numbers of the plans whose micro-batches this rank has read, as they began.
+        read: the plans of this rank.
 
     Raises:
         RankDesyncError: on every rank.
     """
-    of_ranks = gather(tuple(begun))
-    told = dict.fromkeys(plan for plans in of_ranks for plan in plans)
-    lacks = gather(frozenset(plan for plan in told if plan not in STREAMS and plan not in begun))
-    lacking = [rank for rank, missing in enumerate(lacks) if missing]
-    for rank, other in combinations(lacking, 2):
-        own = next((plan for plan in of_ranks[rank] if plan in lacks[other]), None)
-        others = next((plan for plan in of_ranks[other] if plan in lacks[rank]), None)
+    of_ranks: Sequence[dict[int, int]] = gather(read.told())
+    most: dict[int, int] = {}
+    for told in of_ranks:
+        for plan, times in told.items():
+            most[plan] = max(times, most.get(plan, 0))
+    lacks: Sequence[dict[int, int]] = gather(read.lacks(most))
+    # Of ranks that are as far as each other, one stands for all.
+    lacking: dict[tuple[Any, ...], int] = {}
+    for rank, missing in enumerate(lacks):
+        if missing:
+            lacking.setdefault((*sorted(of_ranks[rank].items()), 0, *sorted(missing.items())), rank)
+    for rank, other in combinations(lacking.values(), 2):
+        own, others = _more(of_ranks[rank], lacks[other]), _more(of_ranks[other], lacks[rank])
         if own is not None and others is not None:
             raise RankDesyncError(
                 f"ranks take their micro-batches from different plans (rank {rank} begins plan {own:08x} where rank "
                 f"{other} begins plan {others:08x}): {WRONG_PLAN}"
             )
+
+
+def _more(told: Mapping[int, int], lacks: Mapping[int, int]) -> int | None:
+    """Return the first plan that a rank has run more often than another one has begun it, None where there is none."""
+    return next((plan for plan, times in told.items() if plan in lacks and times > lacks[plan]), None)

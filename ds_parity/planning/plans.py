@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal
+from itertools import islice
+from typing import Any, Final, Literal, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
@@ -16,25 +20,99 @@ from ds_parity.planning.rollout import Unit
 
 Layout = Literal["packed", "padded"]
 _KNOWN: Final = 65_536
+_CARRIED: Final = 64
 _LOOKED_AT: Final = 32  # tokens of the end, and of the whole, by which a sequence is known beside its length
 
 
-class Streams:
-    """Of which plans this process has begun a stream of micro-batches."""
+class Numbers:
+    """The latest numbers of plans.
 
-    def __init__(self) -> None:
-        self._plans: dict[int, None] = {}  # the latest last
+    Args:
+        most: how many are kept (>= 1).
+        of: those to begin with, the latest last.
+    """
 
-    def begin(self, plan: int) -> None:
-        """Take note of one more, by the number of its plan."""
+    def __init__(self, most: int, of: Iterable[int] = ()) -> None:
+        self._most = most
+        self._plans = dict.fromkeys(of)
+
+    def copy(self) -> Numbers:
+        """Return one that goes on from here by itself."""
+        return Numbers(self._most, self._plans)
+
+    def add(self, plan: int) -> None:
+        """Take note of one more, which is the latest."""
         self._plans.pop(plan, None)
         self._plans[plan] = None
-        if len(self._plans) > _KNOWN:
+        if len(self._plans) > self._most:
             del self._plans[next(iter(self._plans))]
 
+    def latest(self, most: int) -> tuple[int, ...]:
+        """Return the latest ones, the last one first."""
+        return tuple(islice(reversed(self._plans), most))
+
     def __contains__(self, plan: int) -> bool:
-        """Whether one of the plan was begun; the last 65,536 plans are known."""
+        """Whether it is one of them."""
         return plan in self._plans
+
+
+class Begun(NamedTuple):
+    """A stream of micro-batches that was begun.
+
+    Attributes:
+        plan: the number of its plan.
+        ranks: for how many data-parallel ranks that is (>= 1).
+        stream: tells it from all others.
+    """
+
+    plan: int
+    ranks: int
+    stream: int
+
+
+class Streams:
+    """Of which plans this process has begun a stream of micro-batches.
+
+    Attributes:
+        begun: numbers of these plans, the last 65,536.
+        unheard: those among them of which one was begun where nobody listened.
+        latest: the last 64 of them.
+    """
+
+    def __init__(self) -> None:
+        self.begun = Numbers(_KNOWN)
+        self.unheard = Numbers(_KNOWN)
+        self.latest: tuple[int, ...] = ()
+        self._heard = threading.local()
+
+    def begin(self, plan: int, ranks: int) -> int:
+        """Take note of one more, and return what tells it from all others, of other processes, too.
+
+        Args:
+            plan: the number of its plan.
+            ranks: for how many data-parallel ranks that is (>= 1).
+        """
+        # Not by torch's or Python's random numbers, which are the loop's.
+        stream = uuid4().int
+        self.begun.add(plan)
+        self.latest = self.begun.latest(_CARRIED)
+        listeners = getattr(self._heard, "by", ())
+        if listeners:
+            listeners[-1].append(Begun(plan, ranks, stream))
+        else:
+            self.unheard.add(plan)
+        return stream
+
+    @contextmanager
+    def heard(self) -> Iterator[list[Begun]]:
+        """Return a context, and what `begin` is given inside by this thread, and in no context within."""
+        found: list[Begun] = []
+        listeners = self._heard.__dict__.setdefault("by", [])
+        listeners.append(found)
+        try:
+            yield found
+        finally:
+            listeners.pop()
 
 
 STREAMS: Final = Streams()

@@ -103,6 +103,8 @@ class MicroBatch:
         plan_rank: the data-parallel rank for which it was planned (>= 0), None where it is part of no plan. Any other
             rank refuses it.
         plan_number: the same on all ranks that planned the same (1 to 2**32), None where it is part of no plan.
+        plan_stream: tells the stream that yielded it from all others, None where it is part of no plan.
+        plans_begun: numbers of the last plans of which the process that made it had begun a stream, 64 at most.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -114,6 +116,8 @@ class MicroBatch:
     weight: float | Mapping[str, float] | None = None
     plan_rank: int | None = field(default=None, repr=False)
     plan_number: int | None = field(default=None, repr=False)
+    plan_stream: int | None = field(default=None, repr=False)
+    plans_begun: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def idle(self) -> bool:

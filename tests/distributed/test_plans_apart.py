@@ -277,6 +277,88 @@ def _through_several_loops(folder):
     return [refusal(run), engine.global_steps]
 
 
+def _another_epoch(folder):
+    """Both ranks train one plan; then the first one trains it again, and the second one another."""
+    engine, rollouts = _built(2), _rollouts()
+    _trained(engine, _own(rollouts[:16]))
+    return [refusal(lambda: _trained(engine, _own(_turned(rollouts[:16], differ=True)))), engine.global_steps]
+
+
+def _the_same_epochs(folder):
+    """Both ranks train one plan three times; the first one logs it inside of its stream."""
+    engine, rollouts = _built(2), _rollouts()
+
+    def epochs():
+        for _ in range(3):
+            if dist.get_rank() == 0:
+                assert list(_own(rollouts[:16]))
+            yield from (one for one in _own(rollouts[:16]) if not one.idle)
+
+    return [refusal(lambda: _trained(engine, epochs())), engine.global_steps]
+
+
+def _trained_by_another_engine(folder):
+    first, second, rollouts = _built(2), _built(2), _rollouts()
+    _trained(first, _own(rollouts[:16]))
+    return [refusal(lambda: _trained(second, _own(_turned(rollouts[:16], differ=True)))), second.global_steps]
+
+
+def _swapped(folder):
+    """An actor's and a critic's plan, which the second rank has given to each other."""
+    engines, rollouts = (_built(2), _built(2)), _rollouts()
+    streams = [_own(rollouts[:16]), _own(rollouts[16:])][:: -1 if dist.get_rank() else 1]
+
+    def run():
+        loops = [engine.passes(it, skip_idle=False) for engine, it in zip(engines, streams, strict=True)]
+        for _ in zip(*loops, strict=False):
+            for engine in engines:
+                one_pass(engine, 1)
+
+    return [refusal(run), engines[0].global_steps]
+
+
+def _without_a_window(folder):
+    """Behind a plan that both share, the second rank plans rollouts that fill no window."""
+    engine, rollouts = _built(2), _rollouts()
+    own = rollouts[16:21] if dist.get_rank() else rollouts[16:]
+    return [refusal(lambda: _trained(engine, _chained(rollouts[:16], own))), engine.global_steps]
+
+
+class _OfWorkers(torch.utils.data.IterableDataset):
+    """One plan behind another, each of a few rollouts, without their idle micro-batches."""
+
+    def __init__(self, plans, *, differ=False):
+        self._plans, self._rollouts, self._rank = plans, _rollouts(), dist.get_rank()
+        self._shift = self._rank if differ else 0
+
+    def __iter__(self):
+        for number in range(self._plans):
+            start = number % 24
+            few = [
+                replace(one, tokens=(*one.tokens[:-1], number + self._shift))
+                for one in self._rollouts[start : start + 3]
+            ]
+            plan = ds_parity.plan(few, dp_world_size=2, target=3, max_tokens=120)
+            yield from (one for one in ds_parity.micro_batches(plan, self._rank) if not one.idle)
+
+
+def _made_by_a_worker(folder):
+    """More plans than are remembered, in a worker of a data loader."""
+    engine = build(config(0, passes=3, exchange_timeout=60))
+    stream = torch.utils.data.DataLoader(
+        _OfWorkers(300), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
+    return [refusal(lambda: _trained(engine, stream)), engine.global_steps]
+
+
+def _made_otherwise_by_a_worker(folder):
+    engine = build(config(0, passes=3, exchange_timeout=60))
+    stream = torch.utils.data.DataLoader(
+        _OfWorkers(9, differ=True), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
+    return [refusal(lambda: _trained(engine, stream)), engine.global_steps]
+
+
 def _thrown_away_by_a_load(folder):
     engine, rollouts = _built(2), _rollouts()
     _trained(engine, _own(rollouts[24:]), finish=False)
@@ -296,6 +378,13 @@ def plans_between_loops(folder):
         _made_before_the_engine,
         _through_several_loops,
         _thrown_away_by_a_load,
+        _another_epoch,
+        _the_same_epochs,
+        _trained_by_another_engine,
+        _swapped,
+        _without_a_window,
+        _made_by_a_worker,
+        _made_otherwise_by_a_worker,
     )
     return {one.__name__: from_all(one(folder)) for one in done}
 
@@ -322,7 +411,25 @@ def test_a_refused_window_takes_no_second_step(two_ranks):
         ("_made_before_the_engine", 2),
         ("_through_several_loops", 2),
         ("_thrown_away_by_a_load", 3),
+        ("_the_same_epochs", 6),
+        ("_made_by_a_worker", 300),
     ],
 )
 def test_ranks_with_the_same_plans_go_on(two_ranks, done, steps):
     assert two_ranks.of(plans_between_loops)[done] == [["nothing was raised", steps]] * 2
+
+
+@pytest.mark.parametrize(
+    ("done", "steps"),
+    [
+        ("_another_epoch", 2),
+        ("_trained_by_another_engine", 0),
+        ("_swapped", 0),
+        ("_without_a_window", 2),
+        ("_made_otherwise_by_a_worker", 0),
+    ],
+)
+def test_what_was_begun_before_hides_no_different_plans(two_ranks, done, steps):
+    for said, taken in two_ranks.of(plans_between_loops)[done]:
+        assert said.startswith("RankDesyncError: ranks take their micro-batches from different plans (rank 0 begins ")
+        assert taken == steps
