@@ -248,6 +248,28 @@ def test_a_direction_that_only_one_fault_gives_names_it(fault):
     assert NAMED[fault] in {cause.name for cause in grouped(found.causes)[0]}, found
 
 
+class Negated(Run):
+    """Short gradients, the other way."""
+
+    def gradient(self, at, gradient):
+        return -gradient * (1 + 0.1 * at) / 60
+
+
+class Aside(Run):
+    """Short gradients that have nothing to do with the right ones."""
+
+    def gradient(self, at, gradient):
+        other = np.roll(gradient, 7)
+        return (other - (other @ gradient) / (gradient @ gradient) * gradient) * (1 + 0.1 * at) / 60
+
+
+@pytest.mark.parametrize("fault", [Negated, Aside])
+def test_a_short_gradient_has_not_the_references_direction_for_that(fault):
+    found = diagnosed(fault)
+    assert not found.causes, found
+    assert not [said for said in found.certain if "the reference's direction" in said], found.certain
+
+
 @pytest.mark.parametrize("fault", [Mixed, Clipped, Shuffled])
 def test_a_direction_that_many_faults_give_or_none_names_no_cause(fault):
     assert diagnosed(fault).causes == ()

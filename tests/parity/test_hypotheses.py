@@ -294,6 +294,19 @@ def test_a_loop_with_a_fault_has_its_figures_and_no_others(fault, wanted, refere
     assert found.not_excluded == ()
 
 
+def test_ranks_that_read_one_shard_have_the_figures_of_one_rank_too(wanted, reference, tmp_path):
+    """Where neither tokens nor other counts are recorded: the loss, too, is that of one rank."""
+    uncounted = dict.fromkeys(("passes", "idle_passes", "rollouts", "prompts", "tokens", "total"))
+
+    candidate = trained(wanted, "plain", tmp_path, RankAlone(wanted))
+    steps = [it.model_copy(update={**uncounted, "weights": None}) for it in candidate.steps]
+    alone = next(it for name, it in reference.steps[0].hypotheses.items() if name.startswith("rank-alone"))
+    steps[0] = steps[0].model_copy(update={"loss": alone.loss, "grad_norm": alone.grad_norm})
+    header = candidate.header.model_copy(update={"records": ("step", "loss", "grad_norm")})
+    found = diagnosed(reference, replace(candidate, header=header, steps=tuple(steps)))
+    assert {cause.name for cause in grouped(found.causes)[0]} == {"late-boundary", "data-or-seed"}, found
+
+
 @pytest.fixture(scope="module")
 def clipped(tmp_path_factory):
     """A scenario that clips every step, and the reference's trace of it."""

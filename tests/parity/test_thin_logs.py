@@ -7,7 +7,7 @@ import pytest
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis import diagnose
+from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.trace import Header, StepRecord, Trace
 
 STEPS = 12
@@ -92,3 +92,86 @@ def test_a_norm_that_is_off_alone_may_be_logged_so_where_sgd_would_show_it():
     assert {"reported-norm"} < names
     adam = [replace(it, header=it.header.model_copy(update={"optimizer": "Adam"})) for it in (one, other)]
     assert "reported-norm" not in {cause.name for cause in found(*adam).causes}
+
+
+def bare(steps, **changes):
+    """Steps of which a log has loss and gradient norm, or what is given in their place."""
+    kept = {"lr": None, **changes}
+    return [
+        it.model_copy(update={name: new(it) if callable(new) else new for name, new in kept.items()}) for it in steps
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_loss_that_is_off_by_a_little_behind_the_first_step_may_be_of_other_weights(optimizer):
+    """Of losses that move with the weights in a straight line, norms show little."""
+    one = traced(bare(run()))
+    other = traced(bare(run(), loss=lambda it: it.loss * (1 + 1e-3 * (it.step == 5))))
+    one, other = (replace(it, header=it.header.model_copy(update={"optimizer": optimizer})) for it in (one, other))
+    told = found(one, other)
+    assert not told.causes
+    assert {"weights", "optimizer settings", "schedule", "clipping", "logging"} <= set(told.classes)
+    # From the first step on there are no other weights.
+    other = traced(bare(run(), loss=lambda it: it.loss * (1 + 1e-3 * it.step**0.5)))
+    assert {cause.name for cause in found(one, other).causes} >= {"reported-loss"}
+
+
+def test_losses_that_come_back_are_no_data_that_do_where_norms_agree():
+    shifted, behind = late(run()), late(run(momentum=0.5))
+    fault = [*shifted[:8], *behind[8:]]
+    other = bare(fault, grad_norm=lambda it: it.grad_norm * (1.3 if it.step > 8 else 1.0))
+    names = {cause.name for cause in found(traced(bare(run())), traced(other)).causes}
+    assert "resume-repeats-data" not in names
+
+
+def test_what_was_not_recorded_excludes_nothing():
+    one, other = (bare(run(), loss=lambda it, by=by: it.loss * by, grad_norm=None) for by in (1.0, 1.2))
+    assert "gradient" in found(traced(one), traced(other)).classes
+
+
+def test_two_rates_that_are_one_prove_no_schedule_that_stands_still():
+    rates = [0.01, 0.02, 0.01, 0.02]
+    one, other = (
+        bare(run()[:4], lr=lambda it, of=of: (of(it.step),)) for of in (lambda n: 0.01 * n, lambda n: rates[n - 1])
+    )
+    told = found(traced(one[1::2]), traced(other[1::2]))
+    assert all(cause.likelihood <= 0.5 for cause in told.causes if cause.name == "no-scheduler")
+    still = bare(run()[:4], lr=(0.01,))
+    assert found(traced(one), traced(still)).causes[0].likelihood > 0.9
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_gradient_that_is_too_long_has_no_mean_left_in(ranks):
+    one, other = (traced(run(norms=times, counted=True), ranks=ranks) for times in (1.0, float(ranks)))
+    assert "dp-mean-left-in" not in {cause.name for cause in found(one, other).causes}
+
+
+def linear(total, steps, top=2e-5, warm=10):
+    """The rates of a linear schedule with a warm-up."""
+    return [top * (n / warm if n < warm else max(0.0, (total - n) / (total - warm))) for n in range(steps)]
+
+
+def by_rates(rates):
+    steps = run()
+    return traced(
+        [
+            steps[0].model_copy(update={"step": n, "lr": (it,), "loss": None, "grad_norm": None})
+            for n, it in enumerate(rates, 1)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("total", "name"), [(80, "schedule-too-short"), (50, "schedule-too-short"), (150, "schedule-too-long")]
+)
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_straight_fall_at_another_pace_is_named_beside_another_lowest_rate(total, name, every):
+    told = found(*(by_rates(linear(of, 48)[::every]) for of in (100, total)))
+    assert name in {cause.name for cause in grouped(told.causes)[0]}, told.causes
+
+
+def test_a_lowest_rate_below_zero_is_no_cause():
+    told = found(by_rates(linear(100, 90)), by_rates([*linear(60, 59), *[0.0] * 31]))
+    assert "another-lowest-lr" not in {cause.name for cause in told.causes}
+    told = found(by_rates(linear(60, 59)), by_rates(linear(40, 39)))
+    assert "another-lowest-lr" not in {cause.name for cause in told.causes}

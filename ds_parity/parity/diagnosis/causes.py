@@ -33,6 +33,7 @@ REMEDIES = {
     "scheduler-per-outer-step": "step the scheduler after every optimizer step, not once for several of them",
     "scheduler-on-skipped-step": "leave the scheduler where it is when a step was skipped",
     "scheduler-per-dynamic-step": "move the scheduler by what was consumed (ds_parity.lr_progress: rollout)",
+    "schedule-too-short": "plan the LR schedule for as many steps as the reference does",
     "scheduler-stepped-often": "step the scheduler once: by the engine or by the loop, not by both",
     "schedule-off-by-steps": "load the scheduler's position, and step it after the optimizer, from the first step on",
     "schedule-too-long": "plan the schedule for the number of optimizer steps that the run takes",
@@ -132,8 +133,8 @@ _OF_CLASS = {
     "schedule": (
         "scheduler-per-pass", "scheduler-budget-in-passes", "scheduler-per-outer-step", "scheduler-on-skipped-step",
         "scheduler-per-dynamic-step", "scheduler-stepped-often", "schedule-off-by-steps", "schedule-too-long",
-        "no-scheduler", "base-lr", "lr-rounded", "resume-resets-schedule", "lr-in-use", "another-lowest-lr",
-        "another-highest-lr", "another-warm-up",
+        "schedule-too-short", "no-scheduler", "base-lr", "lr-rounded", "resume-resets-schedule", "lr-in-use",
+        "another-lowest-lr", "another-highest-lr", "another-warm-up",
     ),
     "weights": (
         "weights-scaled-by-hand", "weights-in-bf16", "initial-weights", "weights-of-the-step-before", "update-lost",

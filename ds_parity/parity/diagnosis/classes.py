@@ -58,7 +58,7 @@ def _of_counts(at: set[str]) -> set[str]:
 
 def _of_loss(view: View) -> set[str]:
     found = {"data", "loss"}
-    if "grad_norm" in view.at_first:
+    if "grad_norm" in view.at_first or not view.recorded("grad_norm"):
         found |= {"gradient"}  # a logged loss is a weighted mean too, and may have the gradient's wrong weights
     if view.first > 0 or _far_from_the_start(view):
         found |= {"weights"}
@@ -109,12 +109,12 @@ def _of_updates_before(view: View) -> set[str]:
 
 
 def _trained_apart(view: View) -> bool:
-    """Whether weights show that training itself was another.
+    """Whether weights show that training itself was another, from the first step on that differs.
 
-    A step that one side leaves out, or calls skipped, may have been taken all the same. Weights of one step number show
+    Where weights part later, another fault may have done it than that which was logged before. A step that one side leaves out, or calls skipped, may have been taken all the same. Weights of one step number show
     nothing where the candidate's, in their order, are those of other steps of the reference.
     """
     if not view.weights_differ or "step" not in view.fields:
-        return view.weights_differ
+        return view.weights_differ and "weights" in view.at_first
     of_reference = iter([one.weights for one in view.reference.steps])
     return not all(one.weights is not None and one.weights in of_reference for one in view.candidate.steps)

@@ -198,6 +198,16 @@ class FirstStep:
 
     def causes_of(self, name: str) -> tuple[str, ...]:
         """Return what follows from a hypothesis that fits, by how long it stays."""
+        return *self._by_how_long(name), *self._of_data(name)
+
+    def _of_data(self, name: str) -> tuple[str, ...]:
+        """Return what gives all ranks the loss of one: the same micro-batches on each, if no count shows others."""
+        (a, b), it = self.view.pairs[self.view.first], self.hypotheses[name]
+        if None in (a.loss, b.loss, it.loss) or "loss" not in self.view.at_first or self.view.recorded("tokens"):
+            return ()
+        return ("data-or-seed",) if "late-boundary" in MEANINGS[name.partition(":")[0]].always else ()
+
+    def _by_how_long(self, name: str) -> tuple[str, ...]:
         meaning = MEANINGS[name.partition(":")[0]]
         stays = self._stays(name)
         if stays is None:

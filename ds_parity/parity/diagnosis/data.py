@@ -77,6 +77,9 @@ def _repeated(view: View) -> Iterator[Cause]:
             # Weights have moved, and would have shown it.
             yield from _logged_late(view, start)
             return
+        # Other data have other gradients.
+        if view.recorded("grad_norm") and "grad_norm" not in view.at_first:
+            return
         # Weights have moved since, so losses come back by about.
         off = [(abs(b - a), abs(due - a)) for b, a, due in known if b is not None and a is not None and due is not None]
         if max(it for it, _ in off) < 0.1 * max(it for _, it in off):

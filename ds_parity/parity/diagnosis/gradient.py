@@ -18,6 +18,7 @@ from ds_parity.parity.diagnosis.view import View, near, told
 # Of what a fault changes: a norm that it hardly changes must fit so much better.
 _FIRST, _LATER = 0.01, 0.05
 _ALIGNED, _ANOTHER = 0.02, 0.15
+_SHORT = 0.25  # of a gradient: what may lie in another direction of one that has the reference's
 _LIKE_NORM = 0.1
 # A norm that is nearer to the reference's says nothing of a direction.
 _HARDLY = 0.003
@@ -97,9 +98,14 @@ def parallel(view: View) -> bool | None:
         apart, basis = moves.widened(at), [moves.update(at), moves.update(at - 1), moves.apart(at - 1)]
     plane = [it for it in basis if it is not None]
     shares, rest = along(apart, plane)
-    off = (norms[at] or math.nan) - 1
-    if rest < _ALIGNED and abs(shares[0] - off) <= _LIKE_NORM * abs(off):
-        return True  # the update has as much more of the gradient as the norm says
+    length = norms[at] or math.nan
+    off = length - 1
+    # What a short gradient adds is little of what is missing of the reference's.
+    if rest < _ALIGNED and rest * abs(off) < _SHORT * length:
+        if abs(shares[0] - off) <= _LIKE_NORM * min(abs(off), length):
+            return True  # the update has as much more of the gradient as the norm says
+        if same and abs(1 + shares[0] + length) <= _LIKE_NORM * length:
+            return False  # as long, the other way
     if not same:
         return False if moves.too_far else None
     another = moves.clear(at) and along(apart, [*plane, *moves.carried(at)])[1] > _ANOTHER

@@ -70,9 +70,7 @@ def _of_ranks_and_passes(view: View, first: float) -> dict[str, Prediction]:
     found: dict[str, Prediction] = {}
     ranks = view.ranks
     if ranks > 1:
-        factor = 1 / ranks if first < 1 else float(ranks)
-        words = f"1 / {ranks}" if first < 1 else f"{ranks}"
-        found["dp-mean-left-in"] = Prediction([factor] * steps, f"{words} (the number of ranks)")
+        found["dp-mean-left-in"] = Prediction([1 / ranks] * steps, f"1 / {ranks} (the number of ranks)")
     elif any(_whole(it) and round(it) > 1 for it in (first, 1 / first)):
         known = not any(one.header.ranks is None for one in (view.reference, view.candidate))
         # The same words for both, which the record can't tell apart.

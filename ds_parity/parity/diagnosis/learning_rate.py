@@ -36,7 +36,7 @@ def causes(view: View) -> Iterator[Cause]:
     if len(other) == len(groups):
         found += _of_all_groups(view, other)
     if found and view.fields == {"lr"} and all(cause.kind != "logging" for cause in found):
-        found += _logged_wrong(view)
+        found += [replace(it, fit=found[0].fit) for it in _logged_wrong(view)]
     # Each gives all of the rates, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
     yield from (replace(cause, evidence=said) for cause in found)
@@ -137,7 +137,7 @@ def _of_all(view: View, a: list[float], b: list[float], *, known: bool) -> list[
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b), *faster(view, a, b)]
         found += [*stretched(view, a, b), *ends(a, b), *warm_up(a, b)]
-    return found
+    return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
 
 
 def _logged_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -175,7 +175,9 @@ def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             yield Cause("lr-rounded", Fit.SEQUENCE, said)
             break
     if len(set(b)) == 1 and len(set(a)) > 1:
-        yield Cause("no-scheduler", Fit.SEQUENCE, f"the LR is {b[0]:.6g} in every step, where the reference's moves")
+        said = f"the LR is {b[0]:.6g} in every step, where the reference's moves"
+        # Two rates are one number in other schedules, too.
+        yield Cause("no-scheduler", Fit.SEQUENCE if len(b) > 2 else Fit.CONSTANT, said)
 
 
 def _per_rollout(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:

@@ -173,7 +173,19 @@ def ends(a: list[float], b: list[float]) -> Iterator[Cause]:
         share = (of_candidate - kept) / (far - kept)
         if _all_due([kept + share * (x - kept) for x in a], b, _within(a, SAME)):
             said = f"the LR is at {word} {kept:.4g} in both, and {share:.5g} times as far from it as the reference's "
-            yield Cause(f"another-{others}-lr", Fit.SEQUENCE, f"{said}in every step")
+            said += "in every step"
+            # A lowest rate below 0 is none: the reference's lies as high as this, and no higher than it was recorded.
+            if end is min or kept * (1 - 1 / share) <= min(a):
+                yield Cause(f"another-{others}-lr", Fit.SEQUENCE, said)
+            # On a straight line another pace is as far.
+            if end is max and _is_straight(a):
+                name = "schedule-too-long" if share < 1 else "schedule-too-short"
+                yield Cause(name, Fit.SEQUENCE, said)
+
+
+def _is_straight(rates: list[float]) -> bool:
+    moves = [y - x for x, y in pairwise(rates)]
+    return len(moves) > 1 and max(moves) - min(moves) <= _within(rates, SAME)
 
 
 def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:

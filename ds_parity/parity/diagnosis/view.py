@@ -192,9 +192,7 @@ class View:
             return False
         if self.fields & {"lr"}:
             return "loss" not in rounded and self._rates_would_show
-        # Norms that lie within a wide bound, as far apart as the losses, show another training as well as the same.
-        effects = [effect(name, self.pairs, None) for name in sorted(self.fields & (TRAINED_ON | {"metrics"}))] or [1.0]
-        return self._norms_apart == 0.0 or self._norms_apart < _TELLING * min(effects)
+        return self._norms_tell_alone
 
     @cached_property
     def weights_alike(self) -> bool:
@@ -235,6 +233,17 @@ class View:
             return self.agrees("loss")
         most = max(self._effects)
         return most > _FAR and self._norms_apart < _TELLING * most
+
+    @property
+    def _norms_tell_alone(self) -> bool:
+        """Whether gradient norms that agree show, without weights, that what else differs was only logged."""
+        # Norms that lie within a wide bound, as far apart as the losses, show another training as well as the same.
+        effects = [effect(name, self.pairs, None) for name in sorted(self.fields & (TRAINED_ON | {"metrics"}))] or [1.0]
+        # Behind the first step a loss may be off by a little because the weights are, where a norm hardly shows these.
+        from_the_start = self.step(0) == 1 and effect("loss", self.pairs[:1], None) > _TELLING * max(effects)
+        if "loss" in self.at_first and not from_the_start and max(effects) <= _FAR:
+            return False
+        return self._norms_apart == 0.0 or self._norms_apart < _TELLING * min(effects)
 
     @property
     def _rates_would_show(self) -> bool:
