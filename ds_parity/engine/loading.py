@@ -42,6 +42,8 @@ def _found(load_dir: str, tag: Any, *, universal: bool) -> dict[str, Any]:
         named = tag_of(load_dir, tag, universal=universal)
         if tag is None and named == "":
             unread = "the file is empty"
+        elif tag is None and named is not None and "\0" in named:
+            unread = "the file has a NUL byte, of which no folder can have the name"
         folder = None if named is None else folder_of(load_dir, named)
         found = folder is not None and folder.is_dir()
     except (OSError, ValueError, TypeError) as error:

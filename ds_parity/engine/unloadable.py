@@ -23,6 +23,8 @@ _HALF_WAY = "loading ends half way, so start a new engine"
 _OF_NONE = "'NoneType'"
 _WHOLE = (0,)
 _OF_A_BROKEN_FILE = "PytorchStreamReader"  # torch's reader of zip archives
+_OF_ZEROS = "filename 'storages' not found"  # torch takes a file of zero bytes for one of its oldest archives
+_OF_A_STATE_DICT = "Error(s) in loading state_dict"  # torch's load_state_dict, of names or sizes
 _OF_A_TAG = ("_model_states.pt", "_optim_states.pt")
 # torch's word, DeepSpeed's where other parameters make other parts, and torch's where parts have other sizes.
 _OF_GROUPS = ("parameter group", "parameter-alignment layout", "must match the size of tensor")
@@ -135,8 +137,7 @@ def _inside_the_schedule(driver: Loading, error: Exception) -> bool:
 def _without_states(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     stage = int(driver.engine.zero_optimization_stage())
     if driver.engine.load_universal_checkpoint():
-        # On the other stages, what does not fit a universal checkpoint is the model.
-        return None if stage else _of_universal(driver, load_dir, f"{type(error).__name__}: {error}")
+        return _unlike_universal(stage, driver, load_dir, error)
     saved_on = _saved_on(folder_of(load_dir, tag))
     if saved_on is None:
         return None
@@ -153,6 +154,8 @@ def _without_states(driver: Loading, load_dir: str, tag: Any, error: Exception) 
 
 
 def _of_other_keys(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    if _OF_ZEROS in str(error):
+        return _unreadable(driver, load_dir, tag, error)
     if _inside_the_schedule(driver, error):
         return CheckpointError(
             f"load_checkpoint({load_dir!r}): the checkpoint has the state of another LR scheduler than this engine's "
@@ -178,6 +181,35 @@ def _without_a_part(load_dir: str, error: FileNotFoundError) -> CheckpointError 
     return _broken_off(load_dir, f"{name} is not there") if name.endswith(_OF_A_TAG) else None
 
 
+def _unlike_universal(stage: int, driver: Loading, load_dir: str, error: Exception) -> CheckpointError | None:
+    if not stage:
+        return _of_universal(driver, load_dir, f"{type(error).__name__}: {error}")
+    # On the other stages, what does not fit a universal checkpoint is the model.
+    return _without_a_parameter(load_dir, error) if isinstance(error, FileNotFoundError) else None
+
+
+def _without_a_parameter(load_dir: str, error: FileNotFoundError) -> CheckpointError:
+    missing = Path(error.filename or "")
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): the universal checkpoint has no {missing.parent.name}/{missing.name}, as "
+        "where its conversion broke off, or where another model, or another set of trained parameters, was saved. "
+        f"Convert it anew, into a folder of its own, and load it into the model that saved it; {_HALF_WAY}"
+    )
+
+
+def _of_another_model(load_dir: str, error: Exception) -> CheckpointError:
+    said = " ".join(str(error).split())
+    of_frozen = (
+        " If it was saved with exclude_frozen_parameters=True, load it with load_module_strict=False."
+        if "Missing key" in said
+        else ""
+    )
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): the checkpoint is of another model than this engine's ({said}). Load it into "
+        f"the model that saved it.{of_frozen} {_HALF_WAY[0].upper()}{_HALF_WAY[1:]}"
+    )
+
+
 def _is_of_another_precision(error: FileNotFoundError) -> bool:
     # Files of one precision are called bf16_zero_pp_rank_..., and those of others zero_pp_rank_...: is all there
     # but with the other name?
@@ -198,6 +230,8 @@ def _of_another_precision(load_dir: str, error: Exception) -> CheckpointError:
 def _of_other_groups(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
     if _OF_A_BROKEN_FILE in str(error):
         return _unreadable(driver, load_dir, tag, error)
+    if _OF_A_STATE_DICT in str(error):
+        return _of_another_model(load_dir, error)
     if not any(word in str(error) for word in _OF_GROUPS):
         return _no_universal(driver, load_dir, tag, error)
     return CheckpointError(

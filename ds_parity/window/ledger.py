@@ -204,8 +204,9 @@ class Ledger:
         """
         ended = self.window
         self.consumed += self._units(ended)
-        # A window that its caller ends has no surplus, whatever it held.
-        if self.rules.by_caller or self.consumed < ended.closes_at:
+        # A window that its caller ends has no surplus, whatever it held, and one of "reset" leaves none to a run that
+        # goes on from a checkpoint with "carry".
+        if self.rules.by_caller or self.rules.overshoot != "carry" or self.consumed < ended.closes_at:
             self.origin = self.consumed
         self.rollouts += ended.rollouts
         if applied:

@@ -4,6 +4,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
@@ -160,3 +161,43 @@ def test_a_file_of_another_rank_of_an_mpu_names_the_mpu(folder):
 @pytest.mark.parametrize("error", [IndexError("list index out of range"), TypeError("unhashable"), OSError("disk")])
 def test_any_other_error_is_left_as_it_is(folder, error):
     assert said(folder, error) is error
+
+
+def of_a_state_dict(**sizes):
+    """What torch raises where a state dict is of other names or sizes."""
+    try:
+        torch.nn.Linear(2, 3).load_state_dict({name: torch.zeros(size) for name, size in sizes.items()})
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
+def test_a_checkpoint_of_another_model_is_said_to_be_one(folder):
+    error = said(folder, of_a_state_dict(weight=(3, 5), bias=(3,)))
+    assert isinstance(error, CheckpointError)
+    assert "is of another model than this engine's (Error(s) in loading state_dict for Linear: size mism" in str(error)
+    assert "exclude_frozen_parameters" not in str(error)
+    assert str(error).endswith("Loading ends half way, so start a new engine")
+
+
+def test_a_checkpoint_without_frozen_parameters_names_the_argument_that_loads_it(folder):
+    error = said(folder, of_a_state_dict(weight=(3, 2)))
+    assert "saved with exclude_frozen_parameters=True, load it with load_module_strict=False" in str(error)
+
+
+def test_a_universal_checkpoint_without_a_file_of_a_parameter_names_it(folder):
+    missing = FileNotFoundError(2, "No such file", str(folder / "zero" / "b.weight" / "exp_avg_sq.pt"))
+    error = said(folder, missing, stage=3, universal=True)
+    assert isinstance(error, CheckpointError)
+    assert "the universal checkpoint has no b.weight/exp_avg_sq.pt" in str(error)
+    assert "no universal checkpoint (" not in str(error)
+
+
+def test_a_file_of_zero_bytes_cannot_be_read(folder):
+    file = folder / "saved" / MODEL
+    file.write_bytes(bytes(2000))
+    with pytest.raises(KeyError) as found:
+        torch.load(file, weights_only=False)
+    error = said(folder, found.value)
+    assert isinstance(error, CheckpointError)
+    assert "the checkpoint is not whole: a file of it can't be read (KeyError" in str(error)

@@ -120,6 +120,16 @@ def test_carry_shortens_the_next_window_by_the_surplus_and_reset_does_not():
     assert sizes == {"carry": [6, 3, 3, 6, 3, 3], "reset": [6, 6, 6, 6]}
 
 
+@pytest.mark.parametrize(("before", "behind"), [("reset", "carry"), ("error", "carry"), ("carry", "reset")])
+def test_a_run_that_goes_on_with_another_overshoot_begins_with_a_window_of_its_own(before, behind):
+    """What `reset` has forgotten comes back in no window; what `carry` would have carried on is forgotten."""
+    saved = Ledger(Rules(6, 1, overshoot=before))
+    fed(saved, rollouts(*[3, 3] * 2 if before == "error" else [8] * 2))
+    ledger = Ledger(Rules(6, 1, overshoot=behind))
+    ledger.restore(saved.state())
+    assert [window.rollouts for window in fed(ledger, rollouts(*[2] * 6))] == [6, 6]
+
+
 @pytest.mark.parametrize("overshoot", OVERSHOOTS)
 def test_a_window_closes_at_the_pass_that_reaches_the_target_not_one_later(overshoot):
     ledger = Ledger(Rules(6, 1, overshoot=overshoot))
