@@ -196,6 +196,10 @@ class TestBadInput:
         assert f"{option} is of one configuration: --matrix has references and data of its own" in message
         assert "leave it out, or give a configuration in place of --matrix" in message
 
+    @pytest.mark.parametrize("command", ["verify", "probe", "calibrate"])
+    def test_a_seed_that_torch_does_not_take_is_refused_before_ranks_start(self, command):
+        assert "--seed" in refused(command, *["config.json"][: command != "calibrate"], "--seed", 2**63)
+
     def test_several_of_these_are_named_together(self, tmp_path):
         asked = ["--windows", 7, "--train", "nowhere:train"]
         message = refused("verify", *asked, "--matrix", "no such row", "--out", tmp_path)

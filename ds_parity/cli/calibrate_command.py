@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from ds_parity.cli.console import out, print_json, progress, verdict
-from ds_parity.cli.options import Folder, Json, Ranks, Timeout
+from ds_parity.cli.options import MOST_SEED, Folder, Json, Ranks, Timeout
 
 
 def calibrate(
     scenarios: Annotated[int, typer.Option(min=1, help="number of random scenarios without a fault")] = 200,
     ranks: Ranks = 2,
-    seed: Annotated[int, typer.Option(min=0, help="seed of the random scenarios")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="seed of the random scenarios")] = 0,
     timeout: Timeout = 3600,
     folder: Folder = Path("ds_parity_out"),
     as_json: Json = False,

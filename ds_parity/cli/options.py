@@ -10,7 +10,9 @@ import typer
 Config = Annotated[str, typer.Argument(help="extended DeepSpeed JSON: a path, or base64", show_default=False)]
 Ranks = Annotated[int, typer.Option(min=1, help="ranks, those that AutoTP has share a model included")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
-Seed = Annotated[int, typer.Option(min=0, help="seed of weights, rollouts and sizes of micro-batches")]
+# Torch takes no larger ones.
+MOST_SEED = 2**63 - 1
+Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="seed of weights, rollouts and sizes of micro-batches")]
 Timeout = Annotated[float, typer.Option(min=1, help="seconds in which all ranks must finish")]
 Model = Annotated[
     str,
