@@ -111,8 +111,9 @@ def _of_updates_before(view: View) -> set[str]:
 def _trained_apart(view: View) -> bool:
     """Whether weights show that training itself was another, from the first step on that differs.
 
-    Where weights part later, another fault may have done it than that which was logged before. A step that one side leaves out, or calls skipped, may have been taken all the same. Weights of one step number show
-    nothing where the candidate's, in their order, are those of other steps of the reference.
+    Where weights part later, another fault may have done it than that which was logged before. A step that one side
+    leaves out, or calls skipped, may have been taken all the same. Weights of one step number show nothing where the
+    candidate's, in their order, are those of other steps of the reference.
     """
     if not view.weights_differ or "step" not in view.fields:
         return view.weights_differ and "weights" in view.at_first
