@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -45,7 +45,9 @@ class Numbers:
         self._plans.pop(plan, None)
         self._plans[plan] = None
         if len(self._plans) > self._most:
-            del self._plans[next(iter(self._plans))]
+            # Another thread may do the same; a lock could be held where a process is forked.
+            with suppress(RuntimeError):
+                self._plans.pop(next(iter(self._plans)), None)
 
     def latest(self, most: int) -> tuple[int, ...]:
         """Return the latest ones, the last one first."""
