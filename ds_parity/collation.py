@@ -109,7 +109,7 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
         )
     pairs = any(isinstance(unit, PreferencePair) for unit in plan.rollouts[:1])
     number = plan.number(window)
-    stream = STREAMS.begin(number, plan.dp_world_size)
+    stream = STREAMS.begin(number, plan.dp_world_size, empty=window == len(plan.windows))
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
     for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
         units = [plan.rollouts[index] for index in chosen.tolist()]

@@ -449,7 +449,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         options = {"names_latest": save_latest, "without_frozen": exclude_frozen_parameters}
         saving = Saving.of(self.__wrapped__, self._self_writer, save_dir, tag, **options)
         saved = checkpoint.save(self._self_driver, saving, client_state)
-        self._self_writer.goes_on_in(save_dir, saving.tag)
+        self._self_writer.has_saved(save_dir, saving.tag)
         return saved
 
     def load_checkpoint(
@@ -485,7 +485,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         }
         path, state = checkpoint.load(self._self_driver, load_dir, tag, options)
         if path is not None:
-            self._self_writer.goes_on_in(load_dir, tag, universal=self.load_universal_checkpoint())
+            self._self_writer.has_loaded(load_dir, tag, universal=self.load_universal_checkpoint())
         return path, state
 
     def destroy(self) -> None:

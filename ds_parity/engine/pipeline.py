@@ -218,7 +218,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         before, behind = (partial(self._self_patient.gather, place=one) for one in places)
         with naming_lost_ranks("save_checkpoint()"):
             saved = save(self.__wrapped__, saving, state, before, behind)
-        self._self_writer.goes_on_in(save_dir, saving.tag)
+        self._self_writer.has_saved(save_dir, saving.tag)
         return saved
 
     def load_checkpoint(
@@ -258,7 +258,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         with naming_lost_ranks("load_checkpoint()"):
             path, client_state = load(self.__wrapped__, load_dir, tag, options, before, behind)
         if path is not None:
-            self._self_writer.goes_on_in(load_dir, tag, universal=self.load_universal_checkpoint())
+            self._self_writer.has_loaded(load_dir, tag, universal=self.load_universal_checkpoint())
         return path, client_state
 
     def destroy(self) -> Any:

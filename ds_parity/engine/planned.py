@@ -91,14 +91,12 @@ class PlansRead:
         self.begun: deque[int] = deque(maxlen=_KEPT)
         self.untold: list[int] = []
         self._streams = Numbers(_KNOWN)
-        # How often a plan was begun, and how often one of its micro-batches was read then.
-        self._times: dict[int, int] = {}
-        self._ran: dict[int, int] = {}
+        # How often a plan was begun, how often of that in this process, and how often a micro-batch of it was read.
+        self._times, self._here, self._ran = Numbers(_KNOWN), Numbers(_KNOWN), Numbers(_KNOWN)
         # Of streams that no micro-batch was read of: their plans.
         self._silent: dict[int, int] = {}
-        # Of micro-batches that were made elsewhere, nobody has heard which plans lie between.
+        # Of micro-batches that were made in another process, nobody has heard which plans lie between.
         self._passed = Numbers(_KNOWN)
-        self._made_here = False
 
     def is_new(self, one: Read, ranks: int) -> bool:
         """Whether what a stream has given is of a plan that it had not begun before."""
@@ -111,23 +109,30 @@ class PlansRead:
             one: what it has given.
             ranks: data-parallel ranks that train (>= 1). Of a plan for others is no micro-batch that they train.
         """
-        heard = {it.stream for it in one.begun}
         for it in _streams_of(one, ranks):
             if it.stream not in self._streams:
                 self._begin(it)
-                self._made_here |= it.stream not in heard and it.plan in STREAMS.begun
-        plan = self._silent.pop(_stream_of(one.batch), None)
+        stream = _stream_of(one.batch)
+        plan = self._silent.pop(stream, None)
         if plan is not None:
-            _keep(self._ran, plan, self._ran.get(plan, 0) + 1)
-        for passed in getattr(one.batch, "plans_begun", ()):
-            if passed not in self._passed and passed not in STREAMS.begun:
-                self._passed.add(passed)
+            self._ran.add(plan)
+        if stream is not None and stream not in STREAMS.streams:
+            for passed in getattr(one.batch, "plans_begun", None) or ():
+                if passed not in self._passed:
+                    self._passed.add(passed)
 
     def _begin(self, it: Begun) -> None:
         self._streams.add(it.stream)
-        _keep(self._silent, it.stream, it.plan)
-        _keep(self._times, it.plan, self._times.get(it.plan, 0) + 1)
+        self._times.add(it.plan)
         self.untold.append(it.plan)
+        if it.stream in STREAMS.streams:
+            self._here.add(it.plan)
+        if it.empty:
+            self._ran.add(it.plan)
+            return
+        self._silent[it.stream] = it.plan
+        if len(self._silent) > _KNOWN:
+            del self._silent[next(iter(self._silent))]
 
     def tell(self) -> tuple[int, ...]:
         """Return those of which the others have not heard, and take it that they will."""
@@ -136,11 +141,11 @@ class PlansRead:
         return told
 
     def told(self) -> dict[int, int]:
-        """Return how often this rank has run each of the plans that it has told of last, once if it has begun it alone.
+        """Return how often this rank has run each of the plans that it has told of last.
 
-        A stream may be begun to look at it, beside the one that is run.
+        A stream that was begun to look at it, and of which no micro-batch was read, was not run.
         """
-        return {plan: max(1, self._ran.get(plan, 0)) for plan in self.begun}
+        return {plan: self._ran.times(plan) for plan in self.begun if plan in self._ran}
 
     def lacks(self, told: Mapping[int, int]) -> dict[int, int]:
         """Return the plans that this rank has begun less often than others have run them, and how often it has.
@@ -148,27 +153,20 @@ class PlansRead:
         Args:
             told: how often a rank has run each plan, at the most.
         """
-        return {plan: self._times.get(plan, 0) for plan, times in told.items() if not self._may_have(plan, times)}
+        return {plan: self._times.times(plan) for plan, times in told.items() if not self._may_have(plan, times)}
 
     def _may_have(self, plan: int, times: int) -> bool:
-        # What is begun outside of the loop's stream may be a part of it that the loop has left out.
-        left_out = plan in self._passed or plan in STREAMS.unheard or (self._made_here and plan in STREAMS.begun)
-        return left_out or self._times.get(plan, 0) >= times
+        # Of a stream that was begun before, or by another engine, all may have been left out.
+        left_out = plan in self._passed or STREAMS.begun.times(plan) > self._here.times(plan)
+        return left_out or self._times.times(plan) >= times
 
     def copy(self) -> PlansRead:
         """Return one that goes on from here by itself."""
         other = PlansRead()
-        other.begun, other.untold, other._made_here = self.begun.copy(), list(self.untold), self._made_here
+        other.begun, other.untold, other._silent = self.begun.copy(), list(self.untold), dict(self._silent)
         other._streams, other._passed = self._streams.copy(), self._passed.copy()
-        other._times, other._ran, other._silent = dict(self._times), dict(self._ran), dict(self._silent)
+        other._times, other._here, other._ran = self._times.copy(), self._here.copy(), self._ran.copy()
         return other
-
-
-def _keep(numbers: dict[int, int], key: int, value: int) -> None:
-    numbers.pop(key, None)
-    numbers[key] = value
-    if len(numbers) > _KNOWN:
-        del numbers[next(iter(numbers))]
 
 
 def _stream_of(batch: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 from uuid import uuid4
 
@@ -25,16 +26,16 @@ _LOOKED_AT: Final = 32  # tokens of the end, and of the whole, by which a sequen
 
 
 class Numbers:
-    """The latest numbers of plans.
+    """The latest numbers, of plans or of streams of them.
 
     Args:
         most: how many are kept (>= 1).
-        of: those to begin with, the latest last.
+        of: how often each was added before, the latest last.
     """
 
-    def __init__(self, most: int, of: Iterable[int] = ()) -> None:
+    def __init__(self, most: int, of: Mapping[int, int] = MappingProxyType({})) -> None:
         self._most = most
-        self._plans = dict.fromkeys(of)
+        self._plans = dict(of)
 
     def copy(self) -> Numbers:
         """Return one that goes on from here by itself."""
@@ -42,8 +43,7 @@ class Numbers:
 
     def add(self, plan: int) -> None:
         """Take note of one more, which is the latest."""
-        self._plans.pop(plan, None)
-        self._plans[plan] = None
+        self._plans[plan] = self._plans.pop(plan, 0) + 1
         if len(self._plans) > self._most:
             # Another thread may do the same; a lock could be held where a process is forked.
             with suppress(RuntimeError):
@@ -52,6 +52,10 @@ class Numbers:
     def latest(self, most: int) -> tuple[int, ...]:
         """Return the latest ones, the last one first."""
         return tuple(islice(reversed(self._plans), most))
+
+    def times(self, plan: int) -> int:
+        """Return how often it was added."""
+        return self._plans.get(plan, 0)
 
     def __contains__(self, plan: int) -> bool:
         """Whether it is one of them."""
@@ -65,44 +69,46 @@ class Begun(NamedTuple):
         plan: the number of its plan.
         ranks: for how many data-parallel ranks that is (>= 1).
         stream: tells it from all others.
+        empty: it yields nothing.
     """
 
     plan: int
     ranks: int
     stream: int
+    empty: bool = False
 
 
 class Streams:
     """Of which plans this process has begun a stream of micro-batches.
 
     Attributes:
-        begun: numbers of these plans, the last 65,536.
-        unheard: those among them of which one was begun where nobody listened.
-        latest: the last 64 of them.
+        begun: numbers of these plans, the last 65,536, and how often it has begun one of each.
+        streams: tell these streams from all others, the last 65,536 of them.
+        latest: the last 64 of the plans.
     """
 
     def __init__(self) -> None:
         self.begun = Numbers(_KNOWN)
-        self.unheard = Numbers(_KNOWN)
+        self.streams = Numbers(_KNOWN)
         self.latest: tuple[int, ...] = ()
         self._heard = threading.local()
 
-    def begin(self, plan: int, ranks: int) -> int:
+    def begin(self, plan: int, ranks: int, *, empty: bool) -> int:
         """Take note of one more, and return what tells it from all others, of other processes, too.
 
         Args:
             plan: the number of its plan.
             ranks: for how many data-parallel ranks that is (>= 1).
+            empty: it yields nothing.
         """
         # Not by torch's or Python's random numbers, which are the loop's.
         stream = uuid4().int
         self.begun.add(plan)
+        self.streams.add(stream)
         self.latest = self.begun.latest(_CARRIED)
         listeners = getattr(self._heard, "by", ())
         if listeners:
-            listeners[-1].append(Begun(plan, ranks, stream))
-        else:
-            self.unheard.add(plan)
+            listeners[-1].append(Begun(plan, ranks, stream, empty))
         return stream
 
     @contextmanager

@@ -48,7 +48,11 @@ def _saves_beside(stage, folder):
     # Weights that go on under the same tag, as "best" of a run that was resumed in this process.
     critic.load_checkpoint(folder, tag="1")
     said["the critic has loaded it"] = from_all(refusal(lambda: critic.save_checkpoint(folder, tag="1")))
-    said["the actor, too"] = from_all(refusal(lambda: actor.save_checkpoint(folder, tag="1")))
+    said["the actor behind it"] = from_all(refusal(lambda: actor.save_checkpoint(folder, tag="1")))
+    # One that has only loaded it replaces nothing, and nobody replaces what it has not saved.
+    critic.load_checkpoint(f"{folder}-critic", tag="1")
+    actor.load_checkpoint(folder, tag="1")
+    said["the actor has loaded it, too"] = from_all(refusal(lambda: actor.save_checkpoint(folder, tag="1")))
     later = _trained(stage, 1)
     said["a run behind them"] = from_all(refusal(lambda: later.save_checkpoint(folder, tag="2")))
     # The actor goes on: it is no run of before.
@@ -83,7 +87,7 @@ def gone(folder):
 
 def test_a_second_engine_does_not_replace_the_checkpoint_of_the_first(two_ranks, stage):
     said = two_ranks.of(saves)[stage]
-    for name in ("lives", "by a link", "a run beside it", "a third one"):
+    for name in ("lives", "by a link", "the actor behind it", "a run beside it", "a third one"):
         assert all(one.startswith("CheckpointError: save_checkpoint(") and REFUSED in one for one in said[name]), name
         assert len(set(said[name])) == 1, said[name]
     assert said["nothing written"]
@@ -91,9 +95,41 @@ def test_a_second_engine_does_not_replace_the_checkpoint_of_the_first(two_ranks,
 
 def test_who_goes_on_in_a_checkpoint_may_save_it_again(two_ranks, stage):
     said = two_ranks.of(saves)[stage]
-    taken = ("another tag", "a folder of its own", "the actor again", "the critic has loaded it", "the actor, too")
-    for name in (*taken, "a run behind them", "both are destroyed"):
+    taken = ("another tag", "a folder of its own", "the actor again", "the critic has loaded it")
+    for name in (*taken, "the actor has loaded it, too", "a run behind them", "both are destroyed"):
         assert set(said[name]) == {"nothing was raised"}, (name, said[name])
+
+
+@on_two_ranks
+def looped(folder):
+    """A folder that is a loop of links, on the first rank alone."""
+    engine = _trained(1, 1)
+    loop = Path(folder) / f"loop-{dist.get_rank()}"
+    if dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        loop.symlink_to(loop)
+    dist.barrier()
+    return from_all(refusal(lambda: engine.save_checkpoint(str(loop), tag="1")))
+
+
+@on_two_ranks
+def only_loaded(folder):
+    """An engine that evaluates has loaded what an actor saves, of a run before."""
+    first = _trained(1, 1)
+    first.save_checkpoint(folder, tag="best")
+    first.destroy()
+    actor, evaluating = (_trained(1, 1) for _ in range(2))
+    evaluating.load_checkpoint(folder, tag="best", load_module_only=True)
+    return from_all(refusal(lambda: actor.save_checkpoint(folder, tag="best")))
+
+
+def test_a_loop_of_links_is_told_to_every_rank(two_ranks):
+    for said in two_ranks.of(looped):
+        assert said.startswith("CheckpointError: save_checkpoint("), said
+
+
+def test_what_was_only_loaded_may_be_replaced(two_ranks):
+    assert set(two_ranks.of(only_loaded)) == {"nothing was raised"}
 
 
 def test_a_checkpoint_that_was_removed_belongs_to_nobody(two_ranks):

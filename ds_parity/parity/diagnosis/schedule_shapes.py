@@ -175,7 +175,7 @@ def ends(a: list[float], b: list[float]) -> Iterator[Cause]:
             said = f"the LR is at {word} {kept:.4g} in both, and {share:.5g} times as far from it as the reference's "
             said += "in every step"
             # A lowest rate below 0 is none: the reference's lies as high as this, and no higher than it was recorded.
-            if end is min or kept * (1 - 1 / share) <= min(a):
+            if end is min or kept * (1 - 1 / share) <= min(a) + _within(a, _BETWEEN):
                 yield Cause(f"another-{others}-lr", Fit.SEQUENCE, said)
             # On a straight line another pace is as far.
             if end is max and _is_straight(a):
