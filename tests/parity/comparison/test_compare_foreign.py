@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_parity.parity.comparison.alignment import align, stride
@@ -162,12 +162,14 @@ class TestDigits:
         assert not compare(a, foreign(change={(2, "loss"): LOSS[2] + 9e-4}), REASSOCIATED).equal
 
     @given(st.floats(1e-3, 10.0), st.integers(2, 6), st.floats(-3, 3))
+    @example(9.048006222416534, 5, -2.0625)
     def test_a_rounded_loss_equals_the_loss_that_was_rounded_and_not_one_two_units_off(self, loss, decimals, units):
         off = loss + units * 10.0**-decimals
         other = foreign(steps=[1], change={(1, "loss"): round(off, decimals)}, precision={"loss": Precision(decimals)})
         found = compare(own([1], loss=loss), other, REASSOCIATED).equal
         assert found or abs(units) > 1e-9
-        assert not found or abs(units) < 1.01 + 1e-5 * 10.0**decimals
+        # Rounding twice leaves a unit, and sums over 4 rollouts in fp32 a share of 1.3113e-6 (`Comparison.bound`).
+        assert not found or abs(units) < 1.01 + 1.32e-6 * max(loss, 0.5) * 10.0**decimals
 
     def test_a_rounding_that_errs_to_one_side_in_every_step_is_no_bias_and_more_is(self):
         steps = range(1, 31)
