@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, overload
 
@@ -368,6 +369,9 @@ class Driver(AmongRanks):
 
     def abandon(self) -> None:
         """Throw the open window away, gradients, losses and metrics with it: what comes next is loaded over it."""
+        # What a loop has left open (`break`) is heard now: heard later, its doubt would be of one rank alone.
+        with suppress(RankDesyncError):
+            self.exchange.settle()
         # Also before a window's first pass: a stray gradient may be what the loading is to mend.
         with self.adapter.kept.released():
             # DeepSpeed can't clear what a stray has left in its buckets; the next backward says so.

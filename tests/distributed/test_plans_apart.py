@@ -252,6 +252,23 @@ def _left_at_the_second_plan(folder):
     return [refusal(run), engine.global_steps]
 
 
+def _loaded_where_the_second_plan_begins(folder):
+    """One rank knows what was said of the second plan before it loads, and the other one does not wait for it."""
+    engine, rollouts = _built(2), _rollouts()
+    engine.save_checkpoint(f"{folder}-first")
+    first, second = list(_own(rollouts[:8])), list(_own(rollouts[8:16]))
+
+    def run():
+        for _ in engine.passes(first if dist.get_rank() else first + second):
+            if engine.global_steps == 1:
+                break
+            one_pass(engine, 1)
+        engine.load_checkpoint(f"{folder}-first")
+        _trained(engine, _own(rollouts[16:24]))
+
+    return [refusal(run), engine.global_steps]
+
+
 def _made_before_the_engine(folder):
     """Each rank leaves out all of a plan of which it has made the micro-batches."""
     rollouts = _rollouts()
@@ -402,6 +419,7 @@ def plans_between_loops(folder):
         _ended_by_finish,
         _stepped_once_more,
         _left_at_the_second_plan,
+        _loaded_where_the_second_plan_begins,
         _made_before_the_engine,
         _through_several_loops,
         _thrown_away_by_a_load,
@@ -436,6 +454,7 @@ def test_a_refused_window_takes_no_second_step(two_ranks):
     ("done", "steps"),
     [
         ("_left_at_the_second_plan", 2),
+        ("_loaded_where_the_second_plan_begins", 1),
         ("_made_before_the_engine", 2),
         ("_through_several_loops", 2),
         ("_thrown_away_by_a_load", 3),
