@@ -18,6 +18,8 @@ _WAY_OUT: Final = (
     "of one that another engine had, whose ZeRO has put partitions into it"
 )
 
+_NEVER_MOVED: Final = "the learning rates of the engine would never move"
+
 
 def held(parameters: Any) -> Any:
     """Return `model_parameters` in a form that can be looked at twice: DeepSpeed makes a list of a generator, too."""
@@ -62,23 +64,55 @@ def refuse_foreign_scheduler(keywords: Mapping[str, Any]) -> None:
 
     Args:
         keywords: of `deepspeed.initialize`. A function that makes a scheduler passes, and so does a scheduler without
-            an attribute `optimizer`. So does any beside a function that makes the optimizer, which is not there yet.
+            an attribute `optimizer`. So does any beside a function that makes the optimizer, which is not there yet:
+            `refuse_foreign_scheduler_made` looks at both.
     """
     scheduler, optimizer = keywords.get("lr_scheduler"), keywords.get("optimizer")
-    another = getattr(scheduler, "optimizer", None)
-    moved = getattr(another, "param_groups", None)
     own = getattr(optimizer, "param_groups", ())
-    if not moved or (optimizer is not None and not own):
+    if optimizer is not None and not own:
         return
-    # By the groups, because frameworks make an optimizer of another class over the same groups; wrappers may copy them.
-    shared = {id(group) for group in moved} & {id(group) for group in own}
-    if not shared and not _inside(another) & _inside(optimizer):
+    if _moves_another(scheduler, optimizer):
         has = "that initialize() is given" if own else "that DeepSpeed makes of the section `optimizer`"
         raise ConfigError(
-            f"lr_scheduler= is a {type(scheduler).__name__} over another optimizer ({type(another).__name__}) than "
-            f"the one {has}: the learning rates of the engine would never move. Build it over the engine's optimizer, "
-            "or give a function: lr_scheduler=lambda optimizer: LinearLR(optimizer)"
+            f"lr_scheduler= is {_over_another(scheduler)} than the one {has}: {_NEVER_MOVED}. Build it over the "
+            "engine's optimizer, or give a function: lr_scheduler=lambda optimizer: LinearLR(optimizer)"
         )
+
+
+def refuse_foreign_scheduler_made(keywords: Mapping[str, Any], scheduler: Any, optimizer: Any) -> None:
+    """Raise ConfigError where a scheduler, now that the engine is there, sets the rates of another optimizer.
+
+    Args:
+        keywords: of `deepspeed.initialize`. Without `lr_scheduler` the scheduler is DeepSpeed's own, and right.
+        scheduler: of the engine.
+        optimizer: of the engine; the caller's own may be inside of it.
+    """
+    given = keywords.get("lr_scheduler")
+    if given is None or not _moves_another(scheduler, optimizer):
+        return
+    if scheduler is given:
+        wrong = f"is {_over_another(scheduler)} than the one that the function in optimizer= has made"
+        way_out = "Give a function here, too"
+    else:
+        wrong = f"is a function that has made {_over_another(scheduler)} than the one that it was given"
+        way_out = "Build it over what the function is given"
+    raise ConfigError(
+        f"lr_scheduler= {wrong}: {_NEVER_MOVED}. {way_out}: lr_scheduler=lambda optimizer: LinearLR(optimizer)"
+    )
+
+
+def _moves_another(scheduler: Any, optimizer: Any) -> bool:
+    another = getattr(scheduler, "optimizer", None)
+    moved = getattr(another, "param_groups", None)
+    if not moved:
+        return False
+    # By the groups, because frameworks make an optimizer of another class over the same groups; wrappers may copy them.
+    shared = {id(group) for group in moved} & {id(group) for group in getattr(optimizer, "param_groups", ())}
+    return not shared and not _inside(another) & _inside(optimizer)
+
+
+def _over_another(scheduler: Any) -> str:
+    return f"a {type(scheduler).__name__} over another optimizer ({type(scheduler.optimizer).__name__})"
 
 
 def _inside(optimizer: Any) -> set[int]:

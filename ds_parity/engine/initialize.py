@@ -26,6 +26,7 @@ from ds_parity.engine.foreign_parameters import (
     held,
     refuse_foreign_parameters,
     refuse_foreign_scheduler,
+    refuse_foreign_scheduler_made,
 )
 from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.adagrad import own_adagrad
@@ -205,16 +206,7 @@ def honoured(
             keywords = {**keywords, "model_parameters": held(keywords.get("model_parameters"))}
             refuse_foreign_parameters(keywords)
             refuse_foreign_scheduler(keywords)
-            rewritten = rewrite(extended, data_parallel_size(mpu, mesh_param, extended))
-            rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
-            refuse_unfilled(
-                rewritten.config,
-                optimizer=keywords.get("optimizer") is None,
-                scheduler=keywords.get("lr_scheduler") is None,
-            )
-            _refuse_by_release({**extended, **rewritten.config})
-            refuse_optimizer(keywords.get("optimizer"), rewritten.config)
-            refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))
+            rewritten = _rewritten(keywords, extended, data_parallel_size(mpu, mesh_param, extended))
             if pipeline:
                 refuse_stage_without_training(keywords["model"], handed_over(keywords))
     # By itself, because without an optimizer all else differs.
@@ -231,6 +223,8 @@ def honoured(
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with saying_what_is_waited_for(), building(), any_shape_is_sent(), own_adagrad():
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
+    with all_or_none(everybody):
+        refuse_foreign_scheduler_made(keywords, engine.lr_scheduler, engine.optimizer)
     refuse_unable(engine)
     if pipeline:
         return PipelinedEngine(engine, rewritten.settings, number), wrapper, loader, engine.lr_scheduler
@@ -240,6 +234,19 @@ def honoured(
     with all_or_none(everybody):
         attach(wrapped._self_driver, rewritten.settings.trace, extended, start)
     return wrapped, wrapper, loader, engine.lr_scheduler
+
+
+def _rewritten(keywords: Mapping[str, Any], extended: Mapping[str, Any], ranks: int) -> Rewrite:
+    """Return the configuration as DeepSpeed gets it, once it was seen to fit the model and the optimizer."""
+    rewritten = rewrite(extended, ranks)
+    rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
+    refuse_unfilled(
+        rewritten.config, optimizer=keywords.get("optimizer") is None, scheduler=keywords.get("lr_scheduler") is None
+    )
+    _refuse_by_release({**extended, **rewritten.config})
+    refuse_optimizer(keywords.get("optimizer"), rewritten.config)
+    refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))
+    return rewritten
 
 
 def without_keys(keywords: Mapping[str, Any], extended: Mapping[str, Any]) -> dict[str, Any]:

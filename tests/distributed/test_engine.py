@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from itertools import product
 from pathlib import Path
 
 import deepspeed
@@ -11,8 +12,8 @@ import torch.distributed as dist
 
 import ds_parity
 from ds_parity.trace import read_trace
-from tests.distributed.cells import config
-from tests.distributed.engines import build, one_pass
+from tests.distributed.cells import STAGES, config
+from tests.distributed.engines import build, from_all, one_pass, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -69,6 +70,69 @@ def test_an_unchanged_deepspeed_loop_runs(two_ranks):
     assert result["boundaries"] == [False, True] * 4
     assert result["steps"] == 4
     assert result["lr"] == pytest.approx([0.1**5])
+
+
+@on_two_ranks
+def schedulers_of_another_optimizer(folder):
+    """By stage and by what is given: what is raised, if anything."""
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def answered(stage, made, given):
+        model = torch.nn.Linear(4, 1)
+        own, another = torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters())
+        schedulers = {
+            "right": schedule,
+            "wrong": lambda optimizer: schedule(another),
+            "wrong on one rank": lambda optimizer: schedule(another if dist.get_rank() else optimizer),
+            "right instance": schedule(own),
+            "wrong instance": schedule(another),
+        }
+        optimizers = {"instance": own, "function": lambda parameters: own, "section": None}
+        section = {} if made == "section" else {"optimizer", "scheduler"}
+        return refusal(
+            lambda: ds_parity.initialize(
+                model=model,
+                model_parameters=None if made == "instance" else model.parameters(),
+                optimizer=optimizers[made],
+                lr_scheduler=schedulers[given],
+                config={key: value for key, value in config(stage, passes=4).items() if key not in section},
+            )
+        )
+
+    return {
+        f"{stage} {made} {given}": from_all(answered(stage, made, given))
+        for stage in STAGES
+        for made, given in [
+            *product(("instance", "function", "section"), ("right", "wrong")),
+            ("function", "right instance"),
+            ("function", "wrong instance"),
+            ("instance", "wrong on one rank"),
+        ]
+    }
+
+
+@pytest.mark.parametrize("made", ["instance", "function", "section"])
+def test_a_function_that_schedules_another_optimizer_is_refused_on_every_rank(two_ranks, made, stage):
+    found = two_ranks.of(schedulers_of_another_optimizer)
+    assert found[f"{stage} {made} right"] == ["nothing was raised"] * 2
+    for said in found[f"{stage} {made} wrong"]:
+        assert said.startswith("ConfigError: lr_scheduler= is a function that has made a ExponentialLR over another")
+
+
+def test_a_function_that_schedules_another_optimizer_on_one_rank_ends_both(two_ranks, stage):
+    told, said = two_ranks.of(schedulers_of_another_optimizer)[f"{stage} instance wrong on one rank"]
+    wrong = "ConfigError: lr_scheduler= is a function that has made a ExponentialLR over another optimizer (Adam) than"
+    assert said.startswith(wrong)
+    assert told.startswith(f"RankDesyncError: this rank stops because others did: rank 1 raised {wrong}")
+
+
+def test_a_scheduler_is_held_to_the_optimizer_that_a_function_makes(two_ranks, stage):
+    found = two_ranks.of(schedulers_of_another_optimizer)
+    assert found[f"{stage} function right instance"] == ["nothing was raised"] * 2
+    for said in found[f"{stage} function wrong instance"]:
+        assert "than the one that the function in optimizer= has made" in said
 
 
 @on_two_ranks
