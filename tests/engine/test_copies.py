@@ -64,7 +64,18 @@ OF_DEEPSPEED = {"ds_config": {}, "ds_version": "0.19.8", "checkpoint_parallel_di
 def test_what_deepspeed_had_in_a_client_state_that_was_loaded_is_left_out():
     """DeepSpeed writes the client state over its own values, so that the optimizer's states would be old ones."""
     loaded = saved_with({"epoch": 3})
-    assert saved_with({**loaded, **OF_DEEPSPEED, "global_steps": 1}) == loaded
+    assert saved_with({**loaded, **OF_DEEPSPEED}) == loaded
+
+
+def test_a_load_of_the_model_alone_returns_its_counts_too():
+    loaded, ranks = saved_with({"epoch": 3}), {"dp_world_size": 2, "mp_world_size": 1}
+    assert saved_with({**loaded, **OF_DEEPSPEED, **ranks, "global_steps": 1, "random_ltd": None}) == loaded
+
+
+@pytest.mark.parametrize("name", ["module", "global_steps", "skipped_steps", "data_sampler"])
+def test_a_value_of_the_callers_own_is_refused_in_a_client_state_that_was_loaded_too(name):
+    with pytest.raises(CheckpointError, match=rf"client_state\['{name}'\] is of int: DeepSpeed saves its own"):
+        saved_with({**saved_with({"epoch": 3}), **OF_DEEPSPEED, name: 4})
 
 
 @pytest.mark.parametrize("name", ["optimizer", "module", "global_steps", "lr_scheduler", "ds_config"])

@@ -35,16 +35,24 @@ _common_checkpoint_state, _save_checkpoint and _save_moe_checkpoint)."""
 
 _OF_A_CHECKPOINT: Final = {"ds_config", "ds_version"}
 
+_LOADED: Final = frozenset(
+    {"module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
+)
+_BESIDE_THE_MODEL: Final = {"dp_world_size", "mp_world_size"}
+
 
 def without_deepspeeds(client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a client state without what DeepSpeed has put there while it loaded a checkpoint; any other as it is.
 
     Most of a checkpoint is returned as its client state. Saved again, it replaces what is true by then, on ZeRO 0 the
     optimizer's states and weights in fp32, too (tools/deepspeed_faults/client_state_again.py); 0.19.8 raises a
-    KeyError.
+    KeyError. What a load puts into the engine (0.18.4 to 0.19.8, _load_checkpoint) is not in what it returns: under
+    these names are the caller's own values. A load of the model alone returns all the rest.
     """
-    loaded = client_state.keys() >= _OF_A_CHECKPOINT
-    return {name: value for name, value in client_state.items() if not (loaded and name in NAMES)}
+    if not client_state.keys() >= _OF_A_CHECKPOINT:
+        return dict(client_state)
+    returned = NAMES if client_state.keys() >= _BESIDE_THE_MODEL else NAMES - _LOADED
+    return {name: value for name, value in client_state.items() if name not in returned}
 
 
 _COLLECT: Final = "get_fp32_state_dict_from_zero_checkpoint"
