@@ -55,6 +55,16 @@ def test_a_training_function_of_which_nothing_runs_is_refused(name):
         run_loop(f"{__name__}:{name}", print, [])
 
 
+@pytest.mark.parametrize("name", ["os:getcwd", f"{__name__}:three"])
+def test_a_training_function_with_other_arguments_is_refused_before_it_is_called(name):
+    with pytest.raises(ConfigError, match=rf"train '{name}' takes \(.*\), and is called with an engine and"):
+        run_loop(name, print, [])
+
+
+def three(engine, micro_batches, epochs):
+    raise AssertionError("it was called")
+
+
 @pytest.mark.parametrize("returned", [iter([1]), map(abs, [1]), [1], None])
 def test_what_a_training_function_that_has_trained_returns_is_of_no_account(returned, monkeypatch):
     monkeypatch.setitem(sys.modules, "loops", ModuleType("loops"))

@@ -36,6 +36,7 @@ def check(folder: Path | None, junit: Path | None) -> None:
         with _naming("--junit", junit, "a file"):
             _writable(junit.parent)
             _free_for_a_file(junit)
+            _keep_the_page(junit, folder)
             _keep_what_is_no_xml(junit)
 
 
@@ -81,6 +82,12 @@ def _free_for_a_file(path: Path) -> None:
     if path.exists():
         with path.open("ab"):
             pass
+
+
+def _keep_the_page(junit: Path, folder: Path | None) -> None:
+    # The page is written last, and would replace the file.
+    if folder is not None and junit.resolve() == (folder / PAGE).resolve():
+        raise ValueError("the page of --report is written there")
 
 
 def _keep_what_is_no_xml(path: Path) -> None:

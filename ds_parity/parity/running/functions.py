@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import operator
 import os
 import sys
@@ -39,14 +40,31 @@ def run_loop(name: str, engine: Any, micro_batches: Any) -> None:
     """Call a training function with an engine and its micro-batches.
 
     Raises:
-        ConfigError: as `resolve`; or what it returned is a generator or a coroutine, of which nothing has run.
+        ConfigError: as `resolve`; or it takes other arguments; or what it returned is a generator or a coroutine, of
+            which nothing has run.
     """
-    returned = resolve(name)(engine, micro_batches)
+    function = resolve(name)
+    _refuse_other_arguments(name, function, (engine, micro_batches))
+    returned = function(engine, micro_batches)
     if isinstance(returned, Generator | AsyncGenerator | Coroutine):
         raise ConfigError(
             f"train {name!r} returned a {type(returned).__name__}, of which nothing has run: it must train when it is "
             "called; leave out its yield or async, or name a function that runs it to its end"
         )
+
+
+def _refuse_other_arguments(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions that are built in have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"train {name!r} takes {signature}, and is called with an engine and micro_batches ({error}): "
+            "write def train(engine, micro_batches), or name another function"
+        ) from error
 
 
 def refuse_unknown(name: str, folders: Sequence[str] = ()) -> None:

@@ -274,6 +274,10 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="it is a folder"):
             check(tmp_path, None)
 
+    def test_one_path_for_the_page_and_the_file(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"--junit .* \(the page of --report is written there\)"):
+            check(tmp_path / "r", tmp_path / "r" / "." / "report.html")
+
     def test_a_path_with_a_null(self):
         with pytest.raises(ConfigError, match="null"):
             check(Path("a\0b"), None)
