@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ds_parity.engine.internals.identity import Files
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.saving import IDENTITY
 from ds_parity.engine.unloadable import folder_of, tag_of
@@ -12,6 +13,7 @@ from ds_parity.errors import CheckpointError
 
 _FOLDER: Final = "folder"
 _UNREAD: Final = "unread"
+_RENAMED: Final = "renamed"
 _WAY_OUT: Final = (
     "Training would go on from a mixture of them. Load one checkpoint on every rank, with the same arguments (a tag "
     "by a listing: broadcast that of the first rank), and where hosts do not share the folder, copy one checkpoint "
@@ -83,17 +85,18 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
         )
 
 
-def loaded(engine: Any, state: Mapping[str, Any], files: Collection[str]) -> dict[str, Any]:
+def loaded(engine: Any, state: Mapping[str, Any], files: Files) -> dict[str, Any]:
     """Return what tells which checkpoint this rank has loaded, for all ranks to compare.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not, that has loaded it.
         state: what the checkpoint has of the window; without an identity where a release of before, or bare DeepSpeed,
             saved it.
-        files: the identities of the files that were loaded.
+        files: what the files say that were loaded.
     """
-    saves = tuple(sorted({*files, state[IDENTITY]} if IDENTITY in state else files))
-    return {"checkpoint": saves or ("one without an identity",), "global_steps": int(engine.global_steps)}
+    saves = tuple(sorted({*files.saves, state[IDENTITY]} if IDENTITY in state else files.saves))
+    said = {"checkpoint": saves or ("one without an identity",), "global_steps": int(engine.global_steps)}
+    return {**said, _RENAMED: files.renamed}
 
 
 def refuse_mixture(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
@@ -104,7 +107,7 @@ def refuse_mixture(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None
         gathered: what `loaded` has returned on all ranks, in their order.
 
     Raises:
-        CheckpointError: on every rank, where one has loaded files of several saves.
+        CheckpointError: on every rank, where one has loaded files of several saves, or one under another's name.
         RankDesyncError: on every rank, where ranks have loaded different ones.
     """
     where = f"load_checkpoint({load_dir!r})"
@@ -116,5 +119,13 @@ def refuse_mixture(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None
             "of another folder were copied into it. What was loaded is a mixture of them. Load another tag, and give "
             "each checkpoint a tag of its own; loading ends half way, so start a new engine"
         )
+    for rank, one in enumerate(gathered):
+        for name, saved_as in sorted(one[_RENAMED].items()):
+            raise CheckpointError(
+                f"{where}: rank {rank} has loaded the file {name}, which was saved as {saved_as}: it has the states of "
+                "another rank, or of another part of the model, which DeepSpeed takes where the shapes fit. Give the "
+                "files their names again (copy the checkpoint anew); loading ends half way, so start a new engine"
+            )
     rule = f"These are several saves under one tag. {_WAY_OUT}. Loading ends half way, so start a new engine"
-    refuse_differing(where, gathered, rule)
+    alike = [{key: value for key, value in one.items() if key != _RENAMED} for one in gathered]
+    refuse_differing(where, alike, rule)

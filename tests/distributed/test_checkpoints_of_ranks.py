@@ -105,6 +105,32 @@ def test_the_same_checkpoint_is_loaded_however_ranks_name_it(two_ranks, stage):
     assert two_ranks.of(mixtures)[f"then {stage}"] == [2, 2]
 
 
+@on_two_ranks
+def exchanged(folder):
+    """By stage: what loading ends in where each rank has the other's file of the optimizer."""
+    results = {}
+    for stage in STAGES[1:]:
+        path = f"{folder}/exchanged-{stage}"
+        _trained(stage, 1).save_checkpoint(path, tag="a")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            first, second = sorted(Path(path, "a").glob("*optim_states.pt"))
+            beside = first.rename(f"{path}/beside")
+            second.rename(first)
+            beside.rename(second)
+        dist.barrier()
+        loading = _trained(stage, 9)
+        results[f"{stage}"] = from_all(refusal(partial(loading.load_checkpoint, path)))
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_files_of_two_ranks_that_were_exchanged_are_refused(two_ranks, stage):
+    for said in two_ranks.of(exchanged)[f"{stage}"]:
+        assert said.startswith("CheckpointError: load_checkpoint(")
+        assert "rank_0_mp_rank_00_optim_states.pt, which was saved as " in said
+
+
 def _raises_in_the_load(engine, path, raises):
     """Let a load raise in DeepSpeed, on one rank; where ranks wait for each other inside (ZeRO 3), behind that."""
 

@@ -74,6 +74,7 @@ OTHERS = {
         "next_functions",
         "register_hook",
     ),
+    *("renamed", "saves"),  # of our own Files
     *("ds_pipe_replicated", "forward_funcs"),  # of a pipeline's parameters and module: guards name them
     *("float32", "functional", "pad", "pop", "popitem", "compiler", "disable", "Muon", "optim"),
     *("contiguous", "dim", "is_contiguous", "layout", "shape", "stride", "strided"),

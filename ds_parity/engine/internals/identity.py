@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
-from ds_parity.engine.internals.replaced import replaced
+from ds_parity.engine.internals.replaced import replaced, wrapped
 
 _IDENTITY: Final = "ds_parity_save"
+_FILE: Final = "ds_parity_file"
 _CONFIG: Final = "ds_config"
 
 
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What the files say that a rank has loaded.
+
+    Attributes:
+        saves: the identities of their saves; none of files without one.
+        renamed: by the name of a file: that under which it was saved, where it is another.
+    """
+
+    saves: set[str] = field(default_factory=set)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+
 def marked(engine: Any, identity: str) -> AbstractContextManager[None]:
-    """Return a context in which the files that DeepSpeed writes have the identity of their save.
+    """Return a context in which the files that DeepSpeed writes have the identity of their save, and their own names.
 
     A save that is killed leaves files of an earlier save of the same tag, and a folder that was copied may have some of
-    another. DeepSpeed loads such a mixture without an error: what the model's file says does not tell whose the
-    optimizer's files are. Files of experts, and those of a universal checkpoint, have no configuration, so no identity.
+    another, or one rank's under the name of another's. DeepSpeed loads such a mixture without an error: what the
+    model's file says does not tell whose the optimizer's files are. Files of experts, and those of a universal
+    checkpoint, have no configuration, so no identity.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
@@ -25,27 +42,40 @@ def marked(engine: Any, identity: str) -> AbstractContextManager[None]:
     """
     # DeepSpeed writes `ds_config=self.config` (runtime/engine.py, _save_checkpoint and _save_zero_checkpoint, 0.19.8),
     # and reads nothing of it back but `use_data_before_expert_parallelism`.
-    config = getattr(engine, "config", None)
-    if not isinstance(config, dict):
+    if not isinstance(getattr(engine, "config", None), dict):
         return nullcontext()
-    return replaced(engine, "config", {**config, _IDENTITY: identity})
+
+    def marking(save: Callable[..., Any]) -> Callable[..., Any]:
+        def saved(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+            config = state_dict.get(_CONFIG) if isinstance(state_dict, dict) else None
+            if isinstance(config, dict):
+                mark = {_IDENTITY: identity, _FILE: Path(path).name}
+                state_dict = {**state_dict, _CONFIG: {**config, **mark}}
+            return save(state_dict, path, *args, **kwargs)
+
+        return saved
+
+    return wrapped(engine.checkpoint_engine, "save", marking)
 
 
 @contextmanager
-def identities(engine: Any) -> Iterator[set[str]]:
-    """Return a context, and the identities of the files that DeepSpeed loads inside; none of files without one.
+def identities(engine: Any) -> Iterator[Files]:
+    """Return a context, and what the files say that DeepSpeed loads inside.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
     """
-    found: set[str] = set()
+    found = Files()
     load = engine.checkpoint_engine.load
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        state = load(*args, **kwargs)
+    def noted(path: str, *args: Any, **kwargs: Any) -> Any:
+        state = load(path, *args, **kwargs)
         config = state.get(_CONFIG) if isinstance(state, Mapping) else None
         if isinstance(config, Mapping) and isinstance(identity := config.get(_IDENTITY), str):
-            found.add(identity)
+            found.saves.add(identity)
+            name = Path(path).name
+            if config.get(_FILE, name) != name:
+                found.renamed[name] = config[_FILE]
         return state
 
     with replaced(engine.checkpoint_engine, "load", noted):
