@@ -76,15 +76,16 @@ FAULTS = {
     "no more than three": (lambda held: cut([min(3, it) for it in held]), {"silent-truncation"}),
     "a step within": (lambda held: split(cut(held), 3), {"step-in-mid-window"}),
     "a pass late": (lambda held: _shifted(held, 1), {"boundary-a-pass-late"}),
+    "a pass early": (lambda held: _shifted(held, -1), {"boundary-off-by-one"}),
     "a pass first": (lambda held: [(held[0], 1), *cut(held[1:])], {"boundary-off-by-one"}),
     "every pass": (lambda held: [(it, 1) for it in held], {"step-per-pass"}),
 }
 
 
 def _shifted(held, by):
-    """Every window ends a pass late."""
+    """Every window ends so many passes late, or early; the last one with the data."""
     ends = [sum(passes for _, passes in cut(held)[: n + 1]) + by for n in range(len(cut(held)))]
-    starts = [0, *ends]
+    starts, ends = [0, *ends], [*ends[:-1], len(held)]
     parts = [held[x:y] for x, y in zip(starts, ends, strict=False)]
     return [(sum(part), len(part)) for part in parts if part]
 

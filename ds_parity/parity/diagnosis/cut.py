@@ -58,8 +58,15 @@ class Cut:
 
     @cached_property
     def _longest(self) -> tuple[float, float]:
-        """Rollouts that a pass may have, by side: twice an average one, of the window where that is greatest."""
+        """Rollouts that a pass may have, by side: twice an average one, of the window where that is greatest.
+
+        Windows of different numbers of passes come to one average where all passes have as many rollouts.
+        """
         sides = ((self.a, self.of_reference), (self.b, self.passes))
+        whole = [pair for windows, passes in sides for pair in zip(windows[:-1], passes[:-1], strict=True)]
+        (held, n), *others = whole or [(0, 0)]
+        if others and len({passes for _, passes in whole}) > 1 and all(held * m == it * n for it, m in others):
+            return held / n, held / n
         return tuple(  # type: ignore[return-value]
             2 * max(held / n for held, n in zip(windows, passes, strict=True)) if all(passes) else math.inf
             for windows, passes in sides
