@@ -27,7 +27,7 @@ from ds_parity.parity.diagnosis.learning_rate import without_rounding_of_rates
 from ds_parity.parity.diagnosis.next_step import telling
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
-from ds_parity.trace.columns import TraceFile
+from ds_parity.trace.columns import TraceFile, columns_of
 
 _ROOMS = (computed, trainers_division, learning_rate, gradient, data, term_factors, updates, reporting)
 _BEFORE, _LOOKED_AT = 250, 1000  # steps
@@ -50,7 +50,9 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
     """
     if comparison.equal:
         return NOTHING
-    view = View(_seen(reference, comparison), _seen(candidate, comparison), comparison)
+    begin = _begins(reference), _begins(candidate)
+    stretch = _stretch(comparison, begin)
+    view = View(_seen(reference, stretch), _seen(candidate, stretch), comparison, begin)
     if not view.pairs:
         return NOTHING
     rates = without_rounding_of_rates(view)
@@ -79,12 +81,23 @@ def _causes(view: View) -> tuple[Cause, ...]:
     return tuple(sorted(best.values(), key=lambda cause: -cause.likelihood))
 
 
-def _seen(trace: Trace | TraceFile, comparison: Comparison) -> Trace:
-    """The steps that the rules look at: all of a trace in memory, and as many as matter of a file."""
-    if isinstance(trace, Trace):
-        return trace
-    assert comparison.first is not None
+def _begins(trace: Trace | TraceFile) -> int:
+    """The number of a trace's first step; 1 of one without any."""
+    return next((of_some.steps[0] for of_some in columns_of(trace) if len(of_some.steps)), 1)
+
+
+def _stretch(comparison: Comparison, begin: tuple[int, int]) -> tuple[int, int]:
+    """The numbers of the first and the last step of files that the rules look at: as many as matter."""
     start = comparison.rows[0].step if comparison.rows else 1
-    if comparison.steps > _LOOKED_AT and comparison.first.step is not None:
-        start = max(start, comparison.first.step - _BEFORE)
-    return trace.excerpt(start, start + _LOOKED_AT - 1)
+    if comparison.steps > _LOOKED_AT:
+        # What one side has in front of the other's first step is of one side alone.
+        common = max(begin)
+        steps = [it.first.step for it in comparison.found if it.first.step is not None]
+        differs = min((step for step in steps if step >= common), default=common)
+        start = max(common, differs - _BEFORE)
+    return start, start + _LOOKED_AT - 1
+
+
+def _seen(trace: Trace | TraceFile, stretch: tuple[int, int]) -> Trace:
+    """The steps that the rules look at: all of a trace in memory, and as many as matter of a file."""
+    return trace if isinstance(trace, Trace) else trace.excerpt(*stretch)

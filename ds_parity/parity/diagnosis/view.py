@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ds_parity.parity.comparison.bounds import DRIFT, EPS, LEAST_LOSS
-from ds_parity.parity.comparison.fields import Comparison
+from ds_parity.parity.comparison.fields import Comparison, Difference
 from ds_parity.parity.diagnosis.effects import TRAINED_ON, effect, loss_by_rates, step_lengths
 from ds_parity.parity.diagnosis.lengths import forgetting
 from ds_parity.trace import StepRecord, Trace
@@ -50,11 +50,14 @@ class View:
         reference: the trace that is right, or an excerpt of it.
         candidate: the trace in question, or the same steps of it.
         comparison: of the whole traces.
+        begin: the numbers of the first steps of the whole traces, the reference's first; of no excerpt they are those
+            that it has.
     """
 
     reference: Trace
     candidate: Trace
     comparison: Comparison
+    begin: tuple[int, int] | None = None
 
     @cached_property
     def pairs(self) -> list[tuple[StepRecord, StepRecord]]:
@@ -75,8 +78,13 @@ class View:
     @cached_property
     def first(self) -> int:
         """Index into `pairs` of the first step that differs; their number where none does."""
-        steps = {d.step for d in self.comparison.differences if d.step is not None}
+        steps = {d.step for d in self._differences if d.step is not None}
         return next((i for i, (a, _) in enumerate(self.pairs) if a.step in steps), len(self.pairs))
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """The numbers of the first steps of the whole traces, the reference's first."""
+        return self.begin or (self.reference.steps[0].step, self.candidate.steps[0].step)
 
     def step(self, index: int) -> int:
         """The number of a step by its index into `pairs`: traces may begin anywhere, and excerpts do."""
@@ -88,7 +96,12 @@ class View:
         if self.first == len(self.pairs):
             return set()
         step = self.pairs[self.first][0].step
-        return {plain(d.field) for d in self.comparison.differences if d.step == step}
+        return {plain(d.field) for d in self._differences if d.step == step}
+
+    @cached_property
+    def _differences(self) -> list[Difference]:
+        """Those that are known, with the first of each field: of very many the others are not kept."""
+        return [*self.comparison.differences, *(it.first for it in self.comparison.found)]
 
     def recorded(self, name: str) -> bool:
         """Whether both sides hold a field in every common step but skipped ones, which have no gradient norm."""
@@ -136,13 +149,12 @@ class View:
     def _one_start(self) -> bool:
         """Whether both sides hold the weights in front of the first common step, and they are the same."""
         starts = [one.header.start for one in (self.reference, self.candidate)]
-        first = [one.steps[0].step for one in (self.reference, self.candidate)]
-        return None not in starts and starts[0] == starts[1] and set(first) == {self.step(0)}
+        return None not in starts and starts[0] == starts[1] and set(self.begins) == {self.step(0)}
 
     @cached_property
     def weights_differ(self) -> bool:
         """Whether both sides hold other weights in a step: weights that one side leaves out show no other training."""
-        found = [it for it in self.comparison.differences if it.field == "weights"]
+        found = [it for it in self._differences if it.field == "weights"]
         return any(None not in (it.reference, it.candidate) for it in found)
 
     @cached_property

@@ -83,14 +83,13 @@ def ends_early(view: View) -> bool:
 
 def begins_elsewhere(view: View) -> bool:
     """Whether the traces begin with different steps, as the one of a resumed run does beside that of the whole."""
-    return view.reference.steps[0].step != view.candidate.steps[0].step
+    return len({*view.begins}) > 1
 
 
 def facts(view: View) -> Iterator[str]:
     """Yield where a run begins, if elsewhere, and where one ends that has the reference's steps as far as it goes."""
     if begins_elsewhere(view) and "step" in view.fields:
-        said = f"the candidate begins with step {view.candidate.steps[0].step}, and the reference with step "
-        said += str(view.reference.steps[0].step)
+        said = "the candidate begins with step {1}, and the reference with step {0}".format(*view.begins)
         yield f"{said}; the steps that both have agree" if view.fields == {"step"} else said
     if ends_early(view):
         due = view.reference.steps[len(view.candidate.steps)]

@@ -126,6 +126,22 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("begin", [900, 1001, 1002, 1200])
+@pytest.mark.parametrize("ahead", [None, 1501])
+def test_a_file_that_begins_behind_a_thousand_steps_is_looked_at_from_there_on(folder, begin, ahead):
+    def step(number, at):
+        return record(number, weights=None, lr=(1e-3 / (1 + at),), loss=0.5 if at == number else 0.7)
+
+    due = trace(*(step(n, n) for n in range(1, 2001)))
+    own = trace(*(step(n, n + 1 if ahead and n >= ahead else n) for n in range(begin, 2001)))
+    files = [on_disk(folder / side, one) for side, one in zip("ab", (due, own), strict=True)]
+    found = diagnose(*files, compare(*files, REASSOCIATED))
+    begins = f"the candidate begins with step {begin}, and the reference with step 1"
+    assert any(said.startswith(begins) for said in found.certain), found.certain
+    assert ahead is None or {"schedule", "logging"} <= {*found.classes}
+
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("side", ["reference", "candidate"])
 @pytest.mark.parametrize("size", [1, columns.BYTES])
