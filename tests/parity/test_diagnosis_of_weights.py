@@ -286,6 +286,35 @@ def test_a_gradient_that_entered_smaller_is_said_to_be_so_without_a_cause():
     assert set(found.classes) == {"clipping", "optimizer settings", "weights"}, "another LR scales momentum, too"
 
 
+class HalfTheRate(Run):
+    def rate(self, at):
+        return RATES[at] / 2
+
+
+@pytest.mark.parametrize("norm", [1.0, 1.0 + 1e-5])
+def test_a_loss_that_is_off_beside_weights_may_be_logged_so_where_the_norm_is_the_same(norm):
+    a, b = Run().trace(), HalfTheRate().trace()
+    first = {"loss": 1.1 * b.steps[0].loss, "grad_norm": norm * b.steps[0].grad_norm}
+    b = Trace(b.header, (b.steps[0].model_copy(update=first), *b.steps[1:]))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert not found.causes
+    assert ({"schedule", "optimizer settings", "weights", "logging"} <= {*found.classes}) is (norm == 1.0)
+
+
+class TenTimesTheRate(Run):
+    def rate(self, at):
+        return 10 * RATES[at]
+
+
+@pytest.mark.parametrize(("fault", "first"), [(Decayed, {"base-lr", "reported-lr"}), (TenTimesTheRate, {"base-lr"})])
+def test_weights_show_whether_the_logged_rate_was_used(fault, first):
+    a, b = started(Run, START), started(fault, START)
+    b = Trace(b.header, tuple(it.model_copy(update={"lr": (10 * it.lr[0],)}) for it in b.steps))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert {cause.name for cause in grouped(found.causes)[0]} >= first
+    assert ("reported-lr" in {cause.name for cause in found.causes}) is ("reported-lr" in first)
+
+
 def test_too_few_numbers_in_a_sketch_give_no_direction():
     """Any difference lies in a plane of two among two numbers."""
 

@@ -9,6 +9,7 @@ from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.trace import Header, StepRecord, Trace
+from ds_parity.trace.digits import Precision
 
 STEPS = 12
 OF_TRAINING = {"data", "loss", "gradient", "clipping", "optimizer settings", "schedule", "weights"}
@@ -124,6 +125,18 @@ def test_losses_that_come_back_are_no_data_that_do_where_norms_agree():
     assert "resume-repeats-data" not in names
 
 
+@pytest.mark.parametrize(("digits", "open_too"), [(4, True), (9, False)])
+def test_a_loss_of_few_digits_may_have_other_weights_from_the_start(digits, open_too):
+    """Other initial weights: the norm shows them at once, and the loss by less than its digits."""
+    one, other = bare(run()), bare(run(), grad_norm=lambda it: 1.01 * it.grad_norm)
+    rounded = [
+        [it.model_copy(update={"loss": float(f"{it.loss:.{digits}g}")}) for it in steps] for steps in (one, other)
+    ]
+    precision = {"loss": Precision(significant=digits)}
+    told = found(*(replace(traced(steps), precision=precision) for steps in rounded))
+    assert ({"weights", "data"} <= {*told.classes}) is open_too, told
+
+
 def test_what_was_not_recorded_excludes_nothing():
     one, other = (bare(run(), loss=lambda it, by=by: it.loss * by, grad_norm=None) for by in (1.0, 1.2))
     assert "gradient" in found(traced(one), traced(other)).classes
@@ -175,3 +188,37 @@ def test_a_lowest_rate_below_zero_is_no_cause():
     assert "another-lowest-lr" not in {cause.name for cause in told.causes}
     told = found(by_rates(linear(60, 59)), by_rates(linear(40, 39)))
     assert "another-lowest-lr" not in {cause.name for cause in told.causes}
+
+
+def rated(steps, rate):
+    return bare(steps, lr=lambda it: (rate(it.step),))
+
+
+def falling(step):
+    return 0.05 / step
+
+
+TWO = {"ten times": lambda step: 10 * falling(step), "of the next step": lambda step: falling(step + 1)}
+
+
+@pytest.mark.parametrize("logged", TWO)
+def test_a_loss_and_a_rate_that_are_logged_wrong_are_no_schedule_where_norms_are_the_same(logged):
+    one = rated(run(), falling)
+    other = [it.model_copy(update={"loss": it.loss * (1.1 + 0.01 * it.step)}) for it in rated(run(), TWO[logged])]
+    told = found(traced(one), traced(other))
+    assert {cause.name for cause in told.causes} >= {"reported-lr"}, told
+    assert all(cause.kind == "logging" for cause in told.causes), told
+
+
+@pytest.mark.parametrize("logged", TWO)
+@pytest.mark.parametrize("changed", ["loss", "grad_norm"])
+def test_a_rate_may_be_logged_wrong_where_its_own_step_shows_another_fault(changed, logged):
+    one = rated(run(), falling)
+    behind = [it.model_copy(update={changed: getattr(it, changed) * 1.3}) for it in run(momentum=0.3)]
+    told = found(traced(one), traced(rated(behind, TWO[logged])))
+    first = {cause.name for cause in grouped(told.causes)[0]}
+    assert "reported-lr" in first
+    assert "logging" in told.classes
+    # Without such a fault the rate is that which was used.
+    alone = found(traced(one), traced(rated(run(momentum=0.3), TWO[logged])))
+    assert "reported-lr" not in {cause.name for cause in alone.causes}

@@ -13,7 +13,7 @@ from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
 from ds_parity.parity.diagnosis.reporting import exact_factor
 from ds_parity.parity.diagnosis.update_factors import entered, multiple
-from ds_parity.parity.diagnosis.view import View
+from ds_parity.parity.diagnosis.view import View, near
 
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound: weights that lie further apart before the first difference have not agreed, they were let pass.
@@ -31,17 +31,20 @@ def possible(view: View) -> tuple[str, ...]:
         found |= {"data", "gradient"}  # windows end where gradients stop to accumulate; all else follows
     elif "lr" in at:
         found |= {"schedule", "optimizer settings"} | (_of_loss(view) if "loss" in at and view.first == 0 else set())
+        # No rate of a step changes its own norm: a second fault does, or the rate is logged wrong beside one.
+        found |= {"gradient", "loss", "clipping", "logging"} if "grad_norm" in at else set()
     elif at & {"skipped"} or not_finite(view):
         found |= {"gradient", "loss"} | ({"data"} if "loss" in at else set())
     else:
         found |= _of_counts(at)
         if "loss" in at:
-            found |= _of_loss(view)
+            found |= _of_loss(view) | (_of_update(view) | {"logging"} if _of_two(view) else set())
         elif "grad_norm" in at:
             # A loss may have another gradient and the same value; a norm is of what the optimizer holds, and may be
             # taken behind the clipping.
             found |= {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
-            found |= {"data"} if view.loose else set()
+            if view.loose:
+                found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
         elif "weights" in at:
             found |= _of_update(view)
     if at & {"loss", "grad_norm", "weights"} and not at & {"rollouts", "step"}:
@@ -63,6 +66,17 @@ def _of_loss(view: View) -> set[str]:
     if view.first > 0 or _far_from_the_start(view):
         found |= {"weights"}
     return found
+
+
+def _of_two(view: View) -> bool:
+    """Whether a loss and weights part in a step whose gradients have one norm: the loss may be logged wrong, besides.
+
+    One fault of the loss has another norm, but for a sign.
+    """
+    if "weights" not in view.at_first or "grad_norm" in view.at_first:
+        return False
+    a, b = view.pairs[view.first]
+    return near(b.grad_norm, a.grad_norm or 0.0, EPS["fp32"])
 
 
 def _far_from_the_start(view: View) -> bool:

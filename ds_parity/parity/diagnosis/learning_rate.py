@@ -10,6 +10,7 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
+from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, tells
 from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
@@ -17,6 +18,8 @@ from ds_parity.parity.diagnosis.view import View, alike, near, told
 from ds_parity.trace import Trace
 
 _ROUNDING = 1e-12
+# Of the weights a sketch is known: a tenth of what a rate changes in an update tells another one.
+_TELLING, _ALIGNED = 0.1, 0.15
 
 
 def causes(view: View) -> Iterator[Cause]:
@@ -35,7 +38,7 @@ def causes(view: View) -> Iterator[Cause]:
     found = [] if view.updated_alike or not _finite(other) else [*_of_some_groups(view, groups, other)]
     if len(other) == len(groups):
         found += _of_all_groups(view, other)
-    if found and view.fields == {"lr"} and all(cause.kind != "logging" for cause in found):
+    if found and all(cause.kind != "logging" for cause in found):
         found += [replace(it, fit=found[0].fit) for it in _logged_wrong(view)]
     # Each gives all of the rates, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
@@ -75,10 +78,32 @@ def _rounded_to_fp32(view: View, a: list[float], b: list[float]) -> Iterator[Cau
 
 
 def _logged_wrong(view: View) -> Iterator[Cause]:
-    """A wrong logged rate beside what makes such rates: all else agrees, and it isn't known whether it had to."""
-    if agree := agreeing(view):
+    """A wrong logged rate beside what makes such rates: nothing else needs them, or something needs another fault."""
+    agree = agreeing(view) if view.fields == {"lr"} else ""
+    if agree:
         said = f"the logged LR alone is another: {agree} agree in every step, where other rates may show too little"
         yield Cause("reported-lr", Fit.SEQUENCE, said)
+    elif said := _of_another_fault(view):
+        yield Cause("reported-lr", Fit.SEQUENCE, f"the logged LR alone is another, beside a second fault: {said}")
+
+
+def _of_another_fault(view: View) -> str:
+    """Return what the rate of the first step that differs leaves unexplained in this step, in words; "" for nothing."""
+    step = view.step(view.first)
+    before = [words for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")) if name in view.at_first]
+    if before:
+        return f"no rate of step {step} changes its {' and its '.join(before)}"
+    moves, (a, b) = Moves(view), view.pairs[view.first]
+    update = moves.update(view.first) if moves.known else None
+    if update is None or not update.any() or not a.lr or not b.lr or len(a.lr) != 1 or not a.lr[0]:
+        return ""
+    times = b.lr[0] / a.lr[0]
+    if not abs(times - 1) > _TELLING:
+        return ""
+    (share,), rest = along(moves.widened(view.first), [update])
+    if rest < _ALIGNED and abs(share - (times - 1)) < _TELLING * abs(times - 1):
+        return ""
+    return f"the weights of step {step} are not those of an update that is {told(times)} times as long"
 
 
 def _finite(groups: Sequence[tuple[list[float], list[float]]]) -> bool:

@@ -19,7 +19,8 @@ _TELLING = 0.1
 _FAR = 0.2
 # Of what rates that are off would move a loss by, at the least: gradients of other rows have another direction.
 _OF_OTHER_ROWS = 0.01
-_WIDE = 1e-3
+# Of a loss, which four digits leave open: other initial weights may change it by less, and the norm by a hundredth.
+_WIDE = 2e-5
 _SHOWN_BY = ("loss", "grad_norm")
 
 
@@ -262,16 +263,20 @@ class View:
         """Whether losses and norms are nearer than rates as far off as the logged ones would leave them.
 
         Rounding alone may keep them alike in a short type, whose weights do not move by a small rate, and losses or
-        norms that never change show no weights.
+        norms that never change show no weights. Where losses differ, norms show it that are the same to fp32.
         """
-        if not self.agrees("loss") or any(len({getattr(a, it) for a, _ in self.pairs}) < 2 for it in _SHOWN_BY):
+        if any(len({getattr(a, it) for a, _ in self.pairs}) < 2 for it in _SHOWN_BY):
+            return False
+        if not self.agrees("loss") and self._norms_apart > EPS["fp32"]:
             return False
         types = {it.header.dtype for it in (self.reference, self.candidate)} - {None}
         rounding = max(EPS.get(it or "", 1.0) for it in (types or {"bf16"}) | {self.comparison.dtype})
         losses = [(a.loss, b.loss) for a, b in self.pairs if a.loss is not None and b.loss is not None]
-        greatest = max(LEAST_LOSS, *(abs(x) for x, _ in losses))
-        apart = max(self._norms_apart, *(abs(y - x) / greatest for x, y in losses))
-        return max(rounding, apart) < _OF_OTHER_ROWS * loss_by_rates(self.pairs)
+        greatest = max([LEAST_LOSS, *(abs(x) for x, _ in losses)])
+        shown = losses if self.agrees("loss") else []
+        apart = max([self._norms_apart, *(abs(y - x) / greatest for x, y in shown)])
+        moved = loss_by_rates(self.pairs)
+        return math.isfinite(moved) and max(rounding, apart) < _OF_OTHER_ROWS * moved
 
     @property
     def _norms_apart(self) -> float:

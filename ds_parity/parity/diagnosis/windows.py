@@ -168,7 +168,9 @@ def _start(view: View, cut: Cut) -> Iterator[Cause]:
         yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
     early = [x - y for x, y in zip(of_a, of_b, strict=False)][:-1]
     if 0 < passes[0] == passes[1] - 1 and len(set(early)) == 1 and 0 < early[0] < cut.a[0]:
-        said = f"step {view.step(0)} has {passes[0]} passes, the next ones {passes[1]}, and every window ends {early[0]} "
+        said = (
+            f"step {view.step(0)} has {passes[0]} passes, the next ones {passes[1]}, and every window ends {early[0]} "
+        )
         said += "rollouts before the reference's"
         yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
     late = [y - x for x, y in zip(of_a, of_b, strict=False)][:-1]

@@ -141,7 +141,6 @@ def test_a_file_that_begins_behind_a_thousand_steps_is_looked_at_from_there_on(f
     assert ahead is None or {"schedule", "logging"} <= {*found.classes}
 
 
-
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("side", ["reference", "candidate"])
 @pytest.mark.parametrize("size", [1, columns.BYTES])
