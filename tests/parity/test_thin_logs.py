@@ -222,3 +222,84 @@ def test_a_rate_may_be_logged_wrong_where_its_own_step_shows_another_fault(chang
     # Without such a fault the rate is that which was used.
     alone = found(traced(one), traced(rated(run(momentum=0.3), TWO[logged])))
     assert "reported-lr" not in {cause.name for cause in alone.causes}
+
+
+def first_group(rates, *, digits=None, every=1, passes=None):
+    """The causes that are named first where a log of loss and rate has these rates, by side."""
+    sides = []
+    for of in rates:
+        steps = [it.model_copy(update={"grad_norm": None, "passes": passes}) for it in rated(run(), of)]
+        if of is not rates[0]:
+            others = [it.lr[0] != rates[0](it.step) for it in steps]
+            steps = [
+                it.model_copy(update={"loss": it.loss * (1 + 0.01 * other)})
+                for it, other in zip(steps, [False, *others], strict=False)
+            ]
+        if digits:
+            steps = [it.model_copy(update={"lr": (float(f"{it.lr[0]:.{digits}g}"),)}) for it in steps]
+        precision = {"lr": Precision(significant=digits)} if digits else {}
+        sides.append(replace(traced(steps[every - 1 :: every]), precision=precision))
+    causes = found(*sides).causes
+    return {cause.name for cause in grouped(causes)[0]} if causes else set()
+
+
+def warmed(highest, steps, lowest=0.0):
+    """A warm-up of 3 steps, whose last rate may be off by an ulp, and a straight line to the lowest rate."""
+
+    def rate(step):
+        if step <= 3:
+            return highest * step / 3
+        return lowest + (highest - lowest) * (1 - (step - 4) / steps)
+
+    return rate
+
+
+@pytest.mark.parametrize("highest", [0.1, 0.3, 1e-5])
+def test_a_schedule_for_more_steps_is_named_though_its_warm_up_ends_an_ulp_off(highest):
+    named = first_group([warmed(highest, 11), warmed(highest, 25)])
+    assert named >= {"schedule-too-long", "another-lowest-lr"}
+
+
+@pytest.mark.parametrize("digits", [None, 7, 6])
+def test_another_lowest_rate_is_named_beside_another_pace_in_few_digits_too(digits):
+    named = first_group([warmed(0.3, 11), warmed(0.3, 11, lowest=0.002)], digits=digits)
+    assert named >= {"schedule-too-long", "another-lowest-lr"}
+
+
+def test_a_rate_that_holds_for_several_steps_shows_it_in_those_that_are_logged_alone():
+    rates = [lambda step: 0.02 - 0.001 * step, lambda step: 0.02 - 0.001 * (step // 2)]
+    assert {"schedule-too-long", "scheduler-per-outer-step"} <= first_group(rates, every=2)
+    assert "schedule-too-long" not in first_group(rates)
+
+
+@pytest.mark.parametrize("passes", [None, 1, 4])
+def test_a_rate_that_stands_still_may_have_come_to_its_end_in_steps_that_are_in_no_log(passes):
+    rates = [lambda step: 0.02 * (1 - step / 12), lambda step: 0.0]
+    named = first_group(rates, every=3, passes=passes)
+    assert {"no-scheduler", "scheduler-stepped-often", "schedule-too-short"} <= named
+    assert ("scheduler-per-pass" in named) is (passes != 1)
+    assert "schedule-too-short" not in first_group(rates, passes=passes)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_a_loss_that_is_logged_late_beside_another_fault_is_no_data_that_come_back(norms):
+    one, other = bare(run()), bare(late(run(momentum=0.03)))
+    if not norms:
+        one, other = (bare(steps, grad_norm=None) for steps in (one, other))
+    names = {cause.name for cause in found(traced(one), traced(other)).causes}
+    assert "resume-repeats-data" not in names or {"reported-loss", "resume-repeats-data"} <= names
+    assert norms is ("resume-repeats-data" not in names)
+
+
+def test_passes_that_are_as_many_as_the_ranks_leave_open_that_a_scheduler_steps_once_a_rank():
+    def steps(times):
+        return [
+            it.model_copy(update={"passes": 4, "lr": (0.05 - 0.0005 * (times * (it.step - 1)),), "grad_norm": None})
+            for it in run(counted=True)
+        ]
+
+    for ranks in (4, 8):
+        told = found(traced(steps(1), ranks=ranks), traced(steps(4), ranks=ranks))
+        first = {cause.name for cause in grouped(told.causes)[0]}
+        assert "scheduler-per-pass" in first
+        assert ("scheduler-stepped-often" in first) is (ranks == 4)

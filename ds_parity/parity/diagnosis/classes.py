@@ -30,28 +30,36 @@ def possible(view: View) -> tuple[str, ...]:
     if at & {"rollouts", "step"}:
         found |= {"data", "gradient"}  # windows end where gradients stop to accumulate; all else follows
     elif "lr" in at:
-        found |= {"schedule", "optimizer settings"} | (_of_loss(view) if "loss" in at and view.first == 0 else set())
-        # No rate of a step changes its own norm: a second fault does, or the rate is logged wrong beside one.
-        found |= {"gradient", "loss", "clipping", "logging"} if "grad_norm" in at else set()
+        found |= _of_rate(view, at)
     elif at & {"skipped"} or not_finite(view):
         found |= {"gradient", "loss"} | ({"data"} if "loss" in at else set())
     else:
-        found |= _of_counts(at)
-        if "loss" in at:
-            found |= _of_loss(view) | (_of_update(view) | {"logging"} if _of_two(view) else set())
-        elif "grad_norm" in at:
-            # A loss may have another gradient and the same value; a norm is of what the optimizer holds, and may be
-            # taken behind the clipping.
-            found |= {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
-            if view.loose:
-                found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
-        elif "weights" in at:
-            found |= _of_update(view)
+        found |= _of_counts(at) | _of_figures(view, at)
     if at & {"loss", "grad_norm", "weights"} and not at & {"rollouts", "step"}:
         found |= _of_updates_before(view)
     if not _trained_apart(view):
         found |= {"logging"}
     return tuple(name for name in CLASSES if name in found)
+
+
+def _of_rate(view: View, at: set[str]) -> set[str]:
+    found = {"schedule", "optimizer settings"} | (_of_loss(view) if "loss" in at and view.first == 0 else set())
+    # No rate of a step changes its own norm: a second fault does, or the rate is logged wrong beside one.
+    return found | ({"gradient", "loss", "clipping", "logging"} if "grad_norm" in at else set())
+
+
+def _of_figures(view: View, at: set[str]) -> set[str]:
+    """By the first of loss, gradient norm and weights that differs."""
+    if "loss" in at:
+        return _of_loss(view) | (_of_update(view) | {"logging"} if _of_two(view) else set())
+    if "grad_norm" in at:
+        # A loss may have another gradient and the same value; a norm is of what the optimizer holds, and may be taken
+        # behind the clipping.
+        found = {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
+        if view.loose:
+            found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
+        return found
+    return _of_update(view) if "weights" in at else set()
 
 
 def _of_counts(at: set[str]) -> set[str]:

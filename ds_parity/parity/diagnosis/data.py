@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -78,11 +78,14 @@ def _repeated(view: View) -> Iterator[Cause]:
             yield from _logged_late(view, start)
             return
         # Other data have other gradients.
-        if view.recorded("grad_norm") and "grad_norm" not in view.at_first:
+        norms = [
+            (b.grad_norm, a.grad_norm, due.grad_norm)
+            for b, a, (due, _) in zip(later, then, view.pairs[first:], strict=True)
+        ]
+        if view.recorded("grad_norm") and not _come_back(norms):
             return
         # Weights have moved since, so losses come back by about.
-        off = [(abs(b - a), abs(due - a)) for b, a, due in known if b is not None and a is not None and due is not None]
-        if max(it for it, _ in off) < 0.1 * max(it for _, it in off):
+        if _come_back(known):
             losses = ", ".join(f"{b:.4g} for {a:.4g}" for b, a, _ in known[:3])
             counted = all(one.tokens is not None for one in later)
             what = "counts are those" if counted else "the data may be that"
@@ -90,7 +93,19 @@ def _repeated(view: View) -> Iterator[Cause]:
                 f"from step {view.step(first)} on {what} of step {view.step(start)} and after, and losses near theirs "
             )
             yield Cause("resume-repeats-data", Fit.EVERY_STEP, f"{said}({losses})")
+            if start == first - 1 and not view.recorded("grad_norm"):
+                yield Cause("reported-loss", Fit.EVERY_STEP, f"{said}({losses})")
             return
+
+
+def _come_back(known: Sequence[tuple[float | None, float | None, float | None]]) -> bool:
+    """Whether numbers of later steps are by about those of earlier ones, and not those that are due.
+
+    Args:
+        known: of each later step: its own number, that of the earlier step, and the one that is due.
+    """
+    off = [(abs(b - a), abs(due - a)) for b, a, due in known if b is not None and a is not None and due is not None]
+    return max((it for it, _ in off), default=1.0) < 0.1 * max((it for _, it in off), default=0.0)
 
 
 def _logged_late(view: View, start: int) -> Iterator[Cause]:

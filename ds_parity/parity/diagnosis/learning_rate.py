@@ -161,7 +161,7 @@ def _of_all(view: View, a: list[float], b: list[float], *, known: bool) -> list[
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b), *faster(view, a, b)]
-        found += [*stretched(view, a, b), *ends(a, b), *warm_up(a, b)]
+        found += [*stretched(view, a, b), *ends(view, a, b), *warm_up(a, b)]
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
 
 
@@ -203,6 +203,11 @@ def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         said = f"the LR is {b[0]:.6g} in every step, where the reference's moves"
         # Two rates are one number in other schedules, too.
         yield Cause("no-scheduler", Fit.SEQUENCE if len(b) > 2 else Fit.CONSTANT, said)
+        # In steps that are not recorded it may have come to its end.
+        if view.step(0) > 1 and b[0] <= min(a):
+            per_pass = ("scheduler-per-pass",) if max(view.passes) != 1 else ()
+            for name in (*per_pass, "scheduler-stepped-often", "schedule-too-short"):
+                yield Cause(name, Fit.SEQUENCE, f"{said}, and may have come to its end before step {view.step(0)}")
 
 
 def _per_rollout(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:

@@ -66,6 +66,10 @@ def stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         said += f"; windows have {passes} passes"
         yield Cause("scheduler-budget-in-passes", Fit.SEQUENCE, said)
     yield Cause("schedule-too-long", Fit.SEQUENCE, said)
+    # Rates that hold for several steps show it in these alone.
+    gaps = {y.step - x.step for (x, _), (y, _) in pairwise(view.pairs)}
+    if max(gaps, default=1) > 1 and near(pace, round(pace), SAME) and round(pace) <= min(gaps):
+        yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, said)
 
 
 def _pace(a: list[float], b: list[float], passes: int) -> float | None:
@@ -94,11 +98,16 @@ def _origins(a: list[float], b: list[float]) -> Iterator[int]:
     rest = next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != a[0] or y != a[0]), 0)
     if rest > 1:
         yield rest - 1
-    top = max(a)
-    last = len(a) - 1 - a[::-1].index(top)
-    for at in dict.fromkeys((a.index(top), last)):
+    tops = _tops(a)
+    for at in dict.fromkeys((tops[0], tops[-1])):
         if at and all(near(y, x, SAME) for x, y in zip(a[: at + 1], b[: at + 1], strict=True)):
             yield at
+
+
+def _tops(rates: list[float]) -> list[int]:
+    """The steps at the highest rate; the end of a warm-up may be off from it by rounding."""
+    top = max(rates)
+    return [at for at, rate in enumerate(rates) if near(rate, top, _ROUNDED)] or [rates.index(top)]
 
 
 def _crossings(a: list[float], b: list[float]) -> list[tuple[int, list[int]]]:
@@ -158,10 +167,12 @@ def _slowed(rate_at: _At, origin: int, b: list[float], pace: float, within: floa
     return all(abs(rate_at(origin + (at - origin) / pace) - b[at]) <= within for at in steps)
 
 
-def ends(a: list[float], b: list[float]) -> Iterator[Cause]:
+def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     """The highest or the lowest rate of the reference, and all others a share as far from it."""
     # Behind a warm-up that both have, the rest alone has another lowest rate.
-    rise = len(a) - 1 - a[::-1].index(max(a))
+    rise = _tops(a)[-1]
+    # The share is that of two rates, which are written as all others are.
+    written = 4 * digits(view, a)
     if rise and all(near(y, x, SAME) for x, y in zip(a[: rise + 1], b[: rise + 1], strict=True)):
         a, b = a[rise:], b[rise:]
     for end, word, others in ((max, "most", "lowest"), (min, "least", "highest")):
@@ -171,21 +182,27 @@ def ends(a: list[float], b: list[float]) -> Iterator[Cause]:
         if not tells(a) or not kept or (of_candidate - kept) * (far - kept) <= 0:
             continue
         share = (of_candidate - kept) / (far - kept)
-        if _all_due([kept + share * (x - kept) for x in a], b, _within(a, SAME)):
+        if _all_due([kept + share * (x - kept) for x in a], b, _within(a, SAME) + written):
             said = f"the LR is at {word} {kept:.4g} in both, and {share:.5g} times as far from it as the reference's "
             said += "in every step"
             # A lowest rate below 0 is none: the reference's lies as high as this, and no higher than it was recorded.
-            if end is min or kept * (1 - 1 / share) <= min(a) + _within(a, _BETWEEN):
+            if end is min or kept * (1 - 1 / share) <= min(a) + _within(a, _BETWEEN) + written:
                 yield Cause(f"another-{others}-lr", Fit.SEQUENCE, said)
             # On a straight line another pace is as far.
-            if end is max and _is_straight(a):
+            if end is max and _is_straight(a, written):
                 name = "schedule-too-long" if share < 1 else "schedule-too-short"
                 yield Cause(name, Fit.SEQUENCE, said)
 
 
-def _is_straight(rates: list[float]) -> bool:
+def digits(view: View, rates: list[float]) -> float:
+    """By how much a rate may be off by the digits in which both sides have written theirs; 0 where they are whole."""
+    written = (trace.precision.get("lr") for trace in (view.reference, view.candidate))
+    return max((it.slack(max(rates)) for it in written if it is not None), default=0.0)
+
+
+def _is_straight(rates: list[float], written: float) -> bool:
     moves = [y - x for x, y in pairwise(rates)]
-    return len(moves) > 1 and max(moves) - min(moves) <= _within(rates, SAME)
+    return len(moves) > 1 and max(moves) - min(moves) <= _within(rates, SAME) + written
 
 
 def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -193,7 +210,7 @@ def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
     rests, within = a[-1] == a[-2], _within(a, SAME)
     top = a[-1] if rests else b[-1] if b[-1] == b[-2] else math.inf
     # The reference rises no farther than the rate at which both come to rest.
-    if a[0] == top or top < max(a) or len(a) < 3:
+    if a[0] == top or top < max(a) - within or len(a) < 3:
         return
     if rests and all(abs(y - top) <= within for y in b):
         said = f"the LR is {top:.4g} in every step, to which the reference's rises"
