@@ -32,6 +32,7 @@ def check(folder: Path | None, junit: Path | None) -> None:
         with _naming("--report", folder, "a folder"):
             _writable(folder)
             _free_for_a_file(folder / PAGE)
+            _keep_what_is_no_page(folder / PAGE)
     if junit is not None:
         with _naming("--junit", junit, "a file"):
             _writable(junit.parent)
@@ -88,6 +89,12 @@ def _keep_the_page(junit: Path, folder: Path | None) -> None:
     # The page is written last, and would replace the file.
     if folder is not None and junit.resolve() == (folder / PAGE).resolve():
         raise ValueError("the page of --report is written there")
+
+
+def _keep_what_is_no_page(path: Path) -> None:
+    # By the title that each page has near its beginning.
+    if path.is_file() and (text := path.read_bytes()[:4096]) and b"<title>ds-parity" not in text:
+        raise ValueError(f"{path.name} is there already and is no page of ds-parity: what it contains would be lost")
 
 
 def _keep_what_is_no_xml(path: Path) -> None:

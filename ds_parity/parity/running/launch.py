@@ -20,6 +20,7 @@ from typing import Any
 
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running.compiling import Compilers
+from ds_parity.parity.running.job_folder import CALLS, LOG, emptied, written_by
 from ds_parity.parity.running.last_words import last_words
 from ds_parity.parity.running.left_behind import free_shared_memory
 
@@ -46,7 +47,7 @@ class Job:
 
     Attributes:
         calls: run in order on every rank.
-        folder: of the log and of what ranks write, results included; it is emptied first.
+        folder: of the log and of what ranks write, results included; what an earlier job left goes first.
         ranks: processes to start.
         timeout: seconds for the whole job.
         import_from: folders in which functions are looked up beside the installed packages.
@@ -80,7 +81,7 @@ def run_job(job: Job, progress: Callable[[int, str], None] = lambda done, title:
     port = free_port()
     command, environment = _command(job, port), _environment(job)
     compilers = Compilers(environment, lambda: _waited_for(job))
-    with (job.folder / "log.txt").open("w") as log:
+    with (job.folder / LOG).open("w") as log:
         # Nothing is written to their input: it ends with this process, and the ranks with it (worker.py).
         process = subprocess.Popen(
             command,
@@ -109,7 +110,7 @@ def said(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
     These are lines with `started`, `finished` or `failed` (the number of a call), or `waits_for` (the lock of a
     compiler).
     """
-    path = folder / f"rank{rank}.jsonl"
+    path = folder / written_by(rank)
     if path.exists():
         yield from _parsed(path.read_bytes())
 
@@ -127,10 +128,7 @@ def _command(job: Job, port: int) -> list[str]:
             f"no `deepspeed` launcher beside {sys.executable} or on PATH: ranks are started with it; install deepspeed "
             "into this environment"
         )
-    # What an earlier job left would be read as what these ranks say.
-    shutil.rmtree(job.folder, ignore_errors=True)
-    job.folder.mkdir(parents=True)
-    path = job.folder / "job.json"
+    path = emptied(job.folder) / CALLS
     path.write_text(
         json.dumps({"import_from": [*job.import_from, str(Path.cwd())], "calls": [vars(call) for call in job.calls]})
     )
@@ -253,7 +251,7 @@ def _fell_silent(folder: Path, rank: int) -> bool:
 
 
 def _why(job: Job, code: int) -> str:
-    log = job.folder / "log.txt"
+    log = job.folder / LOG
     failures = [
         (line["at"], rank, line) for rank in range(job.ranks) for line in said(job.folder, rank) if "failed" in line
     ]

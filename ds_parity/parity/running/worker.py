@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.utils.file_baton import FileBaton
 
 from ds_parity.parity.running.functions import resolve
+from ds_parity.parity.running.job_folder import written_by
 from ds_parity.parity.running.left_behind import end_with_the_harness, free_shared_memory
 
 # Seconds that threads of a loop have to end when the last call has.
@@ -40,7 +41,7 @@ def main(path: str) -> int:
     deepspeed.init_distributed()
     # As engine/ranks/ending.py says, which cannot be asked: the engine refuses releases that are measured here.
     atexit.register(time.sleep, 0.1)
-    says = Path(path).parent / f"rank{dist.get_rank()}.jsonl"
+    says = Path(path).parent / written_by(dist.get_rank())
     with says.open("a", buffering=1) as out:
         _say_waits(out)
         for number, call in enumerate(job["calls"]):

@@ -274,6 +274,18 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="it is a folder"):
             check(tmp_path, None)
 
+    def test_a_page_of_somebody_elses(self, tmp_path):
+        (tmp_path / "report.html").write_text("<!doctype html><title>mine</title>")
+        with pytest.raises(
+            ConfigError, match=r"--report .*: can't be written \(report.html is there already and is no"
+        ):
+            check(tmp_path, None)
+
+    def test_a_page_of_before_may_go(self, call, traces, tmp_path):
+        for _ in range(2):
+            assert call("compare", *traces, "--report", tmp_path)[0] == 1
+        assert "<title>ds-parity" in (tmp_path / "report.html").read_text()
+
     def test_one_path_for_the_page_and_the_file(self, tmp_path):
         with pytest.raises(ConfigError, match=r"--junit .* \(the page of --report is written there\)"):
             check(tmp_path / "r", tmp_path / "r" / "." / "report.html")
