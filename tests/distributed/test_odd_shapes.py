@@ -15,7 +15,12 @@ pytestmark = pytest.mark.ranks
 
 BF16 = {"bf16": {"enabled": True}}
 # Weights of up to 2 in bf16 are rounded by up to 2 ** -8 at each of the steps, and in the beginning.
-PRECISIONS = {"fp32": ({}, 1e-6), "bf16": (BF16, (WINDOWS + 1) * 2**-8)}
+PRECISIONS = {
+    "fp32": ({}, 0.0, 1e-6),
+    "bf16": (BF16, 0.0, (WINDOWS + 1) * 2**-8),
+    "fp32 clipped": ({}, 0.1, 1e-6),
+    "fp32 below the limit": ({}, 1000.0, 1e-6),
+}
 
 
 class Odd(torch.nn.Module):
@@ -47,9 +52,9 @@ def odd_shapes(folder):
     """By stage and precision; and what was replaced in DeepSpeed while engines were built is back."""
     own = DeepSpeedEngine._broadcast_model, Init._convert_to_deepspeed_param
     found = {
-        f"{stage}-{name}": from_all(distance(stage, keys, Odd, image))
+        f"{stage}-{name}": from_all(distance(stage, keys, Odd, image, clip=clip))
         for stage in STAGES
-        for name, (keys, _) in PRECISIONS.items()
+        for name, (keys, clip, _) in PRECISIONS.items()
     }
     left = (DeepSpeedEngine._broadcast_model, Init._convert_to_deepspeed_param) == own
     return {"found": found, "left": left}
@@ -58,7 +63,7 @@ def odd_shapes(folder):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_steps_are_those_of_an_oracle(two_ranks, stage, precision):
     found = two_ranks.of(odd_shapes)["found"][f"{stage}-{precision}"]
-    assert max(found) <= PRECISIONS[precision][1]
+    assert max(found) <= PRECISIONS[precision][2]
 
 
 def test_nothing_of_deepspeed_stays_replaced(two_ranks):

@@ -32,7 +32,7 @@ class Plain(Adapter):
         engine = self.engine
 
         def clip_fp32_gradients() -> None:
-            parameters = [_dense(one) for one in engine.module.parameters()]
+            parameters = [_multiplied(one) for one in engine.module.parameters()]
             if self.experts_apart and engine.mpu is None:
                 norm = self._clip_with_experts(parameters)
             else:
@@ -97,17 +97,22 @@ class Plain(Adapter):
             yield
 
 
-def _dense(parameter: Parameter) -> torch.Tensor:
-    """Return the parameter, or, where its gradient is sparse, a tensor whose `grad` is the gradient's values.
+def _multiplied(parameter: Parameter) -> torch.Tensor:
+    """Return the parameter, or a tensor whose `grad` is what DeepSpeed can multiply in its place.
 
-    DeepSpeed multiplies `grad.data` in place: of a sparse tensor that is a copy, so nothing would be clipped. The
-    values of a coalesced gradient are dense, have its norm, and share its memory.
+    DeepSpeed multiplies `grad.data` in place by one number, of shape (1,). Of a sparse gradient that is a copy, so
+    nothing would be clipped, and torch refuses it of a gradient without dimensions (runtime/utils.py, clip_grad_norm_,
+    0.19.8). The values of a coalesced gradient are dense, have its norm, and share its memory; so does a view.
     """
-    if parameter.grad is None or not parameter.grad.is_sparse:
+    gradient = parameter.grad
+    if gradient is None or (gradient.dim() and not gradient.is_sparse):
         return parameter
-    # Equal rows are added up first: the norm of a sum is not the sum of norms.
-    parameter.grad = parameter.grad.coalesce()
-    values = parameter.grad.values()
+    if gradient.is_sparse:
+        # Equal rows are added up first: the norm of a sum is not the sum of norms.
+        parameter.grad = gradient.coalesce()
+        values = parameter.grad.values()
+    else:
+        values = gradient.view(1)
     stand_in = torch.empty_like(values)
     stand_in.grad = values
     # Tensor parallelism marks its parameters by attributes, which the norm asks for.
