@@ -137,6 +137,15 @@ def test_a_loss_of_few_digits_may_have_other_weights_from_the_start(digits, open
     assert ({"weights", "data"} <= {*told.classes}) is open_too, told
 
 
+def test_a_small_loss_that_is_off_in_its_last_digit_may_have_other_weights_too():
+    """Its bound is that of losses of one half."""
+    one, other = (bare(run(), loss=lambda it, by=by: (6318 - by) / 1e5) for by in (0, 1))
+    other = bare(other, loss=lambda it: it.loss, grad_norm=lambda it: 1.01 * it.grad_norm)
+    precision = {"loss": Precision(significant=4)}
+    told = found(*(replace(traced(steps), precision=precision) for steps in (one, other)))
+    assert {"weights", "data"} <= {*told.classes}, told
+
+
 def test_what_was_not_recorded_excludes_nothing():
     one, other = (bare(run(), loss=lambda it, by=by: it.loss * by, grad_norm=None) for by in (1.0, 1.2))
     assert "gradient" in found(traced(one), traced(other)).classes
