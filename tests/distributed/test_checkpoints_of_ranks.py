@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ds_parity
@@ -129,6 +130,41 @@ def test_files_of_two_ranks_that_were_exchanged_are_refused(two_ranks, stage):
     for said in two_ranks.of(exchanged)[f"{stage}"]:
         assert said.startswith("CheckpointError: load_checkpoint(")
         assert "rank_0_mp_rank_00_optim_states.pt, which was saved as " in said
+
+
+class _Layer(torch.nn.Module):
+    """As many numbers in one weight, of one name, in another shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(shape))
+
+
+@on_two_ranks
+def shapes(folder):
+    """By stage and precision: what a load ends in where the weight has another shape of as many numbers."""
+
+    def engine(stage, dtype, shape):
+        model, keys = _Layer(shape), config(stage, dtype, passes=4, exchange_timeout=60)
+        return ds_parity.initialize(model=model, model_parameters=model.parameters(), config=keys)[0]
+
+    results = {}
+    for stage in STAGES:
+        for dtype in ("fp32", "bf16"):
+            path = f"{folder}/shapes-{stage}-{dtype}"
+            engine(stage, dtype, (8, 3)).save_checkpoint(path, tag="a")
+            answers = [refusal(partial(engine(stage, dtype, it).load_checkpoint, path)) for it in ((8, 3), (12, 2))]
+            results[f"{stage} {dtype}"] = from_all(answers)
+    return results
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_of_another_shape_are_refused(two_ranks, stage, dtype):
+    for same, other in two_ranks.of(shapes)[f"{stage} {dtype}"]:
+        assert same == "nothing was raised"
+        assert other.startswith("CheckpointError: ")
+        assert "another model" in other
 
 
 def _raises_in_the_load(engine, path, raises):
