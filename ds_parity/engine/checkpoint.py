@@ -24,6 +24,7 @@ from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_states_of_others, refuse_universal_in_turns
+from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, Place
@@ -75,7 +76,10 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
         if optimizer:
             named = options["load_module_strict"] and options["custom_load_fn"] is None
-            refuse_states_of_others(driver.engine, (state or {}).get(KEY, {}), driver.adapter.groups(), named=named)
+            ours = (state or {}).get(KEY, {})
+            refuse_states_of_others(driver.engine, ours, driver.adapter.groups(), named=named)
+            if named:
+                refuse_other_members(driver.engine, ours, driver.adapter.groups_of_optimizer())
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
     return path, state
 
@@ -157,6 +161,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
+        ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())
     except Exception as error:
         driver.refuse_saving(error)
         raise

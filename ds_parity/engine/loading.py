@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ds_parity.engine.internals.identity import Files
+from ds_parity.engine.internals.identity import Files, renamed
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.saving import IDENTITY
 from ds_parity.engine.unloadable import folder_of, tag_of
@@ -121,11 +121,7 @@ def refuse_mixture(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None
         )
     for rank, one in enumerate(gathered):
         for name, saved_as in sorted(one[_RENAMED].items()):
-            raise CheckpointError(
-                f"{where}: rank {rank} has loaded the file {name}, which was saved as {saved_as}: it has the states of "
-                "another rank, or of another part of the model, which DeepSpeed takes where the shapes fit. Give the "
-                "files their names again (copy the checkpoint anew); loading ends half way, so start a new engine"
-            )
+            raise CheckpointError(f"{where}, on rank {rank}: {renamed(name, saved_as)}")
     rule = f"These are several saves under one tag. {_WAY_OUT}. Loading ends half way, so start a new engine"
     alike = [{key: value for key, value in one.items() if key != _RENAMED} for one in gathered]
     refuse_differing(where, alike, rule)

@@ -25,6 +25,7 @@ _WHOLE = (0,)
 _OF_A_BROKEN_FILE = "PytorchStreamReader"  # torch's reader of zip archives
 _OF_ZEROS = "filename 'storages' not found"  # torch takes a file of zero bytes for one of its oldest archives
 _OF_A_STATE_DICT = "Error(s) in loading state_dict"  # torch's load_state_dict, of names or sizes
+_OF_UNIVERSAL = "zero"  # the folder of parameters that ds_to_universal makes
 _OF_A_TAG = ("_model_states.pt", "_optim_states.pt")
 # torch's word, DeepSpeed's where other parameters make other parts, and torch's where parts have other sizes.
 _OF_GROUPS = ("parameter group", "parameter-alignment layout", "must match the size of tensor")
@@ -53,10 +54,23 @@ def explained(driver: Loading, load_dir: str, tag: Any = None) -> Iterator[None]
         yield
     except Exception as error:
         explain = next((explain for kinds, explain in _EXPLAINED if isinstance(error, kinds)), None)
-        said = explain(driver, load_dir, tag, error) if explain else None
+        said = _taken_for_plain(driver, load_dir, tag, error)
+        if said is None and explain:
+            said = explain(driver, load_dir, tag, error)
         if said is None:
             raise
         raise said from error
+
+
+def _taken_for_plain(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    folder = None if driver.engine.load_universal_checkpoint() else folder_of(load_dir, tag)
+    if folder is None or not (folder / _OF_UNIVERSAL).is_dir():
+        return None
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): {folder.name!r} is a universal checkpoint, and this configuration does not "
+        f'say so ({type(error).__name__}: {error}). Write "checkpoint": {{"load_universal": true}} into it, or load '
+        f"the checkpoint that was converted; {_HALF_WAY}"
+    )
 
 
 def _refused(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError:
@@ -275,8 +289,9 @@ def _of_universal(driver: Loading, load_dir: str, said: str) -> CheckpointError:
         f"load_checkpoint({load_dir!r}) on ZeRO stage {stage}, with load_universal: DeepSpeed refused it ({said}). It "
         "loads a universal checkpoint on the stage that saved it, where 1 and 2 are alike, and none on stage 0. Set "
         "zero_optimization.stage so, or load the weights alone into the model before initialize() (zero_to_fp32.py "
-        "beside the checkpoint makes them). If it is that stage, the tag names no universal checkpoint: load that, or "
-        "leave load_universal out. Loading ends half way, so start a new engine"
+        "beside the checkpoint makes them). If it is that stage, the tag names no universal checkpoint, or one whose "
+        "conversion broke off: convert it anew, or leave load_universal out. Loading ends half way, so start a new "
+        "engine"
     )
 
 

@@ -129,7 +129,7 @@ def exchanged(folder):
 def test_files_of_two_ranks_that_were_exchanged_are_refused(two_ranks, stage):
     for said in two_ranks.of(exchanged)[f"{stage}"]:
         assert said.startswith("CheckpointError: load_checkpoint(")
-        assert "rank_0_mp_rank_00_optim_states.pt, which was saved as " in said
+        assert "rank_0_mp_rank_00_optim_states.pt was saved as " in said
 
 
 class _Layer(torch.nn.Module):

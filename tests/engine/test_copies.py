@@ -30,7 +30,7 @@ def driver():
         say_to_save=lambda value: [value],
         refuse_saving=lambda error: None,
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),
-        adapter=SimpleNamespace(groups=list),
+        adapter=SimpleNamespace(groups=list, groups_of_optimizer=list),
         engine=SimpleNamespace(
             optimizer=SimpleNamespace(param_groups=[{"params": [], "lr": 0.1}]),
             basic_optimizer=None,

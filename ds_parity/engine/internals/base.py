@@ -75,6 +75,10 @@ class Adapter(ABC):
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the model's parameters that the optimizer steps, group by group."""
 
+    def groups_of_optimizer(self) -> Iterable[Iterable[Parameter]]:
+        """Return the same by the groups that the optimizer was given, of which DeepSpeed may make several."""
+        return self.groups()
+
     def begin_window(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Forget what the last window's passes used."""
 

@@ -75,6 +75,11 @@ def loads_universal_weights_alone(engine: Engine) -> bool:
     return stage == 0 or (stage == 3 and hasattr(engine.optimizer, _ALONE))
 
 
+def has_experts(engine: Engine) -> bool:
+    """Return whether parameters have names by the rank that has them, as experts do."""
+    return engine.has_moe_layers
+
+
 @contextmanager
 def own_clipping(engine: Any) -> Iterator[None]:
     """Return a context in which a load leaves the configuration's `gradient_clipping` as it is.

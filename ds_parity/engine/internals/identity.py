@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ds_parity.engine.internals.replaced import replaced, wrapped
+from ds_parity.errors import CheckpointError
 
 _IDENTITY: Final = "ds_parity_save"
 _FILE: Final = "ds_parity_file"
@@ -64,6 +65,9 @@ def identities(engine: Any) -> Iterator[Files]:
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
+
+    Raises:
+        CheckpointError: in place of what is raised inside, where a file has another's name.
     """
     found = Files()
     load = engine.checkpoint_engine.load
@@ -78,5 +82,20 @@ def identities(engine: Any) -> Iterator[Files]:
                 found.renamed[name] = config[_FILE]
         return state
 
-    with replaced(engine.checkpoint_engine, "load", noted):
-        yield found
+    try:
+        with replaced(engine.checkpoint_engine, "load", noted):
+            yield found
+    except Exception as error:
+        # One that lacks what is looked for in it ends in a KeyError.
+        for name, saved_as in sorted(found.renamed.items()):
+            raise CheckpointError(f"{renamed(name, saved_as)} ({type(error).__name__}: {error})") from error
+        raise
+
+
+def renamed(name: str, saved_as: str) -> str:
+    """Return what it means that a file was saved under another name than it has, and the way out."""
+    return (
+        f"the file {name} was saved as {saved_as}: it has the states of another rank, or of another part of the model, "
+        "which DeepSpeed takes where the shapes fit. Give the files their names again (copy the checkpoint anew); "
+        "loading ends half way, so start a new engine"
+    )

@@ -317,6 +317,7 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
     offload_optimizer: bool
     micro_step_id: int
     fp16_groups: Iterable[Iterable[Zero3Parameter]]
+    sub_group_to_group_id: Mapping[int, int]
     _offload_boundary_param_ids: set[int]
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: Mapping[int, torch.Tensor]
 

@@ -137,6 +137,14 @@ class Zero3(Zero):
         """Return the parameters of DeepSpeed's groups."""
         return cast("Iterable[Iterable[Parameter]]", self._optimizer.fp16_groups)
 
+    def groups_of_optimizer(self) -> Iterable[Iterable[Parameter]]:
+        """Return the parameters of the optimizer's groups: DeepSpeed's are parts of them."""
+        found: dict[int, list[Parameter]] = {}
+        for number, group in enumerate(self.groups()):
+            of = self._optimizer.sub_group_to_group_id[number]
+            found[of] = [*found.get(of, []), *group]
+        return [found[number] for number in sorted(found)]
+
     def averaged_over(self, ranks: int, peers: int) -> int:
         """Return all ranks, sequence-parallel ones included."""
         return super().averaged_over(ranks * peers, peers)

@@ -1,0 +1,81 @@
+"""Which parameters a universal checkpoint is of: DeepSpeed looks there for those of this engine, by name, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from ds_parity.engine.internals.checkpoints import has_experts
+from ds_parity.engine.internals.surface import Engine
+from ds_parity.errors import CheckpointError
+
+MEMBERS: Final = "members"
+"""Under this name of the window's state."""
+
+_Groups = Iterable[Iterable[torch.nn.Parameter]]
+_HALF_WAY: Final = "Loading ends half way, so start a new engine"
+
+
+def members(engine: Engine, groups: _Groups) -> list[dict[str, list[int]]]:
+    """Return the shapes of an optimizer's parameters by name, group by group, as a checkpoint keeps them.
+
+    Args:
+        engine: a bare DeepSpeed engine.
+        groups: the parameters of its optimizer's groups.
+    """
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    # On ZeRO 3 a parameter has its shape beside an empty tensor.
+    return [{names.get(id(one), ""): list(getattr(one, "ds_shape", one.shape)) for one in group} for group in groups]
+
+
+def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Groups) -> None:
+    """Raise CheckpointError where a universal checkpoint that was loaded is of other parameters, or of other groups.
+
+    DeepSpeed takes what has a parameter's name, whatever its shape, leaves the others where they are, and gives each
+    group the learning rate and weight decay of the one with its number (runtime/zero/stage_1_and_2.py and stage3.py,
+    _load_universal_checkpoint, 0.19.8).
+
+    Args:
+        engine: a bare DeepSpeed engine.
+        state: what the checkpoint has of the window; without `members` where a release of before, or bare DeepSpeed,
+            saved it.
+        groups: the parameters of this engine's optimizer's groups.
+    """
+    there, groups = state.get(MEMBERS), [list(group) for group in groups]
+    if not there or not engine.load_universal_checkpoint() or has_experts(engine):
+        return
+    here = members(engine, groups)
+    _refuse_others({name for group in there for name in group}, {name for group in here for name in group})
+    if [set(group) for group in there] != [set(group) for group in here]:
+        raise CheckpointError(
+            f"the universal checkpoint's parameter groups are not this engine's: {_in_words(there)}, and here "
+            f"{_in_words(here)}. DeepSpeed has given each group the learning rate and the weight decay of the one with "
+            f"its number. Load it with the groups that saved it, in their order. {_HALF_WAY}"
+        )
+    # Of tensor parallelism a rank has a part, which another number of ranks makes longer or shorter.
+    whole = {id(one) for group in groups for one in group if not getattr(one, "tensor_model_parallel", False)}
+    for saved, own, group in zip(there, here, groups, strict=True):
+        for one, (name, shape) in zip(group, own.items(), strict=False):
+            if id(one) in whole and saved[name] != shape:
+                raise CheckpointError(
+                    f"the parameter {name!r} has the shape {tuple(saved[name])} in the universal checkpoint, and "
+                    f"{tuple(shape)} here: it is of another model. Load it into the model that saved it. {_HALF_WAY}"
+                )
+
+
+def _refuse_others(there: set[str], here: set[str]) -> None:
+    lost, new = sorted(there - here), sorted(here - there)
+    if lost or new:
+        said = f"it has {lost[0]!r}, which is not trained here" if lost else f"it has no {new[0]!r}"
+        raise CheckpointError(
+            f"the universal checkpoint is of another model, or of other trained parameters: {said}. Load it into the "
+            f"model that saved it, with the trained parameters of then. {_HALF_WAY}"
+        )
+
+
+def _in_words(groups: Iterable[Mapping[str, Any]]) -> str:
+    return "; ".join(
+        f"group {number} of {len(group)} with {next(iter(group), 'none')!r}" for number, group in enumerate(groups)
+    )
