@@ -301,6 +301,18 @@ def test_a_loss_that_is_off_beside_weights_may_be_logged_so_where_the_norm_is_th
     assert ({"schedule", "optimizer settings", "weights", "logging"} <= {*found.classes}) is (norm == 1.0)
 
 
+def test_a_loss_of_the_other_sign_is_one_fault():
+    class Negative(Run):
+        def gradient(self, at, gradient):
+            return -gradient
+
+    a, b = Run().trace(), Negative().trace()
+    b = Trace(b.header, tuple(it.model_copy(update={"loss": -it.loss}) for it in b.steps))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert "loss" in found.classes
+    assert not {"schedule", "optimizer settings", "logging"} & {*found.classes}
+
+
 class TenTimesTheRate(Run):
     def rate(self, at):
         return 10 * RATES[at]

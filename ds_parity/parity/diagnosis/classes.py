@@ -84,7 +84,8 @@ def _of_two(view: View) -> bool:
     if "weights" not in view.at_first or "grad_norm" in view.at_first:
         return False
     a, b = view.pairs[view.first]
-    return near(b.grad_norm, a.grad_norm or 0.0, EPS["fp32"])
+    other_sign = near(b.loss, -(a.loss or 0.0), EPS["fp32"])
+    return near(b.grad_norm, a.grad_norm or 0.0, EPS["fp32"]) and not other_sign
 
 
 def _far_from_the_start(view: View) -> bool:
