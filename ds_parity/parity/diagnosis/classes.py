@@ -18,6 +18,7 @@ from ds_parity.parity.diagnosis.view import View, near
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound: weights that lie further apart before the first difference have not agreed, they were let pass.
 _CREPT = 0.1
+_SAME = 1e-3
 
 
 def possible(view: View) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ def _of_two(view: View) -> bool:
     if "weights" not in view.at_first or "grad_norm" in view.at_first:
         return False
     a, b = view.pairs[view.first]
-    other_sign = near(b.loss, -(a.loss or 0.0), EPS["fp32"])
+    other_sign = near(b.loss, -(a.loss or 0.0), _SAME)
     return near(b.grad_norm, a.grad_norm or 0.0, EPS["fp32"]) and not other_sign
 
 
