@@ -12,7 +12,6 @@ import torch
 
 from ds_parity.errors import ConfigError
 
-_WRAPPED: Final = ("optimizer", "_optimizer", "optim", "base_optimizer")
 _WAY_OUT: Final = (
     "Take them from model.parameters(), after the model was copied, wrapped or changed; make a new optimizer in place "
     "of one that another engine had, whose ZeRO has put partitions into it"
@@ -123,8 +122,12 @@ def _inside(optimizer: Any) -> set[int]:
         one = inside.pop()
         if one is not None and id(one) not in found:
             found[id(one)] = one
-            inside += [vars(one).get(name) for name in _WRAPPED if hasattr(one, "__dict__")]
+            inside += [held for held in getattr(one, "__dict__", {}).values() if _steps(held)]
     return set(found)
+
+
+def _steps(held: Any) -> bool:
+    return hasattr(type(held), "param_groups") or "param_groups" in getattr(held, "__dict__", ())
 
 
 def groups_handed_over(keywords: Mapping[str, Any]) -> list[list[torch.Tensor]]:

@@ -25,6 +25,14 @@ class Wrapper:
         return [dict(group) for group in self.optimizer.param_groups]
 
 
+class Inner:
+    """One that calls it otherwise."""
+
+    def __init__(self, optimizer):
+        self.inner = Wrapper(optimizer)
+        self.param_groups = self.inner.param_groups
+
+
 class Moving:
     """A scheduler as somebody writes one."""
 
@@ -41,6 +49,8 @@ RIGHT = {
     "on a plateau": ReduceLROnPlateau(OWN),
     "one's own": Moving(OWN),
     "over a wrapper": Moving(Wrapper(OWN)),
+    "over a wrapper of a wrapper": Moving(Wrapper(Wrapper(OWN))),
+    "over a wrapper with a name of its own": Moving(Inner(OWN)),
     "over another class with the same groups": Moving(torch.optim.Adam(OWN.param_groups)),
     "without an optimizer": object(),
 }

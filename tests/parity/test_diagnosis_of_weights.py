@@ -301,6 +301,22 @@ def test_a_loss_that_is_off_beside_weights_may_be_logged_so_where_the_norm_is_th
     assert ({"schedule", "optimizer settings", "weights", "logging"} <= {*found.classes}) is (norm == 1.0)
 
 
+@pytest.mark.parametrize("from_step", [1, 4])
+def test_weights_that_are_apart_in_the_first_step_of_a_record_may_have_come_apart_before(from_step):
+    class TwiceTheRate(Run):
+        def rate(self, at):
+            return (40 if at < from_step - 1 else 1) * RATES[at]
+
+    traces = []
+    for run in (Run, TwiceTheRate):
+        steps = run().trace().steps[from_step - 1 :]
+        losses = [it.loss * (1 + 0.1 * (run is not Run)) for it in steps]
+        changed = [it.model_copy(update={"loss": loss}) for it, loss in zip(steps, losses, strict=True)]
+        traces.append(Trace(run().trace().header, tuple(changed)))
+    found = diagnose(*traces, compare(*traces, Tier.REASSOCIATED))
+    assert "initial-weights" not in {cause.name for cause in found.causes}
+
+
 def test_a_loss_of_the_other_sign_is_one_fault():
     class Negative(Run):
         def gradient(self, at, gradient):

@@ -1,5 +1,6 @@
 """Functions by their names: what can't be found is refused with what is wrong, before ranks are started if possible."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -59,6 +60,23 @@ def test_a_training_function_of_which_nothing_runs_is_refused(name):
 def test_a_training_function_with_other_arguments_is_refused_before_it_is_called(name):
     with pytest.raises(ConfigError, match=rf"train '{name}' takes \(.*\), and is called with an engine and"):
         run_loop(name, print, [])
+
+
+def with_its_epochs(function):
+    @functools.wraps(function)
+    def wrapped(engine, micro_batches):
+        return function(engine, micro_batches, 3)
+
+    return wrapped
+
+
+@with_its_epochs
+def decorated(engine, micro_batches, epochs):
+    assert epochs == 3
+
+
+def test_the_arguments_are_those_of_a_decorator():
+    run_loop(f"{__name__}:decorated", print, [])
 
 
 def three(engine, micro_batches, epochs):

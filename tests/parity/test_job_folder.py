@@ -15,7 +15,7 @@ def files(folder):
 def put(folder, *names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("mine")
+        (folder / name).write_text('{"import_from": [], "calls": []}' if name == "job.json" else "mine")
 
 
 def test_a_folder_that_is_not_there_is_made(tmp_path):
@@ -35,3 +35,20 @@ def test_a_file_of_the_users_with_the_name_of_a_jobs_is_refused(tmp_path, name):
     with pytest.raises(HarnessError, match=rf"{name} is there already, and no run of ds-parity has left it.*--out"):
         emptied(tmp_path)
     assert files(tmp_path) == sorted(["notes.md", name])
+
+
+@pytest.mark.parametrize("text", ["mine", "[]", '{"calls": 3}', "\0"])
+def test_a_file_of_the_users_with_the_name_of_the_calls_is_refused(tmp_path, text):
+    put(tmp_path, "log.txt")
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(HarnessError, match=r"job\.json is there already"):
+        emptied(tmp_path)
+    assert files(tmp_path) == ["job.json", "log.txt"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_folder_of_the_users_with_the_name_of_a_jobs_file_is_refused(tmp_path, name):
+    put(tmp_path, *(one for one in OWN if one != name), f"{name}/mine.txt")
+    with pytest.raises(HarnessError, match=rf"{name} is there already"):
+        emptied(tmp_path)
+    assert (tmp_path / name / "mine.txt").is_file()

@@ -93,6 +93,16 @@ def _shifted(held, by):
 ALIKE = stream("alike")
 
 
+def test_a_first_pass_that_is_lost_ends_no_window_early():
+    due = cut(ALIKE)[:6]
+    lost = [(due[0][0] - 2, due[0][1] - 1), *due[1:]]
+    assert not {"boundary-off-by-one", "step-in-mid-window"} & {name for group in named(due, lost) for name in group}
+
+
+def test_a_first_window_that_was_cut_short_once_is_named_beside_a_counter_that_begins_at_one():
+    assert {"boundary-off-by-one", "step-in-mid-window"} <= named(cut(ALIKE), _shifted(ALIKE, -1))[0]
+
+
 @pytest.mark.parametrize("target", [8, 14, 24, 32, 40, 48, 64])
 @pytest.mark.parametrize("passes", [True, False])
 def test_a_test_for_the_target_itself_is_not_blamed_where_it_would_have_met_all_of_them(target, passes):

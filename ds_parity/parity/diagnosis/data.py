@@ -43,7 +43,8 @@ def _start(view: View) -> Iterator[Cause]:
         if not view.first and not moves.one_start:
             yield Cause("initial-weights", Fit.HEADER, _OTHER_START)
         return
-    if view.first or not moves.known or moves.stride is None or len(view.pairs) < 2:
+    # In steps that are in no record anything may have taken them apart.
+    if view.first or view.steps_left_out or not moves.known or moves.stride is None or len(view.pairs) < 2:
         return
     apart = [float(np.linalg.norm(moves.apart(at))) for at in range(len(view.pairs))]
     if apart[0] > _BEYOND * moves.stride and alike(apart, 0.1):

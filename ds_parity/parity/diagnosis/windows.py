@@ -157,7 +157,8 @@ def _start(view: View, cut: Cut) -> Iterator[Cause]:
         said = f"{len(cut.b)} steps {told}, where the reference takes {len(cut.a)} of the same rollouts"
         yield Cause("step-per-pass", Fit.SEQUENCE, said)
         return
-    if len(set(passes[1:-1])) != 1 or len(passes) < 3:
+    # Of later steps the first in the record is no first window.
+    if len(set(passes[1:-1])) != 1 or len(passes) < 3 or view.step(0) != 1:
         return
     beyond = [y - x for x, y in zip(of_a, of_b[1:], strict=False)]
     if passes[0] == 1 and passes[1] > 1 and len(set(beyond[:-1])) == 1 and 0 < beyond[0] <= cut.b[0]:
@@ -167,16 +168,23 @@ def _start(view: View, cut: Cut) -> Iterator[Cause]:
         )
         yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
     early = [x - y for x, y in zip(of_a, of_b, strict=False)][:-1]
-    if 0 < passes[0] == passes[1] - 1 and len(set(early)) == 1 and 0 < early[0] < cut.a[0]:
+    first_alone = len(set(early)) == 1 and 0 < early[0] < cut.a[0] and not _lost(view, cut)
+    if 0 < passes[0] == passes[1] - 1 and first_alone:
         said = (
             f"step {view.step(0)} has {passes[0]} passes, the next ones {passes[1]}, and every window ends {early[0]} "
         )
         said += "rollouts before the reference's"
-        yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
+        yield from (Cause(name, Fit.SEQUENCE, said) for name in ("boundary-off-by-one", "step-in-mid-window"))
     late = [y - x for x, y in zip(of_a, of_b, strict=False)][:-1]
     if passes[0] == passes[1] + 1 and len(set(late)) == 1 and 0 < late[0] < cut.a[0]:
         said = f"every window ends {late[0]} rollouts late: step {view.step(0)} has {passes[0]} passes, the next ones "
         yield Cause("boundary-a-pass-late", Fit.SEQUENCE, f"{said}{passes[1]}")
+
+
+def _lost(view: View, cut: Cut) -> bool:
+    """Whether the first window may lack rollouts that no other one has: the others hold what they should."""
+    tokens = [(a.tokens, b.tokens) for a, b in view.pairs[1:-1]]
+    return not cut.all_used and all(a is None or a == b for a, b in tokens)
 
 
 def _by_prompts(view: View, cut: Cut) -> bool:

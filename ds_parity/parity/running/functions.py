@@ -55,7 +55,8 @@ def run_loop(name: str, engine: Any, micro_batches: Any) -> None:
 
 def _refuse_other_arguments(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
-        signature = inspect.signature(function)
+        # A decorator may take other arguments than what it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions that are built in have none
         return
     try:
