@@ -157,8 +157,7 @@ def _start(view: View, cut: Cut) -> Iterator[Cause]:
         said = f"{len(cut.b)} steps {told}, where the reference takes {len(cut.a)} of the same rollouts"
         yield Cause("step-per-pass", Fit.SEQUENCE, said)
         return
-    # Of later steps the first in the record is no first window.
-    if len(set(passes[1:-1])) != 1 or len(passes) < 3 or view.step(0) != 1:
+    if len(set(passes[1:-1])) != 1 or len(passes) < 3:
         return
     beyond = [y - x for x, y in zip(of_a, of_b[1:], strict=False)]
     if passes[0] == 1 and passes[1] > 1 and len(set(beyond[:-1])) == 1 and 0 < beyond[0] <= cut.b[0]:
@@ -168,8 +167,9 @@ def _start(view: View, cut: Cut) -> Iterator[Cause]:
         )
         yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
     early = [x - y for x, y in zip(of_a, of_b, strict=False)][:-1]
-    first_alone = len(set(early)) == 1 and 0 < early[0] < cut.a[0] and not _lost(view, cut)
-    if 0 < passes[0] == passes[1] - 1 and first_alone:
+    # Of later steps the first in the record is no first window, which may be short for many reasons.
+    first_alone = view.step(0) == 1 and len(set(early)) == 1 and 0 < early[0] < cut.a[0]
+    if 0 < passes[0] == passes[1] - 1 and first_alone and not _lost(view, cut):
         said = (
             f"step {view.step(0)} has {passes[0]} passes, the next ones {passes[1]}, and every window ends {early[0]} "
         )
