@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from ds_parity.errors import CheckpointError
 # Under these names of the window's state.
 _OWNERS = "states_of"
 _TURNS = "round_robin_gradients"
-_SHAPES = "shapes"
 _HALF_WAY = "Loading ends half way, so start a new engine"
 # Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
 _ALIKE = (
@@ -112,14 +110,11 @@ def of_this_optimizer(engine: Engine, load_dir: str) -> Iterator[None]:
 
 def _owners(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    groups = [list(group) for group in groups]
     return {
         # A subclass has the states of its base: its own steps may differ, and that is the user's choice.
         "optimizer": kinds_of_optimizer(engine),
         "fp16": bool(engine.fp16_enabled()),
         "parameters": [[names.get(id(one), "") for one in group] for group in groups],
-        # On ZeRO 3 a parameter has its shape beside an empty tensor.
-        _SHAPES: [[list(getattr(one, "ds_shape", one.shape)) for one in group] for group in groups],
     }
 
 
@@ -141,7 +136,6 @@ def _refuse_other_owners(engine: Engine, saved: Mapping[str, Any], own: Mapping[
         )
     if not engine.load_universal_checkpoint() and (named or _moved(saved["parameters"], own["parameters"])):
         _refuse_other_places(saved["parameters"], own["parameters"])
-        _refuse_other_shapes(saved, own)
 
 
 def _refuse_other_turns(engine: Engine, saved: bool | None) -> None:
@@ -180,18 +174,6 @@ def _refuse_other_places(saved: list[list[str]], own: list[list[str]]) -> None:
         "groups, the order of parameters, the trained parameters, and on ZeRO stage 3 the "
         f"zero_optimization.sub_group_size, that saved it, or with load_optimizer_states=False. {_HALF_WAY}"
     )
-
-
-def _refuse_other_shapes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    # Releases of before kept no shapes.
-    names, there, here = (chain.from_iterable(it) for it in (own["parameters"], saved.get(_SHAPES, ()), own[_SHAPES]))
-    for name, was, shape in zip(names, there, here, strict=False):
-        if was != shape:
-            raise CheckpointError(
-                f"the parameter {name!r} has the shape {tuple(was)} in the checkpoint, and {tuple(shape)} here: it is "
-                "of another model. DeepSpeed takes weights and states of ZeRO by their number of elements, and has put "
-                f"them there. Load it into the model that saved it. {_HALF_WAY}"
-            )
 
 
 def _in_words(names: list[str]) -> str:

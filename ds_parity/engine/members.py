@@ -1,8 +1,9 @@
-"""Which parameters a universal checkpoint is of: DeepSpeed looks there for those of this engine, by name, alone."""
+"""Which parameters a checkpoint is of: DeepSpeed looks there for those of this engine alone, by name or by size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ MEMBERS: Final = "members"
 """Under this name of the window's state."""
 
 _Groups = Iterable[Iterable[torch.nn.Parameter]]
+_Shapes = Sequence[Mapping[str, Sequence[int]]]
 _HALF_WAY: Final = "Loading ends half way, so start a new engine"
 
 
@@ -31,11 +33,12 @@ def members(engine: Engine, groups: _Groups) -> list[dict[str, list[int]]]:
 
 
 def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Groups) -> None:
-    """Raise CheckpointError where a universal checkpoint that was loaded is of other parameters, or of other groups.
+    """Raise CheckpointError where a checkpoint that was loaded is of parameters of other shapes.
 
-    DeepSpeed takes what has a parameter's name, whatever its shape, leaves the others where they are, and gives each
-    group the learning rate and weight decay of the one with its number (runtime/zero/stage_1_and_2.py and stage3.py,
-    _load_universal_checkpoint, 0.19.8).
+    Of a universal one, also where it is of other parameters, or of other groups: DeepSpeed takes what has a parameter's
+    name, leaves the others where they are, and gives each group the learning rate and weight decay of the one with its
+    number (runtime/zero/stage_1_and_2.py and stage3.py, _load_universal_checkpoint, 0.19.8). In others that shows in
+    the states' owners (`kept_states`).
 
     Args:
         engine: a bare DeepSpeed engine.
@@ -44,25 +47,33 @@ def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Grou
         groups: the parameters of this engine's optimizer's groups.
     """
     there, groups = state.get(MEMBERS), [list(group) for group in groups]
-    if not there or not engine.load_universal_checkpoint() or has_experts(engine):
+    if not there:
         return
-    here = members(engine, groups)
-    _refuse_others({name for group in there for name in group}, {name for group in here for name in group})
+    here, universal = members(engine, groups), engine.load_universal_checkpoint()
+    if universal:
+        if has_experts(engine):
+            return
+        _refuse_others(set(chain.from_iterable(there)), set(chain.from_iterable(here)))
+        _refuse_other_groups(there, here)
+    # Of tensor parallelism a rank has a part, which another number of ranks makes longer or shorter.
+    parts = {id(one) for group in groups for one in group if getattr(one, "tensor_model_parallel", False)}
+    for saved, own, group in zip(there, here, groups, strict=False):
+        for one, (name, shape) in zip(group, own.items(), strict=False):
+            if saved.get(name, shape) != shape and not (universal and id(one) in parts):
+                raise CheckpointError(
+                    f"the parameter {name!r} has the shape {tuple(saved[name])} in the checkpoint, and {tuple(shape)} "
+                    "here: it is of another model. DeepSpeed takes weights and states of ZeRO by their number of "
+                    f"elements, and has put them there. Load it into the model that saved it. {_HALF_WAY}"
+                )
+
+
+def _refuse_other_groups(there: _Shapes, here: _Shapes) -> None:
     if [set(group) for group in there] != [set(group) for group in here]:
         raise CheckpointError(
             f"the universal checkpoint's parameter groups are not this engine's: {_in_words(there)}, and here "
             f"{_in_words(here)}. DeepSpeed has given each group the learning rate and the weight decay of the one with "
             f"its number. Load it with the groups that saved it, in their order. {_HALF_WAY}"
         )
-    # Of tensor parallelism a rank has a part, which another number of ranks makes longer or shorter.
-    whole = {id(one) for group in groups for one in group if not getattr(one, "tensor_model_parallel", False)}
-    for saved, own, group in zip(there, here, groups, strict=True):
-        for one, (name, shape) in zip(group, own.items(), strict=False):
-            if id(one) in whole and saved[name] != shape:
-                raise CheckpointError(
-                    f"the parameter {name!r} has the shape {tuple(saved[name])} in the universal checkpoint, and "
-                    f"{tuple(shape)} here: it is of another model. Load it into the model that saved it. {_HALF_WAY}"
-                )
 
 
 def _refuse_others(there: set[str], here: set[str]) -> None:

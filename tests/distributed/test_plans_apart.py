@@ -238,15 +238,20 @@ def _stepped_once_more(folder):
     return [*said, torch.equal(before, weights.vector(engine.module))]
 
 
+def _leaves_at_the_second_plan(engine, rollouts):
+    """Break off where the first rank begins a second plan, of which the second rank has nothing."""
+    first, second = list(_own(rollouts[:8])), list(_own(rollouts[8:16]))
+    for _ in engine.passes(first if dist.get_rank() else first + second):
+        if engine.global_steps == 1:
+            break
+        one_pass(engine, 1)
+
+
 def _left_at_the_second_plan(folder):
     engine, rollouts = _built(2), _rollouts()
-    first, second = list(_own(rollouts[:8])), list(_own(rollouts[8:16]))
 
     def run():
-        for _ in engine.passes(first if dist.get_rank() else first + second):
-            if engine.global_steps == 1:
-                break
-            one_pass(engine, 1)
+        _leaves_at_the_second_plan(engine, rollouts)
         _trained(engine, _own(rollouts[16:24]))
 
     return [refusal(run), engine.global_steps]
@@ -256,13 +261,9 @@ def _loaded_where_the_second_plan_begins(folder):
     """One rank knows what was said of the second plan before it loads, and the other one does not wait for it."""
     engine, rollouts = _built(2), _rollouts()
     engine.save_checkpoint(f"{folder}-first")
-    first, second = list(_own(rollouts[:8])), list(_own(rollouts[8:16]))
 
     def run():
-        for _ in engine.passes(first if dist.get_rank() else first + second):
-            if engine.global_steps == 1:
-                break
-            one_pass(engine, 1)
+        _leaves_at_the_second_plan(engine, rollouts)
         engine.load_checkpoint(f"{folder}-first")
         _trained(engine, _own(rollouts[16:24]))
 

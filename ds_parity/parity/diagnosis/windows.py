@@ -166,17 +166,17 @@ def _start(view: View, cut: Cut) -> Iterator[Cause]:
             f"rollouts after one of the reference's ({cut.a[1:3]})"
         )
         yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
-    early = [x - y for x, y in zip(of_a, of_b, strict=False)][:-1]
-    # Of later steps the first in the record is no first window, which may be short for many reasons.
-    first_alone = view.step(0) == 1 and len(set(early)) == 1 and 0 < early[0] < cut.a[0]
-    if 0 < passes[0] == passes[1] - 1 and first_alone and not _lost(view, cut):
-        said = (
-            f"step {view.step(0)} has {passes[0]} passes, the next ones {passes[1]}, and every window ends {early[0]} "
-        )
-        said += "rollouts before the reference's"
-        yield from (Cause(name, Fit.SEQUENCE, said) for name in ("boundary-off-by-one", "step-in-mid-window"))
     late = [y - x for x, y in zip(of_a, of_b, strict=False)][:-1]
-    if passes[0] == passes[1] + 1 and len(set(late)) == 1 and 0 < late[0] < cut.a[0]:
+    if len(set(late)) != 1:
+        return
+    # Of later steps the first in the record is no first window, which may be short for many reasons.
+    if 0 < passes[0] == passes[1] - 1 and 0 < -late[0] < cut.a[0] and view.step(0) == 1 and not _lost(view, cut):
+        said = (
+            f"step {view.step(0)} has {passes[0]} passes, the next ones {passes[1]}, and every window ends {-late[0]} "
+            "rollouts before the reference's"
+        )
+        yield from (Cause(name, Fit.SEQUENCE, said) for name in ("boundary-off-by-one", "step-in-mid-window"))
+    if passes[0] == passes[1] + 1 and 0 < late[0] < cut.a[0]:
         said = f"every window ends {late[0]} rollouts late: step {view.step(0)} has {passes[0]} passes, the next ones "
         yield Cause("boundary-a-pass-late", Fit.SEQUENCE, f"{said}{passes[1]}")
 
