@@ -138,6 +138,7 @@ BESIDE = {
     "expert_norm_unfused": {"gradient_clipping": 1.0},
     "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},
     "sparse_gradients_zero0": {"sparse_gradients": True},
+    "universal_of_others": {"checkpoint": {"load_universal": True}},
 }
 
 

@@ -380,6 +380,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a checkpoint is converted to a universal one",
     ),
     DeepSpeedFault(
+        "universal_of_others",
+        "the weights, or a group's learning rate and weight decay, are given to others, and nothing raises",
+        "load it into the model, the shapes and the parameter groups that saved it",
+        lambda c: c.stage != 0 and c.on("checkpoint.load_universal"),
+        "the universal checkpoint is of another model, or of other parameter groups",
+    ),
+    DeepSpeedFault(
         "forward_before_the_step",
         "the gradient mixes the activations of the old weights with the new weights",
         "run every forward behind the last step",
