@@ -182,7 +182,9 @@ class _Batch:
                 yield Fault(key, given, f'{COUNT_RULE}, or "auto"', f"leave it out: {self._decides} decides it")
             elif key == STEPS and given != self.steps:
                 rule = f"contradicts {self._decides}: {self.steps_why}"
-                yield Fault(key, given, rule, self._way_out(str(self.steps)))
+                # accelerate writes 1 where the key is not there, so that leaving it out does not help there.
+                accelerate = 'with accelerate, which writes 1 for a missing key, write "auto"; ' if given == 1 else ""
+                yield Fault(key, given, rule, accelerate + self._way_out(str(self.steps)))
             elif key == BATCH:
                 yield from self._batch_faults(given)
 

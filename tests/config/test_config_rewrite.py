@@ -78,6 +78,10 @@ def test_a_batch_size_that_is_the_target_or_what_deepspeed_is_told_is_accepted(g
         ({"train_batch_size": 16.0}, ["train_batch_size = 16.0", "whole number"]),
         ({"train_batch_size": 0}, ["train_batch_size = 0"]),
         ({"gradient_accumulation_steps": 8}, ["gradient_accumulation_steps = 8", "8 passes / 2", "= 4", "write 4"]),
+        (
+            {"gradient_accumulation_steps": 1},
+            ["= 1", 'with accelerate, which writes 1 for a missing key, write "auto"'],
+        ),
         ({"gradient_accumulation_steps": "4"}, ['gradient_accumulation_steps = "4"', "whole number"]),
         ({"gradient_accumulation_steps": -4}, ["gradient_accumulation_steps = -4"]),
     ],
