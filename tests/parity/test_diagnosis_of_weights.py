@@ -248,6 +248,33 @@ def test_a_direction_that_only_one_fault_gives_names_it(fault):
     assert NAMED[fault] in {cause.name for cause in grouped(found.causes)[0]}, found
 
 
+class Wide(Run):
+    """Plain SGD, whose updates are long beside the weights."""
+
+    momentum = 0.0
+
+    def entering(self, at, gradient):
+        return 30 * gradient
+
+
+class FirstShort(Wide):
+    """The first update alone is 0.9 times as long: from then on the weights stay as far apart as bf16 rounds."""
+
+    def entering(self, at, gradient):
+        return super().entering(at, gradient) * (1.0 if at else 0.9)
+
+
+class WideToBf16(Wide, ToBf16):
+    pass
+
+
+@pytest.mark.parametrize(("fault", "rounded"), [(FirstShort, False), (WideToBf16, True)])
+def test_weights_that_one_step_took_apart_are_not_rounded(fault, rounded):
+    a, b = Wide().trace(), fault().trace()
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert ("weights-in-bf16" in {cause.name for cause in found.causes}) == rounded, found
+
+
 class Negated(Run):
     """Short gradients, the other way."""
 

@@ -20,6 +20,7 @@ from ds_parity.parity.diagnosis.view import View, alike, near
 _ALIGNED = 0.03
 _SHARE = 0.02
 _GROWS = 1.5
+_MOVED = 0.3
 _STAYS = 0.1
 # Of the LR times the gradient: shorter first updates of SGD were clipped. A sketch tells lengths to 12.5 % (one sigma).
 _CUT = 0.7
@@ -212,6 +213,20 @@ def gradient_scaled(view: View, moves: Moves) -> float | None:
     return None
 
 
+def _kept_apart(moves: Moves) -> bool:
+    """Whether the weights stay apart by what one step did, or part along the updates: no rounding does either.
+
+    A step changes what weights are rounded by: by about as much as its update, or as the rounding, if that is less.
+    """
+    steps = [(at, update) for at in range(len(moves.view.pairs)) if (update := moves.update(at)) is not None]
+    stay = all(
+        np.linalg.norm(moves.widened(at)) < _MOVED * min(np.linalg.norm(update), np.linalg.norm(moves.apart(at)))
+        for at, update in steps
+        if at
+    )
+    return stay or all(along(moves.widened(at), [update])[1] < _ALIGNED for at, update in steps)
+
+
 def _of_rounding(view: View, moves: Moves) -> Iterator[Cause]:
     """Weights that are as far away in every step as rounding to bf16 takes them."""
     norms = [pair[0].weights.norm for pair in view.pairs if pair[0].weights is not None]
@@ -230,6 +245,7 @@ def _of_rounding(view: View, moves: Moves) -> Iterator[Cause]:
         and all(near(it, usual, 0.6) for it in shares)
         # What a fault of the optimizer adds to each update grows from step to step.
         and not (shares[-1] > _GROWS * shares[0] and all(x < y for x, y in pairwise(shares)))
+        and not _kept_apart(moves)
     ):
         said = f"{_said(view)}: they lie {shares[0]:.2g} of their norm apart in every step, as far as bf16 rounds"
         yield Cause("weights-in-bf16", Fit.PATTERN, said)
