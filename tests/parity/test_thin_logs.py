@@ -16,7 +16,11 @@ OF_TRAINING = {"data", "loss", "gradient", "clipping", "optimizer settings", "sc
 ROLLOUTS = (13, 18, 7, 10, 16, 10, 14, 8, 14, 9, 12, 11)
 
 
-def run(*, momentum=0.0, clip=np.inf, start=0.0, norms=1.0, order=range(STEPS), counted=False):
+def constant(step):
+    return 0.05
+
+
+def run(*, momentum=0.0, clip=np.inf, start=0.0, norms=1.0, order=range(STEPS), counted=False, rate=constant):
     """A regression by SGD in fp64: its steps as records, with counts where it is `counted`."""
     draw = np.random.default_rng(5)
     wanted, weights, moving = draw.normal(size=8), np.full(8, start), np.zeros(8)
@@ -27,10 +31,10 @@ def run(*, momentum=0.0, clip=np.inf, start=0.0, norms=1.0, order=range(STEPS), 
         gradient = 2 * batches[at].T @ off / 30
         norm = float(np.linalg.norm(gradient))
         moving = momentum * moving + gradient * min(1.0, clip / norm)
-        weights = weights - 0.05 * moving
+        weights = weights - rate(step) * moving
         told = {"passes": 2, "idle_passes": 0, "rollouts": ROLLOUTS[at], "prompts": 2}
         told |= {"tokens": 40 * ROLLOUTS[at], "total": 40.0 * ROLLOUTS[at]}
-        figures = {"loss": float((off**2).mean()), "grad_norm": norms * norm, "lr": (0.05,)}
+        figures = {"loss": float((off**2).mean()), "grad_norm": norms * norm, "lr": (rate(step),)}
         steps.append(StepRecord(step=step, **(told if counted else dict.fromkeys(told)), **figures))
     return steps
 
@@ -229,8 +233,14 @@ def test_a_rate_may_be_logged_wrong_where_its_own_step_shows_another_fault(chang
     assert "reported-lr" in first
     assert "logging" in told.classes
     # Without such a fault the rate is that which was used.
-    alone = found(traced(one), traced(rated(run(momentum=0.3), TWO[logged])))
+    alone = found(traced(run(rate=falling)), traced(run(rate=TWO[logged])))
     assert "reported-lr" not in {cause.name for cause in alone.causes}
+
+
+@pytest.mark.parametrize("logged", TWO)
+def test_a_rate_is_logged_wrong_where_the_next_step_agrees_and_momentum_shows_in_the_one_after_it(logged):
+    told = found(traced(rated(run(), falling)), traced(rated(run(momentum=0.3), TWO[logged])))
+    assert {cause.kind for cause in told.causes} == {"logging"}
 
 
 def first_group(rates, *, digits=None, every=1, passes=None):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
@@ -14,12 +15,46 @@ from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, tells
 from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
+from ds_parity.parity.diagnosis.second_fault import before_another, too_sudden
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 from ds_parity.trace import Trace
 
 _ROUNDING = 1e-12
 # Of the weights a sketch is known: a tenth of what a rate changes in an update tells another one.
 _TELLING, _ALIGNED = 0.1, 0.15
+
+
+@dataclass(frozen=True)
+class _Log:
+    """What the record shows of whether the logged rates were trained with.
+
+    Attributes:
+        view: two traces side by side.
+        before: their steps in front of a second fault, in which the rate alone differs; None where none is.
+    """
+
+    view: View
+    before: View | None
+
+    @cached_property
+    def proof(self) -> View | None:
+        """The steps that prove that the rates were the same, and in which nothing else differs; None: none do."""
+        if self.view.updated_alike:
+            return self.view
+        return self.before if self.before is not None and self.before.updated_alike else None
+
+    @property
+    def alone_wrong(self) -> bool:
+        """Whether no other rates were trained with, so that the log alone is wrong."""
+        return self.proof is not None
+
+    @property
+    def stretch(self) -> str:
+        """Where the rates are proved to be the same, in words."""
+        if self.proof is self.view or self.before is None:
+            return "in every step"
+        last = self.before.step(len(self.before.pairs) - 1)
+        return f"up to step {last}, where such rates would have shown; behind it lies a second fault"
 
 
 def causes(view: View) -> Iterator[Cause]:
@@ -35,11 +70,13 @@ def causes(view: View) -> Iterator[Cause]:
     if all(as_fp32(a, b) for a, b in other):
         yield from _rounded_to_fp32(view, *other[0])
         return
-    found = [] if view.updated_alike or not _finite(other) else [*_of_some_groups(view, groups, other)]
+    # Weights that agree say nothing of the one group whose rates are others, if it holds little of the gradient.
+    log = _Log(view, before_another(view) if len(other) == len(groups) else None)
+    found = [] if log.alone_wrong or not _finite(other) else [*_of_some_groups(view, groups, other)]
     if len(other) == len(groups):
-        found += _of_all_groups(view, other)
+        found += _of_all_groups(log, other)
     if found and all(cause.kind != "logging" for cause in found):
-        found += [replace(it, fit=found[0].fit) for it in _logged_wrong(view)]
+        found += [replace(it, fit=found[0].fit) for it in _logged_wrong(log)]
     # Each gives all of the rates, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
     yield from (replace(cause, evidence=said) for cause in found)
@@ -77,13 +114,14 @@ def _rounded_to_fp32(view: View, a: list[float], b: list[float]) -> Iterator[Cau
         yield from (Cause(name, Fit.SEQUENCE, said) for name in ("reported-lr", "lr-rounded"))
 
 
-def _logged_wrong(view: View) -> Iterator[Cause]:
+def _logged_wrong(log: _Log) -> Iterator[Cause]:
     """A wrong logged rate beside what makes such rates: nothing else needs them, or something needs another fault."""
+    view = log.view
     agree = agreeing(view) if view.fields == {"lr"} else ""
     if agree:
         said = f"the logged LR alone is another: {agree} agree in every step, where other rates may show too little"
         yield Cause("reported-lr", Fit.SEQUENCE, said)
-    elif said := _of_another_fault(view):
+    elif said := _of_another_fault(view) or ("" if log.before is None else too_sudden(view, log.before)):
         yield Cause("reported-lr", Fit.SEQUENCE, f"the logged LR alone is another, beside a second fault: {said}")
 
 
@@ -110,18 +148,18 @@ def _finite(groups: Sequence[tuple[list[float], list[float]]]) -> bool:
     return all(finite(rates) for sides in groups for rates in sides)
 
 
-def _of_all_groups(view: View, groups: Sequence[tuple[list[float], list[float]]]) -> list[Cause]:
+def _of_all_groups(log: _Log, groups: Sequence[tuple[list[float], list[float]]]) -> list[Cause]:
     """What gives the rates of every parameter group: what gives those of one alone doesn't give the record."""
     known = _finite(groups)
     (a, b), *others = groups
-    found = _of_all(view, a, b, known=known)
+    found = _of_all(log, a, b, known=known)
     for a, b in others:
         if not found:
             break
         # Where numbers are rounded shows in their digits, all else in how they lie to one another.
         if known and _is_multiple((a, b), groups[0]) and all(it.name != "lr-rounded" for it in found):
             continue
-        names = {cause.name for cause in _of_all(view, a, b, known=known)}
+        names = {cause.name for cause in _of_all(log, a, b, known=known)}
         found = [cause for cause in found if cause.name in names]
     return found
 
@@ -148,16 +186,17 @@ def _of_some_groups(
         yield Cause("base-lr", Fit.SEQUENCE, f"the LR is {told(factors[0])} times the reference's in every step{ranks}")
 
 
-def _of_all(view: View, a: list[float], b: list[float], *, known: bool) -> list[Cause]:
+def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[Cause]:
     """What gives the rates of a parameter group; unless all rates are `known`, only what is logged."""
-    found = [*_logged_off(view, a, b)]
-    if not found and view.updated_alike:
+    view, found = log.view, [*_logged_off(log, a, b)]
+    if not found and log.proof is not None:
         at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-        said = (
-            f"the logged LR differs ({b[at]:.4g}, where {a[at]:.4g} was due), and {agreeing(view)} agree in every step"
-        )
-        found = [Cause("reported-lr", Fit.ALONE, said)]
-    if known and not view.updated_alike:
+        said = f"the logged LR differs ({b[at]:.4g}, where {a[at]:.4g} was due), and {agreeing(log.proof)} agree "
+        found = [Cause("reported-lr", Fit.ALONE, said + log.stretch)]
+    elif log.alone_wrong and alike([y / x for x, y in zip(a[view.first :], b[view.first :], strict=True) if x], SAME):
+        # Rates of an exponential schedule are those of another step, and so many times their own.
+        found += [replace(it, name="reported-lr") for it in found[:1]]
+    if known and not log.alone_wrong:
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b), *faster(view, a, b)]
@@ -165,17 +204,19 @@ def _of_all(view: View, a: list[float], b: list[float], *, known: bool) -> list[
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
 
 
-def _logged_off(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+def _logged_off(log: _Log, a: list[float], b: list[float]) -> Iterator[Cause]:
     # A scheduler that is really a step off trains otherwise, and what it trains shows it: weights at once, the norm
     # where it is written in full, a loss of four digits hardly.
+    view = log.view if log.proof is None else log.proof
     agree = view.compared_after_the_first
     if view.fields - {"lr"} or not tells(a) or not agree:
         return
+    where = "" if log.proof is None or log.proof is log.view else f" {log.stretch}"
     for logged, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
         if not equal(due, logged):
             continue
         said = f"the LR of each step is that of the {when} ({logged[0]:.4g}, {logged[1]:.4g}, ...); "
-        said += f"{', '.join(agree)} agree"
+        said += f"{', '.join(agree)} agree{where}"
         yield Cause("lr-reported-a-step-off", Fit.SEQUENCE, said)
 
 

@@ -1,0 +1,122 @@
+"""A wrong logged rate, and another fault that begins later: the steps between them show what was trained with."""
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.trace import Header, StepRecord, Trace, Weights
+
+STEPS, LATER = 16, 10
+COUNTS = {"passes": 2, "idle_passes": 0, "rollouts": 12, "prompts": 3, "tokens": 900, "total": 900.0}
+
+
+def cosine(step, peak=0.05):
+    return peak * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+
+
+def exponential(step):
+    return 0.05 * 0.5**step
+
+
+def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1):
+    """A regression by SGD in fp64, on other rows in every step.
+
+    Args:
+        rate: of a step.
+        logged: what the trace says of it; None: the rate itself.
+        weights: the trace holds them.
+        others: the first step that is of rows which the other runs do not have.
+    """
+    draw, of_others = np.random.default_rng(3), np.random.default_rng(4)
+    wanted, now, steps = draw.normal(size=12), np.zeros(12), []
+    for step in range(1, STEPS + 1):
+        rows = draw.normal(size=(30, 12))
+        rows = of_others.normal(size=(30, 12)) if step >= others else rows
+        off = rows @ (now - wanted)
+        gradient = 2 * rows.T @ off / len(rows)
+        now = now - rate(step) * gradient
+        figures = {
+            "loss": float((off**2).mean()),
+            "grad_norm": float(np.linalg.norm(gradient)),
+            "lr": ((logged or rate)(step),),
+        }
+        kept = Weights(
+            checksum=hashlib.sha256(now.tobytes()).hexdigest(), norm=float(np.linalg.norm(now)), sketch=tuple(now)
+        )
+        steps.append(StepRecord(step=step, **COUNTS, **figures, weights=kept if weights else None))
+    header = Header(
+        scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="a", engine="loop", dtype="fp32",
+        optimizer="SGD",
+    )  # fmt: skip
+    return Trace(header, tuple(steps))
+
+
+def named(one, other):
+    diagnosis = diagnose(one, other, compare(one, other, Tier.REASSOCIATED))
+    return [{cause.name for cause in group} for group in grouped(diagnosis.causes)], diagnosis
+
+
+WRONG = {
+    "twice": (lambda step: 2 * cosine(step), "reported-lr"),
+    "constant": (lambda step: 0.05, "reported-lr"),
+    "rounded": (lambda step: round(cosine(step), 2), "reported-lr"),
+    "of the next step": (lambda step: cosine(step + 1), "lr-reported-a-step-off"),
+    "of the step before": (lambda step: cosine(max(1, step - 1)), "lr-reported-a-step-off"),
+}
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(("logged", "right"), WRONG.values(), ids=WRONG)
+def test_a_rate_that_was_not_trained_with_up_to_a_second_fault_is_logged_wrong(logged, right, weights):
+    groups, diagnosis = named(trained(weights=weights), trained(logged=logged, weights=weights, others=LATER))
+    assert groups == [{right}]
+    assert f"agree up to step {LATER - 1}" in diagnosis.causes[0].evidence
+    assert "second fault" in diagnosis.causes[0].evidence
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(("rate", "name"), WRONG.values(), ids=WRONG)
+def test_a_rate_that_was_trained_with_is_no_wrong_log_whatever_else_comes_later(rate, name, weights):
+    groups, _ = named(trained(weights=weights), trained(rate, weights=weights, others=LATER))
+    assert not {"reported-lr", name} & set().union(*groups)
+
+
+def tiny(rate):
+    return lambda step: 1e-7 * rate(step)
+
+
+def test_rates_too_small_to_show_are_named_beside_a_wrong_log_where_a_loss_parts_at_once():
+    """No rate moves a loss by nothing for many steps, and then by a half in one."""
+    one, other = trained(tiny(cosine)), trained(tiny(cosine), logged=tiny(WRONG["of the next step"][0]), others=LATER)
+    groups, diagnosis = named(one, other)
+    assert groups == [{"schedule-off-by-steps", "reported-lr"}]
+    assert f"in step {LATER} its loss parts at once" in diagnosis.causes[0].evidence
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("share", [3e-6, 1e-5])
+def test_rates_that_take_a_loss_apart_from_step_to_step_need_no_second_fault(share, weights):
+    """The bounds of losses and norms let many steps pass."""
+    groups, _ = named(trained(weights=weights), trained(lambda step: (1 + share) * cosine(step), weights=weights))
+    assert "base-lr" in groups[0]
+    assert "reported-lr" not in groups[0]
+
+
+def test_a_factor_and_a_step_may_be_logged_alike():
+    twice = trained(exponential, logged=lambda step: exponential(max(1, step - 1)), others=LATER)
+    assert named(trained(exponential), twice)[0] == [{"lr-reported-a-step-off", "reported-lr"}]
+
+
+def test_a_group_that_holds_none_of_the_gradient_may_have_another_rate():
+    """Weights and losses that agree don't show it."""
+    one, other = trained(weights=True), trained(weights=True, others=LATER)
+    sides = [
+        Trace(side.header, tuple(it.model_copy(update={"lr": (*it.lr, times * it.lr[0])}) for it in side.steps))
+        for side, times in ((one, 1), (other, 2))
+    ]
+    assert any("group-lr" in group for group in named(*sides)[0])
