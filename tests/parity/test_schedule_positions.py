@@ -169,3 +169,34 @@ def test_no_factor_and_no_highest_rate_is_found_among_rates_that_are_not_finite(
     of_a, of_b = (side + [side[-1]] * (STEPS - 3) for side in rates)
     assert first_group(of_a.__getitem__, of_b.__getitem__) == set()
     assert first_group(of_b.__getitem__, of_a.__getitem__) == set()
+
+
+@pytest.mark.parametrize("by", [1, 2, 3])
+@pytest.mark.parametrize("steps", [2, 3, 4])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_schedule_that_is_ahead_by_its_whole_warm_up_is_one_of_those_that_rest(steps, by, before):
+    def schedule(n):
+        return 1e-3 * min(1.0, (n + before) / steps)
+
+    named = first_group(schedule, lambda n: schedule(n + by))
+    assert "schedule-off-by-steps" in named
+    # One rate in all steps is that of no scheduler, too.
+    assert ("no-scheduler" in named) is (by >= steps - before)
+
+
+def falling(n):
+    return 1e-3 * max(0.1, 1 - n / 10)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "right"),
+    [
+        (lambda n: 5e-4, {"no-scheduler"}),
+        (lambda n: 1e-4, {"no-scheduler", "scheduler-stepped-often", "schedule-off-by-steps"}),
+        # What rests from its middle on is at one of many places, and no other cause says at which.
+        (lambda n: falling(n + 9 * (n >= 5)), set()),
+        (lambda n: 2e-4 if n >= 5 else falling(n), set()),
+    ],
+)
+def test_a_rate_that_rests_is_ahead_only_where_the_reference_comes_to_it(faulty, right):
+    assert first_group(falling, faulty) == right

@@ -13,7 +13,7 @@ from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
 from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, tells
-from ds_parity.parity.diagnosis.schedule_positions import ahead, behind, faster, slower
+from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.second_fault import before_another, too_sudden
 from ds_parity.parity.diagnosis.view import View, alike, near, told
@@ -201,6 +201,7 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b), *faster(view, a, b)]
         found += [*stretched(view, a, b), *ends(view, a, b), *warm_up(a, b)]
+        found += ahead_at_rest(view, a, b) if found and not _before(view) else []
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
 
 

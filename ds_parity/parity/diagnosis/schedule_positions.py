@@ -67,6 +67,22 @@ def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             return
 
 
+def ahead_at_rest(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """From the first step that differs on, the rate at which the reference comes to rest.
+
+    A schedule that is ahead by enough has it, whatever else has: one rate alone does not say where a schedule stands,
+    and so this is a cause beside others.
+    """
+    first, rest = view.first, a[-1]
+    longer = course(a, b)
+    if longer is None or a[-2] != rest or not all(same(rate, rest) for rate in b[first:]):
+        return
+    begins = max(at for at, rate in enumerate(a) if not same(rate, rest)) + 1
+    if first < begins < first + MOST:
+        said = f"from step {view.step(first)} on the LR is {b[first]:.4g}, at which the reference's rests from step "
+        yield Cause("schedule-off-by-steps", Fit.SEQUENCE, f"{said}{view.step(begins)} on")
+
+
 def _goes(schedule: Callable[[int], float], steps: range, rates: list[float]) -> bool:
     """Whether rates are those that a schedule has in some steps, where it isn't at rest."""
     return follows(map(schedule, steps), rates) and not alike([*map(schedule, steps)], 1e-6)
