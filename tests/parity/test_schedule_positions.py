@@ -200,3 +200,21 @@ def falling(n):
 )
 def test_a_rate_that_rests_is_ahead_only_where_the_reference_comes_to_it(faulty, right):
     assert first_group(falling, faulty) == right
+
+
+@pytest.mark.parametrize("stops", [1, 2, 3])
+@pytest.mark.parametrize("schedule", [linear, cosine, warm])
+def test_a_scheduler_that_stops_is_not_one_that_moves_once_in_many_steps(schedule, stops):
+    """One move shows no period."""
+    assert "scheduler-per-outer-step" not in first_group(schedule, lambda n: schedule(min(n, stops)))
+
+
+@pytest.mark.parametrize("each", [2, 5, 7])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_scheduler_that_moves_twice_in_even_distances_moves_once_in_as_many_steps(each, offset):
+    assert "scheduler-per-outer-step" in first_group(cosine, lambda n: cosine((n + offset) // each))
+
+
+def test_one_move_of_a_schedule_that_goes_by_steps_is_at_a_slower_pace_or_every_second_step():
+    named = first_group(lambda n: 1e-3 * 0.5 ** (n // 4), lambda n: 1e-3 * 0.5 ** (n // 8))
+    assert named == {"schedule-too-long", "scheduler-per-outer-step"}

@@ -199,10 +199,24 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
     if known and not log.alone_wrong:
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
-        found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b), *faster(view, a, b)]
+        found += [*_still(view, a, b), *_per_rollout(view, a, b), *([] if _once(b) else slower(a, b))]
+        found += faster(view, a, b)
         found += [*stretched(view, a, b), *ends(view, a, b), *warm_up(a, b)]
-        found += ahead_at_rest(view, a, b) if found and not _before(view) else []
+        found += _beside(view, a, b) if found else []
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
+
+
+def _beside(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """What gives the rates as well as others do, and would say too much where it stood alone."""
+    if not _before(view):
+        yield from ahead_at_rest(view, a, b)
+    if _once(b):
+        yield from slower(a, b)
+
+
+def _once(rates: list[float]) -> bool:
+    """Whether a schedule moves once at most: in which steps it would move again is not seen, nor that it would."""
+    return sum(x != y for x, y in pairwise(rates)) < 2
 
 
 def _logged_off(log: _Log, a: list[float], b: list[float]) -> Iterator[Cause]:
