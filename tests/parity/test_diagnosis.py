@@ -627,6 +627,25 @@ def test_a_schedule_by_steps_beside_one_by_rollouts_is_named():
     assert found[0].name == "scheduler-per-dynamic-step"
 
 
+@pytest.mark.parametrize(
+    ("reference", "faulty"),
+    [
+        (lambda n: 0.05 * 0.5 ** ((n - 1) // 2), lambda n: 0.05 * 0.5 ** ((n - 1) // 3)),
+        (lambda n: 0.05 * 0.5 ** ((n - 1) // 2), lambda n: 0.05 * 0.5 ** ((n - 1) // 4)),
+        (lambda n: 0.025 * min(2.0, n / 3), lambda n: 0.025 * min(2.0, n / 4)),
+        (lambda n: 0.05 * min(1.0, n / 3), lambda n: 0.05 * min(1.0, max(1, n - 2) / 3)),
+    ],
+)
+def test_a_move_or_two_are_no_schedule_by_rollouts(reference, faulty):
+    """One move is a share of one window, whatever moves it."""
+    first = next(n for n in range(1, 7) if reference(n) != faulty(n))
+    found = causes(
+        lambda n: {"lr": (faulty(n),)} | ({"weights": weights(n, n - first + 1.0)} if n >= first else {}),
+        reference=lambda n: {"lr": (reference(n),)},
+    )
+    assert "scheduler-per-dynamic-step" not in {cause.name for cause in found}
+
+
 def test_other_tokens_from_a_step_on_are_other_data():
     found = diagnosed(trained(lambda n: {"tokens": 7 * n, "loss": 9.0 * n, "grad_norm": 5.0} if n > 3 else {}))
     assert found.causes == ()

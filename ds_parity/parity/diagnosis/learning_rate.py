@@ -267,10 +267,12 @@ def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 
 def _per_rollout(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    moves_a = [y - x for x, y in pairwise(a)]
-    moves_b = [y - x for x, y in pairwise(b)]
     rollouts = [pair[0].rollouts or 0 for pair in view.pairs][:-1]
-    shares = [move / count for move, count in zip(moves_a, rollouts, strict=True) if move and count]
-    if len(set(rollouts)) > 1 and alike(shares[1:], 1e-3) and alike([m for m in moves_b if m][:3], 1e-6):
+    moved = [(y - x, count) for (x, y), count in zip(pairwise(a), rollouts, strict=True) if y != x and count][1:]
+    whole = [y - x for x, y in pairwise(b) if y != x][:3]
+    # One move is alike whatever moves it, and moves behind windows of one size are as well those of steps.
+    if len({count for _, count in moved}) < 2 or len(whole) < 2:
+        return
+    if alike([move / count for move, count in moved], 1e-3) and alike(whole, 1e-6):
         said = f"the reference's LR moves with the rollouts of each window ({rollouts}), the candidate's by whole steps"
         yield Cause("scheduler-per-dynamic-step", Fit.SEQUENCE, said)
