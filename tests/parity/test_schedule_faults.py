@@ -199,3 +199,37 @@ def test_another_highest_rate_is_named_where_the_lowest_is_recorded(name):
 
 def test_no_other_warm_up_rests_below_a_rate_to_which_the_reference_rises():
     assert named(lambda n: 0.5 + 0.05 * n, lambda n: 0.6, 5) == [{"no-scheduler"}]
+
+
+def of_roots(steps: int, before: int) -> Schedule:
+    """A warm-up, and behind it the inverse square root of the step: at another pace it is one with another warm-up."""
+    return lambda n: min((n + before) / steps, math.sqrt(steps / max(1, n + before)))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize(("steps", "other"), [(4, 7), (4, 6), (2, 9), (1, 3), (7, 30)])
+@pytest.mark.parametrize("of", LENGTHS)
+def test_an_inverse_square_root_at_a_slower_pace_may_have_another_warm_up(steps, other, before, of):
+    found = named(of_roots(steps, before), of_roots(other, before), of)
+    assert found == [{"schedule-too-long", "another-warm-up"}]
+
+
+@pytest.mark.parametrize("name", ["cosine", "exponential", "polynomial"])
+def test_no_other_curve_at_a_slower_pace_has_another_warm_up(name):
+    """The pace of the whole is that of its warm-up, and of what comes behind it."""
+    schedule = SCHEDULES[f"warm-up and {name}"]
+    groups = named(schedule, lambda n: schedule(n / 2), 26)
+    assert "schedule-too-long" in groups[0]
+    assert "another-warm-up" not in groups[0]
+
+
+@pytest.mark.parametrize("lowest", [0.1, 0.4])
+def test_of_one_rate_below_the_highest_another_lowest_rate_may_have_made_another(lowest):
+    found = named(lambda n: min(1.0, (n + 1) / 2), lambda n: lowest + (1 - lowest) * min(1.0, (n + 1) / 2), 17)
+    assert found == [{"another-warm-up", "another-lowest-lr"}]
+
+
+def test_of_two_rates_below_the_highest_another_warm_up_makes_no_other_lowest_rate():
+    found = named(lambda n: min(1.0, (n + 1) / 4), lambda n: min(1.0, (n + 1) / 5), 17)
+    assert "another-warm-up" in found[0]
+    assert "another-lowest-lr" not in found[0]

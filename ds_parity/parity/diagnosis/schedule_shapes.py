@@ -15,6 +15,7 @@ from ds_parity.parity.diagnosis.view import View, near
 # Of what the rates come to: what is read between two steps of a curve is not exact.
 _BETWEEN = 1e-5
 _ROUNDED = 1e-7  # rates in fp32
+_WRITTEN = 4  # numbers that a predicted rate is computed of, each off by its last digit
 _POINTS = 6
 _SLOWEST = 1e3
 _TRIED = 4
@@ -57,7 +58,8 @@ def _held(rates: list[float]) -> _At:
 
 def stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     """The reference's schedule at a slower pace, all of it or what comes behind a warm-up that both have."""
-    pace = _pace(a, b, max(view.passes))
+    of_roots = _pace_of_roots(view, a, b)
+    pace = of_roots or _pace(a, b, max(view.passes))
     if pace is None:
         return
     passes = max(view.passes)
@@ -66,10 +68,32 @@ def stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         said += f"; windows have {passes} passes"
         yield Cause("scheduler-budget-in-passes", Fit.SEQUENCE, said)
     yield Cause("schedule-too-long", Fit.SEQUENCE, said)
+    if of_roots:
+        yield Cause("another-warm-up", Fit.SEQUENCE, said)
     # Rates that hold for several steps show it in these alone.
     gaps = {y.step - x.step for (x, _), (y, _) in pairwise(view.pairs)}
     if max(gaps, default=1) > 1 and near(pace, round(pace), SAME) and round(pace) <= min(gaps):
         yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, said)
+
+
+def _pace_of_roots(view: View, a: list[float], b: list[float]) -> float | None:
+    """The same of an inverse square root behind a warm-up, whose length alone sets its pace; None where it is none."""
+    within, top = _within(a, SAME) + _WRITTEN * digits(view, a), max(a)
+    for before in (0, 1):
+        first = [rates[1 - before] for rates in (a, b)]
+        if min(first) <= SAME * top:  # no warm-up is as long
+            continue
+        steps, slower = (max(1, round(top / rate)) for rate in first)
+        due = ([_of_root(n + before, length, top) for n in range(len(a))] for length in (steps, slower))
+        falls = len(a) + before - 1 - steps
+        if slower > steps and falls > 2 and all(_all_due(x, y, within) for x, y in zip(due, (a, b), strict=True)):
+            return slower / steps
+    return None
+
+
+def _of_root(place: int, steps: int, top: float) -> float:
+    """The rate at a place: a line to the highest, and from there on its inverse square root."""
+    return top * min(place / steps, math.sqrt(steps / max(1, place)))
 
 
 def _pace(a: list[float], b: list[float], passes: int) -> float | None:
@@ -172,7 +196,7 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     # Behind a warm-up that both have, the rest alone has another lowest rate.
     rise = _tops(a)[-1]
     # The share is that of two rates, which are written as all others are.
-    written = 4 * digits(view, a)
+    written = _WRITTEN * digits(view, a)
     if rise and all(near(y, x, SAME) for x, y in zip(a[: rise + 1], b[: rise + 1], strict=True)):
         a, b = a[rise:], b[rise:]
     for end, word, others in ((max, "most", "lowest"), (min, "least", "highest")):
@@ -221,7 +245,11 @@ def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
         lines = ((it, _risen(start, before, top if it is b or rests else math.inf, it)) for it in (a, b))
         if max(b) > start >= -within and all(_all_due(due, it, within) for it, due in lines):
             said = f"the LR rises from {b[0]:.4g}, {b[1]:.4g} on, and not from {a[0]:.4g}, {a[1]:.4g} on"
-            yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, to {top:.4g} in both" if rests else said)
+            said = f"{said}, to {top:.4g} in both" if rests else said
+            yield Cause("another-warm-up", Fit.SEQUENCE, said)
+            # The first rate alone is another: whatever it is, it lies as far from the highest as a lowest one sets it.
+            if rests and all(abs(y - top) <= within for y in (*a[1:], *b[1:])):
+                yield Cause("another-lowest-lr", Fit.SEQUENCE, said)
             return
 
 
