@@ -218,3 +218,53 @@ def test_a_scheduler_that_moves_twice_in_even_distances_moves_once_in_as_many_st
 def test_one_move_of_a_schedule_that_goes_by_steps_is_at_a_slower_pace_or_every_second_step():
     named = first_group(lambda n: 1e-3 * 0.5 ** (n // 4), lambda n: 1e-3 * 0.5 ** (n // 8))
     assert named == {"schedule-too-long", "scheduler-per-outer-step"}
+
+
+def told(schedule, faulty, losses=True):
+    """All that is said of the causes of another schedule."""
+    of_a, of_b = ([(rate(n),) for n in range(STEPS)] for rate in (schedule, faulty))
+    first = next(n for n in range(STEPS) if of_a[n] != of_b[n])
+    passes = (PASSES,) * STEPS
+    a, b = trace(of_a, passes), trace(of_b, passes, range(first + 1, STEPS) if losses else ())
+    return diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes
+
+
+def by_tens(n):
+    return 0.003 * 0.1**n
+
+
+NEAR = {
+    "a tail that is frozen": (by_tens, lambda n: by_tens(min(n, 9))),
+    "a tail that is twice as high": (by_tens, lambda n: by_tens(n) * (1 + (n >= 9))),
+    "an ulp in each rate": (warm, lambda n: math.nextafter(warm(n), 1.0)),
+    "an ulp in some": (warm, lambda n: math.nextafter(warm(n), 1.0) if n % 3 == 1 else warm(n)),
+    "an ulp at rest": (warm, lambda n: math.nextafter(warm(n), 1.0) if n > 7 else warm(n)),
+    "a ten millionth behind the first": (linear, lambda n: linear(n) * (1 + 1e-7 * (n > 0))),
+}
+
+
+@pytest.mark.parametrize("losses", [True, False])
+@pytest.mark.parametrize(("schedule", "faulty"), NEAR.values(), ids=NEAR)
+def test_what_lies_within_the_rounding_of_a_prediction_names_no_schedule(schedule, faulty, losses):
+    """The reference's own rates predict it as well."""
+    assert {cause.name for cause in told(schedule, faulty, losses)} <= {"reported-lr"}
+
+
+@pytest.mark.parametrize("share", [1e-4, 1e-3, 0.5])
+def test_another_lowest_rate_that_is_hardly_another_is_at_no_other_pace(share):
+    (cause,) = told(cosine, lambda n: 1e-3 + (1 - share) * (cosine(n) - 1e-3))
+    assert cause.name == "another-lowest-lr"
+    assert " 1 times" not in cause.evidence
+
+
+def test_a_factor_next_to_one_that_all_rates_have_is_named():
+    (cause,) = told(cosine, lambda n: cosine(n) * (1 + 1e-5))
+    assert cause.name == "base-lr"
+    assert "1.00001 times" in cause.evidence
+
+
+def test_a_rounded_rate_is_shown_in_a_step_in_which_it_is_another():
+    """The first one may be written in as many decimals."""
+    (cause,) = told(cosine, lambda n: round(cosine(n), 5))
+    assert cause.name == "lr-rounded"
+    assert "(0.001, where 0.0009985 was due)" in cause.evidence

@@ -120,3 +120,9 @@ def test_a_group_that_holds_none_of_the_gradient_may_have_another_rate():
         for side, times in ((one, 1), (other, 2))
     ]
     assert any("group-lr" in group for group in named(*sides)[0])
+
+
+def test_a_wrong_log_is_shown_in_as_many_digits_as_tell_it():
+    groups, diagnosis = named(trained(weights=True), trained(logged=lambda step: cosine(step) + 1e-7, weights=True))
+    assert groups == [{"reported-lr"}]
+    assert "(0.0495197, where 0.0495196 was due)" in diagnosis.causes[0].evidence

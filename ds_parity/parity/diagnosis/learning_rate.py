@@ -12,7 +12,7 @@ from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
 from ds_parity.parity.diagnosis.moves import Moves, along
-from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, tells
+from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.second_fault import before_another, too_sudden
@@ -178,6 +178,9 @@ def _of_some_groups(
     # No factor makes another rate of 0.
     if not alike(factors, SAME) or any(y for a, b in other for x, y in zip(a, b, strict=True) if not x):
         return
+    # What factors are off from 1 by is theirs only if they lie nearer to one another, and no rounding.
+    if max(_ROUNDING, max(factors) - min(factors)) >= abs(factors[0] - 1):
+        return
     if len(other) < len(groups):
         said = f"the LR of {len(other)} of {len(groups)} parameter groups is {told(factors[0])} times the reference's "
         yield Cause("group-lr", Fit.SEQUENCE, f"{said}in every step, that of the others agrees")
@@ -191,12 +194,13 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
     view, found = log.view, [*_logged_off(log, a, b)]
     if not found and log.proof is not None:
         at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-        said = f"the logged LR differs ({b[at]:.4g}, where {a[at]:.4g} was due), and {agreeing(log.proof)} agree "
+        said = f"the logged LR differs ({where_due(b[at], a[at])}), and {agreeing(log.proof)} agree "
         found = [Cause("reported-lr", Fit.ALONE, said + log.stretch)]
     elif log.alone_wrong and alike([y / x for x, y in zip(a[view.first :], b[view.first :], strict=True) if x], SAME):
         # Rates of an exponential schedule are those of another step, and so many times their own.
         found += [replace(it, name="reported-lr") for it in found[:1]]
-    if known and not log.alone_wrong:
+    # Rates that differ by rounding alone are those of any place and shape that is near enough.
+    if known and not log.alone_wrong and not equal(a, b):
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *([] if _once(b) else slower(a, b))]
@@ -252,7 +256,8 @@ def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     for decimals in range(1, 8):
         rounded = [round(it, decimals) for it in a]
         if equal(rounded, b) and not equal(rounded, a):
-            said = f"the LR is the reference's, rounded to {decimals} decimals ({b[0]:.6g}, where {a[0]:.6g} was due)"
+            said = f"the LR is the reference's, rounded to {decimals} decimals ("
+            said += next(where_due(y, x) for x, y in zip(a, b, strict=True) if not same(y, x)) + ")"
             yield Cause("lr-rounded", Fit.SEQUENCE, said)
             break
     if len(set(b)) == 1 and len(set(a)) > 1:

@@ -43,6 +43,17 @@ def follows(due: Iterable[float], rates: Iterable[float]) -> bool:
     return all(same(y, x) for x, y in zip(due, rates, strict=False))
 
 
+def digits_of(value: float, other: float) -> int:
+    """Return in how many digits two numbers are shown: four, or as many as tell them apart."""
+    return next((some for some in range(4, 17) if value == other or f"{value:.{some}g}" != f"{other:.{some}g}"), 17)
+
+
+def where_due(value: float, due: float) -> str:
+    """Return two rates in words, of which the second was due."""
+    digits = digits_of(value, due)
+    return f"{value:.{digits}g}, where {due:.{digits}g} was due"
+
+
 def tells(values: Sequence[float]) -> bool:
     """Whether rates say where in a schedule they stand: two that are alike may be anywhere."""
     return len(set(values)) > 2

@@ -8,7 +8,7 @@ from itertools import accumulate, chain, pairwise, repeat, tee
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.rates import equal, follows, same, tells
+from ds_parity.parity.diagnosis.rates import equal, follows, same, tells, where_due
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 MOST = 64
@@ -60,7 +60,7 @@ def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             half and _goes(a.__getitem__, range(first + by, len(a)), after)
         ):
             said = f"from step {step} on the LR is that of {by} steps later "
-            said += f"({after[0]:.4g}, where {a[first]:.4g} was due)"
+            said += f"({where_due(after[0], a[first])})"
             yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
             if first == 0 and by < len(a) and a[by] == max(a) and all(x < y for x, y in pairwise(a[: by + 1])):
                 yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, behind the reference's warm-up")
@@ -102,7 +102,7 @@ def behind(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         return
     by = [first - at for at in starts]
     said = f"from step {view.step(first)} on the LR goes as from step {view.step(starts[0])} on "
-    said += f"({after[0]:.4g}, where {a[first]:.4g} was due)"
+    said += f"({where_due(after[0], a[first])})"
     # Of an excerpt the steps before are not known, at any of which the schedule may have begun.
     if view.step(0) > 1 or any(equal(a[: len(b) - some], b[some:]) for some in by):
         yield Cause("resume-resets-schedule", Fit.SEQUENCE, said)

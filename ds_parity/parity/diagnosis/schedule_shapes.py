@@ -9,8 +9,8 @@ from itertools import chain, islice, pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.rates import SAME, tells
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.rates import SAME, digits_of, tells
+from ds_parity.parity.diagnosis.view import View, near, told
 
 # Of what the rates come to: what is read between two steps of a curve is not exact.
 _BETWEEN = 1e-5
@@ -18,6 +18,7 @@ _ROUNDED = 1e-7  # rates in fp32
 _WRITTEN = 4  # numbers that a predicted rate is computed of, each off by its last digit
 _POINTS = 6
 _SLOWEST = 1e3
+_CLEAR = 10  # times what a prediction may be off by: a shape explains rates that are further apart
 _TRIED = 4
 _SHARES = (64, 32, 16, 8)
 _ROUND = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 8.0, 10.0)
@@ -63,7 +64,7 @@ def stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     if pace is None:
         return
     passes = max(view.passes)
-    said = f"the LR moves {pace:.5g} times too slowly"
+    said = f"the LR moves {told(pace)} times too slowly"
     if near(pace, passes, 1e-3):
         said += f"; windows have {passes} passes"
         yield Cause("scheduler-budget-in-passes", Fit.SEQUENCE, said)
@@ -78,7 +79,10 @@ def stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 def _pace_of_roots(view: View, a: list[float], b: list[float]) -> float | None:
     """The same of an inverse square root behind a warm-up, whose length alone sets its pace; None where it is none."""
-    within, top = _within(a, SAME) + _WRITTEN * digits(view, a), max(a)
+    written, top = _WRITTEN * digits(view, a), max(a)
+    within = _within(a, SAME) + written
+    if _unchanged(a, b, _within(a, SAME), written):
+        return None
     for before in (0, 1):
         first = [rates[1 - before] for rates in (a, b)]
         if min(first) <= SAME * top:  # no warm-up is as long
@@ -98,7 +102,7 @@ def _of_root(place: int, steps: int, top: float) -> float:
 
 def _pace(a: list[float], b: list[float], passes: int) -> float | None:
     """How many times slower the candidate goes through the reference's rates; None where it doesn't."""
-    if len(a) < 3:
+    if len(a) < 3 or _unchanged(a, b, _within(a, SAME)):
         return None
     crossings = _crossings(a, b)
     paces = (
@@ -106,6 +110,7 @@ def _pace(a: list[float], b: list[float], passes: int) -> float | None:
         for origin in _origins(a, b)
         if tells(b[max(origin, 0) :])
         for rate_at, within in ((_straight(a), _within(a, SAME)), (_curved(a), _within(a, _BETWEEN)))
+        if not _unchanged(a, b, within)
         for pace in _paces(rate_at, origin, a, b, crossings, within)
         if pace > 1 + SAME and _slowed(rate_at, origin, b, pace, within)
     )
@@ -199,6 +204,9 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     written = _WRITTEN * digits(view, a)
     if rise and all(near(y, x, SAME) for x, y in zip(a[: rise + 1], b[: rise + 1], strict=True)):
         a, b = a[rise:], b[rise:]
+    within = _within(a, SAME) + written
+    if _unchanged(a, b, _within(a, SAME), written):
+        return
     for end, word, others in ((max, "most", "lowest"), (min, "least", "highest")):
         kept = end(a)
         far, of_candidate = max(zip(a, b, strict=True), key=lambda pair: abs(pair[0] - kept))
@@ -206,8 +214,8 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         if not tells(a) or not kept or (of_candidate - kept) * (far - kept) <= 0:
             continue
         share = (of_candidate - kept) / (far - kept)
-        if _all_due([kept + share * (x - kept) for x in a], b, _within(a, SAME) + written):
-            said = f"the LR is at {word} {kept:.4g} in both, and {share:.5g} times as far from it as the reference's "
+        if _all_due([kept + share * (x - kept) for x in a], b, within):
+            said = f"the LR is at {word} {kept:.4g} in both, and {told(share)} times as far from it as the reference's "
             said += "in every step"
             # A lowest rate below 0 is none: the reference's lies as high as this, and no higher than it was recorded.
             if end is min or kept * (1 - 1 / share) <= min(a) + _within(a, _BETWEEN) + written:
@@ -234,7 +242,7 @@ def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
     rests, within = a[-1] == a[-2], _within(a, SAME)
     top = a[-1] if rests else b[-1] if b[-1] == b[-2] else math.inf
     # The reference rises no farther than the rate at which both come to rest.
-    if a[0] == top or top < max(a) - within or len(a) < 3:
+    if a[0] == top or top < max(a) - within or len(a) < 3 or _unchanged(a, b, within):
         return
     if rests and all(abs(y - top) <= within for y in b):
         said = f"the LR is {top:.4g} in every step, to which the reference's rises"
@@ -244,7 +252,9 @@ def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
     for start, before in ((a[0], 0), (2 * a[0] - a[1], 1)):
         lines = ((it, _risen(start, before, top if it is b or rests else math.inf, it)) for it in (a, b))
         if max(b) > start >= -within and all(_all_due(due, it, within) for it, due in lines):
-            said = f"the LR rises from {b[0]:.4g}, {b[1]:.4g} on, and not from {a[0]:.4g}, {a[1]:.4g} on"
+            some = digits_of(*max(zip(a[:2], b[:2], strict=True), key=lambda pair: abs(pair[1] - pair[0])))
+            others, due = (", ".join(f"{rate:.{some}g}" for rate in rates[:2]) for rates in (b, a))
+            said = f"the LR rises from {others} on, and not from {due} on"
             said = f"{said}, to {top:.4g} in both" if rests else said
             yield Cause("another-warm-up", Fit.SEQUENCE, said)
             # The first rate alone is another: whatever it is, it lies as far from the highest as a lowest one sets it.
@@ -263,6 +273,11 @@ def _risen(start: float, before: int, top: float, rates: list[float]) -> list[fl
 def _within(rates: list[float], share: float) -> float:
     """How far off a rate may be that was predicted: a share of what the schedule moves, or rounding."""
     return share * (max(rates) - min(rates)) + _ROUNDED * max(rates)
+
+
+def _unchanged(a: list[float], b: list[float], within: float, written: float = 0.0) -> bool:
+    """Whether the reference's own rates predict the candidate's about as well as another shape of them could."""
+    return _all_due(a, b, _CLEAR * within + written)
 
 
 def _all_due(due: list[float], rates: list[float], within: float) -> bool:
