@@ -9,6 +9,7 @@ import pytest
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.parity.diagnosis.effects import step_lengths
 from ds_parity.trace import Header, StepRecord, Trace, Weights
 
 STEPS, LATER = 16, 10
@@ -126,3 +127,17 @@ def test_a_wrong_log_is_shown_in_as_many_digits_as_tell_it():
     groups, diagnosis = named(trained(weights=True), trained(logged=lambda step: cosine(step) + 1e-7, weights=True))
     assert groups == [{"reported-lr"}]
     assert "(0.0495197, where 0.0495196 was due)" in diagnosis.causes[0].evidence
+
+
+@pytest.mark.parametrize(("first", "length"), [(0.0, 0.0), (0.01, 0.05), (0.05, 0.25), (0.4, 0.5), (None, 0.5)])
+def test_a_first_step_from_a_start_that_is_not_known_is_as_long_as_its_rate_says(first, length):
+    """A warm-up begins at 0: a tiny rate in its place moves weights by little, and no proof rests on it."""
+    steps = []
+    for at, (place, rate) in enumerate(((1.0, first), (2.0, 0.1), (3.0, 0.05), (5.0, 0.1))):
+        kept = Weights(checksum="a" * 64, norm=1.0, sketch=(place, *[0.0] * 11))
+        lr = None if rate is None else (rate,)
+        steps.append(StepRecord(step=at + 1, **COUNTS, loss=1.0, grad_norm=1.0, lr=lr, weights=kept))
+    one = Trace(trained().header, tuple(steps))
+    lengths = step_lengths(one, list(zip(steps, steps, strict=True)))
+    assert lengths is not None
+    assert lengths[0] == pytest.approx(length)

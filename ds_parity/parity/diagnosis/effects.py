@@ -63,7 +63,8 @@ def loss_by_rates(pairs: Pairs) -> float:
 def step_lengths(reference: Trace, pairs: Pairs) -> list[float] | None:
     """Return how long each step of the reference is, as a share of what training moves its weights in all.
 
-    Where it isn't known where the first step began, it is taken for as long as the longest.
+    Where it isn't known where the first step began, it is taken for as long as the longest, or for less where its rate
+    says so: at a rate of 0 it has no length.
 
     Returns:
         One number (>= 0) for each pair; None without sketches.
@@ -74,8 +75,15 @@ def step_lengths(reference: Trace, pairs: Pairs) -> list[float] | None:
     steps = [math.dist(before, after) for before, after in pairwise(sketches)]
     start, moved = reference.header.start, math.dist(sketches[0], sketches[-1])
     known = start is not None and pairs[0][0].step == 1 and len(start.sketch) == len(sketches[0])
-    first = math.dist(start.sketch, sketches[0]) if start is not None and known else max(steps)
+    first = math.dist(start.sketch, sketches[0]) if start is not None and known else _by_rate(pairs, steps)
     return [it / moved for it in (first, *steps)] if moved > 0 else None
+
+
+def _by_rate(pairs: Pairs, later: Sequence[float]) -> float:
+    """How long the first step is by its learning rate at most, from the lengths of the later ones."""
+    of_first, *rates = [max(a.lr) if a.lr else math.nan for a, _ in pairs]
+    lengths = [length * of_first / rate for length, rate in zip(later, rates, strict=True) if rate > 0]
+    return min(max(later), max(lengths)) if lengths and not math.isnan(of_first) else max(later)
 
 
 def _share(name: str, pair: tuple[StepRecord, StepRecord]) -> float:
