@@ -12,6 +12,7 @@ import torch
 
 from ds_parity.engine import loading
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.internals.broadcast import any_shape_is_gathered
 from ds_parity.engine.internals.checkpoints import (
     COUNTS,
     NAMES,
@@ -78,8 +79,9 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             named = options["load_module_strict"] and options["custom_load_fn"] is None
             ours = (state or {}).get(KEY, {})
             refuse_states_of_others(driver.engine, ours, driver.adapter.groups(), named=named)
-            if named:
-                refuse_other_members(driver.engine, ours, driver.adapter.groups_of_optimizer())
+            refuse_other_members(driver.engine, ours, driver.adapter.groups_of_optimizer(), named=named)
+            if not named:
+                driver.adapter.show_stepped_weights()
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
     return path, state
 
@@ -101,6 +103,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         naming_lost_ranks("load_checkpoint()"),
         of_this_optimizer(engine, load_dir),
         _as_configured(engine, tag),
+        any_shape_is_gathered(),
         identities(engine) as files,
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)

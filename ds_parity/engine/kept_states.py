@@ -167,7 +167,13 @@ def _refuse_other_places(saved: list[list[str]], own: list[list[str]]) -> None:
         return
     number = next((i for i, (one, other) in enumerate(zip(saved, own, strict=False)) if one != other), None)
     number = min(len(saved), len(own)) if number is None else number
-    there, here = (_in_words(groups[number]) if number < len(groups) else "not there" for groups in (saved, own))
+    both = [groups[number] if number < len(groups) else [] for groups in (saved, own)]
+    # Long groups may begin alike.
+    alike = next((i for i, (one, other) in enumerate(zip(*both, strict=False)) if one != other), min(map(len, both)))
+    there, here = (
+        _in_words(names, alike if all(both) else 0) if number < len(groups) else "not there"
+        for names, groups in zip(both, (saved, own), strict=True)
+    )
     raise CheckpointError(
         f"the checkpoint's parameter groups are not this engine's: group {number} was {there}, and is {here}. "
         "DeepSpeed has given the states, and weights in fp32, to whatever lies in their place. Load it with the "
@@ -176,8 +182,10 @@ def _refuse_other_places(saved: list[list[str]], own: list[list[str]]) -> None:
     )
 
 
-def _in_words(names: list[str]) -> str:
-    return f"{', '.join(names[:3]) or 'empty'}{', ...' if len(names) > 3 else ''} ({len(names)} parameters)"
+def _in_words(names: list[str], begin: int) -> str:
+    shown = [*(["..."] if begin and names else []), *(names[begin : begin + 3])]
+    shown += ["..."] if len(names) > begin + 3 else []
+    return f"{', '.join(shown) or 'empty'} ({len(names)} parameter{'s' * (len(names) != 1)})"
 
 
 def _related(one: list[str], other: list[str]) -> bool:

@@ -32,7 +32,7 @@ def members(engine: Engine, groups: _Groups) -> list[dict[str, list[int]]]:
     return [{names.get(id(one), ""): list(getattr(one, "ds_shape", one.shape)) for one in group} for group in groups]
 
 
-def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Groups) -> None:
+def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Groups, *, named: bool) -> None:
     """Raise CheckpointError where a checkpoint that was loaded is of parameters of other shapes.
 
     Of a universal one, also where it is of other parameters, or of other groups: DeepSpeed takes what has a parameter's
@@ -45,6 +45,8 @@ def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Grou
         state: what the checkpoint has of the window; without `members` where a release of before, or bare DeepSpeed,
             saved it.
         groups: the parameters of this engine's optimizer's groups.
+        named: parameters have the names here that they had there; else some may have others, in the same places. In a
+            universal checkpoint they are found by their names, and none may have another.
     """
     there, groups = state.get(MEMBERS), [list(group) for group in groups]
     if not there:
@@ -58,10 +60,11 @@ def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Grou
     # Of tensor parallelism a rank has a part, which another number of ranks makes longer or shorter.
     parts = {id(one) for group in groups for one in group if getattr(one, "tensor_model_parallel", False)}
     for saved, own, group in zip(there, here, groups, strict=False):
+        before = saved if named or universal else dict(zip(own, saved.values(), strict=False))
         for one, (name, shape) in zip(group, own.items(), strict=False):
-            if saved.get(name, shape) != shape and not (universal and id(one) in parts):
+            if before.get(name, shape) != shape and not (universal and id(one) in parts):
                 raise CheckpointError(
-                    f"the parameter {name!r} has the shape {tuple(saved[name])} in the checkpoint, and {tuple(shape)} "
+                    f"the parameter {name!r} has the shape {tuple(before[name])} in the checkpoint, and {tuple(shape)} "
                     "here: it is of another model. DeepSpeed takes weights and states of ZeRO by their number of "
                     f"elements, and has put them there. Load it into the model that saved it. {_HALF_WAY}"
                 )

@@ -112,8 +112,10 @@ def _loaded(
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:
-            groups, named = choose(engine).groups(), options["load_module_strict"]
-            kept_states.refuse_states_of_others(engine, (state or {}).get(KEY, {}), groups, named=named)
+            adapter, named = choose(engine), options["load_module_strict"]
+            kept_states.refuse_states_of_others(engine, (state or {}).get(KEY, {}), adapter.groups(), named=named)
+            if not named:
+                adapter.show_stepped_weights()
     except CheckpointError as error:
         return None, None, _of_another_topology(engine, load_dir, tag, error) or error
     return path, state, None

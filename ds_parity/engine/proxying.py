@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 from ds_parity.config.features import MOVED_OFFLOADED
+from ds_parity.engine.internals.broadcast import any_shape_is_gathered
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.tensor_groups import holds_parts, whole_state, whole_where_it_saves
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
@@ -130,8 +131,9 @@ def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     engine = self.__wrapped__
     if not holds_parts(engine):
-        return engine.save_16bit_model(*args, **kwargs)
-    with naming_lost_ranks("save_16bit_model()"), whole_where_it_saves(engine):
+        with any_shape_is_gathered():
+            return engine.save_16bit_model(*args, **kwargs)
+    with naming_lost_ranks("save_16bit_model()"), whole_where_it_saves(engine), any_shape_is_gathered():
         self._self_driver.meet_to_save()
         return engine.save_16bit_model(*args, **kwargs)
 

@@ -186,8 +186,9 @@ def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
     if _loss_of(trainer).__module__.startswith("transformers") and not getattr(trainer, "_loss_shifts_labels", True):
         raise ConfigError(
             f"install(normalise={unit!r}): it is not known whether {type(trainer.model).__name__} divides its loss by "
-            "num_items_in_batch, and many that take **kwargs do not; set accepts_loss_kwargs = False on the model "
-            "before the Trainer is built, if it does not, or leave normalise out"
+            "num_items_in_batch, and many that take **kwargs do not; before the Trainer is built, set loss_type = "
+            "'ForCausalLM' on the model if it does and shifts its labels (GPT-2), accepts_loss_kwargs = False if it "
+            "does not divide (with peft, on what get_base_model() returns), or leave normalise out"
         )
     return Divided(unit, float(items) / times, rows, tokens)
 

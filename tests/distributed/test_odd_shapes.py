@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
-from ds_parity.engine.internals.broadcast import any_shape_is_sent
+import ds_parity
+from ds_parity.engine.internals import broadcast
+from ds_parity.engine.internals.broadcast import any_shape_is_gathered, any_shape_is_sent
 from tests.distributed.beside_an_oracle import WINDOWS, distance
-from tests.distributed.cells import STAGES
+from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all
 from tests.distributed.sets import on_two_ranks
 
@@ -68,6 +71,52 @@ def test_steps_are_those_of_an_oracle(two_ranks, stage, precision):
 
 def test_nothing_of_deepspeed_stays_replaced(two_ranks):
     assert two_ranks.of(odd_shapes)["left"]
+
+
+def _built(stage, seed):
+    """An engine, whose weights are those of a seed on every rank."""
+    keys = config(stage, "fp32", 2, "AdamW")
+    keys["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return ds_parity.initialize(model=Odd(seed), config=keys)[0]
+
+
+@on_two_ranks
+def odd_weights_alone(folder):
+    """By stage: a rank's weights that were saved, those that were loaded, and those in the file of 16 bits."""
+    found = {}
+    for stage in STAGES:
+        saved, other = _built(stage, 0), _built(stage, 1)
+        saved.save_checkpoint(f"{folder}/alone-{stage}", tag="one")
+        other.load_checkpoint(f"{folder}/alone-{stage}", tag="one", load_optimizer_states=False)
+        saved.save_16bit_model(f"{folder}/alone-{stage}", "whole.pt")
+        dist.barrier()
+        whole = torch.load(f"{folder}/alone-{stage}/whole.pt")
+        for one in (other, saved):
+            with GatheredParameters(list(one.module.parameters()), enabled=stage == 3):
+                loaded = {name: weight.detach().clone() for name, weight in one.module.named_parameters()}
+            same = all(loaded[name].shape == it.shape and loaded[name].equal(it) for name, it in whole.items())
+            found.setdefault(str(stage), []).append(same and whole.keys() == loaded.keys())
+    return from_all(found)
+
+
+def test_weights_alone_are_loaded_and_saved(two_ranks, stage):
+    for found in two_ranks.of(odd_weights_alone):
+        assert found[stage] == [True, True]
+
+
+def test_what_another_context_has_gathered_stays_a_number(monkeypatch):
+    weight = torch.nn.Parameter(torch.tensor(0.5))
+
+    class Gathered:
+        enabled, src_rank, params = True, 0, (weight,)
+
+        def __exit__(self, *exception):
+            assert weight.shape == (1,)
+
+    monkeypatch.setattr(broadcast, "GatheredParameters", Gathered)
+    with any_shape_is_gathered():
+        Gathered().__exit__(None, None, None)
+    assert weight.shape == ()
 
 
 def test_nothing_stays_replaced_where_an_engine_is_not_built():

@@ -241,7 +241,10 @@ def fused_wrapper(folder):
         now = float(optimizer.fp32_groups_flat[0][0].detach())
         results.append([at - now, float(optimizer._global_grad_norm), optimizer.loss_scale_config.cur_scale])
         at = now
-    return results
+    # As a checkpoint leaves them whose parameters have other names.
+    optimizer.fp32_groups_flat[0].data.fill_(3.0)
+    choose(engine).show_stepped_weights()
+    return [*results, weight.tolist()]
 
 
 def test_the_fused_wrapper_is_corrected_and_its_scale_grows_after_the_step(two_ranks):
@@ -255,6 +258,7 @@ def test_the_fused_wrapper_is_corrected_and_its_scale_grows_after_the_step(two_r
         [0.0, skipped, 256.0],
         [1.0, 2.0, 256.0],
         [1.0, 2.0, 512.0],
+        [3.0] * 4,
     ]
 
 

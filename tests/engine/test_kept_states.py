@@ -60,3 +60,18 @@ def test_a_pipeline_that_finds_no_checkpoint_says_nothing_of_turns(monkeypatch):
     engine.optimizer.param_groups = []
     options = {"load_optimizer_states": True, "load_module_only": False, "load_module_strict": True}
     assert pipeline_checkpoints._loaded(engine, "folder", "tag", options) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "said"),
+    [
+        (["a", "b", "c", "d", "e"], ["a", "b", "c", "e", "d"], "..., d, e (5 parameters), and is ..., e, d (5"),
+        (["a", "b", "c", "d"], ["x", "b", "c", "d"], "was a, b, c, ... (4 parameters), and is x, b, c, ... (4"),
+        (["a", "b"], ["a", "b", "c"], "was ... (2 parameters), and is ..., c (3 parameters)"),
+        (["a"], [], "was a (1 parameter), and is empty (0 parameters)"),
+    ],
+)
+def test_groups_that_differ_are_shown_from_where_they_do(saved, own, said):
+    with pytest.raises(CheckpointError) as error:
+        kept_states._refuse_other_places([saved], [own])
+    assert said in str(error.value)

@@ -212,6 +212,12 @@ class Adapter(ABC):
     def refresh(self) -> None:  # noqa: B027  # most wrappers load all weights that they have
         """Go on from the model's weights, which were loaded without the optimizer's states."""
 
+    def show_stepped_weights(self) -> None:  # noqa: B027  # ZeRO 3 has done it; without a wrapper there are no others
+        """Give the model the weights that the optimizer steps, which were loaded by place, and the model's by name.
+
+        DeepSpeed leaves that to the next step, so that a window would be of weights that nobody has trained.
+        """
+
     def reduce(self) -> None:
         """Reduce what is accumulated, as the boundary's backward would have: for a window that ends without one.
 

@@ -18,6 +18,10 @@ class Bf16(Adapter):
         optimizer: Bf16Optimizer = self.engine.optimizer
         return optimizer
 
+    def show_stepped_weights(self) -> None:
+        """Copy the weights in fp32 to the model's, on every rank."""
+        self._optimizer.update_lp_params()
+
     def has_every_gradient(self) -> bool:
         """Return True: the wrapper reduces its whole buffers, which are zero where a parameter has no gradient."""
         return True

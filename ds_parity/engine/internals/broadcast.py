@@ -4,6 +4,8 @@
 for a number without a dimension (a learned temperature or scale) and for a last dimension that is not contiguous
 (`channels_last`, a transposed or expanded weight): "self.dim() cannot be 0 to view Float as Byte"
 (tools/deepspeed_faults/odd_shapes.py). Older releases send all but an expanded weight, whose elements share memory.
+On ZeRO 3 it does the same where weights were gathered to be loaded or saved (GatheredParameters of
+zero/partition_parameters.py).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.unread import is_unsure
@@ -35,6 +37,33 @@ def any_shape_is_sent() -> Iterator[None]:
         return
     with wrapped(DeepSpeedEngine, _BROADCAST, _in_a_row), wrapped(Init, _CONVERT, _then_in_a_row):
         yield
+
+
+@contextmanager
+def any_shape_is_gathered() -> Iterator[None]:
+    """Return a context in which DeepSpeed may gather parameters without a dimension for one rank to change them."""
+    if is_unsure(_HERE):
+        yield
+        return
+    with wrapped(GatheredParameters, "__exit__", _given_out_in_a_row):
+        yield
+
+
+def _given_out_in_a_row(end: Callable[..., None]) -> Callable[..., None]:
+    def ended(self: GatheredParameters, *exception: Any) -> None:
+        given_out = self.params if self.enabled and self.src_rank is not None else ()
+        numbers = [one for one in given_out if one.data.dim() == 0]
+        try:
+            for one in numbers:
+                one.data = _row(one.data)
+            end(self, *exception)
+        finally:
+            # Gathered by another context around this one, it stays whole.
+            for one in numbers:
+                if one.data.numel():
+                    one.data = one.data.view(())
+
+    return ended
 
 
 def _in_a_row(send: Callable[[DeepSpeedEngine], None]) -> Callable[[DeepSpeedEngine], None]:

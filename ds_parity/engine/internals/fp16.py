@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.experts import groups_of_experts, squares_of
 from ds_parity.engine.internals.surface import LowPrecisionOptimizer, Parameter
@@ -54,6 +56,17 @@ class LowPrecision(Adapter):
         tools/deepspeed_faults/weights_alone_zero0.py shows it.
         """
         self._optimizer.refresh_fp32_params()
+
+    def show_stepped_weights(self) -> None:
+        """Copy the weights in fp32 to the model's, as a step does.
+
+        One wrapper keeps them in a row, the other one by one.
+        """
+        for group, stepped in zip(self._optimizer.fp16_groups, self.engine.optimizer.param_groups, strict=True):
+            row, begin = torch.cat([one.data.reshape(-1) for one in stepped["params"]]), 0
+            for one in group:
+                one.data.copy_(row[begin : begin + one.numel()].view(one.shape))
+                begin += one.numel()
 
     def _fp16_scale(self) -> float | None:
         return self._optimizer.loss_scale_config.cur_scale

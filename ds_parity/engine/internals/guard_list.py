@@ -11,6 +11,7 @@ from ds_parity.engine.internals.guards import (
     BF16,
     ENGINE,
     FP16,
+    GATHERED,
     INIT,
     PIPELINE,
     RUNTIME,
@@ -55,6 +56,13 @@ GUARDS: tuple[Guard, ...] = (
         "internals/broadcast.py",
         "on ZeRO 3 the shape of a parameter is noted before it is sent from where it lies, and partitioned",
         ("self._convert_to_deepspeed_param(param)", "dist.broadcast(param.data", "param.partition()"),
+    ),
+    Guard(
+        GATHERED,
+        "",
+        "internals/broadcast.py",
+        "weights that were gathered are sent from where they lie, so that a number may lie in a row meanwhile",
+        ("if self.src_rank is None:", "dist.broadcast(p.data", "for p in self.params"),
     ),
     *(
         Guard(

@@ -35,6 +35,7 @@ BF16 = RUNTIME + "bf16_optimizer:BF16_Optimizer"
 FP16 = RUNTIME + "fp16.fused_optimizer:FP16_Optimizer"
 UNFUSED = RUNTIME + "fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 INIT = RUNTIME + "zero.partition_parameters:Init"
+GATHERED = RUNTIME + "zero.partition_parameters:GatheredParameters"
 TIMER = "deepspeed.utils.timer:ThroughputTimer"
 
 # The classes that a protocol stands for.

@@ -245,6 +245,9 @@ class Zero12Optimizer(ZeroOptimizer, Protocol):
     grad_position: Mapping[int, tuple[int, int, int, int]]
     _offload_accumulated_param_ids: set[int]
 
+    def update_lp_params(self) -> None:
+        """Copy the weights that this rank steps to the model's, and gather those of the others."""
+
     def zero_grad(self, set_to_none: bool = ...) -> None:
         """Clear the gradients of parameters."""
 
@@ -368,6 +371,9 @@ class Bf16Optimizer(Protocol):
     bf16_groups: Iterable[Iterable[Parameter]]
     fp32_groups_gradients_flat: Iterable[torch.Tensor]
     fp32_groups_has_gradients: list[list[bool]]
+
+    def update_lp_params(self) -> None:
+        """Copy the weights that this rank steps to the model's, and gather those of the others."""
 
     def accumulate_hp_grads_and_remove_lp(self, lp_param: Parameter, group_idx: int, param_idx: int) -> None:
         """Add the bf16 gradient that has just come in to the fp32 one."""

@@ -41,6 +41,10 @@ class Zero12(Zero):
         if self._optimizer.cpu_offload:
             self._follow_writes(self._optimizer._link_all_hp_params)
 
+    def show_stepped_weights(self) -> None:
+        """Copy the weights in fp32 to the model's, on every rank."""
+        self._optimizer.update_lp_params()
+
     def _follow_writes(self, link: Callable[[], None]) -> None:
         """Renew norms where a loop writes gradients, also once reload_states() has linked parameters anew."""
 
