@@ -44,7 +44,10 @@ def _start(view: View) -> Iterator[Cause]:
             yield Cause("initial-weights", Fit.HEADER, _OTHER_START)
         return
     # In steps that are in no record anything may have taken them apart.
-    if view.first or view.steps_left_out or not moves.known or moves.stride is None or len(view.pairs) < 2:
+    if view.first or view.steps_left_out or not moves.known or len(view.pairs) < 2:
+        return
+    # Updates of nothing, as of a rate that is 0, measure nothing.
+    if not moves.stride:
         return
     apart = [float(np.linalg.norm(moves.apart(at))) for at in range(len(view.pairs))]
     if apart[0] > _BEYOND * moves.stride and alike(apart, 0.1):

@@ -94,7 +94,7 @@ def _of_weights(view: View, moves: Moves) -> Iterator[Cause]:
     said = f"{_said(view)}: they are scaled by {1 + shares[0]:.6g} in a step"
     by_rate = [share / rate for share, rate in zip(shares, rates, strict=True) if rate]
     # In the gradient of SGD, decay is carried on by momentum: to the second step up to twice as much of it.
-    carried = len(by_rate) > 1 and all(1.0 < y / x <= 2.0 for x, y in pairwise(by_rate))
+    carried = len(by_rate) > 1 and all(x and 1.0 < y / x <= 2.0 for x, y in pairwise(by_rate))
     decay, by_hand = alike(by_rate, _SHARE) or carried, alike(shares, _SHARE)
     said += f", {abs(by_rate[0]):.4g} * LR {_less(shares[0])}" if decay else ", whatever the LR"
     if decay:
