@@ -46,12 +46,13 @@ def _start(view: View) -> Iterator[Cause]:
     # In steps that are in no record anything may have taken them apart.
     if view.first or view.steps_left_out or not moves.known or len(view.pairs) < 2:
         return
-    # Updates of nothing, as of a rate that is 0, measure nothing.
-    if not moves.stride:
+    # Updates of nothing, as of a rate that is 0, measure nothing, nor do rates that are not known.
+    stride = moves.first_stride
+    if not stride:
         return
     apart = [float(np.linalg.norm(moves.apart(at))) for at in range(len(view.pairs))]
-    if apart[0] > _BEYOND * moves.stride and alike(apart, 0.1):
-        said = f"after step {view.step(0)} the weights are {apart[0] / moves.stride:.3g} updates apart, and stay so"
+    if apart[0] > _BEYOND * stride and alike(apart, 0.1):
+        said = f"after step {view.step(0)} the weights are {apart[0] / stride:.3g} updates apart, and stay so"
         yield Cause("initial-weights", Fit.DIRECTION, said)
 
 

@@ -100,10 +100,16 @@ class Moves:
         return self.apart(at) - self.apart(at - 1) if at > 0 else self.apart(0)
 
     @cached_property
-    def stride(self) -> float | None:
-        """How long the reference's updates are: the median over all steps but the first; None of fewer than two."""
+    def first_stride(self) -> float | None:
+        """How long the first update may be, by the later ones; None where no rates or no updates are known.
+
+        An update is as long as its rate has it, and a rate that decays leaves later ones shorter. Where the first rate
+        is small, as in a warm-up, the median of the others counts: what is logged may be the rate of another step.
+        """
+        rates = [max(a.lr, default=0.0) if a.lr else 0.0 for a, _ in self.view.pairs]
         lengths = [float(np.linalg.norm(self.reference(at) - self.reference(at - 1))) for at in self._later]
-        return float(np.median(lengths)) if lengths and self.known else None
+        later = sum(rates[at] for at in self._later)
+        return max(float(np.median(lengths)), rates[0] * sum(lengths) / later) if later > 0 else None
 
     @cached_property
     def sgd(self) -> bool:
