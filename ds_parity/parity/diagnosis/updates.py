@@ -6,6 +6,7 @@ before it (momentum), of the gradient, or of the weights themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -22,6 +23,7 @@ _SHARE = 0.02
 _GROWS = 1.5
 _MOVED = 0.3
 _STAYS = 0.1
+_WHOLE = 1.001  # a momentum of 1, within rounding
 # Of the LR times the gradient: shorter first updates of SGD were clipped. A sketch tells lengths to 12.5 % (one sigma).
 _CUT = 0.7
 
@@ -121,7 +123,7 @@ def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
 
 
 def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
-    """What is missing is a share of the last update: the momentum was lost."""
+    """What is missing is a share of the last update: the momentum was lost, or is another one."""
     before = moves.update(view.first - 1) if view.first > 0 else None
     if before is None:
         return
@@ -139,18 +141,51 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
         if stays:
             return
     momentum = -share * rates[at - 1] / rates[at]
-    said = f"{_said(view)}: what is missing is {momentum:.3g} of the update before, a part that momentum adds"
-    # All of the momentum is missing where what is left of the difference in the next step is as large a share of it.
-    following = None
-    if at + 1 < len(view.pairs) and rates[at + 1]:
-        (share,), rest = along(moves.widened(at + 1), [moves.apart(at)])
-        following = share * rates[at] / rates[at + 1] if rest < ABOUT else None
-    # Another momentum would have shown in the second step already.
-    lost = 0 < momentum <= 1.001 and (at > 1 or following is None or near(following, momentum, 0.1))
-    if lost:
-        yield Cause("resume-loses-optimizer", Fit.DIRECTION, said)
-    if at == 1 and (following is None or not lost):
-        yield Cause("momentum", Fit.DIRECTION, said)
+    word = "missing" if momentum > 0 else "added"
+    said = f"{_said(view)}: what is {word} is {abs(momentum):.3g} of the update before, a part that momentum adds"
+    for name in _of_momentum(moves, momentum):
+        yield Cause(name, Fit.DIRECTION, said)
+
+
+def _of_momentum(moves: Moves, less: float) -> Iterator[str]:
+    """Yield what explains an update with less of the one before: a state that was lost, or another momentum.
+
+    In the first step that differs they look alike. In the next one a lost state is missed once more, and less of it;
+    another momentum then takes as much less of the update that came between.
+
+    Args:
+        moves: the weights of both runs.
+        less: how much less of the update before is in the first that differs; below 0: more of it.
+    """
+    if not -1 < less <= _WHOLE:
+        return
+    lost, other = _off_in_the_next(moves, less)
+    told = min(lost, other) < ABOUT
+    # All of the momentum is lost with the state, and no more than that.
+    if less > 0 and (lost < ABOUT or not told):
+        yield "resume-loses-optimizer"
+    if other < ABOUT or not told:
+        yield "momentum"
+
+
+def _off_in_the_next(moves: Moves, less: float) -> tuple[float, float]:
+    """How far the step behind the first that differs is from what a lost state predicts, and another momentum.
+
+    As shares of what that step changed; infinite where it isn't known.
+    """
+    at, view = moves.view.first, moves.view
+    rates = [max(pair[0].lr or (0.0,)) for pair in view.pairs[at - 1 : at + 2]]
+    updates = moves.update(at - 1), moves.update(at)
+    if len(rates) < 3 or not all(rates) or updates[0] is None or updates[1] is None:
+        return math.inf, math.inf
+    before, between, changed = updates[0] / rates[0], updates[1] / rates[1], -moves.widened(at + 1) / rates[2]
+    # The momentum that there is instead is not known. It is not below 0, nor are both of them above 1.
+    (instead,), _ = along(changed - less * between, [less * before])
+    instead = min(max(instead, 0.0, -less), 1.0, 1.0 - less)
+    predicted = less * less * before, less * (between + instead * before)
+    length = float(np.linalg.norm(changed))
+    lost, other = (float(np.linalg.norm(changed - it)) / length if length else math.inf for it in predicted)
+    return lost, other
 
 
 def _undone(view: View, moves: Moves) -> Iterator[Cause]:

@@ -1,0 +1,55 @@
+"""An update with less of the one before: a state that was lost, or another momentum; the step behind it tells."""
+
+import pytest
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.trace import Trace
+from tests.parity.test_diagnosis_of_weights import MOMENTUM, START, STEPS, Run, started
+
+BOTH = {"resume-loses-optimizer", "momentum"}
+
+
+def other_momentum(momentum, since):
+    class Other(Run):
+        def state(self, at, buffer):
+            return buffer * (momentum / MOMENTUM if at >= since else 1.0)
+
+    return Other
+
+
+def lost_state(since):
+    class Lost(Run):
+        def state(self, at, buffer):
+            return buffer * (at != since)
+
+    return Lost
+
+
+def named(fault, *, steps=STEPS):
+    a, b = (started(run, START) for run in (Run, fault))
+    a, b = (Trace(it.header, it.steps[:steps]) for it in (a, b))
+    causes = diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes
+    assert len(grouped(causes)) == 1
+    return {cause.name for cause in causes}
+
+
+@pytest.mark.parametrize("since", [1, 3])
+@pytest.mark.parametrize("momentum", [0.8, 0.5, 0.0, 0.95])
+def test_another_momentum_is_no_lost_state(momentum, since):
+    assert named(other_momentum(momentum, since)) == {"momentum"}
+
+
+@pytest.mark.parametrize("since", [1, 3])
+def test_a_lost_state_is_no_other_momentum(since):
+    assert named(lost_state(since)) == {"resume-loses-optimizer"}
+
+
+@pytest.mark.parametrize("fault", [other_momentum(0.8, 3), other_momentum(0.0, 3), lost_state(3)])
+def test_both_are_named_where_no_step_is_behind_it(fault):
+    assert named(fault, steps=4) == BOTH
+
+
+def test_more_of_the_update_before_is_no_lost_state_in_the_last_step_either():
+    assert named(other_momentum(0.95, 3), steps=4) == {"momentum"}
