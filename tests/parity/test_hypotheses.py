@@ -260,7 +260,8 @@ CLIPPED = {
     ClippedOverRanks: {"clip-at-wrong-scale"},
     ClippedTimesRanks: {"clip-at-wrong-scale", "implicit-clip"},  # twice the limit of 0.5 is the default
     NotClipped: {"clipping-left-out"},
-    OptimizerAfresh: {"resume-loses-optimizer"},
+    # A rate of 3 leaves the next step gradients that tell neither, and a momentum of 0 has these figures, too.
+    OptimizerAfresh: {"resume-loses-optimizer", "momentum"},
 }
 OF_ADAM = {
     OptimizerAfresh: {"resume-loses-optimizer"},

@@ -63,7 +63,7 @@ class LowPrecision(Adapter):
         One wrapper keeps them in a row, the other one by one.
         """
         for group, stepped in zip(self._optimizer.fp16_groups, self.engine.optimizer.param_groups, strict=True):
-            row, begin = torch.cat([one.data.reshape(-1) for one in stepped["params"]]), 0
+            row, begin = torch.cat([one.data.flatten() for one in stepped["params"]]), 0
             for one in group:
                 one.data.copy_(row[begin : begin + one.numel()].view(one.shape))
                 begin += one.numel()
