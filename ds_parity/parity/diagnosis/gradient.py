@@ -28,10 +28,15 @@ def causes(view: View) -> Iterator[Cause]:
     """Yield what changes the gradient norm by exactly the factors that were recorded."""
     if "skipped" in view.at_first or not_finite(view):
         yield from _nan(view)
-    elif "lr" not in view.at_first and "grad_norm" in view.at_first:
+    elif "lr" not in view.at_first and "grad_norm" in view.at_first and not only_logged(view):
         yield from _denominator(view)
         if "total" not in view.at_first and ("loss" not in view.at_first or _both(view)):
             yield from _factors(view)
+
+
+def only_logged(view: View) -> bool:
+    """Whether norms are proved to be logged wrong: by all steps, or by those in front of another fault."""
+    return view.trained_alike or (view.norms_alone is not None and view.norms_alone.trained_alike)
 
 
 def not_finite(view: View) -> bool:
@@ -131,17 +136,25 @@ def _factors(view: View) -> Iterator[Cause]:
     if not first:
         return
     ratios = [it for it in view.ratios("grad_norm")[view.first :] if it is not None]
-    hidden, found = unproven(view), _fitting(view, first, len(ratios))
+    found = _fitting(view, first, len(ratios))
     if found:
-        said = _said(found, told(first), len(ratios)) + hidden
+        said = _said(found, told(first), len(ratios)) + unproven(view.norms_alone or view, until(view))
         fits = {name: Fit.EVERY_STEP if it.varies else Fit.CONSTANT for name, it in found.items()}
         yield from (Cause(name, fit, said) for name, fit in fits.items())
-        if hidden:
+        if _log_as_well(view):
             yield Cause("reported-norm", next(iter(fits.values())), said)
     elif parallel(view):
         listed = ", ".join(f"{it:.4g}" for it in ratios[:5])
         said = f"the gradients have the reference's direction, and {listed} times its length"
         yield Cause("another-divisor", Fit.DIRECTION, said)
+
+
+def _log_as_well(view: View) -> bool:
+    """Whether norms that were logged wrong leave the same record: nothing else differs that a factor would explain."""
+    alone = view.norms_alone
+    if alone is None:
+        return bool(unproven(view))
+    return alone is view or bool(unproven(alone)) or view.rates_differ_behind_norms
 
 
 def _fitting(view: View, first: float, known: int) -> Mapping[str, Prediction]:
@@ -185,13 +198,23 @@ def _said(found: Mapping[str, Prediction], first: str, known: int) -> str:
     return f"gradient norms are {words} times the reference's ({listed})"
 
 
-def unproven(view: View) -> str:
-    """Return what is said of weights that agree where a log that is off and a factor that is real look alike."""
+def unproven(view: View, behind: str = "") -> str:
+    """Return what is said of weights that agree where a log that is off and a factor that is real look alike.
+
+    Args:
+        view: two traces, or those of their steps of which it is said.
+        behind: what is said of these steps, as `until` tells.
+    """
     if not view.forgetting or view.fields & {"loss", "lr"}:
         return ""
-    return (
-        f"; {agreeing(view)} agree in every step, as {view.forgetting} leaves them where gradients have a factor, too"
-    )
+    leaves = f"as {view.forgetting} leaves them where gradients have a factor, too"
+    return f"; {agreeing(view)} agree in every step{behind}, {leaves}"
+
+
+def until(view: View) -> str:
+    """Return up to which step gradient norms differ alone, in words; empty where it is all of them, or none."""
+    alone = view.norms_alone
+    return "" if alone is None or alone is view else f" up to step {alone.step(-1)}"
 
 
 def agreeing(view: View) -> str:

@@ -9,9 +9,8 @@ from itertools import pairwise
 from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.gradient import agreeing, unproven
+from ds_parity.parity.diagnosis.gradient import agreeing, unproven, until
 from ds_parity.parity.diagnosis.gradient import causes as of_gradients
-from ds_parity.parity.diagnosis.lengths import linear
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 _SINGLE = 1e-5  # of the greatest loss: what few sums in single precision leave
@@ -40,7 +39,9 @@ def causes(view: View) -> Iterator[Cause]:
 
 
 def _unproven(view: View) -> Iterator[Cause]:
-    yield from _norm_alone(view)
+    alone = view.norms_alone
+    if alone is not None and alone.trained_alike:
+        yield from _norm(alone, until(view))
     if not view.forgetting or "lr" in view.fields or {"loss", "grad_norm"} <= view.fields:
         return
     if "loss" in view.fields:
@@ -55,18 +56,8 @@ def _unproven(view: View) -> Iterator[Cause]:
         yield from (Cause(name, Fit.PATTERN, said) for name in ("reported-norm", "another-divisor"))
 
 
-def _norm_alone(view: View) -> Iterator[Cause]:
-    """A logged norm beside what makes such norms: SGD would have moved losses by another gradient, if only a little."""
-    if view.fields != {"grad_norm"} or view.recorded("weights") or not view.agrees("loss"):
-        return
-    moved = len({a.loss for a, _ in view.pairs}) > 2
-    cause = next(of_gradients(view), None)
-    if moved and cause and linear(view.reference.header, view.candidate.header):
-        yield Cause("reported-norm", cause.fit, cause.evidence)
-
-
-def _proof(view: View) -> str:
-    return f"{agreeing(view)} agree in every step"
+def _proof(view: View, behind: str = "") -> str:
+    return f"{agreeing(view)} agree in every step{behind}"
 
 
 def _loss(view: View) -> Iterator[Cause]:
@@ -135,9 +126,9 @@ def _smoothed(view: View) -> float | None:
     return shares[0] if len(shares) > 1 and alike(shares, 1e-3) and 0 < shares[0] < 1 else None
 
 
-def _norm(view: View) -> Iterator[Cause]:
+def _norm(view: View, behind: str = "") -> Iterator[Cause]:
     said = _pattern_of_norms(view) or "the logged gradient norm differs"
-    yield Cause("reported-norm", Fit.ALONE, f"{said}; {_proof(view)}")
+    yield Cause("reported-norm", Fit.ALONE, f"{said}; {_proof(view, behind)}")
 
 
 def _pattern_of_norms(view: View) -> str:

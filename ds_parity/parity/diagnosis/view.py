@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 from ds_parity.parity.comparison.bounds import DRIFT, EPS, LEAST_LOSS
+from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import Comparison, Difference
 from ds_parity.parity.diagnosis.effects import TRAINED_ON, effect, loss_by_rates, step_lengths
 from ds_parity.parity.diagnosis.lengths import forgetting
@@ -103,6 +104,31 @@ class View:
     def _differences(self) -> list[Difference]:
         """Those that are known, with the first of each field: of very many the others are not kept."""
         return [*self.comparison.differences, *(it.first for it in self.comparison.found)]
+
+    @cached_property
+    def norms_alone(self) -> View | None:
+        """The steps up to the first in which another field differs than gradient norms, side by side on their own.
+
+        The whole view where no other field does; None where another one differs as soon as a norm.
+        """
+        if self.fields == {"grad_norm"}:
+            return self
+        if self.at_first != {"grad_norm"} or self._second is None:
+            return None
+        a, b = (_until(trace, self._second[0]) for trace in (self.reference, self.candidate))
+        return View(a, b, compare(a, b, self.comparison.tier, self.comparison.dtype), self.begins)
+
+    @property
+    def rates_differ_behind_norms(self) -> bool:
+        """Whether a rate is the first to differ behind gradient norms: that comes of another fault than they do."""
+        return self.at_first == {"grad_norm"} and self._second is not None and "lr" in self._second[1]
+
+    @cached_property
+    def _second(self) -> tuple[int, set[str]] | None:
+        """The first step in which another field differs than gradient norms, and which do; None where no step shows."""
+        others = [it for it in self.comparison.found if plain(it.name) != "grad_norm" and it.first.step is not None]
+        until = min((it.first.step for it in others if it.first.step is not None), default=None)
+        return None if until is None else (until, {plain(it.name) for it in others if it.first.step == until})
 
     def recorded(self, name: str) -> bool:
         """Whether both sides hold a field in every common step but skipped ones, which have no gradient norm."""
@@ -323,6 +349,10 @@ class View:
         """Idle passes of each window, from the same side."""
         of_candidate = self.candidate.header.engine != "torch"
         return [(b if of_candidate else a).idle_passes or 0 for a, b in self.pairs]
+
+
+def _until(trace: Trace, step: int) -> Trace:
+    return replace(trace, steps=tuple(it for it in trace.steps if it.step < step))
 
 
 def plain(field: str) -> str:
