@@ -15,7 +15,8 @@ from tests.parity.test_forgotten_lengths import RATE, RNG, SIGNS, SIZE, START, S
 
 # What is left of each gradient after another 0.4 of its length is added at a right angle to it.
 ASIDE = RNG.normal(size=SIZE)
-OPTIMIZERS = {"AdamW": {"update": adam, "optimizer": "AdamW"}, "SGD": {}}
+ADAM = {"update": adam, "optimizer": "AdamW"}
+OPTIMIZERS = {"AdamW": ADAM, "SGD": {}}
 # Updates that bf16 rounds visibly beside the weights themselves.
 FAST = [100 * RATE] * STEPS
 
@@ -167,3 +168,30 @@ def test_a_loss_that_is_exactly_one_multiple_is_said_to_be_so_in_bf16():
     assert [cause.name for cause in diagnosis.causes] == ["reported-loss"]
     assert "the logged loss is 4 times the reference's in every step" in diagnosis.causes[0].evidence
     assert diagnosis.classes == ("logging",)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_norm_that_passes_as_far_apart_as_the_loss_proves_no_wrong_log(scaled):
+    """SGD that clips every step forgets that a loss was scaled, and the bound of bf16 hides it in the norm."""
+
+    def late(at):
+        return 1.055 if at == STEPS - 1 else 1.0
+
+    one = run(limit=0.1)
+    gradients = {"scale": lambda at, g: late(at) * g} if scaled else {}
+    diagnosis = of("bf16", one, run(limit=0.1, loss=lambda at: late(at) * (0.5 + at), **gradients))
+    assert {cause.name for cause in diagnosis.causes} == (set() if scaled else LOGGED)
+    assert ("gradient" in diagnosis.classes) is scaled
+
+
+LOGGED = {"reported-loss", "metrics-mean-of-ranks", "loss-with-this-gradient"}
+
+
+@pytest.mark.parametrize("crept", [True, False])
+def test_weights_that_came_apart_within_their_bound_leave_the_update_open_where_a_mean_differs(crept):
+    used = {"rates": [1.005 * RATE] * STEPS} if crept else {}
+    one, other = run(**ADAM), run(**ADAM, **used, loss=lambda at: (1 + 4e-6) * (0.5 + at))
+    found = compare(one, other, Tier.REASSOCIATED)
+    assert [it.name for it in found.found] == ["loss, mean"]
+    of_update = {"clipping", "optimizer settings", "schedule", "weights"}
+    assert (of_update <= {*diagnose(one, other, found).classes}) is crept

@@ -16,7 +16,7 @@ from ds_parity.parity.diagnosis.update_factors import entered, multiple
 from ds_parity.parity.diagnosis.view import View, near
 
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
-# Of their bound: weights that lie further apart before the first difference have not agreed, they were let pass.
+# Of their bound, or of what a loss is off by: what lies further apart has not agreed, it was let pass.
 _CREPT = 0.1
 _SAME = 1e-3
 
@@ -70,11 +70,19 @@ def _of_counts(at: set[str]) -> set[str]:
 
 def _of_loss(view: View) -> set[str]:
     found = {"data", "loss"}
-    if "grad_norm" in view.at_first or not view.recorded("grad_norm"):
+    if "grad_norm" in view.at_first or not view.recorded("grad_norm") or _norm_hides_as_much(view):
         found |= {"gradient"}  # a logged loss is a weighted mean too, and may have the gradient's wrong weights
     if view.first > 0 or _far_from_the_start(view):
         found |= {"weights"}
     return found
+
+
+def _norm_hides_as_much(view: View) -> bool:
+    """Whether norms that pass in a wide bound are not much nearer than the losses, which do not."""
+    if view.first == len(view.pairs) or not view.loose:
+        return False
+    loss, norm = (view.ratios(name)[view.first] for name in ("loss", "grad_norm"))
+    return loss is None or norm is None or abs(norm - 1) > _CREPT * abs(loss - 1)
 
 
 def _of_two(view: View) -> bool:
@@ -117,8 +125,12 @@ def _of_update(view: View) -> set[str]:
 
 
 def _crept(view: View) -> bool:
-    """Whether weights had come apart before the first difference, within their bound."""
-    before = [row for row in view.comparison.rows if row.step < view.step(view.first)] if view.at_first else []
+    """Whether weights had come apart before the first difference, or in all steps where only a mean over them differs.
+
+    They lie within their bound there.
+    """
+    rows = view.comparison.rows
+    before = [row for row in rows if row.step < view.step(view.first)] if view.at_first else rows
     known = [(row.weights, view.comparison.bound("weights", row.terms)) for row in before if row.weights is not None]
     return any(gap > min(_CREPT * bound, EPS[view.comparison.dtype]) for gap, bound in known[-1:])
 

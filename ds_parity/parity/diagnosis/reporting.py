@@ -44,6 +44,8 @@ def _unproven(view: View) -> Iterator[Cause]:
         yield from _norm(alone, until(view))
     if not view.forgetting or "lr" in view.fields or {"loss", "grad_norm"} <= view.fields:
         return
+    if "loss" in view.fields and view.recorded("grad_norm"):
+        return  # norms that lie apart within a wide bound may be those of this loss
     if "loss" in view.fields:
         found, factor = list(_loss(view)), _one_factor(view)
         said = f"{found[0].evidence}, as {view.forgetting} leaves them where gradients have a factor, too"

@@ -261,9 +261,14 @@ class View:
     @cached_property
     def forgetting(self) -> str:
         """What may keep weights alike though gradients have another length, in words; empty where nothing does."""
-        if not self.weights_alike or self.agrees("grad_norm") or not self.fields & {"loss", "grad_norm", "total"}:
+        if not self.weights_alike or self._lengths_agree or not self.fields & {"loss", "grad_norm", "total"}:
             return ""
         return forgetting(self.reference, self.candidate, self.pairs)
+
+    @property
+    def _lengths_agree(self) -> bool:
+        """Whether gradients have one length: their norms are much nearer than a loss as far off would leave them."""
+        return self.agrees("grad_norm") and self._norms_apart <= _TELLING * min(self._effects)
 
     @property
     def _norms_tell(self) -> bool:
