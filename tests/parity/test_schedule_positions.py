@@ -215,6 +215,22 @@ def test_a_scheduler_that_moves_twice_in_even_distances_moves_once_in_as_many_st
     assert "scheduler-per-outer-step" in first_group(cosine, lambda n: cosine((n + offset) // each))
 
 
+@pytest.mark.parametrize(
+    ("rests", "offset", "named"),
+    [
+        (5, 0, {"scheduler-per-outer-step"}),
+        (7, 1, {"scheduler-per-outer-step", "schedule-off-by-steps", "resume-resets-schedule"}),
+    ],
+)
+def test_one_move_behind_moves_from_a_rate_to_the_same_one_shows_a_period(rests, offset, named):
+    """DeepSpeed's schedulers begin with the rate of step 0 twice: of short traces a slower one moves once."""
+
+    def schedule(n):
+        return linear(max(0, n - rests))
+
+    assert first_group(schedule, lambda n: schedule((n + offset) // 2)) == named
+
+
 def test_one_move_of_a_schedule_that_goes_by_steps_is_at_a_slower_pace_or_every_second_step():
     named = first_group(lambda n: 1e-3 * 0.5 ** (n // 4), lambda n: 1e-3 * 0.5 ** (n // 8))
     assert named == {"schedule-too-long", "scheduler-per-outer-step"}

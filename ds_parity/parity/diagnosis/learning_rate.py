@@ -203,8 +203,7 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
     if known and not log.alone_wrong and not equal(a, b):
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
-        found += [*_still(view, a, b), *_per_rollout(view, a, b), *([] if _once(b) else slower(a, b))]
-        found += faster(view, a, b)
+        found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b, moves=2), *faster(view, a, b)]
         found += [*stretched(view, a, b), *ends(view, a, b), *warm_up(a, b)]
         found += _beside(view, a, b) if found else []
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
@@ -215,7 +214,7 @@ def _beside(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     if not _before(view):
         yield from ahead_at_rest(view, a, b)
     if _once(b):
-        yield from slower(a, b)
+        yield from chain(slower(a, b), behind(view, a, b, once=True))
 
 
 def _once(rates: list[float]) -> bool:

@@ -88,14 +88,14 @@ def _goes(schedule: Callable[[int], float], steps: range, rates: list[float]) ->
     return follows(map(schedule, steps), rates) and not alike([*map(schedule, steps)], 1e-6)
 
 
-def behind(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+def behind(view: View, a: list[float], b: list[float], *, once: bool = False) -> Iterator[Cause]:
     """From the first step that differs on, the rates of earlier steps of the reference.
 
     A schedule that begins again in a step, and one that is some steps behind from the first on, may leave the same
-    rates: whichever does is named.
+    rates: whichever does is named. Where the rates move once (`once`), others leave them as well.
     """
     first, after = view.first, b[view.first :]
-    if not tells(after):
+    if len(set(after)) != 2 if once else not tells(after):
         return
     starts = [at for at in range(first) if follows(map(a.__getitem__, range(at, len(a))), after)]
     if not starts:
@@ -111,15 +111,15 @@ def behind(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
 
 
-def slower(a: list[float], b: list[float]) -> Iterator[Cause]:
-    """Every rate for several steps."""
+def slower(a: list[float], b: list[float], *, moves: int = 1) -> Iterator[Cause]:
+    """Every rate for several steps, from which the scheduler moved so often or more, be it to the same rate."""
     if len(set(b)) == 1:
         return
     # Where the rate moves shows soonest that it does so elsewhere.
     steps = [*(at for at in range(1, len(b)) if b[at] != b[at - 1]), *range(len(b))]
     for each in range(2, min(len(b), MOST)):
         for offset in range(each):
-            if all(same(b[at], a[(at + offset) // each]) for at in steps):
+            if (len(b) - 1 + offset) // each >= moves and all(same(b[at], a[(at + offset) // each]) for at in steps):
                 yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, f"the LR moves once in {each} steps")
                 return
 
