@@ -122,6 +122,15 @@ class TestLabels:
         trainer.model.loss_type = "ForTokenClassification"
         assert divided_by(trainer, {"labels": LABELS}, None, "token").by == 5 * 3
 
+    def test_a_model_that_may_ignore_the_count_is_told_what_to_set(self):
+        """GPT-2, and peft, whose wrapper hides the model: `loss_type` and `accepts_loss_kwargs` are read off that."""
+        loss = transformers.Trainer.compute_loss
+        trainer = labelled(_loss_shifts_labels=False, model=torch.nn.Linear(1, 1), compute_loss=loss)
+        with pytest.raises(ConfigError, match=r"whether Linear divides .* loss_type = 'ForCausalLM' .* get_base_model"):
+            divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token")
+        trainer._loss_shifts_labels = True  # what loss_type makes of it, which the Trainer reads when it is built
+        assert divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token").by == 30 / 2
+
     def test_labels_that_are_shifted_already_are_taken_as_they_are(self):
         assert divided_by(labelled(), {"shift_labels": LABELS}, torch.tensor(30), "token").tokens == 5
 
