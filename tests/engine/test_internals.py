@@ -75,6 +75,8 @@ OTHERS = {
         "register_hook",
     ),
     *("renamed", "saves"),  # of our own Files
+    # of DeepSpeed's torch_autocast.py, which a guard holds to
+    *("PARAM_COMM_DTYPE_ATTR_NAME", "TORCH_AUTOCAST_DTYPE", "TORCH_AUTOCAST_INITIALIZED", "get_comm_dtype"),
     *("ds_pipe_replicated", "forward_funcs"),  # of a pipeline's parameters and module: guards name them
     *("float32", "functional", "pad", "pop", "popitem", "compiler", "disable", "Muon", "optim"),
     *("contiguous", "dim", "is_contiguous", "layout", "shape", "stride", "strided"),

@@ -4,7 +4,9 @@
 
 `init_autocast_params` sets two module globals (runtime/torch_autocast.py), nothing clears them, and ZeRO asks them in
 place of its configuration. A later fp32 or bf16 engine gets a GradScaler, and with clipping its steps are 1 / 65536 of
-what they should be (autocast_fp16_clipping.py). A process with a policy and a critic has two engines.
+what they should be (autocast_fp16_clipping.py); one in fp16 has two loss scales, one times the other, and its gradients
+overflow. An engine that was built before asks the globals in each backward, too: in bf16 with `communication_data_type`
+fp32 it raises a KeyError. A process with a policy and a critic has two engines.
 """
 
 import sys

@@ -263,6 +263,35 @@ GUARDS: tuple[Guard, ...] = (
         ("if not get_accelerator().on_accelerator(grad_buffer):", "self._offload_grad_partition_at_boundary("),
         since="0.19.5",
     ),
+    Guard(
+        RUNTIME + "torch_autocast:",
+        "",
+        "internals/autocast.py",
+        "torch_autocast is on in two globals, and in a note on each parameter of the models that it runs",
+        (
+            "TORCH_AUTOCAST_INITIALIZED = False",
+            "TORCH_AUTOCAST_DTYPE = None",
+            "setattr(p, PARAM_COMM_DTYPE_ATTR_NAME, dtype)",
+            "TORCH_AUTOCAST_INITIALIZED = True",
+            "TORCH_AUTOCAST_DTYPE = dtype",
+        ),
+        since="0.17.6",
+    ),
+    *(
+        Guard(
+            wrapper,
+            "get_param_comm_dtype",
+            "internals/autocast.py",
+            "a backward asks a global for the dtype of a gradient, and gets what the wrapper was built for otherwise",
+            (
+                "if is_autocast_initialized():",
+                "return get_comm_dtype(param)",
+                "return self.communication_data_type",
+            ),
+            since="0.17.6",
+        )
+        for wrapper in _OF_ZERO
+    ),
     *(
         Guard(
             wrapper,

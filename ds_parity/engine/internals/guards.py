@@ -76,6 +76,8 @@ CLASSES = {
 # Names that older releases lack, or protocols whose whole class they lack, with the first release that was read to have
 # them. `older.py` and its neighbours supply them, or nothing asks for them there.
 SINCE = {
+    "torch_autocast_enabled": "0.17.6",
+    "get_param_comm_dtype": "0.17.6",
     "clear_backward_seen_flag": "0.18.9",
     "LossScaleConfig": "0.18.9",
     "loss_scale_config": "0.18.9",

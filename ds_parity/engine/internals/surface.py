@@ -109,6 +109,7 @@ class Engine(Protocol):
     engine_timers: EngineTimers
     tput_timer: ThroughputTimer
     clip_fp32_gradients: Callable[[], None]
+    torch_autocast_enabled: Callable[[], bool]
     _global_grad_norm: Any
     _running_engine_backward: bool
 
@@ -209,6 +210,8 @@ class ZeroOptimizer(Protocol):
     loss_scale: float
     overflow: bool
     torch_autocast_gradscaler: GradScaler | None
+    communication_data_type: torch.dtype
+    get_param_comm_dtype: Callable[[Any], torch.dtype]
     norm_for_param_grads: MutableMapping[int, Any]
 
     def get_param_id(self, param: Parameter | Zero12Parameter | Zero3Parameter) -> int:
