@@ -572,6 +572,14 @@ def idle_at_three(number):
     return {"idle_passes": 2 * (number == 3)}
 
 
+def test_a_rate_that_is_one_nan_on_both_sides_is_a_difference():
+    """The very same object, which two lists hold for equal."""
+    found = diagnosed(
+        lambda n: {"lr": (math.nan,)} if n == 3 else {}, reference=lambda n: {"lr": (math.nan,)} if n == 3 else {}
+    )
+    assert {cause.name for cause in found.causes} <= {"reported-lr"}
+
+
 def test_a_nan_that_stays_is_that_of_an_idle_pass_if_it_comes_with_the_first_one():
     """The loss of the step is right: its micro-batches with rollouts are not what is NaN."""
     found = diagnosed(nan_from(3, loss=2.5), reference=idle_at_three)

@@ -275,6 +275,36 @@ def test_weights_that_one_step_took_apart_are_not_rounded(fault, rounded):
     assert ("weights-in-bf16" in {cause.name for cause in found.causes}) == rounded, found
 
 
+class Short(Run):
+    """Plain SGD, whose updates are shorter than what bf16 resolves."""
+
+    momentum = 0.0
+
+    def entering(self, at, gradient):
+        return 1e-3 * gradient
+
+
+class Swallowed(Short):
+    """Weights that are trained in bf16 stay where they are, and part from the others by each whole update."""
+
+    def after(self, at, weights, before):
+        return ToBf16.kept(self, weights)
+
+
+class Stopped(Short):
+    """No update is made, and nothing is rounded."""
+
+    def after(self, at, weights, before):
+        return before
+
+
+@pytest.mark.parametrize(("fault", "rounded"), [(Swallowed, True), (Stopped, False)])
+def test_updates_that_rounding_swallows_are_rounded(fault, rounded):
+    a, b = Short().trace(), fault().trace()
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert ("weights-in-bf16" in {cause.name for cause in found.causes}) == rounded, found
+
+
 class Negated(Run):
     """Short gradients, the other way."""
 

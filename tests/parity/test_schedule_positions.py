@@ -202,6 +202,11 @@ def test_a_rate_that_rests_is_ahead_only_where_the_reference_comes_to_it(faulty,
     assert first_group(falling, faulty) == right
 
 
+def test_rates_that_all_differ_by_rounding_from_where_they_rest_say_nothing_of_when_they_do():
+    named = first_group(lambda n: 1e-3 * (1 + 9e-7 * (n == 0)), lambda n: 1e-3 * (1 - 9e-7))
+    assert "schedule-off-by-steps" not in named
+
+
 @pytest.mark.parametrize("stops", [1, 2, 3])
 @pytest.mark.parametrize("schedule", [linear, cosine, warm])
 def test_a_scheduler_that_stops_is_not_one_that_moves_once_in_many_steps(schedule, stops):

@@ -24,7 +24,7 @@ def exponential(step):
     return 0.05 * 0.5**step
 
 
-def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1):
+def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skipped=()):
     """A regression by SGD in fp64, on other rows in every step.
 
     Args:
@@ -32,6 +32,7 @@ def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1):
         logged: what the trace says of it; None: the rate itself.
         weights: the trace holds them.
         others: the first step that is of rows which the other runs do not have.
+        skipped: steps that are not taken.
     """
     draw, of_others = np.random.default_rng(3), np.random.default_rng(4)
     wanted, now, steps = draw.normal(size=12), np.zeros(12), []
@@ -40,7 +41,7 @@ def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1):
         rows = of_others.normal(size=(30, 12)) if step >= others else rows
         off = rows @ (now - wanted)
         gradient = 2 * rows.T @ off / len(rows)
-        now = now - rate(step) * gradient
+        now = now if step in skipped else now - rate(step) * gradient
         figures = {
             "loss": float((off**2).mean()),
             "grad_norm": float(np.linalg.norm(gradient)),
@@ -49,6 +50,8 @@ def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1):
         kept = Weights(
             checksum=hashlib.sha256(now.tobytes()).hexdigest(), norm=float(np.linalg.norm(now)), sketch=tuple(now)
         )
+        if step in skipped:
+            figures |= {"grad_norm": None, "skipped": True}
         steps.append(StepRecord(step=step, **COUNTS, **figures, weights=kept if weights else None))
     header = Header(
         scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="a", engine="loop", dtype="fp32",
@@ -141,3 +144,29 @@ def test_a_first_step_from_a_start_that_is_not_known_is_as_long_as_its_rate_says
     lengths = step_lengths(one, list(zip(steps, steps, strict=True)))
     assert lengths is not None
     assert lengths[0] == pytest.approx(length)
+
+
+def ahead(step):
+    """One step ahead from step 6 on."""
+    return cosine(step + (step >= 6))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("skipped", [(), (6,), (6, 7)])
+def test_a_step_that_was_skipped_proves_no_rate(skipped, weights):
+    """Its weights agree whatever its rate was to be."""
+    groups, _ = named(*(trained(rate, weights=weights, skipped=skipped) for rate in (cosine, ahead)))
+    assert groups == [{"schedule-off-by-steps"}]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("rate", "right"), [(ahead, "schedule-off-by-steps"), (lambda step: cosine(min(step, 6)), None)]
+)
+def test_a_log_of_the_rates_that_the_next_steps_use_hides_no_fault_of_the_schedule(rate, right, weights):
+    """transformers' Trainer logs so: the step that says another rate has not used it yet, and proves nothing of it."""
+    one, other = (trained(it, logged=lambda n, it=it: it(n + 1), weights=weights) for it in (cosine, rate))
+    groups, diagnosis = named(one, other)
+    first = groups[0] if groups else set()
+    assert first != {"reported-lr"}, diagnosis
+    assert right in first or right is None

@@ -15,7 +15,7 @@ from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
-from ds_parity.parity.diagnosis.second_fault import before_another, too_sudden
+from ds_parity.parity.diagnosis.second_fault import before_another, proves, too_sudden
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 from ds_parity.trace import Trace
 
@@ -39,9 +39,12 @@ class _Log:
     @cached_property
     def proof(self) -> View | None:
         """The steps that prove that the rates were the same, and in which nothing else differs; None: none do."""
-        if self.view.updated_alike:
-            return self.view
-        return self.before if self.before is not None and self.before.updated_alike else None
+        return next((view for view in (self.view, self.before) if view is not None and proves(view)), None)
+
+    @property
+    def if_its_own(self) -> View | None:
+        """The steps that prove it if the log is of the rates that its own steps used, not of those of the next ones."""
+        return next((view for view in (self.view, self.before) if view is not None and view.updated_alike), None)
 
     @property
     def alone_wrong(self) -> bool:
@@ -66,7 +69,8 @@ def causes(view: View) -> Iterator[Cause]:
         return
     sides = ([list(of_group) for of_group in zip(*side, strict=True)] for side in zip(*rates, strict=True))
     groups = list(zip(*sides, strict=True))
-    other = [(a, b) for a, b in groups if a != b]
+    # Lists are compared by identity first: a NaN that both share would be equal to itself.
+    other = [(a, b) for a, b in groups if any(x != y for x, y in zip(a, b, strict=True))]
     if all(as_fp32(a, b) for a, b in other):
         yield from _rounded_to_fp32(view, *other[0])
         return
@@ -121,6 +125,12 @@ def _logged_wrong(log: _Log) -> Iterator[Cause]:
     if agree:
         said = f"the logged LR alone is another: {agree} agree in every step, where other rates may show too little"
         yield Cause("reported-lr", Fit.SEQUENCE, said)
+    elif log.if_its_own is not None:
+        agreed = f"{agreeing(log.if_its_own)} agree up to step {log.if_its_own.step(len(log.if_its_own.pairs) - 1)}"
+        said = (
+            f"the logged LR alone is another, beside a second fault: {agreed}, unless the log is of the rate that the "
+        )
+        yield Cause("reported-lr", Fit.SEQUENCE, f"{said}next step uses")
     elif said := _of_another_fault(view) or ("" if log.before is None else too_sudden(view, log.before)):
         yield Cause("reported-lr", Fit.SEQUENCE, f"the logged LR alone is another, beside a second fault: {said}")
 

@@ -77,7 +77,7 @@ def ahead_at_rest(view: View, a: list[float], b: list[float]) -> Iterator[Cause]
     longer = course(a, b)
     if longer is None or a[-2] != rest or not all(same(rate, rest) for rate in b[first:]):
         return
-    begins = max(at for at, rate in enumerate(a) if not same(rate, rest)) + 1
+    begins = max((at for at, rate in enumerate(a) if not same(rate, rest)), default=-1) + 1
     if first < begins < first + MOST:
         said = f"from step {view.step(first)} on the LR is {b[first]:.4g}, at which the reference's rests from step "
         yield Cause("schedule-off-by-steps", Fit.SEQUENCE, f"{said}{view.step(begins)} on")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis.view import View, plain
-from ds_parity.trace import StepRecord
+from ds_parity.trace import StepRecord, Trace
 
 # Of what rates do: gradients of other rows have another direction, and show a hundredth of it.
 _OF_OTHER_ROWS = 0.01
@@ -35,6 +36,31 @@ def before_another(view: View) -> View | None:
     return View(reference, candidate, comparison, view.begin)
 
 
+def proves(view: View) -> bool:
+    """Return whether the record proves that the learning rates were the same, of whichever step those are that it says.
+
+    A loop may log the rate that its scheduler has set for the next step. So the last rate of a record alone proves
+    nothing, nor does one that the step behind it would have used, which was skipped.
+
+    Args:
+        view: two traces side by side.
+    """
+    if not view.updated_alike:
+        return False
+    reference, candidate = (_a_step_later(trace, view) for trace in (view.reference, view.candidate))
+    comparison = compare(reference, candidate, view.comparison.tier, view.comparison.dtype)
+    later = View(reference, candidate, comparison, view.begin)
+    return "lr" in later.fields and later.updated_alike
+
+
+def _a_step_later(trace: Trace, view: View) -> Trace:
+    """A trace in which each step has the rate that the step before it logs, and the first one the reference's own."""
+    side, pairs = int(trace is view.candidate), view.pairs
+    rates = {pairs[0][0].step: pairs[0][0].lr}
+    rates |= {b.step: before[side].lr for before, (_, b) in pairwise(pairs)}
+    return replace(trace, steps=tuple(it.model_copy(update={"lr": rates.get(it.step)}) for it in trace.steps))
+
+
 def too_sudden(view: View, alone: View) -> str:
     """Return that a loss or a norm parts at once, where other rates would have taken it apart from step to step.
 
@@ -52,14 +78,15 @@ def too_sudden(view: View, alone: View) -> str:
     if at >= len(view.pairs):
         return ""
     off = [0.0 if a.skipped else _off(a, b) for a, b in view.pairs[:at]]
-    # The last of these steps shows the rates of those before, and the next step its own, too.
-    shown, then = abs(sum(off[:-1])), sum(map(abs, off))
+    # The last of these steps shows the rates of those before, and the next step its own, too; unless the log is of the
+    # rates that the schedulers had set for the next step.
+    readings = [(abs(sum(used[:-1])), sum(map(abs, used))) for used in (off, off[:-1])]
     for name, words in _WORDS.items():
         held = [_apart(view, name, pair) for pair in view.pairs[view.first + 1 : at + 1]]
         known = [it for it in held if it is not None]
-        if shown and len(known) == len(held) > 1:
+        if len(known) == len(held) > 1:
             *before, last = known
-            if _OF_OTHER_ROWS * last * shown > max(before) * then:
+            if all(shown and _OF_OTHER_ROWS * last * shown > max(before) * then for shown, then in readings):
                 return f"in step {view.step(at)} its {words} parts at once, which other rates had not moved before"
     return ""
 

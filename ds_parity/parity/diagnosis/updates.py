@@ -251,7 +251,8 @@ def gradient_scaled(view: View, moves: Moves) -> float | None:
 def _kept_apart(moves: Moves) -> bool:
     """Whether the weights stay apart by what one step did, or part along the updates: no rounding does either.
 
-    A step changes what weights are rounded by: by about as much as its update, or as the rounding, if that is less.
+    A step changes what weights are rounded by: by about as much as its update, or as the rounding, if that is less. It
+    swallows updates that are shorter: weights that stay where they are part by each whole update.
     """
     steps = [(at, update) for at in range(len(moves.view.pairs)) if (update := moves.update(at)) is not None]
     stay = all(
@@ -259,7 +260,9 @@ def _kept_apart(moves: Moves) -> bool:
         for at, update in steps
         if at
     )
-    return stay or all(along(moves.widened(at), [update])[1] < _ALIGNED for at, update in steps)
+    shares = [along(moves.widened(at), [update]) for at, update in steps]
+    swallowed = all(near(share, -1, _ALIGNED) for (share,), _ in shares)
+    return stay or (all(rest < _ALIGNED for _, rest in shares) and not swallowed)
 
 
 def _of_rounding(view: View, moves: Moves) -> Iterator[Cause]:

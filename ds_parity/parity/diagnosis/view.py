@@ -244,7 +244,16 @@ class View:
         if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2 or not self.recorded("weights"):
             return False
         apart = self.weights_apart
-        return apart is not None and (apart == 0.0 or apart < _TELLING * min(self._effects))
+        if apart == 0.0:
+            return self._any_was_taken
+        return apart is not None and apart < _TELLING * min(self._effects)
+
+    @property
+    def _any_was_taken(self) -> bool:
+        """Whether a step that differs in what it trains on was taken: no number moves weights in any other."""
+        steps = {it.step for it in self._differences if plain(it.field) in TRAINED_ON}
+        idle = {a.step for a, b in self.pairs if (a.skipped and b.skipped) or a.grad_norm == b.grad_norm == 0}
+        return not steps or not steps <= idle
 
     @property
     def _steps_taken_alike(self) -> bool:
