@@ -22,8 +22,10 @@ from ds_parity.engine.internals.checkpoints import (
     without_deepspeeds,
 )
 from ds_parity.engine.internals.identity import identities
+from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
+from ds_parity.engine.internals.universal import load_untrained
 from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_states_of_others, refuse_universal_in_turns
 from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
@@ -104,9 +106,12 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         of_this_optimizer(engine, load_dir),
         _as_configured(engine, tag),
         any_shape_is_gathered(),
+        literal_paths(),
         identities(engine) as files,
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
+        if path is not None and engine.load_universal_checkpoint():
+            load_untrained(engine, path, strict=options["load_module_strict"])
     said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
     return path, state

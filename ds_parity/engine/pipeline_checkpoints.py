@@ -13,6 +13,7 @@ from ds_parity.engine.checkpoint import own_values
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.checkpoints import own_clipping
 from ds_parity.engine.internals.identity import identities
+from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.stages import as_it_was_saved
 from ds_parity.engine.ranks.agreement import in_short
 from ds_parity.engine.saving import IDENTITY, KEY, Gather, Saving, agreed, write
@@ -107,6 +108,7 @@ def _loaded(
             kept_states.of_this_optimizer(engine, load_dir),
             as_it_was_saved(engine),
             own_clipping(engine),
+            literal_paths(),
         ):
             path, state = engine.load_checkpoint(load_dir, tag, **options)
         if path is not None:

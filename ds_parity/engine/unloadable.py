@@ -156,7 +156,7 @@ def _without_states(driver: Loading, load_dir: str, tag: Any, error: Exception) 
     if saved_on is None:
         return None
     if (saved_on != _WHOLE) is bool(stage):
-        if stage and isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError):
             return _without_a_part(load_dir, error)
         if stage or _OF_NONE not in str(error):
             return None
@@ -228,6 +228,8 @@ def _is_of_another_precision(error: FileNotFoundError) -> bool:
     # Files of one precision are called bf16_zero_pp_rank_..., and those of others zero_pp_rank_...: is all there
     # but with the other name?
     missing = Path(error.filename or "")
+    if not missing.name.endswith("_optim_states.pt"):
+        return False  # the files of the model, and of experts, have one name
     names = ("bf16_zero_pp_rank_", "zero_pp_rank_")
     there = {name for name in names if any(missing.parent.glob(f"{name}*_optim_states.pt"))}
     return len(there) == 1 and not missing.name.startswith(there.pop())

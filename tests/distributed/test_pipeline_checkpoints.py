@@ -37,6 +37,7 @@ class Change:
 NOT_THIS = "the checkpoint's parameter groups are not this engine's: group 0 was "
 CHANGES = {
     **{f"the same on ZeRO {stage}": Change(stage, "nothing was raised") for stage in (0, 1)},
+    "[a-z] in the tag": Change(1, "nothing was raised"),
     "the same in bf16": Change(0, "nothing was raised", HALVES, HALVES),
     "in turns": Change(1, "saved with zero_optimization.round_robin_gradients = false", IN_TURNS),
     "in turns, weights alone": Change(1, "nothing was raised", IN_TURNS, options={"load_optimizer_states": False}),

@@ -117,6 +117,15 @@ def test_a_file_of_another_precision_is_told_from_one_that_is_lost(folder, file,
     assert (f"the checkpoint is not whole: {wanted} is not there" in str(found)) is not precision
 
 
+@pytest.mark.parametrize(("stage", "files"), [(0, [MODEL]), (1, [MODEL, STATES]), (2, [MODEL, STATES])])
+def test_a_missing_file_of_an_expert_is_no_matter_of_precision(folder, stage, files):
+    for name in files:
+        (folder / "saved" / name).touch()
+    wanted = "layer_0_expert_3_mp_rank_00_model_states.pt"
+    lost = FileNotFoundError(2, "No such file or directory", str(folder / "saved" / wanted))
+    assert f"the checkpoint is not whole: {wanted} is not there" in str(said(folder, lost, stage=stage))
+
+
 def test_a_missing_file_that_is_none_of_a_checkpoints_is_left_as_it_is(folder):
     for name in (MODEL, STATES):
         (folder / "saved" / name).touch()

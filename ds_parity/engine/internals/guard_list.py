@@ -264,6 +264,22 @@ GUARDS: tuple[Guard, ...] = (
         since="0.19.5",
     ),
     Guard(
+        ENGINE,
+        "_get_all_ckpt_names",
+        "internals/literal_paths.py",
+        "files of the model are found by a pattern, made of the folder and the tag that are given",
+        ("ckpt_file_pattern = self._get_ckpt_name(checkpoints_path,", "glob.glob(ckpt_file_pattern)"),
+        signature=("self", "checkpoints_path", "tag"),
+    ),
+    Guard(
+        RUNTIME + "pipe.module:PipelineModule",
+        "ckpt_layer_path_list",
+        "internals/literal_paths.py",
+        "files of a pipeline's layers are found by a pattern, made of the folder that is given",
+        ("os.path.join(ckpt_dir,", "glob.glob(layer_ckpt_path)"),
+        signature=("self", "ckpt_dir", "local_layer_idx"),
+    ),
+    Guard(
         RUNTIME + "torch_autocast:",
         "",
         "internals/autocast.py",

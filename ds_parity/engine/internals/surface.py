@@ -310,6 +310,7 @@ class Zero3Parameter(Protocol):
 
     ds_id: int
     ds_numel: int
+    ds_shape: torch.Size
     ds_z3_leaf_module: torch.nn.Module  # of those that are in a leaf module alone
     requires_grad: bool
 

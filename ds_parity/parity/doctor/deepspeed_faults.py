@@ -387,6 +387,20 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the universal checkpoint is of another model, or of other parameter groups",
     ),
     DeepSpeedFault(
+        "universal_without_buffers",
+        "buffers and frozen weights stay those that the new engine began with, and nothing raises",
+        "load them into the model before deepspeed.initialize, out of the module in the checkpoint's file of the model",
+        lambda c: c.stage != 0 and c.on("checkpoint.load_universal"),
+        "the model has buffers that are saved, or frozen weights",
+    ),
+    DeepSpeedFault(
+        "path_is_a_pattern",
+        "the checkpoint is not found again, or on ZeRO 0 that of a neighbour is loaded (run1 for run[1])",
+        "give folders and tags of checkpoints no [ ] * or ? in their names",
+        lambda _: True,
+        "the folder or the tag of a checkpoint has one of [ ] * ? in its name",
+    ),
+    DeepSpeedFault(
         "forward_before_the_step",
         "the gradient mixes the activations of the old weights with the new weights",
         "run every forward behind the last step",

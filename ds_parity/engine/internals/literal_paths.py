@@ -1,0 +1,43 @@
+"""Takes the path of a checkpoint for what it is: DeepSpeed reads it as a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from glob import escape
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from ds_parity.engine.internals.replaced import wrapped
+
+
+@contextmanager
+def literal_paths() -> Iterator[None]:
+    """Return a context in which a load finds a checkpoint whose folder or tag has one of `[`, `]`, `*` and `?`.
+
+    DeepSpeed looks for the files of the model by `glob`, with the folder and the tag in the pattern (runtime/engine.py,
+    _get_all_ckpt_names, and runtime/pipe/module.py, ckpt_layer_path_list, 0.19.8). So it doesn't find those of
+    `run[1]`, or finds those of `run1`, which on ZeRO 0 are all of a checkpoint (tools/deepspeed_faults/
+    path_is_a_pattern.py).
+    """
+    with (
+        wrapped(DeepSpeedEngine, "_get_all_ckpt_names", _of_escaped),
+        wrapped(PipelineModule, "ckpt_layer_path_list", _of_escaped_folder),
+    ):
+        yield
+
+
+def _of_escaped(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def found(self: Any, folder: Any, tag: Any) -> list[str]:
+        return names(self, escape(str(folder)), escape(str(tag)))
+
+    return found
+
+
+def _of_escaped_folder(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def found(self: Any, folder: Any, layer: Any) -> list[str]:
+        return names(self, escape(str(folder)), layer)
+
+    return found

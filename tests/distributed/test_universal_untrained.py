@@ -1,0 +1,123 @@
+"""Frozen weights and buffers in universal checkpoints, which DeepSpeed loads without them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+import ds_parity
+from tests.distributed.cells import config
+from tests.distributed.continuing import converted
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sets import at_length_on_two_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+STAGES = (1, 2, 3)
+
+
+class _Model(torch.nn.Module):
+    """A layer, frozen weights (of a number that the ranks do not divide, and a single one) and buffers."""
+
+    def __init__(self, value, *, more=False, shape=(3,)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 3)
+        self.frozen = torch.nn.Parameter(torch.full(shape, value), requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.tensor(value), requires_grad=False)
+        self.register_buffer("mean", torch.full((3,), value))
+        self.register_buffer("scratch", torch.full((3,), value), persistent=False)
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        if more:
+            self.register_buffer("more", torch.full((3,), value))
+
+    def forward(self, x):
+        self.batches += 1
+        return ((self.layer(x) * self.scale + self.mean).float() ** 2).mean() + self.frozen.sum() * 0
+
+
+def _engine(stage, precision, model):
+    keys = {**config(stage, precision, 2, "AdamW"), "checkpoint": {"load_universal": True}}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return ds_parity.initialize(model=model, model_parameters=trained, config=keys)[0]
+
+
+def _held(engine):
+    module = engine.module
+    with GatheredParameters([p for p in module.parameters() if hasattr(p, "ds_id")]):
+        return {
+            name: value.detach().float().tolist()
+            for name, value in [*module.named_parameters(), *module.named_buffers()]
+        }
+
+
+def _saved(stage, precision, path):
+    """An engine behind three steps, whose checkpoint is converted."""
+    engine = _engine(stage, precision, _Model(5.0))
+    for seed in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        engine.backward(engine(x.to(engine.device, torch.bfloat16 if precision == "bf16" else x.dtype)), rollouts=1)
+        engine.step()
+    engine.save_checkpoint(path)
+    said = converted(path, 3)
+    assert said in (None, "nothing was raised"), said
+    return engine
+
+
+def _ended(stage, precision, path, **options):
+    engine = _engine(stage, precision, _Model(1.0, **options))
+    said = from_all(refusal(lambda: engine.load_checkpoint(path)))
+    dist.barrier()
+    return said
+
+
+def _loaded(stage, precision, path, *, more, strict):
+    engine = _engine(stage, precision, _Model(1.0, more=more))
+    engine.load_checkpoint(path, load_module_strict=strict)
+    return _held(engine)
+
+
+@at_length_on_two_ranks
+def universal_untrained(folder):
+    """By stage and precision: what was saved, what a load gives another engine, and what other models end in."""
+    results = {}
+    for stage in STAGES:
+        for precision in ("fp32", "bf16"):
+            of = (stage, precision, f"{folder}/untrained-{stage}-{precision}")
+            results[f"{stage}-{precision}"] = {
+                "saved": _held(_saved(*of)),
+                "loaded": _loaded(*of, more=False, strict=True),
+                "ended": {"more": _ended(*of, more=True), "shape": _ended(*of, shape=(4,))},
+                "lenient": _loaded(*of, more=True, strict=False),
+            }
+    return from_all(results)
+
+
+@pytest.fixture(params=["fp32", "bf16"])
+def precision(request):
+    return request.param
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_weights_and_buffers_are_those_that_were_saved(two_ranks_at_length, stage, precision):
+    for results in two_ranks_at_length.of(universal_untrained):
+        saved, loaded = (dict(results[f"{stage}-{precision}"][name]) for name in ("saved", "loaded"))
+        # What is not saved is the engine's own.
+        assert (saved.pop("scratch"), loaded.pop("scratch")) == ([5.0] * 3, [1.0] * 3)
+        assert loaded == saved
+        assert loaded["batches"] == 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_with_more_or_other_ones_is_refused_on_every_rank(two_ranks_at_length, stage, precision):
+    for results in two_ranks_at_length.of(universal_untrained):
+        ended = results[f"{stage}-{precision}"]["ended"]
+        assert all(said.startswith("CheckpointError: the universal checkpoint has no more") for said in ended["more"])
+        assert all("frozen has the shape (3,), and this model's has (4,)" in said for said in ended["shape"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_strictness_what_is_not_there_stays(two_ranks_at_length, stage, precision):
+    for results in two_ranks_at_length.of(universal_untrained):
+        lenient = results[f"{stage}-{precision}"]["lenient"]
+        assert lenient["more"] == [1.0] * 3
+        assert lenient["mean"] == lenient["frozen"] == [5.0] * 3
