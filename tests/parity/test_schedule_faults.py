@@ -233,3 +233,28 @@ def test_of_two_rates_below_the_highest_another_warm_up_makes_no_other_lowest_ra
     found = named(lambda n: min(1.0, (n + 1) / 4), lambda n: min(1.0, (n + 1) / 5), 17)
     assert "another-warm-up" in found[0]
     assert "another-lowest-lr" not in found[0]
+
+
+@pytest.mark.parametrize("make", [warmed, from_one])
+@pytest.mark.parametrize("name", ["linear", "cosine", "exponential", "constant"])
+@pytest.mark.parametrize(("steps", "other"), [(5, 10), (5, 9), (8, 9), (2, 12)])
+def test_a_warm_up_that_goes_on_beyond_the_record_is_a_longer_one_or_a_slower_schedule(make, name, steps, other):
+    """The reference has passed its peak, and the candidate has not: nothing tells what it will do behind it."""
+    (group,) = named(make(SHAPES[name], steps), make(SHAPES[name], other), 9)
+    assert group >= {"another-warm-up", "schedule-too-long"}
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize("of", [9, 12])
+def test_a_slower_schedule_that_has_passed_its_peak_has_no_other_warm_up(name, of):
+    """A curve or a line that goes down more slowly, too, is slower in all."""
+    schedule = warmed(SHAPES[name], 3)
+    (group,) = named(schedule, lambda n: schedule(n / 2), of)
+    assert "schedule-too-long" in group
+    assert "another-warm-up" not in group
+
+
+def test_a_rise_that_is_no_line_or_goes_beyond_the_peak_is_no_longer_warm_up():
+    schedule = warmed(SHAPES["cosine"], 5)
+    assert not any("another-warm-up" in it for it in named(schedule, lambda n: schedule(n // 2), 9))
+    assert not any("another-warm-up" in it for it in named(schedule, lambda n: 0.15 * n, 9))

@@ -238,11 +238,13 @@ def _is_straight(rates: list[float], written: float) -> bool:
 
 
 def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
-    """The rise of the reference at another pace: to the rate at which it stays, or farther than it is recorded."""
+    """The rise of the reference at another pace: to the rate at which it stays, or farther than one of both shows."""
     rests, within = a[-1] == a[-2], _within(a, SAME)
     top = a[-1] if rests else b[-1] if b[-1] == b[-2] else math.inf
+    # What comes behind the highest rate is no rise; a candidate that is not that far does not tell of it.
+    rise = a if rests or top < math.inf or max(b) > max(a) + within else a[: _tops(a)[0] + 1]
     # The reference rises no farther than the rate at which both come to rest.
-    if a[0] == top or top < max(a) - within or len(a) < 3 or _unchanged(a, b, within):
+    if a[0] == top or top < max(a) - within or min(len(a) - 1, len(rise)) < 2 or _unchanged(a, b, within):
         return
     if rests and all(abs(y - top) <= within for y in b):
         said = f"the LR is {top:.4g} in every step, to which the reference's rises"
@@ -250,7 +252,7 @@ def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
         return
     # A warm-up starts in its first step, or in the one before.
     for start, before in ((a[0], 0), (2 * a[0] - a[1], 1)):
-        lines = ((it, _risen(start, before, top if it is b or rests else math.inf, it)) for it in (a, b))
+        lines = ((it, _risen(start, before, top if it is b or rests else math.inf, it)) for it in (rise, b))
         if max(b) > start >= -within and all(_all_due(due, it, within) for it, due in lines):
             some = digits_of(*max(zip(a[:2], b[:2], strict=True), key=lambda pair: abs(pair[1] - pair[0])))
             others, due = (", ".join(f"{rate:.{some}g}" for rate in rates[:2]) for rates in (b, a))
