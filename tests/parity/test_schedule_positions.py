@@ -95,7 +95,7 @@ def test_a_factor_and_a_step_that_give_the_same_rates_are_one_group():
     assert first_group(lambda n: 0.9**n, lambda n: 0.9 ** (n + 1)) == {"base-lr", "schedule-off-by-steps"}
 
 
-RATE_MODULES = ("learning_rate.py", "rates.py", "schedule_shapes.py", "schedule_positions.py")
+RATE_MODULES = ("learning_rate.py", "rates.py", "schedule_shapes.py", "schedule_positions.py", "schedule_stairs.py")
 
 
 def work(make, steps, groups=1):

@@ -15,6 +15,7 @@ from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
+from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
 from ds_parity.parity.diagnosis.second_fault import before_another, proves, too_sudden
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 from ds_parity.trace import Trace
@@ -214,7 +215,7 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
         found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b, moves=2), *faster(view, a, b)]
-        found += [*stretched(view, a, b), *ends(view, a, b), *warm_up(a, b)]
+        found += [*stretched(view, a, b), *by_stairs(view, a, b), *ends(view, a, b), *warm_up(a, b)]
         found += _beside(view, a, b) if found else []
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
 

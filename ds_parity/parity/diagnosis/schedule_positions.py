@@ -9,6 +9,7 @@ from itertools import accumulate, chain, pairwise, repeat, tee
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import equal, follows, same, tells, where_due
+from ds_parity.parity.diagnosis.schedule_stairs import stairs_of
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 MOST = 64
@@ -52,12 +53,14 @@ def course(a: list[float], b: list[float]) -> Course | None:
 def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     """From the first step that differs on, the rates of later steps of the reference."""
     first, step = view.first, view.step(view.first)
-    after, longer = b[first:], course(a, b)
+    after, longer, stairs = b[first:], course(a, b), stairs_of(view, a)
     for by in range(1, MOST if longer else len(a) - first):
-        # Rates that the reference doesn't come to are not predicted; they may be no more than half.
+        # Rates that the reference doesn't come to are not predicted; they may be no more than half. Stairs go on.
         half = 2 * (len(a) - first - by) >= len(after)
         if (longer and _goes(longer.at, range(first + by, len(a) + by), after)) or (
-            half and _goes(a.__getitem__, range(first + by, len(a)), after)
+            half
+            and _goes(a.__getitem__, range(first + by, len(a)), after)
+            and (stairs is None or stairs.gives(b[-by:], view.step(0) - 1 + len(a)))
         ):
             said = f"from step {step} on the LR is that of {by} steps later "
             said += f"({where_due(after[0], a[first])})"

@@ -1,0 +1,93 @@
+"""Schedules that go by stairs, as torch's StepLR: their length, and their place, are read off the moves."""
+
+import random
+
+import pytest
+
+from ds_parity.parity.comparison.bounds import Tier
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.trace import Header, StepRecord, Trace
+
+COUNTS = {"idle_passes": 0, "rollouts": 16, "prompts": 4, "tokens": 900, "total": 900.0}
+
+
+def stairs(period, *, late=0, factor=0.5):
+    return lambda n: 0.05 * factor ** max(0, (n - late) // period)
+
+
+def first_group(schedule, faulty, steps, *, start=0, passes=2):
+    """The causes that are named first of runs whose losses part behind the first rate that is another."""
+    header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="other")
+    other = next(n for n in range(start, steps) if schedule(n) != faulty(n))
+    sides = []
+    for rate, off in ((schedule, 0.0), (faulty, 0.01)):
+        draw = random.Random(1)
+        records = []
+        for n in range(start, steps):
+            loss = 2 - 0.03 * n + 0.1 * draw.random() + off * (n > other)
+            figures = {"loss": loss, "lr": (rate(n),), "grad_norm": 1 + draw.random()}
+            records.append(StepRecord(step=n + 1, **figures, passes=passes, **COUNTS))
+        sides.append(Trace(header, tuple(records)))
+    causes = diagnose(*sides, compare(*sides, Tier.REASSOCIATED)).causes
+    return {cause.name for cause in grouped(causes)[0]} if causes else set()
+
+
+@pytest.mark.parametrize(
+    ("period", "other", "steps", "beside"),
+    [
+        (15, 10, 40, set()),
+        (3, 2, 8, set()),
+        (4, 3, 20, set()),
+        # A schedule that is two steps ahead from step 5 on has the same twelve rates.
+        (5, 4, 12, {"schedule-off-by-steps"}),
+        (5, 4, 20, set()),
+        (6, 3, 20, {"scheduler-stepped-often", "scheduler-per-pass"}),
+        (9, 3, 30, {"scheduler-stepped-often"}),
+    ],
+)
+@pytest.mark.parametrize("late", [0, 1])
+def test_shorter_stairs_are_a_schedule_that_is_too_short(period, other, steps, beside, late):
+    """Rates that the reference's record does not come to follow from its stairs: they go on."""
+    named = first_group(stairs(period, late=late), stairs(other, late=late), steps + late)
+    assert named == {"schedule-too-short"} | (beside & {"schedule-off-by-steps"} if late else beside)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.1, 2.0])
+@pytest.mark.parametrize(("first", "by", "steps"), [(10, 5, 40), (5, 3, 20), (4, 1, 20)])
+def test_stairs_that_are_ahead_from_a_step_on_are_no_shorter_ones(first, by, steps, factor):
+    """The rates behind the record of the reference are those of its stairs."""
+    schedule = stairs(5, factor=factor)
+    named = first_group(schedule, lambda n: schedule(n + by * (n >= first)), steps)
+    assert "schedule-off-by-steps" in named
+    assert "schedule-too-short" not in named
+
+
+@pytest.mark.parametrize("by", [1, 2, 7, -2])
+@pytest.mark.parametrize("start", [0, 4])
+def test_stairs_at_another_place_are_named_however_far_they_are_off(by, start):
+    """Of a trace that begins in the middle, the steps before are not recorded."""
+    schedule = stairs(4)
+    named = first_group(schedule, lambda n: schedule(n - by), 24, start=start)
+    assert "schedule-off-by-steps" in named
+    assert not {"schedule-too-long", "schedule-too-short"} & named
+
+
+@pytest.mark.parametrize(("period", "other"), [(4, 6), (5, 10), (10, 12)])
+def test_longer_stairs_are_a_schedule_that_is_too_long(period, other):
+    named = first_group(stairs(period), stairs(other), 40)
+    assert "schedule-too-long" in named
+    assert ("scheduler-per-outer-step" in named) is (other % period == 0)
+
+
+def uneven(n):
+    return 0.05 * 0.5 ** sum(n >= at for at in (5, 12, 15))
+
+
+def test_stairs_of_uneven_lengths_and_factors_have_no_period():
+    assert first_group(uneven, stairs(4), 24) == set()
+    assert first_group(lambda n: 0.05 * (1, 0.5, 0.1, 0.09)[min(3, n // 5)], stairs(4), 20) == set()
+
+
+def test_a_scheduler_that_stops_on_stairs_has_no_other_length_of_them():
+    assert first_group(stairs(4), lambda n: stairs(4)(min(n, 5)), 20) == set()
