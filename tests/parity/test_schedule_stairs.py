@@ -81,7 +81,7 @@ def test_longer_stairs_are_a_schedule_that_is_too_long(period, other):
 
 
 def uneven(n):
-    return 0.05 * 0.5 ** sum(n >= at for at in (5, 12, 15))
+    return 0.05 * 0.5 ** sum(n >= at for at in (3, 7, 9))
 
 
 def test_stairs_of_uneven_lengths_and_factors_have_no_period():
@@ -91,3 +91,39 @@ def test_stairs_of_uneven_lengths_and_factors_have_no_period():
 
 def test_a_scheduler_that_stops_on_stairs_has_no_other_length_of_them():
     assert first_group(stairs(4), lambda n: stairs(4)(min(n, 5)), 20) == set()
+
+
+def test_one_move_to_a_rate_at_which_the_reference_rests_shows_no_period():
+    """Longer stairs give it, of which this trace begins in the middle."""
+    later = first_group(stairs(5), stairs(10), 20, start=4, passes=3)
+    assert later == {"schedule-too-long", "scheduler-per-outer-step"}
+    # Without even stairs none of the lengths of both is known.
+    assert first_group(lambda n: max(stairs(5)(n), 0.01), stairs(10), 20, start=4) == set()
+
+
+def resting(n):
+    """DeepSpeed's schedulers begin with the rate of step 0 twice, and some go on by steps of one length."""
+    return 0.05 - 0.002 * max(0, n - 1)
+
+
+@pytest.mark.parametrize("steps", [5, 6])
+def test_one_move_to_a_rate_at_which_the_reference_does_not_rest_shows_a_period(steps):
+    """In the sixth step a schedule that is two steps behind would move once more."""
+    behind = {"schedule-off-by-steps", "resume-resets-schedule"} if steps == 5 else set()
+    assert first_group(resting, lambda n: resting(n // 2), steps) == {"scheduler-per-outer-step"} | behind
+
+
+@pytest.mark.parametrize(("schedule", "beside"), [(stairs(3), {"schedule-too-long"}), (uneven, set())])
+def test_one_move_of_stairs_that_are_far_behind_may_be_that_of_a_slower_scheduler(schedule, beside):
+    named = first_group(schedule, lambda n: schedule(max(0, n - 7)), 12)
+    assert named == {"schedule-off-by-steps", "scheduler-per-outer-step"} | beside
+
+
+@pytest.mark.parametrize("by", [3, 7, 12])
+def test_a_schedule_that_rests_at_first_may_be_behind_by_more_than_the_rest(by):
+    """No place in the record of the reference has its first rate for as long."""
+
+    def schedule(n):
+        return 0.05 - 0.002 * max(0, n - 5)
+
+    assert "schedule-off-by-steps" in first_group(schedule, lambda n: schedule(n - by), 22)

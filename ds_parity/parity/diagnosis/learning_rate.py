@@ -13,7 +13,7 @@ from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
 from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same, tells, where_due
-from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, behind, faster, slower
+from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, begun_late, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
 from ds_parity.parity.diagnosis.second_fault import before_another, proves, too_sudden
@@ -214,18 +214,25 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
     if known and not log.alone_wrong and not equal(a, b):
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
         found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
-        found += [*_still(view, a, b), *_per_rollout(view, a, b), *slower(a, b, moves=2), *faster(view, a, b)]
+        found += [*_still(view, a, b), *_per_rollout(view, a, b), *faster(view, a, b)]
         found += [*stretched(view, a, b), *by_stairs(view, a, b), *ends(view, a, b), *warm_up(a, b)]
-        found += _beside(view, a, b) if found else []
+        found += _moved_once(view, a, b, beside=bool(found)) if _once(b) else [*slower(a, b), *begun_late(view, a, b)]
+        found += ahead_at_rest(view, a, b) if found and not _before(view) else []
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
 
 
-def _beside(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    """What gives the rates as well as others do, and would say too much where it stood alone."""
-    if not _before(view):
-        yield from ahead_at_rest(view, a, b)
-    if _once(b):
-        yield from chain(slower(a, b), behind(view, a, b, once=True))
+def _moved_once(view: View, a: list[float], b: list[float], *, beside: bool) -> Iterator[Cause]:
+    """What gives the rates as well as others do (`beside`), and what one move and those to the same rate show.
+
+    One move alone shows no period. Nor do those to the same rate, if the reference also rests at the one that follows:
+    where in its schedule the candidate stands isn't seen then, and other lengths of such rests give its rates.
+    """
+    periods = [*slower(a, b, moves=1 if beside else 2)]
+    others = [*behind(view, a, b, once=True), *begun_late(view, a, b)]
+    if beside or others or sum(same(rate, b[-1]) for rate in a) == 1:
+        yield from periods
+    if beside or periods:
+        yield from others
 
 
 def _once(rates: list[float]) -> bool:

@@ -109,9 +109,25 @@ def behind(view: View, a: list[float], b: list[float], *, once: bool = False) ->
     # Of an excerpt the steps before are not known, at any of which the schedule may have begun.
     if view.step(0) > 1 or any(equal(a[: len(b) - some], b[some:]) for some in by):
         yield Cause("resume-resets-schedule", Fit.SEQUENCE, said)
-    late = any(follows((a[max(0, at - some)] for at in range(len(b))), b) for some in by)
-    if late or starts[-1] > 0:
+    if starts[-1] > 0 or any(_waits(a, b, some) for some in by):
         yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+
+
+def begun_late(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """The reference's first rate for some steps more, and behind it the others: also where it rests at first itself.
+
+    How long both rest tells by how many steps, and of an excerpt this isn't known.
+    """
+    moved = [next((at for at, rate in enumerate(rates) if not same(rate, a[0])), 0) for rates in (a, b)]
+    by = moved[1] - moved[0]
+    if view.step(0) == 1 and moved[0] and by > 0 and _waits(a, b, by):
+        said = f"the LR is that of {by} steps earlier: it rests at {a[0]:.4g} for as many more"
+        yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+
+
+def _waits(a: list[float], b: list[float], steps: int) -> bool:
+    """Whether all rates are those of so many steps earlier, and in front of them the reference's first."""
+    return follows((a[max(0, at - steps)] for at in range(len(b))), b)
 
 
 def slower(a: list[float], b: list[float], *, moves: int = 1) -> Iterator[Cause]:
