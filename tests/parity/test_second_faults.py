@@ -10,7 +10,7 @@ from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.parity.diagnosis.effects import step_lengths
-from ds_parity.trace import Header, StepRecord, Trace, Weights
+from ds_parity.trace import Header, Start, StepRecord, Trace, Weights
 
 STEPS, LATER = 16, 10
 COUNTS = {"passes": 2, "idle_passes": 0, "rollouts": 12, "prompts": 3, "tokens": 900, "total": 900.0}
@@ -24,7 +24,7 @@ def exponential(step):
     return 0.05 * 0.5**step
 
 
-def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skipped=()):
+def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skipped=(), limit=math.inf, start=None):
     """A regression by SGD in fp64, on other rows in every step.
 
     Args:
@@ -33,6 +33,8 @@ def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skippe
         weights: the trace holds them.
         others: the first step that is of rows which the other runs do not have.
         skipped: steps that are not taken.
+        limit: to which gradients are clipped.
+        start: what the header says of the weights before the first step, which are 0.
     """
     draw, of_others = np.random.default_rng(3), np.random.default_rng(4)
     wanted, now, steps = draw.normal(size=12), np.zeros(12), []
@@ -41,7 +43,8 @@ def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skippe
         rows = of_others.normal(size=(30, 12)) if step >= others else rows
         off = rows @ (now - wanted)
         gradient = 2 * rows.T @ off / len(rows)
-        now = now if step in skipped else now - rate(step) * gradient
+        update = rate(step) * gradient * min(1.0, limit / float(np.linalg.norm(gradient)))
+        now = now if step in skipped else now - update
         figures = {
             "loss": float((off**2).mean()),
             "grad_norm": float(np.linalg.norm(gradient)),
@@ -55,7 +58,7 @@ def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skippe
         steps.append(StepRecord(step=step, **COUNTS, **figures, weights=kept if weights else None))
     header = Header(
         scenario="toy", seed=1, versions={}, device="cpu", ranks=2, config_hash="a", engine="loop", dtype="fp32",
-        optimizer="SGD",
+        optimizer="SGD", start=start,
     )  # fmt: skip
     return Trace(header, tuple(steps))
 
@@ -170,3 +173,35 @@ def test_a_log_of_the_rates_that_the_next_steps_use_hides_no_fault_of_the_schedu
     first = groups[0] if groups else set()
     assert first != {"reported-lr"}, diagnosis
     assert right in first or right is None
+
+
+AT_ZERO = Start(norm=0.0, sketch=(0.0,) * 12, dtype="fp32")
+
+
+def warmed(step):
+    return 0.02 * min(step - 1, STEPS - step) / STEPS
+
+
+def slowly(step):
+    return 0.05 * 0.97**step
+
+
+@pytest.mark.parametrize("rate", [slowly, warmed, cosine])
+@pytest.mark.parametrize("limit", [1.7, 0.6, 1.02])
+def test_a_rate_of_the_next_step_beside_another_clip_may_be_logged_wrong(rate, limit):
+    """The first update is not so many times as long as the rates have it, be it by little; a rate of 0 moves none."""
+    one = trained(rate, weights=True, limit=1.0, start=AT_ZERO)
+    groups, diagnosis = named(
+        one, trained(rate, logged=lambda step: rate(step + 1), weights=True, limit=limit, start=AT_ZERO)
+    )
+    assert groups[0] >= {"schedule-off-by-steps", "reported-lr"}
+    assert "beside a second fault: the weights of step 1 " in diagnosis.causes[0].evidence
+
+
+@pytest.mark.parametrize("rate", [slowly, warmed, cosine])
+@pytest.mark.parametrize("limit", [1.0, math.inf])
+def test_a_rate_of_the_next_step_that_was_trained_with_needs_no_second_fault(rate, limit):
+    one = trained(rate, weights=True, limit=limit, start=AT_ZERO)
+    groups, _ = named(one, trained(lambda step: rate(step + 1), weights=True, limit=limit, start=AT_ZERO))
+    assert "schedule-off-by-steps" in groups[0]
+    assert "reported-lr" not in groups[0]

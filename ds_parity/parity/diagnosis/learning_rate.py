@@ -11,18 +11,15 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
-from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, begun_late, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
-from ds_parity.parity.diagnosis.second_fault import before_another, proves, too_sudden
+from ds_parity.parity.diagnosis.second_fault import before_another, not_by_the_rate, proves, too_sudden
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 from ds_parity.trace import Trace
 
 _ROUNDING = 1e-12
-# Of the weights a sketch is known: a tenth of what a rate changes in an update tells another one.
-_TELLING, _ALIGNED = 0.1, 0.15
 
 
 @dataclass(frozen=True)
@@ -132,27 +129,8 @@ def _logged_wrong(log: _Log) -> Iterator[Cause]:
             f"the logged LR alone is another, beside a second fault: {agreed}, unless the log is of the rate that the "
         )
         yield Cause("reported-lr", Fit.SEQUENCE, f"{said}next step uses")
-    elif said := _of_another_fault(view) or ("" if log.before is None else too_sudden(view, log.before)):
+    elif said := not_by_the_rate(view) or ("" if log.before is None else too_sudden(view, log.before)):
         yield Cause("reported-lr", Fit.SEQUENCE, f"the logged LR alone is another, beside a second fault: {said}")
-
-
-def _of_another_fault(view: View) -> str:
-    """Return what the rate of the first step that differs leaves unexplained in this step, in words; "" for nothing."""
-    step = view.step(view.first)
-    before = [words for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")) if name in view.at_first]
-    if before:
-        return f"no rate of step {step} changes its {' and its '.join(before)}"
-    moves, (a, b) = Moves(view), view.pairs[view.first]
-    update = moves.update(view.first) if moves.known else None
-    if update is None or not update.any() or not a.lr or not b.lr or len(a.lr) != 1 or not a.lr[0]:
-        return ""
-    times = b.lr[0] / a.lr[0]
-    if not abs(times - 1) > _TELLING:
-        return ""
-    (share,), rest = along(moves.widened(view.first), [update])
-    if rest < _ALIGNED and abs(share - (times - 1)) < _TELLING * abs(times - 1):
-        return ""
-    return f"the weights of step {step} are not those of an update that is {told(times)} times as long"
 
 
 def _finite(groups: Sequence[tuple[list[float], list[float]]]) -> bool:

@@ -140,14 +140,20 @@ class Moves:
         update = self.update(at) if self.known else None
         if update is None or not update.any():  # no update has no direction
             return False
-        apart, dtype, length = self.widened(at), self.view.comparison.dtype, float(np.linalg.norm(update))
+        apart = self.widened(at)
         (share,), beside = along(apart, [update])
-        # The candidate's update is so many times as long, and rounded as such. What the weights of the reference are
-        # rounded by, its update is off by, and this enters as often.
-        times = abs(1 + share)
+        return beside * float(np.linalg.norm(apart)) > self.rounding(at, abs(1 + share))
+
+    def rounding(self, at: int, times: float) -> float:
+        """How far rounding takes a step's update from the reference's, of which it is so many times as long.
+
+        It is rounded as such. What the weights of the reference are rounded by, its update is off by, and this enters
+        as often.
+        """
+        update, dtype = self.update(at), self.view.comparison.dtype
+        length = 0.0 if update is None else float(np.linalg.norm(update))
         computed = DRIFT[dtype] + (0.0 if self.linear else TURN) if dtype in DRIFT else EPS[dtype]
-        stored = _SURE * float(np.hypot(1.0, times)) * self._stored(at)
-        return beside * float(np.linalg.norm(apart)) > max(computed * length * max(1.0, times), stored)
+        return max(computed * length * max(1.0, times), _SURE * float(np.hypot(1.0, times)) * self._stored(at))
 
     def _stored(self, at: int) -> float:
         """By how much the numbers of the sketches are rounded, because of the type that the traces tell of."""

@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from ds_parity.parity.comparison.bounds import EPS
+import numpy as np
+
+from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis.view import View, plain
+from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.schedule_shapes import digits
+from ds_parity.parity.diagnosis.view import View, plain, told
 from ds_parity.trace import StepRecord, Trace
 
 # Of what rates do: gradients of other rows have another direction, and show a hundredth of it.
 _OF_OTHER_ROWS = 0.01
 _WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
+# Of the weights a sketch is known: a tenth of what a rate changes in an update tells another one.
+_TELLING, _ALIGNED = 0.1, 0.15
+_CLEAR = 10.0
 
 
 def before_another(view: View) -> View | None:
@@ -59,6 +66,62 @@ def _a_step_later(trace: Trace, view: View) -> Trace:
     rates = {pairs[0][0].step: pairs[0][0].lr}
     rates |= {b.step: before[side].lr for before, (_, b) in pairwise(pairs)}
     return replace(trace, steps=tuple(it.model_copy(update={"lr": rates.get(it.step)}) for it in trace.steps))
+
+
+def not_by_the_rate(view: View) -> str:
+    """Return what the rate of the first step that differs leaves unexplained in this step, in words; "" for nothing.
+
+    Args:
+        view: two traces side by side, whose learning rates differ in this step.
+    """
+    step = view.step(view.first)
+    before = [words for name, words in _WORDS.items() if name in view.at_first]
+    if before:
+        return f"no rate of step {step} changes its {' and its '.join(before)}"
+    moves, (a, b) = Moves(view), view.pairs[view.first]
+    known = moves.known and moves.update(view.first) is not None
+    if not known or not a.lr or not b.lr or len(a.lr) != 1 or a.skipped or b.skipped:
+        return ""
+    if a.lr[0]:
+        return _of_another_length(view, moves, a.lr[0], b.lr[0])
+    if not _stands_still(view, moves):
+        return ""
+    return f"the weights of step {step} stay where they are, and a rate of {b.lr[0]:.4g} would move them"
+
+
+def _of_another_length(view: View, moves: Moves, due: float, rate: float) -> str:
+    """Whether the update of the first step is not so many times as long as the rate is: the step, in words."""
+    at, times = view.first, rate / due
+    update, widened = moves.update(at), moves.widened(at)
+    if update is None or not update.any():
+        return ""
+    length, types = float(np.linalg.norm(update)), view.comparison.dtype
+    # What both sides may lie apart by without a fault, and by the digits of the rates.
+    added_up = C[types]["weights"] * EPS[types] * float(np.sqrt(view.pairs[at][0].rollouts or 1)) * max(1.0, times)
+    written = 2 * digits(view, [due, rate]) / due
+    if not float(np.linalg.norm(widened - (times - 1) * update)) > max(
+        moves.rounding(at, times), (added_up + written) * length
+    ):
+        return ""
+    (share,), rest = along(widened, [update])
+    if rest < _ALIGNED and abs(share - (times - 1)) < _TELLING * abs(times - 1):
+        return ""
+    return f"the weights of step {view.step(at)} are not those of an update that is {told(times)} times as long"
+
+
+def _stands_still(view: View, moves: Moves) -> bool:
+    """Whether the candidate's weights stay in the first step, whose rate would move them as the others' do."""
+    at, rate = view.first, (view.pairs[view.first][1].lr or (0.0,))[0]
+    update = moves.update(at)
+    others = [
+        float(np.linalg.norm(one)) / a.lr[0]
+        for n, (a, _) in enumerate(view.pairs)
+        if n != at and a.lr and a.lr[0] and not a.skipped and (one := moves.update(n)) is not None
+    ]
+    if update is None or not others or view.pairs[at][1].grad_norm == 0.0:
+        return False
+    due, moved = rate * float(np.median(others)), float(np.linalg.norm(moves.widened(at) + update))
+    return due > _CLEAR * moves.rounding(at, 1.0) and moved < _TELLING * due
 
 
 def too_sudden(view: View, alone: View) -> str:
