@@ -258,3 +258,19 @@ def test_a_rise_that_is_no_line_or_goes_beyond_the_peak_is_no_longer_warm_up():
     schedule = warmed(SHAPES["cosine"], 5)
     assert not any("another-warm-up" in it for it in named(schedule, lambda n: schedule(n // 2), 9))
     assert not any("another-warm-up" in it for it in named(schedule, lambda n: 0.15 * n, 9))
+
+
+@pytest.mark.parametrize("make", [warmed, from_one])
+@pytest.mark.parametrize("of", [3, 9])
+@pytest.mark.parametrize("resting", [1.0, 0.75])
+def test_no_warm_up_gives_one_rate_where_the_reference_s_goes_on_beyond_the_record(make, of, resting):
+    found = named(make(SHAPES["constant"], 15), lambda n: resting, of)
+    assert found == [{"no-scheduler", "another-warm-up"}]
+
+
+@pytest.mark.parametrize("schedule", [lambda n: 0.1 * math.sqrt(n + 1), SHAPES["linear"], SHAPES["cosine"]])
+@pytest.mark.parametrize("resting", [1.0, 0.5])
+def test_one_rate_beside_what_is_no_rising_line_is_no_warm_up(schedule, resting):
+    (group,) = named(schedule, lambda n: resting, 9)
+    assert "no-scheduler" in group
+    assert "another-warm-up" not in group

@@ -246,8 +246,9 @@ def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
     # The reference rises no farther than the rate at which both come to rest.
     if a[0] == top or top < max(a) - within or min(len(a) - 1, len(rise)) < 2 or _unchanged(a, b, within):
         return
-    if rests and all(abs(y - top) <= within for y in b):
-        said = f"the LR is {top:.4g} in every step, to which the reference's rises"
+    # A line that rises in all steps may go on to any rate, and one of no step is there at once.
+    if (rests or (_is_straight(a, 0.0) and a[0] < a[1])) and all(abs(y - top) <= within for y in b):
+        said = f"the LR is {top:.4g} in every step, to which the reference's {'rises' if rests else 'may still rise'}"
         yield Cause("another-warm-up", Fit.SEQUENCE, said)
         return
     # A warm-up starts in its first step, or in the one before.
