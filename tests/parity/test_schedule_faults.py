@@ -236,7 +236,7 @@ def test_of_two_rates_below_the_highest_another_warm_up_makes_no_other_lowest_ra
 
 
 @pytest.mark.parametrize("make", [warmed, from_one])
-@pytest.mark.parametrize("name", ["linear", "cosine", "exponential", "constant"])
+@pytest.mark.parametrize("name", ["linear", "cosine", "exponential", "constant", "steps"])
 @pytest.mark.parametrize(("steps", "other"), [(5, 10), (5, 9), (8, 9), (2, 12)])
 def test_a_warm_up_that_goes_on_beyond_the_record_is_a_longer_one_or_a_slower_schedule(make, name, steps, other):
     """The reference has passed its peak, and the candidate has not: nothing tells what it will do behind it."""

@@ -239,7 +239,8 @@ def _is_straight(rates: list[float], written: float) -> bool:
 
 def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
     """The rise of the reference at another pace: to the rate at which it stays, or farther than one of both shows."""
-    rests, within = a[-1] == a[-2], _within(a, SAME)
+    within = _within(a, SAME)
+    rests = a[-1] == a[-2] and a[-1] >= max(a) - within
     top = a[-1] if rests else b[-1] if b[-1] == b[-2] else math.inf
     # What comes behind the highest rate is no rise; a candidate that is not that far does not tell of it.
     rise = a if rests or top < math.inf or max(b) > max(a) + within else a[: _tops(a)[0] + 1]
