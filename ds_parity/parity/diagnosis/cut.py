@@ -72,6 +72,11 @@ class Cut:
             for windows, passes in sides
         )
 
+    @property
+    def longest(self) -> int:
+        """Rollouts that a pass of either side may have, in whole ones; passes of all windows are known."""
+        return math.floor(max(self._longest))
+
     @cached_property
     def before(self) -> tuple[list[int], list[int]]:
         """Rollouts that had surely been consumed before the last pass of each window, by side."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from ds_parity.parity.diagnosis import targets
+from ds_parity.parity.diagnosis import ragged, targets
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.cut import Cut, common
 from ds_parity.parity.diagnosis.fits import Fit
@@ -28,6 +28,8 @@ def causes(view: View) -> Iterator[Cause]:
     found = [*_end(view, cut), *_start(view, cut), *_whole(cut), *_length(view, cut), *_counter(cut)]
     if cut.apart:
         found += targets.causes(view, cut)
+        told = {cause.name for cause in found}
+        found += [cause for cause in ragged.causes(view, cut) if cause.name not in told]
     yield from _with_targets(view, cut, found)
 
 
@@ -39,14 +41,15 @@ def _reordered(view: View) -> bool:
 
 
 def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
-    """The causes, with another target where it ends windows there too: those that predict all windows as one group."""
+    """The causes, with what else ends windows there: those that predict all windows as one group."""
     another = targets.another(cut) if cut.apart else None
     if another and (targets.shows_targets(cut) or any(cause.fit is Fit.SEQUENCE for cause in found)):
         found = [replace(it, fit=Fit.SEQUENCE) if _predicts(view, cut, it.name) else it for it in found]
-        alike = len(set(cut.passes[:-1])) == 1 and cut.passes[0] > 1
-        if alike and len(set(cut.b[:-1])) > 1 and cut.counted:
-            found += [_of_passes(cut)]
         found += [another]
+    if cut.apart and any(it.fit is Fit.SEQUENCE for it in found):
+        found += [_of_passes(cut)] if _as_many_passes(cut) else []
+        own = None if any(it.name == "local-count" for it in found) else ragged.own_counts(view, cut)
+        found += [own] if own else []
     # Each ends all windows where they end, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(it.evidence for it in found if it.fit is Fit.SEQUENCE))
     yield from (replace(it, evidence=said) if it.fit is Fit.SEQUENCE else it for it in found)
@@ -225,11 +228,15 @@ def _length(view: View, cut: Cut) -> Iterator[Cause]:
 
 
 def _counter(cut: Cut) -> Iterator[Cause]:
-    same, passes = cut.same, cut.passes[:-1]
-    if not same or same >= min(len(cut.a), len(cut.b)) or not cut.all_used or not cut.counted:
-        return
-    if len(set(passes)) == 1 and len(passes) > 1 and len(set(cut.b[:-1])) > 1:
+    same = cut.same
+    if same and same < min(len(cut.a), len(cut.b)) and cut.all_used and _as_many_passes(cut):
         yield _of_passes(cut)
+
+
+def _as_many_passes(cut: Cut) -> bool:
+    """Whether all whole windows have as many passes, whatever these hold; windows of one pass each show no counter."""
+    passes = cut.passes[:-1]
+    return cut.counted and len(set(passes)) == 1 < len(passes) and passes[0] > 1 and len(set(cut.b[:-1])) > 1
 
 
 def _of_passes(cut: Cut) -> Cause:
