@@ -414,3 +414,66 @@ def test_too_few_numbers_in_a_sketch_give_no_direction():
     found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
     assert found.causes == ()
     assert not any("another direction" in one for one in found.certain)
+
+
+class WarmedUp(Run):
+    """A warm-up from 0, of gradients that change with the weights; their own direction in every step."""
+
+    rates = (0.0, 0.0125, 0.025, 0.0375, 0.05, 0.05)
+    momentum = 0.0
+
+    def rate(self, at):
+        return self.rates[at]
+
+    def trace(self):
+        made = super().trace()
+        steps = [it.model_copy(update={"lr": (self.rates[at],)}) for at, it in enumerate(made.steps)]
+        return Trace(made.header, tuple(steps))
+
+
+class WarmedUpLate(WarmedUp):
+    """The learning rate is used one step late, and logged in time."""
+
+    def rate(self, at):
+        return self.rates[max(0, at - 1)]
+
+
+class LostInWarmUp(WarmedUp):
+    def after(self, at, weights, before):
+        return before if at == 1 else weights
+
+
+class LostWhole(LostInWarmUp):
+    """The optimizer did not run at all: its momentum knows nothing of the gradient either."""
+
+    def state(self, at, buffer):
+        return buffer / self.momentum if at == 1 and self.momentum else buffer
+
+    def entering(self, at, gradient):
+        return 0 * gradient if at == 1 else gradient
+
+
+def with_momentum(fault, momentum):
+    return type(fault.__name__, (fault,), {"momentum": momentum})
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("fault", [WarmedUpLate, LostInWarmUp, LostWhole])
+def test_a_rate_used_one_step_late_in_a_warm_up_from_0_is_no_lost_update(fault, momentum):
+    a, b = with_momentum(WarmedUp, momentum)().trace(), with_momentum(fault, momentum)().trace()
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    group = {cause.name for cause in grouped(found.causes)[0]}
+    assert group == ({"lr-in-use"} if fault is WarmedUpLate else {"weights-of-the-step-before", "update-lost"}), found
+
+
+@pytest.mark.parametrize("fault", [WarmedUpLate, LostInWarmUp])
+def test_a_rate_used_one_step_late_is_named_where_other_weights_have_other_gradients(fault, monkeypatch):
+    """The gradients of the candidate become longer than the reference's, by a tenth in the last step."""
+    monkeypatch.setattr(WarmedUp, "gradient", lambda self, at, it: it * (1 + 0.02 * at * (type(self) is not WarmedUp)))
+    a, b = WarmedUp().trace(), fault().trace()
+    as_logged = [y.model_copy(update={"grad_norm": x.grad_norm}) for x, y in zip(a.steps, b.steps, strict=True)]
+    b = Trace(b.header, tuple(as_logged))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    group = {cause.name for cause in grouped(found.causes)[0]}
+    assert ("lr-in-use" in group) == (fault is WarmedUpLate), found
+    assert ("update-lost" in group) == (fault is not WarmedUpLate), found

@@ -28,6 +28,7 @@ ABOUT = 0.25
 _ENOUGH = 8
 # Momentum makes updates of SGD up to ten times as long as its gradients, where it is 0.9.
 _OF_MOMENTUM = 30.0
+_PLAIN = 1.4
 # Updates before the last that Nesterov's momentum may still hold.
 _OLDER = 3
 _TOO_FAR = 3.0
@@ -119,13 +120,22 @@ class Moves:
         """
         if (named := linear(self.view.reference.header, self.view.candidate.header)) is not None:
             return named
-        lengths = [
+        return bool(self._in_gradients) and float(np.median(self._in_gradients)) < _OF_MOMENTUM
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the reference's updates are gradients times the LR, without much momentum; a sketch errs by less."""
+        return self.linear and bool(self._in_gradients) and max(self._in_gradients) < _PLAIN
+
+    @cached_property
+    def _in_gradients(self) -> list[float]:
+        """How long the reference's later updates are: in gradients times the LR."""
+        return [
             float(np.linalg.norm(self.reference(at) - self.reference(at - 1))) / (self._root * lr[0] * norm)
             for at in self._later
             for lr, norm in [(self.view.pairs[at][0].lr, self.view.pairs[at][0].grad_norm)]
             if lr and lr[0] and norm
         ]
-        return bool(lengths) and float(np.median(lengths)) < _OF_MOMENTUM
 
     def clear(self, at: int) -> bool:
         """Whether weights lie so far apart after a step that rounding has no say in the direction."""

@@ -8,6 +8,7 @@ from ds_parity.parity.diagnosis.moves import ABOUT, Moves, along
 from ds_parity.parity.diagnosis.view import View
 
 _ALIGNED, _ANOTHER = 0.03, 0.15
+_CLOSE = 0.1  # of what a factor changes
 
 
 def first_known(view: View, moves: Moves) -> int:
@@ -62,8 +63,35 @@ def fits(factors: list[float], expected: list[float]) -> bool:
     return (
         len(factors) > 1
         and len(expected) == len(factors)
-        and all(abs(f - p) <= 0.1 * abs(p - 1) for f, p in zip(factors, expected, strict=True))
+        and all(abs(f - p) <= _CLOSE * abs(p - 1) for f, p in zip(factors, expected, strict=True))
     )
+
+
+def shows_rates_used(view: View, moves: Moves) -> bool:
+    """Whether every update is as long as another rate has it than the logged one: that of the step before.
+
+    The first one that differs starts from the same weights, and shows it closely. Behind it the weights are others, and
+    so are the gradients by about: what the rates change is known where it is more than that, in one of them at least.
+    A rate of 0, with which warm-up begins, then leaves a step without an update.
+    """
+    first = view.first
+    rates = [pair[0].lr[0] if pair[0].lr else 0.0 for pair in view.pairs]
+    update = moves.update(first)
+    if first < 1 or len(rates) < first + 2 or not all(rates[first:]) or update is None:
+        return False
+    expected = [before / rate for before, rate in zip(rates[first - 1 :], rates[first:], strict=False)]
+    (share,), rest = along(moves.widened(first), [update])
+    if rest > _ALIGNED or abs(1 + share - expected[0]) > _CLOSE * abs(expected[0] - 1):
+        return False
+    telling = 0
+    for at, due in enumerate(expected[1:], start=first + 1):
+        update = moves.update(at)
+        assert update is not None
+        (times,), rest = along(update + moves.widened(at), [update])
+        if rest > ABOUT or abs(times - due) > ABOUT * due:
+            return False
+        telling += abs(due - 1) > ABOUT * max(1.0, due)
+    return telling > 0
 
 
 def predicted(view: View, first: int, count: int) -> dict[str, list[float]]:

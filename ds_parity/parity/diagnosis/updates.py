@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import ABOUT, Moves, along
-from ds_parity.parity.diagnosis.update_factors import factors_of, first_known, fits, predicted
+from ds_parity.parity.diagnosis.update_factors import factors_of, first_known, fits, predicted, shows_rates_used
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 _ALIGNED = 0.03
@@ -34,12 +35,19 @@ def causes(view: View) -> Iterator[Cause]:
     if only_update(view) and moves.known:
         found = list(_of_weights(view, moves))
         yield from found or [
-            *_of_update(view, moves),
+            *_as_one_group([*(list(_of_update(view, moves)) or _of_rates(view, moves)), *_undone(view, moves)]),
             *_of_state(view, moves),
-            *_undone(view, moves),
             *_of_gradient(view, moves),
             *_of_rounding(view, moves),
         ]
+
+
+def _as_one_group(found: list[Cause]) -> list[Cause]:
+    """The causes; a rate of 0 that was used in place of the logged one loses an update, too, and is as likely."""
+    if len({cause.fit for cause in found}) < 2:
+        return found
+    said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
+    return [replace(cause, fit=Fit.DIRECTION, evidence=said) for cause in found]
 
 
 def facts(view: View) -> Iterator[str]:
@@ -122,6 +130,13 @@ def _of_update(view: View, moves: Moves) -> Iterator[Cause]:
         yield Cause(name, Fit.EVERY_STEP, f"{said}, as predicted")
 
 
+def _of_rates(view: View, moves: Moves) -> Iterator[Cause]:
+    """The updates are those of other rates than the logged ones, as far as later gradients tell."""
+    if shows_rates_used(view, moves):
+        said = f"{_said(view)}: from there on every update is as long as the rate of the step before has it"
+        yield Cause("lr-in-use", Fit.EVERY_STEP, f"{said}, not the logged one")
+
+
 def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
     """What is missing is a share of the last update: the momentum was lost, or is another one."""
     before = moves.update(view.first - 1) if view.first > 0 else None
@@ -194,11 +209,27 @@ def _undone(view: View, moves: Moves) -> Iterator[Cause]:
     if update is None:
         return
     (share,), rest = along(moves.apart(view.first), [update])
-    if rest < _ALIGNED and near(share, -1.0, 1e-3):
+    if rest < _ALIGNED and near(share, -1.0, 1e-3) and not _goes_on(view, moves):
         before = view.step(view.first - 1)
         said = f"{_said(view)}: they are those after step {before}"
         yield Cause("weights-of-the-step-before", Fit.DIRECTION, said)
         yield Cause("update-lost", Fit.DIRECTION, said)
+
+
+def _goes_on(view: View, moves: Moves) -> bool:
+    """Whether a part of the next update is missing or added, too: more is wrong than one update that was lost.
+
+    With momentum a lost update leaves the next one shorter by a part of what was lost, in the direction of that.
+    """
+    at = view.first + 1
+    update = moves.update(at) if at < len(view.pairs) else None
+    if update is None:
+        return False
+    (share,), rest = along(moves.widened(at), [update])
+    if rest > ABOUT or min(abs(share), abs(share + 1)) < ABOUT:
+        return False
+    lost = [it for it in (moves.update(at - 1), moves.update(at - 2)) if it is not None and it.any()]
+    return moves.plain or along(moves.widened(at), lost)[1] > ABOUT
 
 
 def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
