@@ -30,6 +30,9 @@ def own_counts(view: View, cut: Cut) -> Cause | None:
     ranks = view.ranks
     if ranks < 2 or view.candidate.header.ranks is None or not cut.counted:
         return None
+    # One rank reaches it no sooner than all do together, and in the same pass only if it has nearly all rollouts.
+    if cut.same or any(own < due for due, own in zip(*cut.ends, strict=False)):
+        return None
     begins = [0, *cut.ends[1]]
     least = 1 + max((-(-(had - begin) // ranks) for had, begin in zip(cut.before[1], begins, strict=False)), default=0)
     most = [
