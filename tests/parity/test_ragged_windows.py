@@ -7,6 +7,7 @@ import pytest
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.trace import Header, StepRecord, Trace
 
 TARGET, RANKS = 10, 2
@@ -123,3 +124,31 @@ def test_a_step_per_pass_that_has_other_rollouts_than_the_reference_is_none_of_i
 
 def replace_all(window):
     return [[of_rank * 2 for of_rank in one] for one in window]
+
+
+@pytest.mark.parametrize("begin", [1, 5])
+@pytest.mark.parametrize("steps", [3, 4, 5, 6])
+def test_other_data_that_fit_a_rule_by_chance_leave_the_data_open(steps, begin):
+    """Of sixty pairs of streams, all of which end windows at one target."""
+    alone = []
+    for seed in range(60):
+        a, b = (cut(stream(1000 * which + seed), "boundary", steps + begin - 1) for which in (1, 2))
+        sides = trace(a, begin=begin), trace(b, seed=2, begin=begin)
+        found = grouped(diagnose(*sides, compare(*sides, Tier.REASSOCIATED)).causes)
+        sure = [{cause.name for cause in group} for group in found if group[0].fit is Fit.SEQUENCE]
+        alone += [seed for group in sure if "data-or-seed" not in group]
+    assert len(alone) <= 1, alone
+
+
+def test_tokens_that_are_others_after_as_many_rollouts_leave_the_data_open():
+    due, same = trace(cut(stream(1), "boundary", 6)), trace(cut(stream(1), "step-per-pass", 6), seed=2)
+    first = same.steps[0].model_copy(update={"tokens": (same.steps[0].tokens or 0) + 5})
+    other = Trace(same.header, (first, *same.steps[1:]))
+    assert [("data-or-seed" in group) for group in groups(due, same)] == [False]
+    assert [("data-or-seed" in group) for group in groups(due, other)] == [True]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("rule", ["another-target", "step-per-pass", "local-count"])
+def test_longer_or_shorter_windows_of_one_stream_are_no_other_data(rule, seed):
+    assert not any("data-or-seed" in group for group in named(rule, seed, 8))

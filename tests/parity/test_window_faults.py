@@ -193,7 +193,7 @@ def test_windows_of_one_pass_each_are_no_counters(name):
     assert "counter-drift" not in group
 
 
-WINDOW_MODULES = ("diagnosis/targets.py", "diagnosis/cut.py", "diagnosis/windows.py")
+WINDOW_MODULES = tuple(f"diagnosis/{it}.py" for it in ("targets", "cut", "windows", "ragged", "streams"))
 
 
 @pytest.mark.parametrize("passes", [1, 0])

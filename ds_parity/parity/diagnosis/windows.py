@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from ds_parity.parity.diagnosis import ragged, targets
+from ds_parity.parity.diagnosis import ragged, streams, targets
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.cut import Cut, common
 from ds_parity.parity.diagnosis.fits import Fit
@@ -49,7 +49,8 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
     if cut.apart and any(it.fit is Fit.SEQUENCE for it in found):
         found += [_of_passes(cut)] if _as_many_passes(cut) else []
         own = None if any(it.name == "local-count" for it in found) else ragged.own_counts(view, cut)
-        found += [own] if own else []
+        others = streams.other_data(view, cut)
+        found += [it for it in (own, others) if it]
     # Each ends all windows where they end, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(it.evidence for it in found if it.fit is Fit.SEQUENCE))
     yield from (replace(it, evidence=said) if it.fit is Fit.SEQUENCE else it for it in found)
