@@ -263,6 +263,7 @@ class TestBadInput:
     def test_an_unknown_tier(self, tmp_path):
         a = trace(tmp_path / "a.jsonl")
         assert "--tier is 'close'" in refused("compare", a, a, "--tier", "close")
+        assert "dtype '' has no bound" in refused("compare", a, a, "--dtype", "")
 
 
 class TestCompare:
@@ -474,6 +475,12 @@ class TestTheMachine:
     def test_a_folder_that_can_not_be_written(self, option):
         message = refused("verify", CONFIG, option, "/proc/nowhere")
         assert "/proc/nowhere" in message
+
+    def test_a_file_in_the_place_of_a_folder_names_the_way_out(self, tmp_path):
+        (tmp_path / "file").touch()
+        assert "File exists; --out names a folder, and --report a file" in refused(
+            "verify", CONFIG, "--out", str(tmp_path / "file")
+        )
 
     def test_a_fault_of_our_own_is_no_difference(self):
         code = "from ds_parity.cli import entry\ndef broken(*a, **k): raise KeyError('x')\n"

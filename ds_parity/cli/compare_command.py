@@ -57,7 +57,7 @@ def compare(
         reference, candidate, both=maps or (), left=map_reference or (), right=map_candidate or (), mean_loss=mean_loss
     )
     given = implied(a.header, b.header)
-    chosen, kind = Tier(tier) if tier else given.tier, dtype or given.dtype
+    chosen, kind = Tier(tier) if tier else given.tier, given.dtype if dtype is None else dtype
     why = "asked for" if tier else f"implied by the headers: {given.because}"
     result = compared(a, b, chosen, kind)
     rounding = within_rounding(result, lambda: compared(a, b, Tier.REASSOCIATED, kind))

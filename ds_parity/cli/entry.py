@@ -69,6 +69,8 @@ def _of_the_machine(error: OSError) -> str:
         return f"{what}; choose a folder that you may write (--out or --report, where the command has them)"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{what}; free some space, or write to another disk (by --out, --report or the shell's >)"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        return f"{what}; --out names a folder, and --report a file: name one that is of this kind, or not there yet"
     return what
 
 
