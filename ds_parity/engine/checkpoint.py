@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from threading import Thread
 from typing import Any, Final
 
@@ -111,7 +112,8 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
         if path is not None and engine.load_universal_checkpoint():
-            load_untrained(engine, path, strict=options["load_module_strict"])
+            stepped = chain.from_iterable(driver.adapter.groups())
+            load_untrained(engine, path, stepped, strict=options["load_module_strict"])
     said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
     return path, state

@@ -30,7 +30,7 @@ from ds_parity.engine.foreign_parameters import (
 )
 from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.adagrad import own_adagrad
-from ds_parity.engine.internals.autocast import own_autocast
+from ds_parity.engine.internals.autocast import keep_comm_dtype, own_autocast
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
@@ -224,6 +224,7 @@ def honoured(
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with saying_what_is_waited_for(), building(), any_shape_is_sent(), own_adagrad(), own_autocast():
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
+        keep_comm_dtype(engine)
     with all_or_none(everybody):
         refuse_foreign_scheduler_made(keywords, engine.lr_scheduler, engine.optimizer)
     refuse_unable(engine)

@@ -12,9 +12,17 @@ pytestmark = pytest.mark.ranks
 PLACES = [("run1", "t"), ("run[1]", "t"), ("run1", "[t]"), ("run?", "t*"), ("run[1]", "t[!a]")]
 
 
+def _loaded(stage, path, tag, **options):
+    """What a load ends in, the client state that it returns, and the engine."""
+    engine, state = build(config(stage, "fp32", 2)), {}
+    said = refusal(lambda: state.update(engine.load_checkpoint(path, tag=tag, **options)[1]))
+    return said, state, engine
+
+
 @on_two_ranks
 def literal_paths(folder):
-    """By stage and place: the steps that the loaded checkpoint has, or what the load ends in."""
+    """By stage and place: what loads of all and of the weights alone end in, whether their weights are the same, and
+    the place and the steps that the loaded checkpoint has."""
     found = {}
     for stage in STAGES:
         engine = build(config(stage, "fp32", 2))
@@ -22,13 +30,12 @@ def literal_paths(folder):
             one_pass(engine, 0)
             engine.save_checkpoint(f"{folder}/{stage}/{root}", tag=tag, client_state={"place": f"{root}/{tag}"})
         for root, tag in PLACES:
-            loading, state = build(config(stage, "fp32", 2)), {}
-            said = refusal(
-                lambda loading=loading, root=root, tag=tag, stage=stage, state=state: state.update(
-                    loading.load_checkpoint(f"{folder}/{stage}/{root}", tag=tag)[1]
-                )
-            )
-            found[f"{stage} {root}/{tag}"] = [said, state.get("place"), loading.global_steps]
+            said, state, whole = _loaded(stage, f"{folder}/{stage}/{root}", tag)
+            flags = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+            of_weights, _, alone = _loaded(stage, f"{folder}/{stage}/{root}", tag, **flags)
+            pairs = zip(whole.module.parameters(), alone.module.parameters(), strict=True)
+            same = all(one.equal(other) for one, other in pairs)
+            found[f"{stage} {root}/{tag}"] = [said, of_weights, same, state.get("place"), whole.global_steps]
     torch.distributed.barrier()
     return from_all(found)
 
@@ -37,4 +44,4 @@ def literal_paths(folder):
 def test_a_load_finds_the_checkpoint_of_its_own_name(two_ranks, stage, place):
     steps = ["/".join(place) for place in PLACES].index(place) + 1
     for found in two_ranks.of(literal_paths):
-        assert found[f"{stage} {place}"] == ["nothing was raised", place, steps]
+        assert found[f"{stage} {place}"] == ["nothing was raised", "nothing was raised", True, place, steps]

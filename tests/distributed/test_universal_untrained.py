@@ -27,8 +27,18 @@ class _Model(torch.nn.Module):
         self.register_buffer("mean", torch.full((3,), value))
         self.register_buffer("scratch", torch.full((3,), value), persistent=False)
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        # A frozen weight with two names, and what a module keeps of its own, of any shape.
+        self.first, self.second = (torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+        self.first.weight = self.second.weight = torch.nn.Parameter(torch.full((2, 2), value), requires_grad=False)
+        self.kept = torch.full((int(value),), value)
         if more:
             self.register_buffer("more", torch.full((3,), value))
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
 
     def forward(self, x):
         self.batches += 1

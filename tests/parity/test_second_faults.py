@@ -205,3 +205,12 @@ def test_a_rate_of_the_next_step_that_was_trained_with_needs_no_second_fault(rat
     groups, _ = named(one, trained(lambda step: rate(step + 1), weights=True, limit=limit, start=AT_ZERO))
     assert "schedule-off-by-steps" in groups[0]
     assert "reported-lr" not in groups[0]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_rate_of_the_last_step_that_nothing_else_gives_is_logged_wrong(weights):
+    groups, _ = named(
+        trained(lambda step: 0.05, weights=weights),
+        trained(lambda step: 0.05, logged=lambda step: 0.05 * (2 if step == STEPS else 1), weights=weights),
+    )
+    assert groups == ([{"reported-lr"}] if weights else [])

@@ -33,9 +33,8 @@ def own_autocast() -> Iterator[None]:
     try:
         yield
     finally:
-        # An engine of DeepSpeed's own that was built before asks them in each backward.
-        if not torch_autocast.TORCH_AUTOCAST_INITIALIZED:
-            torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = before
+        # An engine of DeepSpeed's own asks them when it is built, and in each backward; ours no more.
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = before
 
 
 def keep_comm_dtype(engine: Engine) -> None:
@@ -46,9 +45,9 @@ def keep_comm_dtype(engine: Engine) -> None:
     parameters of a model is taken off them, where another engine is built over them: ZeRO 3 would gather by it.
 
     Args:
-        engine: that DeepSpeed has just built, inside `own_autocast`.
+        engine: that DeepSpeed has just built, of any stage, inside `own_autocast`.
     """
-    if torch_autocast is None or is_unsure(_HERE):
+    if torch_autocast is None or is_unsure(_HERE) or not hasattr(engine.optimizer, "get_param_comm_dtype"):
         return
     if engine.torch_autocast_enabled():
         engine.optimizer.get_param_comm_dtype = torch_autocast.get_comm_dtype

@@ -272,6 +272,16 @@ GUARDS: tuple[Guard, ...] = (
         signature=("self", "checkpoints_path", "tag"),
     ),
     Guard(
+        "deepspeed.utils.zero_to_fp32:",
+        "",
+        "internals/literal_paths.py",
+        "files of a checkpoint are found by a pattern, made of the folder that is given",
+        (
+            "def get_checkpoint_files(checkpoint_dir, glob_pattern):",
+            "glob.glob(os.path.join(checkpoint_dir, glob_pattern))",
+        ),
+    ),
+    Guard(
         RUNTIME + "pipe.module:PipelineModule",
         "ckpt_layer_path_list",
         "internals/literal_paths.py",

@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import zero_to_fp32
 
 from ds_parity.engine.internals.replaced import wrapped
 
@@ -18,13 +19,15 @@ def literal_paths() -> Iterator[None]:
     """Return a context in which a load finds a checkpoint whose folder or tag has one of `[`, `]`, `*` and `?`.
 
     DeepSpeed looks for the files of the model by `glob`, with the folder and the tag in the pattern (runtime/engine.py,
-    _get_all_ckpt_names, and runtime/pipe/module.py, ckpt_layer_path_list, 0.19.8). So it doesn't find those of
+    _get_all_ckpt_names, runtime/pipe/module.py, ckpt_layer_path_list, and for weights alone on ZeRO 3 utils/
+    zero_to_fp32.py, get_checkpoint_files, 0.19.8). So it doesn't find those of
     `run[1]`, or finds those of `run1`, which on ZeRO 0 are all of a checkpoint (tools/deepspeed_faults/
     path_is_a_pattern.py).
     """
     with (
         wrapped(DeepSpeedEngine, "_get_all_ckpt_names", _of_escaped),
         wrapped(PipelineModule, "ckpt_layer_path_list", _of_escaped_folder),
+        wrapped(zero_to_fp32, "get_checkpoint_files", _below_an_escaped_folder),
     ):
         yield
 
@@ -39,5 +42,12 @@ def _of_escaped(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
 def _of_escaped_folder(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
     def found(self: Any, folder: Any, layer: Any) -> list[str]:
         return names(self, escape(str(folder)), layer)
+
+    return found
+
+
+def _below_an_escaped_folder(files: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def found(folder: Any, pattern: Any) -> list[str]:
+        return files(escape(str(folder)), pattern)
 
     return found

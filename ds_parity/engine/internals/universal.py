@@ -10,13 +10,15 @@ from typing import Any, Final
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.errors import CheckpointError
 
+_EXTRA: Final = "_extra_state"
+"""The end of the name of what a module saves of its own (torch's Module.get_extra_state): of any kind and shape."""
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_(mp_rank_\d+_model_states\.pt)")
 
 
-def load_untrained(engine: Engine, path: str, *, strict: bool) -> None:
+def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, strict: bool) -> None:
     """Give a model the buffers and frozen weights of a universal checkpoint, of which DeepSpeed loads none.
 
     Its load reads the parameters that an optimizer has, and passes over the model's own state (runtime/engine.py,
@@ -26,37 +28,48 @@ def load_untrained(engine: Engine, path: str, *, strict: bool) -> None:
     Args:
         engine: that has loaded the checkpoint, inside `any_shape_is_gathered`.
         path: of the model's file, as DeepSpeed's load returns it.
-        strict: what either side lacks is an error; else it stays as it is.
+        stepped: the model's parameters that the optimizer steps.
+        strict: a frozen weight or a buffer that the checkpoint lacks is an error; else it stays as it is.
 
     Raises:
-        CheckpointError: a frozen weight or a buffer is there on one side alone, or has another shape.
+        CheckpointError: the checkpoint lacks one, or has it in another shape.
     """
-    trained = {name for name, p in engine.module.named_parameters(remove_duplicate=False) if p.requires_grad}
-    wanted = [name for name in engine.module.state_dict() if name not in trained]
+    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    loaded = {id(one) for one in stepped}
+    own = engine.module.state_dict()
+    wanted = [name for name in own if name not in parameters or id(parameters[name]) not in loaded]
     if not wanted:
         return
-    there = _saved(path)
-    held = {name: there[name] for name in wanted if name in there}
-    if strict and len(held) < len(wanted):
-        absent = [name for name in wanted if name not in held]
+    held = _held(wanted, _saved(path), parameters)
+    # ZeRO 3 saves nothing of a parameter that is not frozen, and which no optimizer steps.
+    absent = [
+        name for name in wanted if name not in held and not (name in parameters and parameters[name].requires_grad)
+    ]
+    if strict and absent:
         others = f", and {len(absent) - 1} more" if absent[1:] else ""
         raise CheckpointError(
             f"the universal checkpoint has no {absent[0]}{others}, a buffer or a frozen weight of this model: "
             "load it into the model that was saved, or give load_module_strict=False to keep what this engine has"
         )
-    partitioned = {name: p for name, p in engine.module.named_parameters(remove_duplicate=False) if hasattr(p, "ds_id")}
-    _refuse_other_shapes(engine, held, partitioned)
-    with GatheredParameters([partitioned[name] for name in held if name in partitioned], modifier_rank=0):
+    _refuse_other_shapes(held, {name: one for name, one in own.items() if not name.endswith(_EXTRA)} | parameters)
+    partitioned = {id(one): one for name in held if hasattr(one := parameters.get(name), "ds_id")}
+    with GatheredParameters(list(partitioned.values()), modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.
         engine.module.load_state_dict(held, strict=False)
 
 
-def _refuse_other_shapes(engine: Engine, held: Mapping[str, Any], partitioned: Mapping[str, Any]) -> None:
-    own = engine.module.state_dict()
+def _held(wanted: Iterable[str], there: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """What a checkpoint has of the names that are wanted; of a tied parameter ZeRO 3 saves one of its names."""
+    by_parameter = {id(parameters[name]): value for name, value in there.items() if name in parameters}
+    found = {name: there.get(name, by_parameter.get(id(parameters.get(name)))) for name in wanted}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _refuse_other_shapes(held: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in held.items():
-        if not isinstance(value, torch.Tensor):
+        if name not in own or not isinstance(value, torch.Tensor):
             continue
-        shape = partitioned[name].ds_shape if name in partitioned else own[name].shape
+        shape = getattr(own[name], "ds_shape", own[name].shape)
         if tuple(shape) != tuple(value.shape):
             raise CheckpointError(
                 f"the universal checkpoint's {name} has the shape {tuple(value.shape)}, and this model's has "
@@ -76,9 +89,8 @@ def _saved(path: str) -> dict[str, Any]:
     shapes = first.get("frozen_param_shapes") or {}
     parts = [_read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
     frozen = dict(_whole(shapes, parts))
-    return {name: value for name, value in found.items() if name in buffers or not isinstance(value, torch.Tensor)} | (
-        frozen
-    )
+    # In place of a parameter the first file has an empty tensor.
+    return {name: value for name, value in found.items() if name in buffers or name.endswith(_EXTRA)} | frozen
 
 
 def _of_all_ranks(file: Path, ending: str) -> Iterable[Path]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_parity.engine.internals.autocast import keep_comm_dtype
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.kept import note_gradients
 from ds_parity.engine.internals.surface import GradScaler, ZeroOptimizer
@@ -29,7 +28,6 @@ class Zero(Adapter):
     def prepare(self) -> None:
         """Count the gradients that come in: they are reduced at once, and nothing else is left of them."""
         super().prepare()
-        keep_comm_dtype(self.engine)
         note_gradients(self._trained, self._note)
 
     def _note(self, number: int) -> None:

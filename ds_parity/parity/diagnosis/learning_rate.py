@@ -77,7 +77,10 @@ def causes(view: View) -> Iterator[Cause]:
     found = [] if log.alone_wrong or not _finite(other) else [*_of_some_groups(view, groups, other)]
     if len(other) == len(groups):
         found += _of_all_groups(log, other)
-    if found and all(cause.kind != "logging" for cause in found):
+    if not found and log.if_its_own is view:
+        # What no cause gives, and no weights or norms show, is logged wrong, be the log of these steps.
+        found = [*_logged_wrong(log)]
+    elif found and all(cause.kind != "logging" for cause in found):
         found += [replace(it, fit=found[0].fit) for it in _logged_wrong(log)]
     # Each gives all of the rates, so that none is likelier than another.
     said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
