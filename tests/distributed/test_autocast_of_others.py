@@ -21,6 +21,7 @@ KINDS = {
     "fp32": {},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 256.0}},
     "bf16 reduced in fp32": {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
+    "bf16 summed in fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "autocast in bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "autocast in fp16": FP16,
 }
@@ -51,7 +52,9 @@ def autocast_of_others(folder):
     found = {}
     with fp16_allowed():
         for stage in STAGES:
-            for kind, keys in KINDS.items():
+            for kind, given in KINDS.items():
+                # DeepSpeed has no sums in fp32 on ZeRO 0.
+                keys = given if stage else {key: value for key, value in given.items() if key != "data_types"}
                 forget_autocast()
                 alone = _trained(_engine(stage, keys))
                 _engine(stage, FP16)

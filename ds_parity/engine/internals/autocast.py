@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.internals.unread import is_unsure
 
@@ -47,7 +50,9 @@ def keep_comm_dtype(engine: Engine) -> None:
     Args:
         engine: that DeepSpeed has just built, of any stage, inside `own_autocast`.
     """
-    if torch_autocast is None or is_unsure(_HERE) or not hasattr(engine.optimizer, "get_param_comm_dtype"):
+    # Others of DeepSpeed's wrappers have the method of the class that they share, and never ask it.
+    reduces = isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3))
+    if torch_autocast is None or is_unsure(_HERE) or not reduces:
         return
     if engine.torch_autocast_enabled():
         engine.optimizer.get_param_comm_dtype = torch_autocast.get_comm_dtype
