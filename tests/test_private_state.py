@@ -37,7 +37,7 @@ STATE = {
 }
 STATE |= {name for protocol, name in touched_names() if protocol.endswith("Optimizer")}
 # Names that mean something else elsewhere too: a JSON key, torch's and the harness's own.
-STATE -= {"zero_grad", "loss_scale", "offload_optimizer", "overflow"}
+STATE -= {"zero_grad", "loss_scale", "offload_optimizer", "overflow", "communication_data_type"}
 
 # Whole files and rooms that may, each with what it is for.
 ALLOWED = {
