@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ds_parity.parity.diagnosis.fits import Fit
 
@@ -191,6 +191,12 @@ class Cause:
     def kind(self) -> str:
         """The class that it belongs to; one of `CLASSES`."""
         return kind_of(self.name)
+
+
+def as_one_group(causes: Sequence[Cause]) -> list[Cause]:
+    """Return causes that give the same record, so that none is likelier than another: each has the evidence of all."""
+    said = "; or ".join(dict.fromkeys(cause.evidence for cause in causes))
+    return [replace(cause, evidence=said) for cause in causes]
 
 
 def grouped(causes: Iterable[Cause]) -> tuple[tuple[Cause, ...], ...]:

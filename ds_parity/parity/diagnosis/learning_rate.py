@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
-from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
@@ -15,7 +15,7 @@ from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same,
 from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, begun_late, behind, faster, slower
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
-from ds_parity.parity.diagnosis.second_fault import before_another, not_by_the_rate, proves, too_sudden
+from ds_parity.parity.diagnosis.second_fault import not_by_the_rate, proves, too_sudden
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 from ds_parity.trace import Trace
 
@@ -54,8 +54,7 @@ class _Log:
         """Where the rates are proved to be the same, in words."""
         if self.proof is self.view or self.before is None:
             return "in every step"
-        last = self.before.step(len(self.before.pairs) - 1)
-        return f"up to step {last}, where such rates would have shown; behind it lies a second fault"
+        return f"up to step {self.before.step(-1)}, where such rates would have shown; behind it lies a second fault"
 
 
 def causes(view: View) -> Iterator[Cause]:
@@ -73,7 +72,7 @@ def causes(view: View) -> Iterator[Cause]:
         yield from _rounded_to_fp32(view, *other[0])
         return
     # Weights that agree say nothing of the one group whose rates are others, if it holds little of the gradient.
-    log = _Log(view, before_another(view) if len(other) == len(groups) else None)
+    log = _Log(view, view.alone("lr") if len(other) == len(groups) else None)
     found = [] if log.alone_wrong or not _finite(other) else [*_of_some_groups(view, groups, other)]
     if len(other) == len(groups):
         found += _of_all_groups(log, other)
@@ -82,9 +81,7 @@ def causes(view: View) -> Iterator[Cause]:
         found = [*_logged_wrong(log)]
     elif found and all(cause.kind != "logging" for cause in found):
         found += [replace(it, fit=found[0].fit) for it in _logged_wrong(log)]
-    # Each gives all of the rates, so that none is likelier than another.
-    said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
-    yield from (replace(cause, evidence=said) for cause in found)
+    yield from as_one_group(found)  # each gives all of the rates
 
 
 def without_rounding_of_rates(view: View) -> Trace | None:
@@ -127,11 +124,9 @@ def _logged_wrong(log: _Log) -> Iterator[Cause]:
         said = f"the logged LR alone is another: {agree} agree in every step, where other rates may show too little"
         yield Cause("reported-lr", Fit.SEQUENCE, said)
     elif log.if_its_own is not None:
-        agreed = f"{agreeing(log.if_its_own)} agree up to step {log.if_its_own.step(len(log.if_its_own.pairs) - 1)}"
-        said = (
-            f"the logged LR alone is another, beside a second fault: {agreed}, unless the log is of the rate that the "
-        )
-        yield Cause("reported-lr", Fit.SEQUENCE, f"{said}next step uses")
+        agreed = f"{agreeing(log.if_its_own)} agree up to step {log.if_its_own.step(-1)}"
+        said = f"the logged LR alone is another, beside a second fault: {agreed}"
+        yield Cause("reported-lr", Fit.SEQUENCE, f"{said}, unless the log is of the rate that the next step uses")
     elif said := not_by_the_rate(view) or ("" if log.before is None else too_sudden(view, log.before)):
         yield Cause("reported-lr", Fit.SEQUENCE, f"the logged LR alone is another, beside a second fault: {said}")
 

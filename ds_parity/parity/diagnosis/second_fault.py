@@ -8,10 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from ds_parity.parity.comparison.bounds import EPS, C
-from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis.moves import Moves, along
 from ds_parity.parity.diagnosis.schedule_shapes import digits
-from ds_parity.parity.diagnosis.view import View, plain, told
+from ds_parity.parity.diagnosis.view import View, told
 from ds_parity.trace import StepRecord, Trace
 
 # Of what rates do: gradients of other rows have another direction, and show a hundredth of it.
@@ -20,27 +19,6 @@ _WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
 # Of the weights a sketch is known: a tenth of what a rate changes in an update tells another one.
 _TELLING, _ALIGNED = 0.1, 0.15
 _CLEAR = 10.0
-
-
-def before_another(view: View) -> View | None:
-    """Return the steps in front of the first one in which more than the learning rate differs.
-
-    Args:
-        view: two traces side by side.
-
-    Returns:
-        None where nothing else differs, or where something does as soon as the rate.
-    """
-    steps = [it.first.step for it in view.comparison.found if plain(it.name) != "lr"]
-    other = min((step for step in steps if step is not None), default=None)
-    if other is None or "lr" not in view.at_first or other <= view.step(view.first):
-        return None
-    reference, candidate = (
-        replace(trace, steps=tuple(step for step in trace.steps if step.step < other))
-        for trace in (view.reference, view.candidate)
-    )
-    comparison = compare(reference, candidate, view.comparison.tier, view.comparison.dtype)
-    return View(reference, candidate, comparison, view.begin)
 
 
 def proves(view: View) -> bool:
@@ -54,9 +32,7 @@ def proves(view: View) -> bool:
     """
     if not view.updated_alike:
         return False
-    reference, candidate = (_a_step_later(trace, view) for trace in (view.reference, view.candidate))
-    comparison = compare(reference, candidate, view.comparison.tier, view.comparison.dtype)
-    later = View(reference, candidate, comparison, view.begin)
+    later = view.of(*(_a_step_later(trace, view) for trace in (view.reference, view.candidate)))
     return "lr" in later.fields and later.updated_alike
 
 

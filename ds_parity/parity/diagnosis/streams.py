@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.cut import Cut
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
+
+Sides: TypeAlias = list[list[tuple[int, int]]]
+"""What the reference and the candidate had consumed at the end of each step: rollouts, and tokens."""
 
 # Window ends that a rule gives exactly. The first one may have chosen the rule; where a window may end in six places,
 # two more are met by chance once in some thirty records.
@@ -29,21 +33,21 @@ def other_data(view: View, cut: Cut) -> Cause | None:
     exactly those that it gives, or where both sides have consumed as many tokens at them. Tokens that are others there
     show other data, or tokens that are counted otherwise.
     """
-    if _contradicted(view):
+    sides = [_consumed(trace) for trace in (view.reference, view.candidate)]
+    if _contradicted(view, sides):
         said = "after as many rollouts both sides have consumed other tokens, as of other data"
         return Cause("data-or-seed", Fit.SEQUENCE, said)
-    if _one_stream(view, cut) or _sizes_apart(cut):
+    if _one_stream(sides, cut) or _sizes_apart(cut):
         return None
     said = f"windows of other data may end there by chance: the sizes of the windows are alike ({cut.b[:4]} and "
     return Cause("data-or-seed", Fit.SEQUENCE, f"{said}{cut.a[:4]} rollouts)")
 
 
-def _contradicted(view: View) -> bool:
+def _contradicted(view: View, sides: Sides) -> bool:
     """Whether tokens show that both sides did not consume one stream of rollouts in one order, from the start on.
 
     Where both have consumed as many rollouts, they have as many tokens, and never less of them with more rollouts.
     """
-    sides = [_consumed(trace) for trace in (view.reference, view.candidate)]
     ends = sorted({end for side in sides for end in side})
     apart = any(y[0] == x[0] or y[1] < x[1] for x, y in pairwise(ends))
     return view.step(0) == 1 and all(sides) and apart
@@ -57,9 +61,8 @@ def _consumed(trace: Trace) -> list[tuple[int, int]]:
     return list(zip(accumulate(it for it, _ in held), accumulate(it for _, it in held), strict=True))
 
 
-def _one_stream(view: View, cut: Cut) -> bool:
+def _one_stream(sides: Sides, cut: Cut) -> bool:
     """Whether window ends show that both sides have the same rollouts, in the same order."""
-    sides = [_consumed(trace) for trace in (view.reference, view.candidate)]
     of_windows = {tokens / rollouts for side in sides for rollouts, tokens in side if rollouts}
     if len(of_windows) > 1 and len({*sides[0]} & {*sides[1]}) >= _WITH_TOKENS:
         return True

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import ABOUT, Moves, along
 from ds_parity.parity.diagnosis.update_factors import factors_of, first_known, fits, predicted, shows_rates_used
@@ -35,19 +35,18 @@ def causes(view: View) -> Iterator[Cause]:
     if only_update(view) and moves.known:
         found = list(_of_weights(view, moves))
         yield from found or [
-            *_as_one_group([*(list(_of_update(view, moves)) or _of_rates(view, moves)), *_undone(view, moves)]),
+            *_with_lost_updates([*(list(_of_update(view, moves)) or _of_rates(view, moves)), *_undone(view, moves)]),
             *_of_state(view, moves),
             *_of_gradient(view, moves),
             *_of_rounding(view, moves),
         ]
 
 
-def _as_one_group(found: list[Cause]) -> list[Cause]:
+def _with_lost_updates(found: list[Cause]) -> list[Cause]:
     """The causes; a rate of 0 that was used in place of the logged one loses an update, too, and is as likely."""
     if len({cause.fit for cause in found}) < 2:
         return found
-    said = "; or ".join(dict.fromkeys(cause.evidence for cause in found))
-    return [replace(cause, fit=Fit.DIRECTION, evidence=said) for cause in found]
+    return [replace(cause, fit=Fit.DIRECTION) for cause in as_one_group(found)]
 
 
 def facts(view: View) -> Iterator[str]:

@@ -111,22 +111,40 @@ class View:
 
         The whole view where no other field does; None where another one differs as soon as a norm.
         """
-        if self.fields == {"grad_norm"}:
-            return self
-        if self.at_first != {"grad_norm"} or self._second is None:
-            return None
-        a, b = (_until(trace, self._second[0]) for trace in (self.reference, self.candidate))
-        return View(a, b, compare(a, b, self.comparison.tier, self.comparison.dtype), self.begins)
+        return self if self.fields == {"grad_norm"} else self.alone("grad_norm")
 
     @property
     def rates_differ_behind_norms(self) -> bool:
         """Whether a rate is the first to differ behind gradient norms: that comes of another fault than they do."""
-        return self.at_first == {"grad_norm"} and self._second is not None and "lr" in self._second[1]
+        second = self._second("grad_norm")
+        return self.at_first == {"grad_norm"} and second is not None and "lr" in second[1]
 
-    @cached_property
-    def _second(self) -> tuple[int, set[str]] | None:
-        """The first step in which another field differs than gradient norms, and which do; None where no step shows."""
-        others = [it for it in self.comparison.found if plain(it.name) != "grad_norm" and it.first.step is not None]
+    def alone(self, field: str) -> View | None:
+        """Return the steps in front of the first one in which more differs than a field, side by side on their own.
+
+        Args:
+            field: such as "lr", which differs in some of them.
+
+        Returns:
+            None where nothing else differs, or where something does as soon as the field.
+        """
+        second = self._second(field)
+        if second is None or field not in self.at_first or second[0] <= self.step(self.first):
+            return None
+        a, b = (
+            replace(trace, steps=tuple(it for it in trace.steps if it.step < second[0]))
+            for trace in (self.reference, self.candidate)
+        )
+        return self.of(a, b)
+
+    def of(self, reference: Trace, candidate: Trace) -> View:
+        """Return what is made of both traces, compared as they are."""
+        comparison = compare(reference, candidate, self.comparison.tier, self.comparison.dtype)
+        return View(reference, candidate, comparison, self.begins)
+
+    def _second(self, field: str) -> tuple[int, set[str]] | None:
+        """The first step in which another field differs, and which do; None where no step shows one."""
+        others = [it for it in self.comparison.found if plain(it.name) != field and it.first.step is not None]
         until = min((it.first.step for it in others if it.first.step is not None), default=None)
         return None if until is None else (until, {plain(it.name) for it in others if it.first.step == until})
 
@@ -363,10 +381,6 @@ class View:
         """Idle passes of each window, from the same side."""
         of_candidate = self.candidate.header.engine != "torch"
         return [(b if of_candidate else a).idle_passes or 0 for a, b in self.pairs]
-
-
-def _until(trace: Trace, step: int) -> Trace:
-    return replace(trace, steps=tuple(it for it in trace.steps if it.step < step))
 
 
 def plain(field: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ds_parity.parity.diagnosis import ragged, streams, targets
-from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.cut import Cut, common
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, near
@@ -51,9 +51,9 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
         own = None if any(it.name == "local-count" for it in found) else ragged.own_counts(view, cut)
         others = streams.other_data(view, cut)
         found += [it for it in (own, others) if it]
-    # Each ends all windows where they end, so that none is likelier than another.
-    said = "; or ".join(dict.fromkeys(it.evidence for it in found if it.fit is Fit.SEQUENCE))
-    yield from (replace(it, evidence=said) if it.fit is Fit.SEQUENCE else it for it in found)
+    # Each of these ends all windows where they end.
+    alike = iter(as_one_group([it for it in found if it.fit is Fit.SEQUENCE]))
+    yield from (next(alike) if it.fit is Fit.SEQUENCE else it for it in found)
 
 
 def _predicts(view: View, cut: Cut, name: str) -> bool:
