@@ -20,34 +20,24 @@ def literal_paths() -> Iterator[None]:
 
     DeepSpeed looks for the files of the model by `glob`, with the folder and the tag in the pattern (runtime/engine.py,
     _get_all_ckpt_names, runtime/pipe/module.py, ckpt_layer_path_list, and for weights alone on ZeRO 3 utils/
-    zero_to_fp32.py, get_checkpoint_files, 0.19.8). So it doesn't find those of
-    `run[1]`, or finds those of `run1`, which on ZeRO 0 are all of a checkpoint (tools/deepspeed_faults/
-    path_is_a_pattern.py).
+    zero_to_fp32.py, get_checkpoint_files, 0.19.8). So it doesn't find those of `run[1]`, or finds those of `run1`,
+    which on ZeRO 0 are all of a checkpoint (tools/deepspeed_faults/path_is_a_pattern.py).
     """
     with (
-        wrapped(DeepSpeedEngine, "_get_all_ckpt_names", _of_escaped),
-        wrapped(PipelineModule, "ckpt_layer_path_list", _of_escaped_folder),
-        wrapped(zero_to_fp32, "get_checkpoint_files", _below_an_escaped_folder),
+        wrapped(DeepSpeedEngine, "_get_all_ckpt_names", _escaping(1, 2)),
+        wrapped(PipelineModule, "ckpt_layer_path_list", _escaping(1)),
+        wrapped(zero_to_fp32, "get_checkpoint_files", _escaping(0)),
     ):
         yield
 
 
-def _of_escaped(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    def found(self: Any, folder: Any, tag: Any) -> list[str]:
-        return names(self, escape(str(folder)), escape(str(tag)))
+def _escaping(*places: int) -> Callable[[Callable[..., list[str]]], Callable[..., list[str]]]:
+    """Return what makes of a function one that takes its arguments at these places for no patterns."""
 
-    return found
+    def made(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        def found(*given: Any) -> list[str]:
+            return names(*(escape(str(one)) if at in places else one for at, one in enumerate(given)))
 
+        return found
 
-def _of_escaped_folder(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    def found(self: Any, folder: Any, layer: Any) -> list[str]:
-        return names(self, escape(str(folder)), layer)
-
-    return found
-
-
-def _below_an_escaped_folder(files: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    def found(folder: Any, pattern: Any) -> list[str]:
-        return files(escape(str(folder)), pattern)
-
-    return found
+    return made
