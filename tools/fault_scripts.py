@@ -18,13 +18,18 @@ def names() -> list[str]:
 
 
 def digest(name: str, folder: Path = SCRIPTS) -> str:
-    """Return a digest of what a script runs: its lines and those of _places.py, without docstrings and empty lines.
+    """Return a digest of what a script runs: its lines and those of the files here that it imports, which begin with _.
+
+    Docstrings and empty lines are left out.
 
     Args:
         name: of the script.
         folder: of the scripts.
     """
-    texts = [_code((folder / f"{stem}.py").read_text()) for stem in (name, _COMMON)]
+    text = (folder / f"{name}.py").read_text()
+    imported = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+    others = sorted(stem for stem in imported if stem and stem != _COMMON and (folder / f"{stem}.py").is_file())
+    texts = [_code((folder / f"{stem}.py").read_text()) for stem in (name, _COMMON, *others)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 

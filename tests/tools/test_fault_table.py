@@ -111,6 +111,14 @@ class TestDigests:
         (scripts / "_places.py").write_text("X = 3\n")
         assert not {*before} & {fault_scripts.digest(name, scripts) for name in "ab"}
 
+    def test_what_some_scripts_share_changes_these_alone(self, scripts):
+        (scripts / "_shared.py").write_text("X = 1\n")
+        (scripts / "a.py").write_text("from _places import X\nfrom _shared import X\n")
+        before = [fault_scripts.digest(name, scripts) for name in "ab"]
+        (scripts / "_shared.py").write_text("X = 2\n")
+        after = [fault_scripts.digest(name, scripts) for name in "ab"]
+        assert (after[0] != before[0], after[1] == before[1]) == (True, True)
+
     def test_a_script_that_was_not_run_or_was_another_one_is_missing(self, monkeypatch):
         known = fault_scripts.kept()
         first, second, *_ = known["versions"]["0.19.8"]

@@ -8,19 +8,15 @@ writes under the name of one what belongs to others. A load cuts in the same way
 setting do not show it; other numbers of ranks, for which universal checkpoints are made, do. No message says so.
 """
 
-import shutil
 import sys
-import tempfile
-from argparse import Namespace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from _places import exit_code, tell
-from deepspeed.checkpoint import ds_to_universal
+from _universal import converted
 
 
 def built(stage: int, in_turns: bool) -> deepspeed.DeepSpeedEngine:
@@ -38,13 +34,10 @@ def built(stage: int, in_turns: bool) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
-def converted(folder: str) -> dict[str, torch.Tensor]:
-    """Do what `ds_to_universal` does from the command line, and return the weights that it has written, by name."""
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    folders = {"input_folder": f"{folder}/saved", "output_folder": f"{folder}/universal"}
-    ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=True))
-    written = Path(folder, "universal", "zero").glob("*/fp32.pt")
-    return {path.parent.name: torch.load(path, weights_only=False)["param"] for path in written}
+def written(folder: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a universal checkpoint, by name."""
+    files = Path(folder, "universal", "zero").glob("*/fp32.pt")
+    return {path.parent.name: torch.load(path, weights_only=False)["param"] for path in files}
 
 
 def apart(stage: int, in_turns: bool) -> float:
@@ -52,16 +45,8 @@ def apart(stage: int, in_turns: bool) -> float:
     engine = built(stage, in_turns)
     engine.backward(engine(torch.ones(1, 4, device=engine.device)).pow(2).mean())
     engine.step()
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders, src=0)
-        engine.save_checkpoint(folders[0], tag="saved")
-        dist.barrier()
-        # Both ranks convert, each for itself, so that both know what is raised.
-        with tempfile.TemporaryDirectory() as copy:
-            shutil.copytree(f"{folders[0]}/saved", f"{copy}/saved")
-            found = converted(copy)
-        dist.barrier()  # the first rank removes the folder
+    with converted(engine) as folder:
+        found = written(folder)
     saved = dict(engine.module.named_parameters())
     assert found.keys() == saved.keys()
     return max(((found[name] - one.detach().cpu()).norm() / one.norm()).item() for name, one in saved.items())

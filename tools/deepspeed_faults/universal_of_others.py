@@ -9,17 +9,13 @@ groups are given out by the place of a group, not by its parameters. A checkpoin
 strictly.
 """
 
-import shutil
 import sys
-import tempfile
-from argparse import Namespace
 from functools import partial
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from _places import exit_code, tell
-from deepspeed.checkpoint import ds_to_universal
+from _universal import converted
 
 SAVED = {"matrix": (6, 4), "bias": (4,)}
 RATES = {"matrix": 0.1, "bias": 0.2}
@@ -59,35 +55,19 @@ def built(stage: int, shapes: dict[str, tuple[int, ...]], reverse: bool) -> deep
     return deepspeed.initialize(model=model, model_parameters=given, config=config)[0]
 
 
-def convert(folder: str) -> None:
-    """Do what `ds_to_universal` does from the command line."""
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    folders = {"input_folder": f"{folder}/saved", "output_folder": f"{folder}/universal"}
-    ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=True))
-
-
 def loaded(stage: int, shapes: dict[str, tuple[int, ...]], reverse: bool) -> tuple[bool, str]:
     """Save, convert and load, and return whether that ended as it has to, and how."""
     engine = built(stage, SAVED, False)
     engine.backward(engine())
     engine.step()
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders, src=0)
-        engine.save_checkpoint(folders[0], tag="saved")
-        dist.barrier()
-        # Each rank converts for itself, and loads what it has converted, so that both know what is raised.
-        with tempfile.TemporaryDirectory() as copy:
-            shutil.copytree(f"{folders[0]}/saved", f"{copy}/saved")
-            convert(copy)
-            other = built(stage, shapes, reverse)
-            try:
-                other.load_checkpoint(copy, tag="universal")
-            except (ValueError, RuntimeError) as error:
-                ended = f"it is refused: {type(error).__name__}"
-            else:
-                ended = f"it is loaded, the first group's learning rate is {other.optimizer.param_groups[0]['lr']}"
-        dist.barrier()  # the first rank removes the folder
+    with converted(engine) as folder:
+        other = built(stage, shapes, reverse)
+        try:
+            other.load_checkpoint(folder, tag="universal")
+        except (ValueError, RuntimeError) as error:
+            ended = f"it is refused: {type(error).__name__}"
+        else:
+            ended = f"it is loaded, the first group's learning rate is {other.optimizer.param_groups[0]['lr']}"
     same = shapes == SAVED and not reverse
     return ("loaded" if same else "refused") in ended, ended
 

@@ -7,17 +7,13 @@ dict only `if not self.load_universal_checkpoint()`), and reads the parameters o
 statistics of a norm, and the frozen part of a model, are those that the new engine began with.
 """
 
-import shutil
 import sys
-import tempfile
-from argparse import Namespace
 from functools import partial
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from _places import exit_code, tell
-from deepspeed.checkpoint import ds_to_universal
+from _universal import converted
 
 
 class Model(torch.nn.Module):
@@ -47,30 +43,14 @@ def built(stage: int, value: float, universal: bool) -> deepspeed.DeepSpeedEngin
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
 
 
-def convert(folder: str) -> None:
-    """Do what `ds_to_universal` does from the command line."""
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    folders = {"input_folder": f"{folder}/saved", "output_folder": f"{folder}/universal"}
-    ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=True))
-
-
 def loaded(stage: int, universal: bool) -> tuple[float, float]:
     """Save a model of fives, and load it into one of ones: return its buffer and its frozen weight."""
     engine = built(stage, 5.0, False)
     engine.backward(engine(torch.ones(1, 4, device=engine.device)))
     engine.step()
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders, src=0)
-        engine.save_checkpoint(folders[0], tag="saved")
-        dist.barrier()
-        # Each rank converts for itself, and loads what it has converted.
-        with tempfile.TemporaryDirectory() as copy:
-            shutil.copytree(f"{folders[0]}/saved", f"{copy}/saved")
-            convert(copy)
-            other = built(stage, 1.0, universal)
-            other.load_checkpoint(copy, tag="universal" if universal else "saved")
-        dist.barrier()  # the first rank removes the folder
+    with converted(engine) as folder:
+        other = built(stage, 1.0, universal)
+        other.load_checkpoint(folder, tag="universal" if universal else "saved")
     with deepspeed.zero.GatheredParameters([other.module.frozen], enabled=stage == 3):
         frozen = float(other.module.frozen[0])
     return float(other.module.mean[0]), frozen
