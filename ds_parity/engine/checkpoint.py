@@ -17,6 +17,7 @@ from ds_parity.engine.internals.broadcast import any_shape_is_gathered
 from ds_parity.engine.internals.checkpoints import (
     COUNTS,
     NAMES,
+    has_experts,
     loads_universal_weights_alone,
     own_clipping,
     weights_of,
@@ -91,7 +92,9 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
 
 def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
     engine = driver.engine
-    loading.refuse_unlike_loads(load_dir, driver.say_to_load(loading.asked(engine, load_dir, tag, options)))
+    # Experts have other names in a checkpoint than in the model of one rank.
+    stepped = [] if has_experts(engine) else list(chain.from_iterable(driver.adapter.groups()))
+    loading.refuse_unlike_loads(load_dir, driver.say_to_load(loading.asked(engine, load_dir, tag, options, stepped)))
     driver.refuse_loading()
     if options["load_module_only"]:
         refuse_module_alone(driver)
@@ -112,7 +115,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
         if path is not None and engine.load_universal_checkpoint():
-            stepped = chain.from_iterable(driver.adapter.groups())
+            stepped = list(chain.from_iterable(driver.adapter.groups()))
             load_untrained(engine, path, stepped, strict=options["load_module_strict"])
     said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))

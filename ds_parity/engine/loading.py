@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from ds_parity.engine.internals.identity import Files, renamed
+from ds_parity.engine.internals.universal import incomplete
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.saving import IDENTITY
 from ds_parity.engine.unloadable import folder_of, tag_of
@@ -14,6 +17,8 @@ from ds_parity.errors import CheckpointError
 _FOLDER: Final = "folder"
 _UNREAD: Final = "unread"
 _RENAMED: Final = "renamed"
+_LACKING: Final = "lacking"
+_OF_EACH: Final = {_FOLDER, _UNREAD, _LACKING}
 _WAY_OUT: Final = (
     "Training would go on from a mixture of them. Load one checkpoint on every rank, with the same arguments (a tag "
     "by a listing: broadcast that of the first rank), and where hosts do not share the folder, copy one checkpoint "
@@ -21,7 +26,9 @@ _WAY_OUT: Final = (
 )
 
 
-def asked(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def asked(
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], stepped: Iterable[Any] = ()
+) -> dict[str, Any]:
     """Return what this rank is about to load, for all ranks to compare before one of them loads.
 
     Args:
@@ -29,17 +36,20 @@ def asked(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> d
         load_dir: as in DeepSpeed; hosts need not share it.
         tag: likewise; None for that of the file `latest`.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
+        stepped: the parameters of which a universal checkpoint must have a folder, by their names.
     """
     universal = bool(engine.load_universal_checkpoint())
     flags = {name: bool(value) for name, value in options.items() if name != "custom_load_fn"}
     custom = options["custom_load_fn"] is not None
-    return {**_found(load_dir, tag, universal=universal), **flags, "custom_load_fn": "one" if custom else "none"}
+    missing = partial(incomplete, engine, stepped=stepped) if universal else None
+    return {**_found(load_dir, tag, missing), **flags, "custom_load_fn": "one" if custom else "none"}
 
 
-def _found(load_dir: str, tag: Any, *, universal: bool) -> dict[str, Any]:
+def _found(load_dir: str, tag: Any, missing: Callable[[Path], str | None] | None) -> dict[str, Any]:
     # The other ranks come to compare, whatever this one finds. Path.is_dir raises where it may not look (EACCES), and
     # where a shared folder is gone (ESTALE).
-    named, unread, found = None, None, False
+    universal = missing is not None
+    named, unread, lacking, found = None, None, None, False
     try:
         named = tag_of(load_dir, tag, universal=universal)
         if tag is None and named == "":
@@ -48,9 +58,10 @@ def _found(load_dir: str, tag: Any, *, universal: bool) -> dict[str, Any]:
             unread = "the file has a NUL byte, of which no folder can have the name"
         folder = None if named is None else folder_of(load_dir, named)
         found = folder is not None and folder.is_dir()
+        lacking = missing(folder) if missing is not None and folder is not None and found else None
     except (OSError, ValueError, TypeError) as error:
         unread = in_short(error)
-    return {"tag": repr(named), _FOLDER: found, _UNREAD: unread}
+    return {"tag": repr(named), _FOLDER: found, _UNREAD: unread, _LACKING: lacking}
 
 
 def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
@@ -63,7 +74,7 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
     Raises:
         RankDesyncError: on every rank, where tags or options differ.
         CheckpointError: on every rank, where one may not look for the tag's folder, or some ranks find it and others
-            do not.
+            do not, or a universal checkpoint lacks a file.
     """
     where = f"load_checkpoint({load_dir!r})"
     unread = [f"rank {rank} ({one[_UNREAD]})" for rank, one in enumerate(gathered) if one[_UNREAD] is not None]
@@ -73,7 +84,7 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
             f"{', '.join(unread[:3])}. Nothing was loaded; mend what that says (rights, a shared folder that is gone), "
             "and load again"
         )
-    alike = [{key: value for key, value in one.items() if key not in (_FOLDER, _UNREAD)} for one in gathered]
+    alike = [{key: value for key, value in one.items() if key not in _OF_EACH} for one in gathered]
     refuse_differing(where, alike, f"{_WAY_OUT}. Nothing was loaded")
     found = [rank for rank, one in enumerate(gathered) if one[_FOLDER]]
     lost = sorted(set(range(len(gathered))) - set(found))
@@ -83,6 +94,14 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
             "one. Nothing was loaded; give the same folder on every rank, and where hosts do not share it, copy the "
             "checkpoint to all of them"
         )
+    for rank, one in enumerate(gathered):
+        if one[_LACKING] is not None:
+            raise CheckpointError(
+                f"{where}, on rank {rank}: the universal checkpoint {one['tag']} has no {one[_LACKING]}, as where its "
+                "conversion broke off, files were lost, or another model, or another set of trained parameters, was "
+                "saved. Nothing was loaded; convert it anew, into a folder of its own, and load it into the model that "
+                "saved it"
+            )
 
 
 def loaded(engine: Any, state: Mapping[str, Any], files: Files) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Frozen weights and buffers in universal checkpoints, which DeepSpeed loads without them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from tests.distributed.sets import at_length_on_two_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STAGES = (1, 2, 3)
+LOST = ("layer.weight/fp32.pt", "layer.bias/exp_avg.pt", "layer.bias")
 
 
 class _Model(torch.nn.Module):
@@ -86,6 +89,21 @@ def _loaded(stage, precision, path, *, more, strict):
     return _held(engine)
 
 
+def _ended_without(lost, stage, precision, path):
+    """What a load says of a checkpoint without a file or folder, and whether the engine is as it was."""
+    dist.barrier()
+    engine = _engine(stage, precision, _Model(1.0))
+    before = _held(engine)
+    there, aside = Path(path, "universal", "zero", lost), Path(path, "aside")
+    if dist.get_rank() == 0:
+        there.rename(aside)
+    dist.barrier()
+    said = from_all(refusal(lambda: engine.load_checkpoint(path)))
+    if dist.get_rank() == 0:
+        aside.rename(there)
+    return said, _held(engine) == before
+
+
 @at_length_on_two_ranks
 def universal_untrained(folder):
     """By stage and precision: what was saved, what a load gives another engine, and what other models end in."""
@@ -99,6 +117,7 @@ def universal_untrained(folder):
                 "ended": {"more": _ended(*of, more=True), "shape": _ended(*of, shape=(4,))},
                 "lenient": _loaded(*of, more=True, strict=False),
             }
+            results[f"{stage}-{precision}"]["lost"] = [_ended_without(lost, *of) for lost in LOST]
     return from_all(results)
 
 
@@ -131,3 +150,11 @@ def test_without_strictness_what_is_not_there_stays(two_ranks_at_length, stage, 
         lenient = results[f"{stage}-{precision}"]["lenient"]
         assert lenient["more"] == [1.0] * 3
         assert lenient["mean"] == lenient["frozen"] == [5.0] * 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_lost_file_is_told_on_every_rank_before_anything_is_loaded(two_ranks_at_length, stage, precision):
+    for results in two_ranks_at_length.of(universal_untrained):
+        for lost, (said, untouched) in zip(LOST, results[f"{stage}-{precision}"]["lost"], strict=True):
+            assert all(one.startswith("CheckpointError") and f"has no zero/{lost}" in one for one in said), said
+            assert untouched

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ds_parity.engine import loading
 from ds_parity.errors import CheckpointError, RankDesyncError
@@ -61,3 +62,39 @@ def test_ranks_that_ask_alike_and_find_it_load(folder):
 def test_ranks_that_ask_for_different_tags_are_out_of_step(folder):
     with pytest.raises(RankDesyncError, match="ranks differ in tag"):
         loading.refuse_unlike_loads(folder, [asks(folder), asks(folder, "b")])
+
+
+UNIVERSAL = SimpleNamespace(load_universal_checkpoint=lambda: True, module=torch.nn.Linear(2, 2))
+
+
+@pytest.fixture
+def universal(folder, tmp_path):
+    for name in ("weight", "bias"):
+        of_one = tmp_path / "a" / "zero" / name
+        of_one.mkdir(parents=True)
+        for file in ("fp32", "exp_avg", "exp_avg_sq", "step"):
+            (of_one / f"{file}.pt").touch()
+    return tmp_path / "a" / "zero"
+
+
+def asks_for_universal(folder):
+    return loading.asked(UNIVERSAL, folder, "a", OPTIONS, UNIVERSAL.module.parameters())
+
+
+@pytest.mark.parametrize("lost", ["weight/fp32.pt", "bias/exp_avg_sq.pt", "bias"])
+def test_every_rank_is_told_what_a_universal_checkpoint_lacks_on_one(folder, universal, lost):
+    whole = asks_for_universal(folder)
+    (universal / lost).rename(universal.parent / "aside")
+    with pytest.raises(CheckpointError, match=rf"on rank 1: .* has no zero/{lost}, .*Nothing was loaded"):
+        loading.refuse_unlike_loads(folder, [whole, asks_for_universal(folder)])
+
+
+@pytest.mark.parametrize("lost", ["weight/step.pt", "weight/exp_avg.pt weight/exp_avg_sq.pt"])
+def test_a_universal_checkpoint_of_what_has_no_moments_is_whole(folder, universal, lost):
+    for file in lost.split():
+        (universal / file).unlink()
+    loading.refuse_unlike_loads(folder, [asks_for_universal(folder)])
+
+
+def test_a_folder_that_is_no_universal_checkpoint_is_left_to_the_load(folder):
+    loading.refuse_unlike_loads(folder, [asks_for_universal(folder)])

@@ -1,4 +1,4 @@
-"""Loads what a universal checkpoint holds of a model beside its trained parameters: frozen weights and buffers."""
+"""Universal checkpoints: what one lacks, and the frozen weights and buffers in it, which DeepSpeed does not load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,43 @@ from ds_parity.errors import CheckpointError
 
 _EXTRA: Final = "_extra_state"
 """The end of the name of what a module saves of its own (torch's Module.get_extra_state): of any kind and shape."""
+_WEIGHTS: Final = "fp32"
+_MOMENTS: Final = {"exp_avg", "exp_avg_sq"}
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_(mp_rank_\d+_model_states\.pt)")
+
+
+def incomplete(engine: Engine, folder: Path, stepped: Iterable[Parameter]) -> str | None:
+    """Return what a universal checkpoint lacks of its parameters' files; None where nothing is missing.
+
+    On ZeRO 1 and 2 DeepSpeed loads what it finds in a parameter's folder, and leaves its weights as they are where the
+    file of its weights is gone (checkpoint/universal_checkpoint.py, load_hp_checkpoint_state, 0.19.8). Only the rank
+    that has a parameter looks for its folder, and the others wait for it.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        folder: of the checkpoint's tag, which need not be a universal one: then nothing is said here.
+        stepped: the model's parameters that the optimizer steps, as far as they have names of the checkpoint.
+
+    Raises:
+        OSError: a folder can't be listed.
+    """
+    zero = folder / "zero"
+    if not zero.is_dir():
+        return None
+    there = {one.name: {file.stem for file in one.glob("*.pt")} for one in zero.iterdir() if one.is_dir()}
+    for name, files in sorted(there.items()):
+        # Of what has had no gradient yet, and of what is frozen, a conversion makes a file of weights alone.
+        lost = {_WEIGHTS, *(_MOMENTS if files & _MOMENTS else ())} - files
+        if lost:
+            return f"zero/{name}/{min(lost)}.pt"
+    wanted = {id(one) for one in stepped}
+    names = [name for name, one in engine.module.named_parameters() if id(one) in wanted and _has_elements(one)]
+    lacking = next((name for name in names if name not in there), None)
+    return None if lacking is None else f"zero/{lacking}"
+
+
+def _has_elements(parameter: Parameter) -> bool:
+    return bool(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, strict: bool) -> None:
