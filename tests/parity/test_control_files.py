@@ -132,6 +132,15 @@ def test_an_unknown_control_or_scenario_is_refused_by_name():
         scenario("nonsense", {})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"ds_parity": {"lossweight": "token"}}, "lossweight"), ({"gradient_accumulation_passes": 0}, "passes = 0")],
+)
+def test_wrong_keys_of_ours_are_refused_though_controls_have_their_own(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        planned_runs({"gradient_accumulation_passes": 4, **wrong})
+
+
 class TestVerdict:
     def test_a_missed_fault_and_a_false_alarm_both_fail(self, fault, clean, missed, alarm):
         assert good([fault, clean])

@@ -387,6 +387,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the universal checkpoint is of another model, or of other parameter groups",
     ),
     DeepSpeedFault(
+        "universal_without_a_file",
+        "a parameter stays as the new engine began with it, and nothing raises",
+        "look whether each folder below zero/ of the universal checkpoint has a file fp32.pt before it is loaded",
+        lambda c: c.stage in (1, 2) and c.on("checkpoint.load_universal"),
+        "the universal checkpoint has lost the file of a parameter's weights",
+    ),
+    DeepSpeedFault(
         "universal_without_buffers",
         "buffers and frozen weights stay those that the new engine began with, and nothing raises",
         "load them into the model before deepspeed.initialize, out of the module in the checkpoint's file of the model",

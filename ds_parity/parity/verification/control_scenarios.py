@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_parity.config import refuse_misspelt
+from ds_parity.config import parse, refuse_misspelt
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.scenario import Scenario
 
@@ -66,12 +66,14 @@ def scenario(name: str, config: dict[str, Any], seed: int = 3) -> Scenario:
         seed: of weights, rollouts and raggedness.
 
     Raises:
-        ConfigError: there is no such scenario, or the configuration misspells a key of DeepSpeed's.
+        ConfigError: there is no such scenario, or the configuration misspells a key of DeepSpeed's, or has a wrong
+            one of ours.
     """
     if name not in NAMES:
         raise ConfigError(f"control scenario {name!r}: it must be one of {', '.join(NAMES)}")
-    # A misspelt section is not among the keys that are kept, and would vanish without a word.
+    # A misspelt section is not among the keys that are kept, nor are ours, and would vanish without a word.
     refuse_misspelt(config)
+    parse(config)
     section = {**({} if name == "terms" else {"loss_weight": "token"}), **_SECTIONS.get(name, {})}
     shape = {**_OVERSHOOTING, **_SHAPES.get(name, {})}
     kept = {key: config[key] for key in _KEPT if key in config}
