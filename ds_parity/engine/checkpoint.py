@@ -13,6 +13,7 @@ import torch
 
 from ds_parity.engine import loading
 from ds_parity.engine.driver import Driver
+from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
 from ds_parity.engine.internals.broadcast import any_shape_is_gathered
 from ds_parity.engine.internals.checkpoints import (
     COUNTS,
@@ -39,6 +40,7 @@ from ds_parity.errors import CheckpointError, RankDesyncError
 
 _LOG = logging.getLogger("ds_parity")
 _MOST_SECONDS: Final = 5.0
+_HALF_WAY: Final = "Loading ends half way, so start a new engine"
 _SETTINGS = ("count", "lr_progress")
 # By which load_checkpoint() is asked for a part.
 _PART = (("load_optimizer_states", False), ("load_module_only", True))
@@ -68,9 +70,12 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
     """
     with naming_lost_ranks("load_checkpoint()"):
+        before, there = driver.state.half_loaded, _refuse_to_begin(driver, load_dir, tag, options)
+        driver.state.half_loaded = str(load_dir) if there else before
         path, state = _loaded_by_all(driver, load_dir, tag, options)
-    # Nothing was loaded, so the open window goes on as it was.
     if path is None:
+        driver.state.half_loaded = before
+        # Nothing was loaded, so the open window goes on as it was.
         return path, state
     refuse_universal_in_turns(driver.engine, load_dir, (state or {}).get(KEY, {}))
     driver.abandon()
@@ -87,18 +92,27 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             if not named:
                 driver.adapter.show_stepped_weights()
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
+    # A part that is loaded over another leaves what the other was.
+    driver.state.half_loaded = "" if is_whole(driver.engine, options) else before
     return path, state
 
 
-def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> bool:
+    """Raise before anything is loaded, on every rank alike; return whether there is something to load."""
     engine = driver.engine
     # Experts have other names in a checkpoint than in the model of one rank.
     stepped = [] if has_experts(engine) else list(chain.from_iterable(driver.adapter.groups()))
-    loading.refuse_unlike_loads(load_dir, driver.say_to_load(loading.asked(engine, load_dir, tag, options, stepped)))
+    said = driver.say_to_load(loading.asked(engine, load_dir, tag, options, stepped))
+    there = loading.refuse_unlike_loads(load_dir, said, universal=engine.load_universal_checkpoint())
     driver.refuse_loading()
     if options["load_module_only"]:
         refuse_module_alone(driver)
     _refuse_a_part_of_universal(driver, options)
+    return there
+
+
+def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    engine = driver.engine
     # At the end of these loads DeepSpeed gathers parameters, or a function of the caller's may talk to other ranks, who
     # may wait for this one there, and hear of an error once they come out, or this one ends.
     gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
@@ -167,10 +181,11 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         saving: what is saved.
 
     Raises:
-        CheckpointError: a window is open, or `own_values` refuses the client state.
+        CheckpointError: a window is open, a load has ended half way, or `own_values` refuses the client state.
         RankDesyncError: not every rank saves, or not all of them the same.
     """
     try:
+        refuse_half_loaded(driver.state.half_loaded, "save_checkpoint()")
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
@@ -302,7 +317,7 @@ def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
             f"the checkpoint was counting towards a target of {saved[0]} {saved[1]}s, this configuration says "
             f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes, "
             "ds_parity.count and ds_parity.boundary, or begin a run with its weights alone: "
-            "load_optimizer_states=False and load_lr_scheduler_states=False"
+            f"load_optimizer_states=False and load_lr_scheduler_states=False. {_HALF_WAY}"
         )
 
 
@@ -321,7 +336,7 @@ def _refuse_other_progress(driver: Driver, state: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint's ds_parity.lr_progress was {saved!r}, this configuration says {wanted!r}: the LR would "
             f"jump from one place of its schedule to another; write {saved!r}, or give load_lr_scheduler_states=False "
-            "to go on with the schedule of this engine"
+            f"to go on with the schedule of the new engine. {_HALF_WAY}"
         )
 
 

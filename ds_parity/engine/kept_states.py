@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ds_parity.engine.internals.checkpoints import (
+    CONVERTED,
     dealt_in_turns,
     in_turns,
     kinds_of_optimizer,
+    names_of_states,
     parts_of,
     saved_in_parts,
     steps_by,
@@ -22,6 +24,7 @@ from ds_parity.errors import CheckpointError
 # Under these names of the window's state.
 _OWNERS = "states_of"
 _TURNS = "round_robin_gradients"
+_NAMES = "states"
 _HALF_WAY = "Loading ends half way, so start a new engine"
 # Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
 _ALIKE = (
@@ -39,7 +42,7 @@ def kept(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict
         engine: a bare DeepSpeed engine, of a pipeline or not.
         groups: the parameters of its groups, on ZeRO 3 of its sub-groups.
     """
-    return {_TURNS: dealt_in_turns(engine), _OWNERS: _owners(engine, groups)}
+    return {_TURNS: dealt_in_turns(engine), _OWNERS: _owners(engine, groups), _NAMES: names_of_states(engine)}
 
 
 def refuse_universal_in_turns(engine: Engine, load_dir: str, state: Mapping[str, Any]) -> None:
@@ -84,6 +87,8 @@ def refuse_states_of_others(
     """
     _refuse_other_owners(engine, state.get(_OWNERS, {}), _owners(engine, groups), named=named)
     _refuse_other_turns(engine, state.get(_TURNS))
+    if engine.load_universal_checkpoint():
+        _refuse_unconverted(engine, state.get(_NAMES, ()))
 
 
 @contextmanager
@@ -148,6 +153,17 @@ def _refuse_other_turns(engine: Engine, saved: bool | None) -> None:
             f"says {str(wanted).lower()}: parameters lie on other ranks there, and DeepSpeed has given their states to "
             "others without an error; load it with the setting that saved it, or with load_optimizer_states=False. "
             f"{_HALF_WAY}"
+        )
+
+
+def _refuse_unconverted(engine: Engine, names: Iterable[str]) -> None:
+    lost = sorted(set(names) - CONVERTED)
+    if lost:
+        raise CheckpointError(
+            f"the universal checkpoint has no {', '.join(lost)} of its optimizer ({kinds_of_optimizer(engine)[0]}): "
+            "DeepSpeed's conversion keeps step, exp_avg and exp_avg_sq alone, and this optimizer would begin the rest "
+            "anew, or raise in its step(). Load the checkpoint that was converted, on as many ranks and without "
+            f"load_universal, or train with an optimizer that keeps no more (AdamW without amsgrad). {_HALF_WAY}"
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from ds_parity.engine.files_on_disk import damaged
 from ds_parity.engine.internals.identity import Files, renamed
 from ds_parity.engine.internals.universal import incomplete
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
@@ -17,8 +17,15 @@ from ds_parity.errors import CheckpointError
 _FOLDER: Final = "folder"
 _UNREAD: Final = "unread"
 _RENAMED: Final = "renamed"
-_LACKING: Final = "lacking"
-_OF_EACH: Final = {_FOLDER, _UNREAD, _LACKING}
+_BROKEN: Final = "broken"
+_OF_EACH: Final = {_FOLDER, _UNREAD, _BROKEN}
+_OF_SAVING: Final = (
+    "its saving broke off, or files were lost or damaged. Nothing was loaded; load the one before it, by its tag"
+)
+_OF_CONVERSION: Final = (
+    "its conversion broke off, files were lost, or another model, or another set of trained parameters, was saved. "
+    "Nothing was loaded; convert it anew, into a folder of its own, and load it into the model that saved it"
+)
 _WAY_OUT: Final = (
     "Training would go on from a mixture of them. Load one checkpoint on every rank, with the same arguments (a tag "
     "by a listing: broadcast that of the first rank), and where hosts do not share the folder, copy one checkpoint "
@@ -41,15 +48,19 @@ def asked(
     universal = bool(engine.load_universal_checkpoint())
     flags = {name: bool(value) for name, value in options.items() if name != "custom_load_fn"}
     custom = options["custom_load_fn"] is not None
-    missing = partial(incomplete, engine, stepped=stepped) if universal else None
-    return {**_found(load_dir, tag, missing), **flags, "custom_load_fn": "one" if custom else "none"}
+
+    def broken(folder: Path) -> str | None:
+        lacking = incomplete(engine, folder, stepped) if universal else None
+        return damaged(engine, folder, options) if lacking is None else f"it has no {lacking}"
+
+    found = _found(load_dir, tag, broken, universal=universal)
+    return {**found, **flags, "custom_load_fn": "one" if custom else "none"}
 
 
-def _found(load_dir: str, tag: Any, missing: Callable[[Path], str | None] | None) -> dict[str, Any]:
+def _found(load_dir: str, tag: Any, broken: Callable[[Path], str | None], *, universal: bool) -> dict[str, Any]:
     # The other ranks come to compare, whatever this one finds. Path.is_dir raises where it may not look (EACCES), and
     # where a shared folder is gone (ESTALE).
-    universal = missing is not None
-    named, unread, lacking, found = None, None, None, False
+    named, unread, why, found = None, None, None, False
     try:
         named = tag_of(load_dir, tag, universal=universal)
         if tag is None and named == "":
@@ -58,23 +69,24 @@ def _found(load_dir: str, tag: Any, missing: Callable[[Path], str | None] | None
             unread = "the file has a NUL byte, of which no folder can have the name"
         folder = None if named is None else folder_of(load_dir, named)
         found = folder is not None and folder.is_dir()
-        lacking = missing(folder) if missing is not None and folder is not None and found else None
+        why = broken(folder) if folder is not None and found else None
     except (OSError, ValueError, TypeError) as error:
         unread = in_short(error)
-    return {"tag": repr(named), _FOLDER: found, _UNREAD: unread, _LACKING: lacking}
+    return {"tag": repr(named), _FOLDER: found, _UNREAD: unread, _BROKEN: why}
 
 
-def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where ranks are about to load different things, or one of them has nothing to load.
+def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]], *, universal: bool = False) -> bool:
+    """Return whether there is a folder to load; raise where ranks are about to load different things.
 
     Args:
         load_dir: for the message.
         gathered: what `asked` has returned on all ranks, in their order.
+        universal: a universal checkpoint is loaded.
 
     Raises:
         RankDesyncError: on every rank, where tags or options differ.
         CheckpointError: on every rank, where one may not look for the tag's folder, or some ranks find it and others
-            do not, or a universal checkpoint lacks a file.
+            do not, or a file of the checkpoint can't be opened, or a universal one lacks a file.
     """
     where = f"load_checkpoint({load_dir!r})"
     unread = [f"rank {rank} ({one[_UNREAD]})" for rank, one in enumerate(gathered) if one[_UNREAD] is not None]
@@ -95,13 +107,12 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
             "checkpoint to all of them"
         )
     for rank, one in enumerate(gathered):
-        if one[_LACKING] is not None:
+        if one[_BROKEN] is not None:
+            way_out = _OF_CONVERSION if universal else _OF_SAVING
             raise CheckpointError(
-                f"{where}, on rank {rank}: the universal checkpoint {one['tag']} has no {one[_LACKING]}, as where its "
-                "conversion broke off, files were lost, or another model, or another set of trained parameters, was "
-                "saved. Nothing was loaded; convert it anew, into a folder of its own, and load it into the model that "
-                "saved it"
+                f"{where}, on rank {rank}: the checkpoint {one['tag']} is not whole: {one[_BROKEN]}, as where {way_out}"
             )
+    return bool(found)
 
 
 def loaded(engine: Any, state: Mapping[str, Any], files: Files) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from ds_parity.engine.half_loaded import refuse_half_loaded
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.errors import WindowError
 from ds_parity.window import Ledger
@@ -28,7 +29,10 @@ class PassState:
         awaits_step: a backward() has run whose step() has not.
         lost: why the open window can't go on, because something in it has raised; "" where it can.
         ran_in: index of the window that this rank's last backward belonged to; None before the first.
+        half_loaded: the folder of a load that has raised and ended half way; "" where none has.
     """
+
+    half_loaded = ""  # outlives the window, which a load throws away
 
     def __init__(self, adapter: Adapter, ledger: Ledger) -> None:
         self._adapter = adapter
@@ -56,7 +60,8 @@ class PassState:
             raise
 
     def refuse_lost(self) -> None:
-        """Raise WindowError where something in the open window has raised."""
+        """Raise WindowError where something in the open window has raised, and CheckpointError where a load has."""
+        refuse_half_loaded(self.half_loaded, f"window {self._ledger.window.index}")
         if self.lost:
             anew = "" if self._adapter.clears_strays else " (into a new engine, if it was the backward that raised)"
             raise WindowError(

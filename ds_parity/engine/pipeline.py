@@ -22,6 +22,7 @@ from ds_parity.config import Settings
 from ds_parity.config.features import PIPELINES, Wanted
 from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
 from ds_parity.engine.division import silenced, silent
+from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.installed import refused_by_call
@@ -34,7 +35,7 @@ from ds_parity.engine.internals.stages import (
     count_what_is_not_shared,
     lost_by_a_load,
 )
-from ds_parity.engine.pipeline_checkpoints import load, save, with_states
+from ds_parity.engine.pipeline_checkpoints import load, refuse_to_begin, save, with_states
 from ds_parity.engine.planned import PlansRead, Read, refuse_different_plans, refuse_plan_of_others
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
@@ -113,6 +114,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_last: StepRecord | None = None
         self._self_stand_in: MicroBatch | None = None
         self._self_empty = 0
+        self._self_half_loaded = ""  # the folder of a load that has raised behind its beginning
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
         engine.dynamic_shape = True
         buffers_of_every_type(engine)
@@ -195,13 +197,14 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             CheckpointError: another engine of this process has saved its checkpoint under the tag in that folder; or
                 `client_state` is no mapping, or has a value of the caller's own under `ds_parity`, or under a name of
                 DeepSpeed's (one that was loaded may be given: these are brought up to date); or a rank could not write
-                its files.
+                its files; or a load has ended half way.
             WindowError: a window has raised in this engine.
             RankDesyncError: another rank ended before it had saved, does something else, or saves under another tag:
                 all ranks save.
         """
         try:
             self._self_between.refuse_failed("save_checkpoint()")
+            refuse_half_loaded(self._self_half_loaded, "save_checkpoint()")
             state = with_states(self.__wrapped__, client_state)
             if self._self_lost:
                 raise CheckpointError(
@@ -256,7 +259,14 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         before = partial(self._self_patient.gather, place=self._place(LOADS, ANYWHERE))
         behind = partial(self._self_over.gather, place=self._place("has loaded", ANYWHERE))
         with naming_lost_ranks("load_checkpoint()"):
-            path, client_state = load(self.__wrapped__, load_dir, tag, options, before, behind)
+            there, half_loaded = (
+                refuse_to_begin(self.__wrapped__, load_dir, tag, options, before),
+                self._self_half_loaded,
+            )
+            self._self_half_loaded = str(load_dir) if there else half_loaded
+            path, client_state = load(self.__wrapped__, load_dir, tag, options, behind)
+        whole = path is not None and is_whole(self.__wrapped__, options)
+        self._self_half_loaded = "" if whole else half_loaded
         if path is not None:
             self._self_writer.has_loaded(load_dir, tag, universal=self.load_universal_checkpoint())
         return path, client_state
@@ -291,6 +301,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         over, kind = self._self_over, "trains a window"
         try:
             self._self_between.refuse(self._windows)
+            refuse_half_loaded(self._self_half_loaded, "train_window()")
             batches = _listed(micro_batches)
             counts = tuple(counts_in(one, self._self_weighting) for one in batches)
             for batch, own in zip(batches, counts, strict=True):

@@ -14,7 +14,7 @@ from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.checkpoints import own_clipping
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
-from ds_parity.engine.internals.stages import as_it_was_saved
+from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
 from ds_parity.engine.ranks.agreement import in_short
 from ds_parity.engine.saving import IDENTITY, KEY, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of
@@ -61,10 +61,8 @@ def save(engine: Any, saving: Saving, state: Mapping[str, Any], before: Gather, 
     return write(choose(engine), saving, {**state, KEY: ours}, behind)
 
 
-def load(
-    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], before: Gather, behind: Gather
-) -> tuple[Any, Any]:
-    """Load a checkpoint; return what DeepSpeed returns.
+def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], before: Gather) -> bool:
+    """Return whether there is a folder to load; raise where ranks are about to load different things.
 
     Args:
         engine: DeepSpeed's PipelineEngine.
@@ -72,14 +70,30 @@ def load(
         tag: likewise.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
         before: gathers a value of every rank that comes to load.
-        behind: the same of those that have loaded.
+
+    Raises:
+        CheckpointError: on every rank, where one finds no folder of the tag, or may not look into it.
+        RankDesyncError: not every rank loads, or not all of them the same.
+    """
+    said = before(loading.asked(engine, load_dir, tag, options))
+    return loading.refuse_unlike_loads(load_dir, said, universal=engine.load_universal_checkpoint())
+
+
+def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather) -> tuple[Any, Any]:
+    """Load a checkpoint; return what DeepSpeed returns.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+        load_dir: as in DeepSpeed.
+        tag: likewise.
+        options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
+        behind: gathers a value of every rank that has loaded.
 
     Raises:
         CheckpointError: on every rank, where one can't go on from it: DeepSpeed refused the checkpoint, or its states
             are those of another optimizer, or of other parameters.
-        RankDesyncError: not every rank loads, or not all of them the same.
+        RankDesyncError: not every rank has loaded, or not all of them the same.
     """
-    loading.refuse_unlike_loads(load_dir, before(loading.asked(engine, load_dir, tag, options)))
     with identities(engine) as files:
         path, state, error = _loaded(engine, load_dir, tag, options)
     ours = loading.loaded(engine, (state or {}).get(KEY, {}), files)
@@ -119,7 +133,8 @@ def _loaded(
             if not named:
                 adapter.show_stepped_weights()
     except CheckpointError as error:
-        return None, None, _of_another_topology(engine, load_dir, tag, error) or error
+        other = _of_another_topology(engine, load_dir, tag, error) or _without_a_layer(engine, load_dir, tag, error)
+        return None, None, other or error
     return path, state, None
 
 
@@ -145,6 +160,21 @@ def _of_another_topology(engine: Any, load_dir: str, tag: Any, error: Checkpoint
         f"{_counted(stages, columns)}, on which its optimizer states don't lie as they did. Load it with as many "
         "stages and columns, or its weights alone with load_optimizer_states=False; loading ends half way, so start a "
         f"new engine ({error})"
+    )
+    other.__cause__ = error
+    return other
+
+
+def _without_a_layer(engine: Any, load_dir: str, tag: Any, error: CheckpointError) -> CheckpointError | None:
+    """Return what to say where this stage finds no file of one of its layers; None where it has all."""
+    folder = folder_of(load_dir, tag)
+    lost = None if folder is None else layer_without_a_file(engine.module, folder)
+    if lost is None:
+        return None
+    other = CheckpointError(
+        f"load_checkpoint({load_dir!r}): the checkpoint is not whole: it has no file of a layer: {lost}, as where its "
+        "saving broke off, where files were lost, or where hosts do not share the folder; load the one before it, by "
+        f"its tag; loading ends half way, so start a new engine ({error})"
     )
     other.__cause__ = error
     return other

@@ -23,6 +23,7 @@ _HALF_WAY = "loading ends half way, so start a new engine"
 _OF_NONE = "'NoneType'"
 _WHOLE = (0,)
 _OF_A_BROKEN_FILE = "PytorchStreamReader"  # torch's reader of zip archives
+_READER = "torch.serialization"
 _OF_ZEROS = "filename 'storages' not found"  # torch takes a file of zero bytes for one of its oldest archives
 _OF_A_STATE_DICT = "Error(s) in loading state_dict"  # torch's load_state_dict, of names or sizes
 _OF_UNIVERSAL = "zero"  # the folder of parameters that ds_to_universal makes
@@ -57,9 +58,16 @@ def explained(driver: Loading, load_dir: str, tag: Any = None) -> Iterator[None]
         said = _taken_for_plain(driver, load_dir, tag, error)
         if said is None and explain:
             said = explain(driver, load_dir, tag, error)
+        if said is None and _inside_the_reader(error):
+            said = _unreadable(driver, load_dir, tag, error)
         if said is None:
             raise
         raise said from error
+
+
+def _inside_the_reader(error: Exception) -> bool:
+    # What a damaged file raises there depends on the place of the damage: Unicode, overflow, a key, a folder.
+    return any(frame.f_globals.get("__name__") == _READER for frame, _ in walk_tb(error.__traceback__))
 
 
 def _taken_for_plain(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
@@ -83,7 +91,7 @@ def _refused(driver: Loading, load_dir: str, tag: Any, error: Exception) -> Chec
         return CheckpointError(
             f"load_checkpoint({load_dir!r}): the tag is {str(folder.relative_to(load_dir))!r}{by}, "
             f"and there is no such folder; give the tag of a checkpoint that was saved there "
-            f"({', '.join(there) or 'none was'}); {_HALF_WAY}"
+            f"({', '.join(there) or 'none was'}). Nothing was loaded"
         )
     if universal:
         return _of_universal(driver, load_dir, said)

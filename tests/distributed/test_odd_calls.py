@@ -108,18 +108,29 @@ def test_a_rank_that_saves_or_loads_alone_and_the_others_are_told_at_once(two_ra
         assert seconds < 20
 
 
+def _break(file, how):
+    there = file.read_bytes()
+    if how == "lost":
+        file.unlink()
+    elif how == "cut short":
+        file.write_bytes(there[:100])
+    else:
+        at = there.find(b"optimizer_state_dict")
+        file.write_bytes(there[: at - 8] + b"\xff" * 16 + there[at + 8 :])
+
+
 @on_two_ranks
 def checkpoints_with_a_broken_file(folder):
     """By stage and what is wrong with rank 1's states: what ranks are told; and behind it, of a whole checkpoint."""
     results = {}
-    for stage in (1, 2):
-        for how in ("cut short", "lost"):
+    for stage in (1, 2, 3):
+        for how in ("cut short", "lost", "damaged")[: 1 if stage == 3 else 3]:  # there a rank waits in the load
             engine = build(config(stage, passes=4, exchange_timeout=60))
             for tag in ("whole", "broken"):
                 engine.save_checkpoint(f"{folder}/{stage}", tag=tag)
             if dist.get_rank() == 1:
                 for file in Path(folder, str(stage), "broken").glob("*zero_pp_rank_1_*_optim_states.pt"):
-                    file.unlink() if how == "lost" else file.write_bytes(file.read_bytes()[:100])
+                    _break(file, how)
             dist.barrier()
             begun = time.monotonic()
             said = refusal(lambda e=engine, f=f"{folder}/{stage}": e.load_checkpoint(f, tag="broken"))
@@ -134,7 +145,7 @@ def checkpoints_with_a_broken_file(folder):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("how", "why"), [("cut short", "can't be read"), ("lost", "is not there")])
+@pytest.mark.parametrize(("how", "why"), [("damaged", "can't be read"), ("lost", "is not there")])
 def test_a_file_that_one_rank_cannot_load_is_an_error_on_every_rank(two_ranks, stage, how, why):
     results = two_ranks.of(checkpoints_with_a_broken_file)
     (other, _), (own, seconds) = results[f"{stage} {how}"]
@@ -144,6 +155,17 @@ def test_a_file_that_one_rank_cannot_load_is_an_error_on_every_rank(two_ranks, s
     assert "rank 1 has raised CheckpointError" in other
     assert seconds < 20
     assert results[f"{stage} {how}, then"] == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_file_of_one_rank_without_an_end_is_told_on_all_before_anything_is_loaded(two_ranks, stage):
+    results = two_ranks.of(checkpoints_with_a_broken_file)
+    for said, seconds in results[f"{stage} cut short"]:
+        assert said.startswith("CheckpointError: load_checkpoint(")
+        assert "_optim_states.pt has no end, as a file that was cut short" in said
+        assert "Nothing was loaded" in said
+        assert seconds < 20
+    assert results[f"{stage} cut short, then"] == 2
 
 
 @on_two_ranks

@@ -1,6 +1,7 @@
 """A pipeline's checkpoint goes to whom it belongs: another optimizer, order or partition of its states is refused."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import deepspeed
@@ -124,6 +125,7 @@ def around(folder):
             path.unlink()
     dist.barrier()
     found["lost file"] = refusal(lambda: engine.load_checkpoint(folder, tag="broken"))
+    engine.load_checkpoint(f"{folder}/own", tag="broken")  # a load that ended half way is saved by nobody
     engine.save_checkpoint(folder, client_state={"own": 5})
     found["latest"] = Path(folder, "latest").read_text()
     _, state = engine.load_checkpoint(folder)
@@ -154,6 +156,63 @@ def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(four_ranks, wha
 
 def test_latest_names_the_checkpoint_and_the_callers_values_are_loaded(four_ranks):
     assert [[one["latest"], one["own"], one["then"]] for one in four_ranks.of(around)] == [["global_step1", 5, 2]] * 4
+
+
+LAYER, OTHER = "layer_00-model_states.pt", "layer_02-model_states.pt"
+# What becomes of a layer's file, and what a load says of it; the first stage alone has the layer.
+FOREIGN = {
+    "whole": ((), "nothing was raised"),
+    "of a later save": ((("late", LAYER, LAYER),), "of 2 saves"),
+    "turned": ((("own", LAYER, OTHER), ("own", OTHER, LAYER)), f"was saved as {OTHER}"),
+    "missing": ((("own", None, LAYER),), f"no file of a layer: {LAYER}"),
+    "empty": ((("own", "", LAYER),), f"is not whole: {LAYER} is empty"),
+}
+
+
+@on_four_ranks
+@alone_in_the_process
+def foreign_layers(folder):
+    """By what became of a layer's file: what each rank is answered, then in training, and behind a whole load."""
+    results = {}
+    for stage in (0, 1):
+        path = Path(folder) / f"foreign-{stage}"
+        saving = build(config(stage))
+        for tag in ("own", "late"):
+            saving.train_window(micro_batches(saving, 0, SIZES))
+            saving.save_checkpoint(str(path), tag=tag)
+        for name, (files, _) in FOREIGN.items():
+            if dist.get_rank() == 0:
+                shutil.copytree(path / "own", path / name)
+                for tag, there, here in files:
+                    (path / name / here).unlink()
+                    if there:
+                        shutil.copy(path / tag / there, path / name / here)
+                    elif there is not None:
+                        (path / name / here).touch()
+            dist.barrier()
+            loading = build(config(stage))
+            calls = [
+                lambda: loading.load_checkpoint(str(path), tag=name),  # noqa: B023
+                lambda: loading.train_window(micro_batches(loading, 0, SIZES)),  # noqa: B023
+                lambda: loading.save_checkpoint(str(path), tag=f"{name} behind"),  # noqa: B023
+                lambda: loading.load_checkpoint(str(path), tag="own"),  # noqa: B023
+                lambda: loading.train_window(micro_batches(loading, 0, SIZES)),  # noqa: B023
+            ]
+            results[f"{stage} {name}"] = from_all([refusal(call) for call in calls])
+    return results
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_layer_of_another_save_or_place_is_refused_and_not_trained(four_ranks, stage, name):
+    says = FOREIGN[name][1]
+    for loaded, trained, saved, again, goes_on in four_ranks.of(foreign_layers)[f"{stage} {name}"]:
+        assert says in loaded
+        assert loaded.startswith(("CheckpointError", "nothing was raised"))
+        halfway = "Nothing was loaded" not in loaded and name != "whole"
+        for said in (trained, saved):
+            assert ("ended half way" in said) is halfway, said
+        assert again == goes_on == "nothing was raised"
 
 
 # By precision and ZeRO stage; from 2 stages of 2 columns to 1 stage of 4.

@@ -158,3 +158,44 @@ def test_a_lost_file_is_told_on_every_rank_before_anything_is_loaded(two_ranks_a
         for lost, (said, untouched) in zip(LOST, results[f"{stage}-{precision}"]["lost"], strict=True):
             assert all(one.startswith("CheckpointError") and f"has no zero/{lost}" in one for one in said), said
             assert untouched
+
+
+# What DeepSpeed converts of an optimizer's state, and what it does not.
+OPTIMIZERS = {
+    "amsgrad": (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), STAGES, "no max_exp_avg_sq of its optimizer"),
+    "NAdam": (lambda p: torch.optim.NAdam(p, lr=0.1), (3,), "no mu_product of its optimizer (NAdam)"),
+    "RAdam": (lambda p: torch.optim.RAdam(p, lr=0.1), STAGES, "nothing was raised"),
+}
+CASES = [(name, stage) for name, (_, stages, _) in OPTIMIZERS.items() for stage in stages]
+
+
+def _by(name, stage, *, universal):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    keys = {k: v for k, v in config(stage, "fp32", 2).items() if k not in ("optimizer", "scheduler")}
+    optimizer = OPTIMIZERS[name][0](model.parameters())
+    keys["checkpoint"] = {"load_universal": universal}
+    return ds_parity.initialize(model=model, optimizer=optimizer, config=keys)[0]
+
+
+@at_length_on_two_ranks
+def universal_states(folder):
+    """By optimizer and stage: what a load of a converted checkpoint ends in."""
+    results = {}
+    for name, stage in CASES:
+        path, engine = f"{folder}/{name}-{stage}", _by(name, stage, universal=False)
+        engine.backward(engine(torch.ones(2, 4, device=engine.device)).pow(2).mean(), rollouts=1)
+        engine.step()
+        engine.save_checkpoint(path)
+        said = converted(path, 1)
+        assert said in (None, "nothing was raised"), said
+        results[f"{name} {stage}"] = from_all(
+            refusal(lambda n=name, s=stage, p=path: _by(n, s, universal=True).load_checkpoint(p))
+        )
+    return results
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES)
+def test_states_that_no_conversion_keeps_are_told_and_not_begun_anew(two_ranks_at_length, name, stage):
+    for said in two_ranks_at_length.of(universal_states)[f"{name} {stage}"]:
+        assert OPTIMIZERS[name][2] in said

@@ -1,5 +1,6 @@
 """What ranks tell each other before a load, also where one of them may not look."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,17 @@ import torch
 from ds_parity.engine import loading
 from ds_parity.errors import CheckpointError, RankDesyncError
 
-ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False)
-OPTIONS = {"load_optimizer_states": True, "custom_load_fn": None}
+ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False, zero_optimization_stage=lambda: 1)
+OPTIONS = {"load_optimizer_states": True, "load_module_only": False, "custom_load_fn": None}
+
+
+def _archive():
+    written = io.BytesIO()
+    torch.save({"a": torch.zeros(9)}, written)
+    return written.getvalue()
+
+
+WHOLE = _archive()
 
 
 def asks(folder, tag="a", engine=ENGINE, **options):
@@ -64,7 +74,9 @@ def test_ranks_that_ask_for_different_tags_are_out_of_step(folder):
         loading.refuse_unlike_loads(folder, [asks(folder), asks(folder, "b")])
 
 
-UNIVERSAL = SimpleNamespace(load_universal_checkpoint=lambda: True, module=torch.nn.Linear(2, 2))
+UNIVERSAL = SimpleNamespace(
+    load_universal_checkpoint=lambda: True, zero_optimization_stage=lambda: 1, module=torch.nn.Linear(2, 2)
+)
 
 
 @pytest.fixture
@@ -73,7 +85,7 @@ def universal(folder, tmp_path):
         of_one = tmp_path / "a" / "zero" / name
         of_one.mkdir(parents=True)
         for file in ("fp32", "exp_avg", "exp_avg_sq", "step"):
-            (of_one / f"{file}.pt").touch()
+            (of_one / f"{file}.pt").write_bytes(WHOLE)
     return tmp_path / "a" / "zero"
 
 
@@ -85,8 +97,8 @@ def asks_for_universal(folder):
 def test_every_rank_is_told_what_a_universal_checkpoint_lacks_on_one(folder, universal, lost):
     whole = asks_for_universal(folder)
     (universal / lost).rename(universal.parent / "aside")
-    with pytest.raises(CheckpointError, match=rf"on rank 1: .* has no zero/{lost}, .*Nothing was loaded"):
-        loading.refuse_unlike_loads(folder, [whole, asks_for_universal(folder)])
+    with pytest.raises(CheckpointError, match=rf"on rank 1: .* has no zero/{lost}, .*Nothing was loaded; convert"):
+        loading.refuse_unlike_loads(folder, [whole, asks_for_universal(folder)], universal=True)
 
 
 @pytest.mark.parametrize("lost", ["weight/step.pt", "weight/exp_avg.pt weight/exp_avg_sq.pt"])
@@ -98,3 +110,51 @@ def test_a_universal_checkpoint_of_what_has_no_moments_is_whole(folder, universa
 
 def test_a_folder_that_is_no_universal_checkpoint_is_left_to_the_load(folder):
     loading.refuse_unlike_loads(folder, [asks_for_universal(folder)])
+
+
+MODEL, STATES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+DAMAGED = {
+    "empty": (lambda path: path.write_bytes(b""), "is empty"),
+    "cut short": (lambda path: path.write_bytes(WHOLE[: len(WHOLE) // 2]), "has no end"),
+    "zeros": (lambda path: path.write_bytes(bytes(len(WHOLE))), "has zeros at its beginning"),
+    "folder": (lambda path: path.mkdir(), "can't be opened .IsADirectoryError"),
+    "link to nothing": (lambda path: path.symlink_to("nothing"), "can't be opened .FileNotFoundError"),
+    "link to itself": (lambda path: path.symlink_to(path), "can't be opened .OSError"),
+}
+
+
+@pytest.fixture
+def saved(folder, tmp_path):
+    for name in (MODEL, STATES):
+        (tmp_path / "a" / name).write_bytes(WHOLE)
+    return tmp_path / "a"
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+@pytest.mark.parametrize("name", [MODEL, STATES])
+def test_every_rank_is_told_of_a_file_that_cannot_be_opened_on_one(folder, saved, name, how):
+    whole = asks(folder)
+    (saved / name).unlink()
+    damage, said = DAMAGED[how]
+    damage(saved / name)
+    with pytest.raises(CheckpointError, match=rf"on rank 1: .* is not whole: {name} {said}.*Nothing was loaded"):
+        loading.refuse_unlike_loads(folder, [whole, asks(folder)])
+
+
+@pytest.mark.parametrize(("stage", "refused"), [(1, False), (3, True)])
+@pytest.mark.parametrize("asked", [{"load_optimizer_states": False}, {"load_module_only": True}])
+def test_weights_alone_need_the_optimizers_files_on_zero_3_alone(folder, saved, stage, refused, asked):
+    (saved / STATES).write_bytes(b"")
+    engine = SimpleNamespace(load_universal_checkpoint=lambda: False, zero_optimization_stage=lambda: stage)
+    if refused:
+        with pytest.raises(CheckpointError, match="is empty"):
+            loading.refuse_unlike_loads(folder, [asks(folder, engine=engine, **asked)])
+    else:
+        loading.refuse_unlike_loads(folder, [asks(folder, engine=engine, **asked)])
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_files_of_both_formats_of_torch_and_files_of_others_are_whole(folder, saved, zip_format):
+    torch.save({"a": torch.zeros(9)}, saved / MODEL, _use_new_zipfile_serialization=zip_format)
+    (saved / "of_the_user.pt").write_bytes(b"")
+    loading.refuse_unlike_loads(folder, [asks(folder)])

@@ -55,6 +55,10 @@ def without_deepspeeds(client_state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in client_state.items() if name not in returned}
 
 
+CONVERTED: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})
+"""By name: what a conversion to a universal checkpoint keeps of a parameter's state (checkpoint/ds_to_universal.py,
+merge_tp_slices and merge_zero3_slices, 0.19.8)."""
+
 _COLLECT: Final = "get_fp32_state_dict_from_zero_checkpoint"
 
 
@@ -148,6 +152,12 @@ def kinds_of_optimizer(engine: Engine) -> list[str]:
     """Return the names of the class of the optimizer that is stepped, and of its bases but the last."""
     bases = getmro(type(engine.basic_optimizer))
     return [kind.__name__ for kind in bases if kind not in (torch.optim.Optimizer, object)] or [bases[0].__name__]
+
+
+def names_of_states(engine: Engine) -> list[str]:
+    """Return what the optimizer keeps of a parameter, by name: `step`, `exp_avg`; none before its first step."""
+    states = getattr(engine.basic_optimizer, "state", {})
+    return sorted({name for one in states.values() for name in one if isinstance(name, str)})
 
 
 def in_turns(engine: Any) -> bool:

@@ -1,7 +1,8 @@
-"""The identity of a save in each file of a checkpoint that has DeepSpeed's configuration in it."""
+"""The identity of a save in the files of a checkpoint: of the model, of a pipeline's layers, and of the optimizer."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from ds_parity.errors import CheckpointError
 _IDENTITY: Final = "ds_parity_save"
 _FILE: Final = "ds_parity_file"
 _CONFIG: Final = "ds_config"
+_MARK: Final = "ds_parity"
+_OF_LAYERS: Final = "layer_"
+_ENDING: Final = "-model_states.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +38,9 @@ def marked(engine: Any, identity: str) -> AbstractContextManager[None]:
 
     A save that is killed leaves files of an earlier save of the same tag, and a folder that was copied may have some of
     another, or one rank's under the name of another's. DeepSpeed loads such a mixture without an error: what the
-    model's file says does not tell whose the optimizer's files are. Files of experts, and those of a universal
-    checkpoint, have no configuration, so no identity.
+    model's file says does not tell whose the optimizer's files are. Most have DeepSpeed's configuration in them, and
+    the identity there. That of a pipeline's layer is a state dict of torch's, which has attributes of its own and keeps
+    them (torch's `_metadata` is one). Files of experts, and those of a universal checkpoint, have neither.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
@@ -48,15 +53,29 @@ def marked(engine: Any, identity: str) -> AbstractContextManager[None]:
 
     def marking(save: Callable[..., Any]) -> Callable[..., Any]:
         def saved(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            config = state_dict.get(_CONFIG) if isinstance(state_dict, dict) else None
-            if isinstance(config, dict):
-                mark = {_IDENTITY: identity, _FILE: Path(path).name}
-                state_dict = {**state_dict, _CONFIG: {**config, **mark}}
-            return save(state_dict, path, *args, **kwargs)
+            return save(_with_mark(state_dict, Path(path).name, identity), path, *args, **kwargs)
 
         return saved
 
     return wrapped(engine.checkpoint_engine, "save", marking)
+
+
+def _with_mark(state_dict: Any, name: str, identity: str) -> Any:
+    mark = {_IDENTITY: identity, _FILE: name}
+    config = state_dict.get(_CONFIG) if isinstance(state_dict, dict) else None
+    if isinstance(config, dict):
+        return {**state_dict, _CONFIG: {**config, **mark}}
+    if isinstance(state_dict, OrderedDict) and name.startswith(_OF_LAYERS) and name.endswith(_ENDING):
+        marked_one = OrderedDict(state_dict)
+        vars(marked_one).update({**vars(state_dict), _MARK: mark})
+        return marked_one
+    return state_dict
+
+
+def _mark_of(state: Any) -> Mapping[str, Any]:
+    config = state.get(_CONFIG) if isinstance(state, Mapping) else None
+    found = config if config is not None else getattr(state, _MARK, None)
+    return found if isinstance(found, Mapping) else {}
 
 
 @contextmanager
@@ -74,12 +93,12 @@ def identities(engine: Any) -> Iterator[Files]:
 
     def noted(path: str, *args: Any, **kwargs: Any) -> Any:
         state = load(path, *args, **kwargs)
-        config = state.get(_CONFIG) if isinstance(state, Mapping) else None
-        if isinstance(config, Mapping) and isinstance(identity := config.get(_IDENTITY), str):
+        mark = _mark_of(state)
+        if isinstance(identity := mark.get(_IDENTITY), str):
             found.saves.add(identity)
             name = Path(path).name
-            if config.get(_FILE, name) != name:
-                found.renamed[name] = config[_FILE]
+            if mark.get(_FILE, name) != name:
+                found.renamed[name] = mark[_FILE]
         return state
 
     try:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.replaced import replaced
 
 
@@ -108,6 +110,20 @@ def lost_by_a_load(engine: Any) -> set[str]:
         if parameter.requires_grad and not saved:
             parameter.register_hook(lambda _, name=name: trained.add(name))  # type: ignore[no-untyped-call]
     return trained
+
+
+def layer_without_a_file(model: Any, folder: Path) -> str | None:
+    """Return the name of the file of a layer that this stage does not find; None where it has those of all.
+
+    Args:
+        model: DeepSpeed's PipelineModule, of which this rank has a stage.
+        folder: of the checkpoint's tag.
+    """
+    with literal_paths():
+        for number, layer in enumerate(model.forward_funcs):
+            if hasattr(layer, "load_state_dict") and not model.ckpt_layer_path_list(str(folder), number):
+                return Path(model.ckpt_layer_path(str(folder), number)).name
+    return None
 
 
 def _own_of_tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
