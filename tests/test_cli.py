@@ -151,6 +151,11 @@ class TestBadInput:
         assert "nowhere:build" in message
         assert "package.module:function" in message
 
+    def test_a_loop_without_a_name(self, tmp_path):
+        message = refused("verify", CONFIG, "--train", "", "--out", tmp_path)
+        assert "'' does not name a function" in message
+        assert not list(tmp_path.iterdir())  # no rank has started
+
     def test_rollouts_that_are_not_there(self, tmp_path):
         assert "nowhere.jsonl" in refused("verify", CONFIG, "--rollouts", "nowhere.jsonl", "--out", tmp_path)
 

@@ -113,7 +113,8 @@ def _prompt_of(pair: PreferencePair) -> Any:
 
 def whole(value: Any) -> int | None:
     """Return a whole number as a plain int, None where it is none: a flag is none either."""
-    if isinstance(value, bool):
+    # A tensor of one flag has an index, which numpy's flags have not.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         return None
     try:
         return operator.index(value)

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,6 +179,7 @@ def test_a_rollout_that_is_too_long_is_refused_by_name_or_gets_a_micro_batch_of_
     [
         ({"dp_world_size": 0}, "dp_world_size is 0: it must be a whole number from 1"),
         ({"target": True}, "target is True"),
+        ({"target": torch.tensor(True)}, r"target is tensor\(True\)"),
         ({"max_tokens": 1.5}, "max_tokens is 1.5"),
         ({"max_tokens": 10**20}, "max_tokens is 1000"),
         ({"count": "prompts"}, "count is 'prompts': it must be one of 'rollout', 'prompt'"),

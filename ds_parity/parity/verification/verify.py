@@ -156,7 +156,7 @@ def verify(
     runs, left_out = (of_bare if bare else scenarios)(config, ranks, **options)
     scenario = runs[-1][0]
     refuse_unknown_model(scenario.model, import_from)
-    if scenario.train:
+    if scenario.train is not None:
         refuse_unknown(scenario.train, import_from)
     folder = folder.resolve()
     every = calls(runs, folder, bare=bare)
