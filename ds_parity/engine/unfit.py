@@ -17,7 +17,7 @@ from ds_parity.errors import ConfigError
 
 _PARTITIONED: Final = 3
 _WITH_ROWS: Final = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-_AWAY: Final = ("cpu", "nvme")
+
 _ONE_DTYPE: Final = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
 
 
@@ -37,11 +37,13 @@ def refuse_unfit(
 
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's, trains
-            parameters of several dtypes, or has one without elements, on stage 3; a group has frozen parameters alone
+            parameters of several dtypes, or has one without elements, on stage 3; it trains one that is wider than the
+            first one of the optimizer, or one in fp64 beside others, on stages 1 to 3; a group has frozen ones alone
             on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce, is complex, or is sparse on another
             stage; or a parameter has no shape yet.
     """
     wanted = Wanted(config)
+    chosen = list(chosen)
     stage, trained = wanted.stage, {id(one) for one in chosen}
     if stage is None or not isinstance(model, torch.nn.Module):
         return
@@ -57,17 +59,11 @@ def refuse_unfit(
     if wanted.precision == "fp32":  # the others convert every parameter
         if stage == 0:
             _refuse_unreduced(model)
-        if stage == _PARTITIONED and not _offloads_parameters(wanted):
-            _refuse_dtypes(model, trained)
+        else:
+            _refuse_dtypes(model, stage, groups, chosen)
     # BF16_Optimizer is another wrapper.
     if stage in (1, 2) and not (stage == 1 and wanted.sums_in_fp32):
         _refuse_frozen(groups, stage)
-
-
-def _offloads_parameters(wanted: Wanted) -> bool:
-    section = "zero_optimization"
-    # The second as DeepSpeed wrote it before.
-    return wanted.value(f"{section}.offload_param.device") in _AWAY or wanted.on(f"{section}.cpu_offload_param")
 
 
 def _trained(model: torch.nn.Module, chosen: Container[int]) -> dict[str, torch.Tensor]:
@@ -123,27 +119,62 @@ def _refuse_without_elements(model: torch.nn.Module) -> None:
         )
 
 
-def _refuse_dtypes(model: torch.nn.Module, chosen: Container[int]) -> None:
-    # zero/utils.py, defragment (0.19.8): an AssertionError without a word.
-    trained = {one.dtype: name for name, one in _trained(model, chosen).items()}
-    if len(trained) > 1:
-        found = ", ".join(f"{name} is {_said(dtype)}" for dtype, name in trained.items())
+def _refuse_dtypes(
+    model: torch.nn.Module, stage: int, groups: Iterable[Sequence[torch.Tensor]], chosen: Sequence[torch.Tensor]
+) -> None:
+    # On stage 3 zero/utils.py, defragment (0.19.8) raises an AssertionError without a word, and with offload_param all
+    # become what the first one is; 1 and 2 make the parts of a group of what is the widest of it.
+    ordered = chosen or list(model.parameters())
+    trained = [one for one in ordered if one.requires_grad]
+    held = [trained] if stage == _PARTITIONED else [[one for one in group if one.requires_grad] for group in groups]
+    for group in held or [trained]:
+        kinds: dict[torch.dtype, torch.Tensor] = {}
+        for one in group:
+            kinds.setdefault(one.dtype, one)
+        if len(kinds) > 1 and (stage == _PARTITIONED or torch.float64 in kinds):
+            found = ", ".join(f"{_named(model, one)} is {_said(dtype)}" for dtype, one in kinds.items())
+            raise ConfigError(
+                f"zero_optimization.stage = {stage}, and the parameters that are trained have {len(kinds)} dtypes "
+                f"({found}): DeepSpeed keeps them in one buffer, which has one dtype; {_ONE_DTYPE}"
+            )
+    _refuse_first(model, stage, ordered, trained)
+
+
+def _refuse_first(
+    model: torch.nn.Module, stage: int, ordered: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
+) -> None:
+    # stage_1_and_2.py and stage3.py, __init__ (0.19.8): self.dtype is that of param_groups[0]["params"][0], frozen or
+    # not. By it stage 2 reduces, a gradient is looked through for what is not finite, and there is a loss scale.
+    if not trained:
+        return
+    first = ordered[0]
+    wider = next((one for one in trained if torch.promote_types(first.dtype, one.dtype) != first.dtype), None)
+    if wider is not None:
         raise ConfigError(
-            f"zero_optimization.stage = 3, and the parameters that are trained have {len(trained)} dtypes ({found}): "
-            f"DeepSpeed keeps them in one buffer, which has one dtype; {_ONE_DTYPE}, or use stage 0, 1 or 2"
+            f"zero_optimization.stage = {stage}, and {_named(model, first)}, the first parameter that the optimizer "
+            f"has, is {_said(first.dtype)}, while {_named(model, wider)} is {_said(wider.dtype)} and is trained: "
+            "DeepSpeed takes the gradients of all for ones of the first one's dtype, also where it is frozen, and "
+            "rounds them, or lets overflows pass; hand over the trained parameters alone "
+            f"(model_parameters=[p for p in model.parameters() if p.requires_grad]), or {_ONE_DTYPE}"
         )
+
+
+def _named(model: torch.nn.Module, parameter: torch.Tensor) -> str:
+    return next((name for name, one in model.named_parameters() if one is parameter), "one that is not the model's")
 
 
 def _refuse_unreduced(model: torch.nn.Module) -> None:
     # runtime/engine.py, split_half_float_double_sparse (0.19.8): an AssertionError in the first step, which reduces the
     # gradients of all parameters of the model.
     reduced = get_accelerator().supported_dtypes()
-    other = {name: one.dtype for name, one in _trained(model, ()).items() if one.dtype not in reduced}
+    trained = {name: one.dtype for name, one in _trained(model, ()).items()}
+    other = {name: dtype for name, dtype in trained.items() if dtype not in reduced}
     if other:
         name, dtype = next(iter(other.items()))
+        others = "" if len(set(trained.values())) > 1 else ", or use stage 1 or 2"
         raise ConfigError(
             f"zero_optimization.stage = 0, and {name} is {_said(dtype)}: DeepSpeed reduces no gradient of that dtype "
-            f"there on this accelerator; {_ONE_DTYPE}, or use stage 1 or 2"
+            f"there on this accelerator; {_ONE_DTYPE}{others}"
         )
 
 

@@ -123,8 +123,10 @@ OFFLOADED = {"offload_param": {"device": "cpu"}}
 
 
 def test_dtypes_that_do_not_share_a_buffer_are_refused_on_stage_3():
-    with pytest.raises(ConfigError, match=r"2 dtypes \(0.bias is float32, 1.bias is bfloat16\)"):
+    with pytest.raises(ConfigError, match=r"2 dtypes \(0.weight is float32, 1.weight is bfloat16\)"):
         refuse_unfit(with_dtypes(*MIXED), on_stage(3))
+    with pytest.raises(ConfigError, match="2 dtypes"):
+        refuse_unfit(with_dtypes(*MIXED), on_stage(3, **OFFLOADED))
 
 
 @pytest.mark.parametrize(
@@ -132,15 +134,45 @@ def test_dtypes_that_do_not_share_a_buffer_are_refused_on_stage_3():
     [
         (on_stage(2), True),
         (on_stage(3), False),
-        (on_stage(3, **OFFLOADED), True),
-        (on_stage(3, cpu_offload_param=True), True),
         ({**on_stage(3), "bf16": {"enabled": True}}, True),
         ({**on_stage(3), "fp16": {"enabled": "auto"}}, True),
     ],
-    ids=["stage 2", "frozen", "offloaded", "offloaded as before", "bf16", "auto"],
+    ids=["stage 2", "frozen", "bf16", "auto"],
 )
 def test_other_dtypes_are_taken(config, trained):
     refuse_unfit(with_dtypes(*MIXED, trained=trained), config)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_first_parameter_that_is_narrower_than_a_trained_one_is_refused(stage, first, frozen):
+    model = with_dtypes(first, torch.float32)
+    model[0].requires_grad_(not frozen)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    said = "2 dtypes" if stage == 3 and not frozen else "0.weight, the first parameter .* 1.weight is float32 and is"
+    for chosen in ((), list(model.parameters())):
+        with pytest.raises(ConfigError, match=said):
+            refuse_unfit(model, on_stage(stage), [chosen] if chosen else (), chosen)
+    if frozen:
+        refuse_unfit(model, on_stage(stage), [trained], trained)
+    refuse_unfit(model, {**on_stage(stage), "bf16": {"enabled": True}}, [trained], trained)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp64_beside_others_is_refused_in_one_group_alone(stage):
+    model = with_dtypes(torch.float64, torch.float32)
+    with pytest.raises(ConfigError, match=r"2 dtypes \(0.weight is float64, 1.weight is float32\)"):
+        refuse_unfit(model, on_stage(stage))
+    apart = [list(one.parameters()) for one in model]
+    refuse_unfit(model, on_stage(stage), apart, list(model.parameters()))
+
+
+def test_another_stage_is_only_named_where_it_takes_the_model():
+    with pytest.raises(ConfigError, match=r"or use stage 1 or 2$"):
+        refuse_unfit(with_dtypes(torch.float64), on_stage(0))
+    with pytest.raises(ConfigError, match=r'set "bf16" or "fp16"$'):
+        refuse_unfit(with_dtypes(torch.float64, torch.float32), on_stage(0))
 
 
 @pytest.mark.parametrize("by_optimizer", [True, False])

@@ -387,6 +387,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the universal checkpoint is of another model, or of other parameter groups",
     ),
     DeepSpeedFault(
+        "first_dtype_for_all",
+        "gradients are rounded to the dtype of the optimizer's first parameter, and none that is not finite is found",
+        "give the optimizer the trained parameters alone, or convert the model to one dtype",
+        lambda c: c.fp32 and c.stage == 2,
+        "the optimizer's first parameter, frozen or not, is in bf16 or fp16, and trained ones are in fp32",
+    ),
+    DeepSpeedFault(
         "universal_without_a_file",
         "a parameter stays as the new engine began with it, and nothing raises",
         "look whether each folder below zero/ of the universal checkpoint has a file fp32.pt before it is loaded",
