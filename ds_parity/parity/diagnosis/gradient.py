@@ -1,13 +1,16 @@
 """The same windows, rates and weights with another gradient: by what factor in each step.
 
 Where weights are still the same, the gradient norm of a step is off by exactly what its loss was divided by. From then
-on weights differ, and the norm follows them: a factor fits a later step within an allowance.
+on weights differ, and the norm follows them: a factor fits a later step within an allowance. Beyond it a norm is held
+against the factor only where the update shows that other weights have not made it so (`_by_weights`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
@@ -20,6 +23,8 @@ _FIRST, _LATER = 0.01, 0.05
 _ALIGNED, _ANOTHER = 0.02, 0.15
 _SHORT = 0.25  # of a gradient: what may lie in another direction of one that has the reference's
 _LIKE_NORM = 0.1
+# Other weights turn a gradient by a third and more of what they add to its length, another factor not at all.
+_TURNED = 0.1
 # A norm that is nearer to the reference's says nothing of a direction.
 _HARDLY = 0.003
 
@@ -117,14 +122,33 @@ def parallel(view: View) -> bool | None:
     return False if another else None
 
 
-def _fits(view: View, predicted: Sequence[float | None]) -> bool:
-    """Whether the norms are off by the predicted factors: one for each step from the first that differs on."""
-    ratios = view.ratios("grad_norm")[view.first :]
-    pairs = [(r, p) for r, p in zip(ratios, predicted, strict=True) if r is not None and p is not None]
-    if not pairs or ratios[0] is None or predicted[0] is None:
+def _fits(view: View, predicted: Sequence[float | None], *, by_weights: bool = False) -> bool:
+    """Whether the norms are off by the predicted factors: one for each step from the first that differs on.
+
+    Later norms may be off from these as well where other weights explain it, if they are asked about (`by_weights`).
+    """
+    ratios, moves = view.ratios("grad_norm")[view.first :], Moves(view)
+    pairs = enumerate(zip(ratios, predicted, strict=True), start=view.first)
+    known = [(at, r, p) for at, (r, p) in pairs if r is not None and p is not None]
+    if not known or known[0][0] != view.first or not _near(*known[0][1:], _FIRST):
         return False
-    first = _near(ratios[0], predicted[0], _FIRST)
-    return first and all(_near(r, p, _LATER) for r, p in pairs) and parallel(view) is not False
+    later = (_near(r, p, _LATER) or (by_weights and _by_weights(moves, at, r, p)) for at, r, p in known)
+    return all(later) and parallel(view) is not False
+
+
+def _by_weights(moves: Moves, at: int, ratio: float, predicted: float) -> bool:
+    """Whether other weights may be why a later gradient is so many times the reference's, and not as predicted.
+
+    What they add to a gradient lies in other directions, too. Another factor leaves it in the reference's: then its
+    share of the update is the ratio of the norms, and what the ratio is off by outweighs all that the update before
+    (momentum) and that share leave over.
+    """
+    basis = [it for it in (moves.update(at), moves.update(at - 1), moves.widened(at - 1)) if it is not None]
+    apart = moves.widened(at)
+    shares, rest = along(apart, basis)
+    times = 1 + shares[0]
+    turned = rest * float(np.linalg.norm(apart)) >= _TURNED * moves.of_gradient(at, ratio - predicted)
+    return turned or abs(times - ratio) >= abs(times - predicted)
 
 
 def _near(ratio: float, predicted: float, share: float) -> bool:
@@ -146,7 +170,10 @@ def _factors(view: View) -> Iterator[Cause]:
     elif parallel(view):
         listed = ", ".join(f"{it:.4g}" for it in ratios[:5])
         said = f"the gradients have the reference's direction, and {listed} times its length"
-        yield Cause("another-divisor", Fit.DIRECTION, said)
+        found = _fitting(view, first, len(ratios), by_weights=True)
+        if found:
+            said += f": {_words(found)}, if it is other weights that make later ones longer or shorter than that"
+        yield from (Cause(name, Fit.DIRECTION, said) for name in (*found, "another-divisor"))
 
 
 def _log_as_well(view: View) -> bool:
@@ -157,19 +184,22 @@ def _log_as_well(view: View) -> bool:
     return alone is view or bool(unproven(alone)) or view.rates_differ_behind_norms
 
 
-def _fitting(view: View, first: float, known: int) -> Mapping[str, Prediction]:
+def _fitting(view: View, first: float, known: int, *, by_weights: bool = False) -> Mapping[str, Prediction]:
     """Return the predictions that fit the norms, of which `known` steps have a ratio.
 
-    One number that all steps have proves no target and no weight of idle passes: it may be any constant.
+    One number that all steps have proves no target and no weight of idle passes: it may be any constant. That a norm
+    or two have one proves none either; of gradients that are known to be multiples (`by_weights`) it is not excluded.
     """
     constant = Prediction([first] * len(view.pairs), f"a constant {told(first)}", of_first_step=True)
-    one_number = view.first == 0 and _fits(view, constant.factors)
+    one_number = view.first == 0 and _fits(view, constant.factors, by_weights=by_weights)
     found = {
         name: it
         for name, it in predictions(view, first).items()
-        if _fits(view, it.factors) and (not it.of_first_step or it.plausible or (it.varies and not one_number))
+        if _fits(view, it.factors, by_weights=by_weights)
+        and (not it.of_first_step or it.plausible or (it.varies and not one_number))
     }
-    if one_number and all(it.of_first_step for it in found.values()) and (found or known > 2):
+    # Of a factor in all steps one that is known explains all, unless later norms leave open that it is another.
+    if one_number and (by_weights or (all(it.of_first_step for it in found.values()) and (found or known > 2))):
         found["constant-factor"] = constant
     return found
 
@@ -194,8 +224,11 @@ def _said(found: Mapping[str, Prediction], first: str, known: int) -> str:
     if found.keys() == {"constant-factor"}:
         return f"the gradient norm is {first} times the reference's in all {known} steps"
     listed = ", ".join("-" if it is None else f"{it:.4g}" for it in next(iter(found.values())).factors[:5])
-    words = ", or ".join(dict.fromkeys(it.words for it in found.values()))
-    return f"gradient norms are {words} times the reference's ({listed})"
+    return f"gradient norms are {_words(found)} times the reference's ({listed})"
+
+
+def _words(found: Mapping[str, Prediction]) -> str:
+    return ", or ".join(dict.fromkeys(it.words for it in found.values()))
 
 
 def unproven(view: View, behind: str = "") -> str:

@@ -54,7 +54,12 @@ def predictions(view: View, first: float) -> Mapping[str, Prediction]:
     at, totals = range(view.first, len(view.pairs)), view.totals
     found: dict[str, Prediction] = {}
     if view.first == 0:
-        found |= _of_ranks_and_passes(view, first) | _of_idle_passes(view, first) | _of_a_target(view, first)
+        found |= _of_ranks(view, first) | _of_passes(view, first)
+        found |= _of_idle_passes(view, first) | _of_a_target(view, first)
+    else:
+        # What is divided by one pass stays as it is, and so does what holds as much as the target says.
+        found |= _of_passes(view, first) if set(view.passes[: view.first]) == {1} else {}
+        found |= _of_a_target_met(view) if len(set(totals[: view.first])) == 1 else {}
     if totals[view.first] > 1:
         by_ranks = view.ranks > 1 and near(first, view.ranks / totals[view.first], _BY_RANKS)
         each, words = (view.ranks, "1 / the total for each rank,") if by_ranks else (1, "1 / total")
@@ -65,7 +70,7 @@ def predictions(view: View, first: float) -> Mapping[str, Prediction]:
     return found
 
 
-def _of_ranks_and_passes(view: View, first: float) -> dict[str, Prediction]:
+def _of_ranks(view: View, first: float) -> dict[str, Prediction]:
     steps = len(view.pairs)
     found: dict[str, Prediction] = {}
     ranks = view.ranks
@@ -77,13 +82,18 @@ def _of_ranks_and_passes(view: View, first: float) -> dict[str, Prediction]:
         words = f"{first:.4g} ({'on one data-parallel rank' if known else 'the number of ranks is not recorded'})"
         names = ["sp-factor-by-stage"] if known else ["dp-mean-left-in", "sp-factor-by-stage"]
         found |= {name: Prediction([first] * steps, words, of_first_step=True) for name in names}
-    if all(view.passes) and max(view.passes) > 1:
-        found["gas-scaled-twice"] = Prediction([1 / it for it in view.passes], "1 / passes of a rank")
-    elif not any(view.passes) and first < 1 and _whole(1 / first):
+    return found
+
+
+def _of_passes(view: View, first: float) -> dict[str, Prediction]:
+    passes = view.passes[view.first :]
+    if all(passes) and max(passes) > 1:
+        return {"gas-scaled-twice": Prediction([1 / it for it in passes], "1 / passes of a rank")}
+    if not any(view.passes) and first < 1 and _whole(1 / first):
         # A loop of other people's writes none down; what DeepSpeed divides by is in its configuration, and constant.
         words = f"{first:.4g} (gradient_accumulation_steps, or the passes of a rank, are not recorded)"
-        found["gas-scaled-twice"] = Prediction([first] * steps, words, of_first_step=True)
-    return found
+        return {"gas-scaled-twice": Prediction([first] * len(passes), words, of_first_step=True)}
+    return {}
 
 
 def _of_idle_passes(view: View, first: float) -> dict[str, Prediction]:
@@ -108,6 +118,12 @@ def _of_a_target(view: View, first: float) -> dict[str, Prediction]:
     plausible = _whole(target) and 0 < totals[0] - target < last_pass
     shares = [_over(total, target) for total in totals]
     return {"target-not-actual": Prediction(shares, f"total / {target:.6g}", of_first_step=True, plausible=plausible)}
+
+
+def _of_a_target_met(view: View) -> dict[str, Prediction]:
+    target = view.totals[0]
+    shares = [_over(total, target) for total in view.totals[view.first :]]
+    return {"target-not-actual": Prediction(shares, f"total / {target:.6g}, which the steps before hold,")}
 
 
 def _whole(value: float) -> bool:

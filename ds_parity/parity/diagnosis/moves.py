@@ -186,6 +186,11 @@ class Moves:
         apart = float(np.linalg.norm(self.widened(self.view.first))) / (self._root * max(a.lr))
         return self.clear(self.view.first) and apart > _TOO_FAR * abs(b.grad_norm - a.grad_norm)
 
+    def of_gradient(self, at: int, times: float) -> float:
+        """How long so many times the reference's gradient of a step is in a sketch, as SGD adds it; 0: not known."""
+        step, _ = self.view.pairs[at]
+        return abs(times) * self._root * max(step.lr or (0.0,)) * (step.grad_norm or 0.0)
+
     @property
     def _root(self) -> float:
         return float(np.sqrt(len(self.reference(0))))
