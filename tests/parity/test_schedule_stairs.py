@@ -127,3 +127,28 @@ def test_a_schedule_that_rests_at_first_may_be_behind_by_more_than_the_rest(by):
         return 0.05 - 0.002 * max(0, n - 5)
 
     assert "schedule-off-by-steps" in first_group(schedule, lambda n: schedule(n - by), 22)
+
+
+@pytest.mark.parametrize("other", [2, 3])
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("steps", [5, 12])
+@pytest.mark.parametrize("factor", [0.5, 0.9])
+def test_stairs_of_several_steps_beside_an_exponential_schedule_are_too_long(other, late, steps, factor):
+    """A rate that moves in every step goes by stairs of one step, which a slower scheduler makes longer, too."""
+    schedules = (stairs(period, late=late, factor=factor) for period in (1, other))
+    named = first_group(*schedules, steps + late, passes=5)
+    once = {"schedule-off-by-steps"} if (other, steps) == (3, 5) and not late else set()
+    assert named - once == {"schedule-too-long", "scheduler-per-outer-step"}
+
+
+@pytest.mark.parametrize("schedule", [lambda n: 0.05 / (n + 1), lambda n: 0.05 - 0.002 * n])
+def test_a_scheduler_that_moves_every_second_step_of_no_stairs_is_no_longer_schedule(schedule):
+    assert first_group(schedule, lambda n: schedule(n // 2), 12, passes=5) == {"scheduler-per-outer-step"}
+
+
+@pytest.mark.parametrize("by", [1, -1, 3])
+def test_an_exponential_schedule_at_another_place_has_stairs_of_no_other_length(by):
+    schedule = stairs(1, factor=0.9)
+    named = first_group(schedule, lambda n: schedule(max(0, n + by)), 12, passes=5)
+    assert "schedule-off-by-steps" in named
+    assert not {"schedule-too-long", "schedule-too-short"} & named

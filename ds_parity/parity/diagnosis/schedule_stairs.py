@@ -24,6 +24,8 @@ class Stairs:
         factor: of a stair to the one before.
         period: steps of a stair.
         late: steps by which the first stair is longer: DeepSpeed's schedulers begin with the rate of step 0 twice.
+
+    A rate that moves in every step, as torch's ExponentialLR has it, goes by stairs of one step.
     """
 
     top: float
@@ -59,9 +61,10 @@ def stairs_of(view: View, rates: list[float]) -> Stairs | None:
         return None
     factors, periods = [rates[at] / rates[at - 1] for at in moved], {y - x for x, y in pairwise(moved)}
     period = min(periods)
-    late, before = (start + moved[0]) % period, (start + moved[0]) // period - 1
+    late = (start + moved[0]) % period if period > 1 else int(start == 0 and moved[0] > 1)
+    before = (start + moved[0] - late) // period - 1
     deep = abs(math.log(factors[0])) * (start + 2 * len(rates)) / period
-    if len(periods) > 1 or period < 2 or late > 1 or before < 0 or not alike(factors, SAME) or deep > _DEEPEST:
+    if len(periods) > 1 or late > 1 or before < 0 or not alike(factors, SAME) or deep > _DEEPEST:
         return None
     found = Stairs(rates[0] / factors[0] ** before, factors[0], period, late)
     return found if found.gives(rates, start) else None
@@ -74,8 +77,9 @@ def by_stairs(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         return
     moved = _moved(b)
     if not moved:
-        # A schedule that is behind by enough rests at its first rate: no step of the record tells by how much.
-        if same(b[0], stairs.top):
+        # A schedule that is behind by enough rests at its first rate: no step of the record tells by how much. Nothing
+        # speaks for it where the reference rests nowhere.
+        if same(b[0], stairs.top) and stairs.period > 1:
             said = f"the LR is {b[0]:.4g} in every step, at which the reference's rests for {stairs.period} steps"
             yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
         return
@@ -96,7 +100,8 @@ def _at_pace(view: View, stairs: Stairs, period: int) -> Iterator[Cause]:
 
     With a first stair that is longer than the others, the reference's would have another length then.
     """
-    said = f"the LR rests for {period} steps at a time, and the reference's for {stairs.period}"
+    rests = f"rests for {stairs.period}" if stairs.period > 1 else "moves in every step"
+    said = f"the LR rests for {period} steps at a time, and the reference's {rests}"
     longer, times = period > stairs.period, max(period, stairs.period) // min(period, stairs.period)
     even = max(period, stairs.period) == times * min(period, stairs.period) and not stairs.late
     per_pass = even and set(view.passes) == {times}
