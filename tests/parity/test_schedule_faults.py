@@ -181,7 +181,7 @@ def test_a_schedule_without_its_warm_up_is_one_that_is_ahead_or_has_none(make, n
 
 @pytest.mark.parametrize(
     ("slope", "beside"),
-    [(0.03, {"schedule-too-long"}), (0.1, {"scheduler-stepped-often"}), (0.07, set())],
+    [(0.03, {"schedule-too-long"}), (0.1, {"scheduler-stepped-often", "schedule-too-short"}), (0.07, set())],
 )
 def test_of_a_warm_up_that_goes_on_neither_its_end_nor_its_highest_rate_is_known(slope, beside):
     """Both start at half of the highest rate."""

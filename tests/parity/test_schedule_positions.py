@@ -81,7 +81,44 @@ def test_a_scheduler_that_moves_with_every_pass_is_named_where_windows_have_othe
 
 def test_a_schedule_that_ends_at_a_lowest_rate_is_followed_to_it():
     named = first_group(linear, lambda n: max(1e-4, linear(PASSES * n)))
-    assert named == {"scheduler-per-pass"}
+    assert named == {"scheduler-per-pass", "schedule-too-short"}
+
+
+def to_zero(steps, begins=0):
+    """A line to 0, which rests there, as torch's LinearLR and the linear schedule of transformers have it."""
+    return lambda n: 1e-3 * max(0.0, 1 - (n + begins) / steps)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("steps", [12, 18, 24])
+def test_a_line_over_fewer_steps_is_that_of_a_scheduler_that_is_stepped_often(times, begins, steps):
+    """lr * (1 - s / (T / 2)) and lr * (1 - 2 s / T) are one number, whichever step a schedule counts from."""
+    schedule = to_zero(steps, begins)
+    shorter = first_group(schedule, to_zero(steps / times, begins))
+    assert shorter == {"schedule-too-short", "scheduler-stepped-often"}
+    assert first_group(schedule, lambda n: schedule(times * n + begins * (times - 1))) == shorter
+
+
+def test_passes_may_be_as_many_as_a_schedule_is_too_short_by():
+    named = first_group(to_zero(36), to_zero(9))
+    assert named == {"schedule-too-short", "scheduler-per-pass"}
+
+
+def test_a_line_that_moves_with_passes_of_other_numbers_is_no_shorter_one():
+    passes = tuple(2 + n % 3 for n in range(STEPS))
+    schedule = to_zero(36)
+    assert first_group(schedule, lambda n: schedule(sum(passes[:n])), passes) == {"scheduler-per-pass"}
+
+
+def test_a_curve_from_the_last_of_two_moves_on_is_no_shorter_one():
+    """A shorter one begins at the highest rate, as the reference does."""
+
+    def schedule(n):
+        return cosine(min(40, 5 * n))
+
+    assert first_group(schedule, lambda n: schedule(2 * n + 1)) == {"scheduler-stepped-often"}
+    assert "schedule-too-short" in first_group(schedule, lambda n: schedule(2 * n))
 
 
 def test_no_cause_is_named_for_the_first_of_two_parameter_groups_alone():

@@ -8,7 +8,7 @@ from itertools import accumulate, chain, pairwise, repeat, tee
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.rates import equal, follows, same, tells, where_due
+from ds_parity.parity.diagnosis.rates import SAME, equal, follows, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_stairs import stairs_of
 from ds_parity.parity.diagnosis.view import View, alike, near
 
@@ -34,8 +34,23 @@ class Course:
         """Return the rate of a step, counted from 0."""
         if step < len(self.known):
             return self.known[step]
-        beyond = self.known[-1] + (step - len(self.known) + 1) * (self.known[-1] - self.known[-2])
+        move = self.known[-1] - self.known[-2]
+        beyond = self.known[-1] + (step - len(self.known) + 1) * move
+        # Where it comes to rest at 0, what rounding leaves over is no rate.
+        if abs(beyond - self.lowest) < SAME * abs(move):
+            return self.lowest
         return max(self.lowest, min(beyond, self.highest))
+
+    @property
+    def is_line(self) -> bool:
+        """Whether it moves by as much in every step up to the one, if there is one, in which it comes to rest."""
+        moves = [y - x for x, y in pairwise(self.known)]
+        while moves and not moves[-1]:
+            moves.pop()
+        if len(moves) < 2 or not moves[0]:
+            return False
+        *whole, last = (it / moves[0] for it in moves)
+        return alike(whole, 1e-6) and 0 < last < 1 + 1e-6
 
 
 def course(a: list[float], b: list[float]) -> Course | None:
@@ -144,7 +159,7 @@ def slower(a: list[float], b: list[float], *, moves: int = 1) -> Iterator[Cause]
 
 
 def faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    """Several moves of the scheduler in every step.
+    """Several moves of the scheduler in every step, or a schedule that is over in so many times fewer steps.
 
     Once a schedule has come to rest, many numbers of moves may lead there: passes are one where they are among them.
     """
@@ -165,12 +180,28 @@ def faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     # Passes explain their number alone, but for two numbers that a scheduler is often stepped: twice, and once a rank.
     if {*fitting} - (set(view.passes) if per_pass else set()) or {2, view.ranks} & {*fitting}:
         yield Cause("scheduler-stepped-often", Fit.SEQUENCE, said)
+    if len(set(b)) > 1 and any(_is_shorter(longer, b, some) for some in fitting):
+        yield Cause("schedule-too-short", Fit.SEQUENCE, said)
+
+
+def _is_shorter(longer: Course, b: list[float], times: int) -> bool:
+    """Whether a schedule for so many times fewer steps gives the rates: it begins where the reference's does.
+
+    That is in its first step, or in the one before, of which a line alone tells the rate.
+    """
+    begun, before = _places(repeat(times, len(b)))
+    return follows(map(longer.at, begun), b) or (longer.is_line and follows(map(longer.at, before), b))
 
 
 def _moved(longer: Course, b: list[float], moves: Iterable[int]) -> bool:
-    """Whether a scheduler that makes so many moves in each step gives the candidate's rates.
+    """Whether a scheduler that makes so many moves in each step gives the candidate's rates."""
+    return any(follows(map(longer.at, places), b) for places in _places(moves))
+
+
+def _places(moves: Iterable[int]) -> tuple[Iterator[int], Iterator[int]]:
+    """Return where a scheduler stands in each step that makes so many moves in it.
 
     The rate of a step is that before its moves, or that before the last of them, with which the optimizer steps.
     """
     first, last = tee(accumulate(moves))
-    return any(follows(map(longer.at, places), b) for places in (chain((0,), first), (end - 1 for end in last)))
+    return chain((0,), first), (end - 1 for end in last)
