@@ -106,8 +106,9 @@ def test_a_first_window_that_was_cut_short_once_is_named_beside_a_counter_that_b
 @pytest.mark.parametrize("target", [8, 14, 24, 32, 40, 48, 64])
 @pytest.mark.parametrize("passes", [True, False])
 def test_a_test_for_the_target_itself_is_not_blamed_where_it_would_have_met_all_of_them(target, passes):
-    """Passes that are all alike meet each target exactly."""
-    (group, *_) = named(cut(ALIKE), cut(ALIKE, target), ranks=5, passes=passes)
+    """Passes that are all alike meet each target exactly; here each has a rollout on every rank."""
+    due, own = ([(5 * held // 2, some) for held, some in cut(ALIKE, it)] for it in (TARGET, target))
+    (group, *_) = named(due, own, ranks=5, passes=passes, idle=0)
     assert "another-target" in group
     assert not {"equality-boundary", "local-count"} & group
 
@@ -150,21 +151,23 @@ def test_a_target_that_is_another_in_windows_that_epochs_cut_short_is_not_known(
     assert named(epochs, cut(ALIKE[:80], 24)) == []
 
 
-def trace(windows, seed, ranks, passes=True):
+def trace(windows, seed, ranks, passes=True, idle=None):
+    """As many ranks are idle in each pass: all but one, as passes of a single rollout have it, if none are named."""
+    idle = ranks - 1 if idle is None else idle
     draw = random.Random(seed)
     header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=ranks, config_hash="a", engine="other")
     steps = [
         StepRecord(
             step=n, loss=draw.random(), lr=(1e-3,), grad_norm=draw.random(), rollouts=held, prompts=4,
-            tokens=50 * held, total=50.0 * held, passes=some if passes else None, idle_passes=0,
+            tokens=50 * held, total=50.0 * held, passes=some if passes else None, idle_passes=some * idle,
         )
         for n, (held, some) in enumerate(windows, start=1)
     ]  # fmt: skip
     return Trace(header, tuple(steps))
 
 
-def named(due, own, *, ranks=2, passes=True):
-    a, b = trace(due, 1, ranks, passes), trace(own, 2, ranks, passes)
+def named(due, own, *, ranks=2, passes=True, idle=None):
+    a, b = trace(due, 1, ranks, passes, idle), trace(own, 2, ranks, passes, idle)
     found = compare(a, b, Tier.REASSOCIATED)
     return [{cause.name for cause in group} for group in grouped(diagnose(a, b, found).causes)]
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 
+from ds_parity.trace import Trace
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -18,12 +20,15 @@ class Cut:
         b: of each of the candidate's.
         passes: of each of the candidate's steps, 0 where it doesn't say.
         of_reference: passes of each of the reference's steps, likewise.
+        fewest: rollouts that each step surely had before its last pass, of the reference, of the candidate
+            (`before_last_passes`); empty: nothing is known of them.
     """
 
     a: list[int]
     b: list[int]
     passes: list[int]
     of_reference: list[int]
+    fewest: tuple[list[int], list[int]] = ([], [])
 
     @cached_property
     def ends(self) -> tuple[list[int], list[int]]:
@@ -80,7 +85,11 @@ class Cut:
     @cached_property
     def before(self) -> tuple[list[int], list[int]]:
         """Rollouts that had surely been consumed before the last pass of each window, by side."""
-        of_a, of_b = ([self._before(side, end) for end in ends] for side, ends in enumerate(self.ends))
+        of_a, of_b = (
+            [max(self._before(side, end), begin + one) for begin, end, one in zip([0, *ends], ends, some, strict=False)]
+            for side, ends in enumerate(self.ends)
+            for some in (self.fewest[side] or [0] * len(ends),)
+        )
         return of_a, of_b
 
     def _before(self, side: int, end: int) -> int:
@@ -113,6 +122,22 @@ class Cut:
             if least > most:
                 break
         return range(least, most + 1)
+
+
+def before_last_passes(trace: Trace) -> list[int]:
+    """Return how many rollouts each step surely had before its last pass: one in each micro-batch.
+
+    The last pass has a micro-batch of each rank at most. Where a step has more micro-batches than rollouts, some held
+    none, and the record proves nothing.
+    """
+    ranks = trace.header.ranks or 1
+    counts = [
+        0 if one.passes is None or one.idle_passes is None else one.passes * ranks - one.idle_passes
+        for one in trace.steps
+    ]
+    if any(count > (one.rollouts or 0) for count, one in zip(counts, trace.steps, strict=True)):
+        return [0] * len(counts)
+    return [max(0, count - ranks) for count in counts]
 
 
 def common(one: range, other: range) -> range:

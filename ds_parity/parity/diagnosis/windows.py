@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from ds_parity.parity.diagnosis import ragged, streams, targets
 from ds_parity.parity.diagnosis.causes import Cause, as_one_group
-from ds_parity.parity.diagnosis.cut import Cut, common
+from ds_parity.parity.diagnosis.cut import Cut, before_last_passes, common
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, near
 from ds_parity.trace import Trace
@@ -21,8 +21,9 @@ def causes(view: View) -> Iterator[Cause]:
     # Windows that one side doesn't have are not the other's windows, cut elsewhere.
     if view.updated_alike or begins_elsewhere(view) or _reordered(view):
         return
-    passes = [[one.passes or 0 for one in side.steps] for side in (view.candidate, view.reference)]
-    cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), *passes)
+    passes, of_reference = ([one.passes or 0 for one in it.steps] for it in (view.candidate, view.reference))
+    fewest = before_last_passes(view.reference), before_last_passes(view.candidate)
+    cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), passes, of_reference, fewest)
     if not (cut.a and cut.b and cut.a[0] and cut.b[0] and _mean(cut.a) and _mean(cut.b)):
         return
     found = [*_end(view, cut), *_start(view, cut), *_whole(cut), *_length(view, cut), *_counter(cut)]
