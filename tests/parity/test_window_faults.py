@@ -60,6 +60,14 @@ def split(windows, at):
     return windows[:at] + parts + windows[at + 1 :]
 
 
+def interrupted(held, at, *, carried=True):
+    """A window ends with its first pass, or half of its passes, and what follows is counted anew."""
+    before = cut(held, carried=carried)
+    begin = sum(passes for _, passes in before[:at])
+    until = begin + max(1, before[at][1] // 2)
+    return [*before[:at], (sum(held[begin:until]), until - begin), *cut(held[until:], carried=carried)]
+
+
 FAULTS = {
     **{f"target {it}": (lambda held, it=it: cut(held, it), {"another-target"}) for it in (2, 8, 10, 14, 17, 20, 24)},
     **{f"target {it}": (lambda held, it=it: cut(held, it), {"another-target"}) for it in (32, 40, 48, 64)},
@@ -75,6 +83,7 @@ FAULTS = {
     "ended early": (lambda held: cut(held[:70]), set()),
     "no more than three": (lambda held: cut([min(3, it) for it in held]), {"silent-truncation"}),
     "a step within": (lambda held: split(cut(held), 3), {"step-in-mid-window"}),
+    **{f"anew at {it}": (lambda held, it=it: interrupted(held, it), {"step-in-mid-window"}) for it in (0, 1, 3, 7)},
     "a pass late": (lambda held: _shifted(held, 1), {"boundary-a-pass-late"}),
     "a pass early": (lambda held: _shifted(held, -1), {"boundary-off-by-one"}),
     "a pass first": (lambda held: [(held[0], 1), *cut(held[1:])], {"boundary-off-by-one"}),
@@ -186,6 +195,34 @@ def test_the_first_causes_of_other_windows_contain_the_fault(fault, name, seed, 
     for passes in (True, False):
         groups = named(due, make(held), ranks=ranks, passes=passes) if make(held) != due else []
         assert not groups or groups[0] & right, (groups, due[:6], make(held)[:6])
+
+
+@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 3, 7])
+@pytest.mark.parametrize("name", ["few", "many", "odd"])
+def test_a_step_within_a_window_is_named_where_what_follows_is_counted_anew(name, at, carried):
+    held = stream(name)
+    (group, *_) = named(cut(held, carried=carried), interrupted(held, at, carried=carried))
+    assert "step-in-mid-window" in group
+    assert ("boundary-off-by-one" in group) <= (at == 0)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("at", [1, 3, 7])
+def test_a_window_that_lacks_a_pass_was_not_cut_short(name, at):
+    due = cut(stream(name))
+    own = [*due[:at], (due[at][0] - 1, due[at][1] - 1), *due[at + 1 :]]
+    assert not any("step-in-mid-window" in group for group in named(due, own))
+
+
+@pytest.mark.parametrize("target", [10, 14, 15, 17])
+@pytest.mark.parametrize("name", ["few", "many", "odd"])
+@pytest.mark.parametrize("carried", [True, False])
+def test_another_target_is_no_step_within_a_window(name, target, carried):
+    held = stream(name)
+    (group, *_) = named(cut(held, carried=carried), cut(held, target, carried=carried))
+    assert "another-target" in group
+    assert "step-in-mid-window" not in group
 
 
 @pytest.mark.parametrize("name", ["few", "many", "odd"])

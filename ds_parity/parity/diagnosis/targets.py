@@ -16,6 +16,7 @@ def causes(view: View, cut: Cut) -> Iterator[Cause]:
     yield from _exact(cut)
     yield from _overshoot(cut)
     yield from _resumed(view, cut)
+    yield from _interrupted(view, cut)
 
 
 def _local(view: View, cut: Cut) -> Iterator[Cause]:
@@ -88,6 +89,33 @@ def _resumed(view: View, cut: Cut) -> Iterator[Cause]:
             said += f"{view.step(0) + same} holds {cut.b[same]} rollouts in place of {cut.a[same]}"
             yield Cause("resume-resets-window", Fit.SEQUENCE, said)
             return
+
+
+def _interrupted(view: View, cut: Cut) -> Iterator[Cause]:
+    """One window that ends before the reference's target, and behind it those that are counted anew to that target."""
+    at = cut.same
+    if not cut.counted or at >= len(cut.b) - 1 or cut.passes[at] >= cut.of_reference[at] or lost(view, cut):
+        return
+    for carried in (True, False):
+        due = cut.targets(0, carried=carried)
+        had, number = (cut.ends[1][at], at + 1) if carried else (cut.b[at], 1)
+        missed = range(max(due.start, had // number + 1), due.stop)
+        target = cut.targets(1, carried=carried, after=at + 1, among=missed) if missed else missed
+        if target:
+            said = f"step {view.step(at)} ends with {cut.b[at]} rollouts, in mid-window, and every other one with the "
+            said += f"pass that reaches {_told(target)}, as the reference's do"
+            # A count that is off by one at first has such a first window, too.
+            first = at == 0 and view.step(0) == 1 and cut.passes[0] in (1, cut.of_reference[0] - 1)
+            for name in ("step-in-mid-window", *(("boundary-off-by-one",) if first else ())):
+                yield Cause(name, Fit.SEQUENCE, said)
+            return
+
+
+def lost(view: View, cut: Cut) -> bool:
+    """Whether the first window that is another may lack rollouts that no other one has: those hold what they should."""
+    later = view.pairs[cut.same + 1 : -1]
+    same = all(a.rollouts == b.rollouts and (a.tokens is None or a.tokens == b.tokens) for a, b in later)
+    return same and not cut.all_used
 
 
 def another(cut: Cut) -> Cause | None:

@@ -175,7 +175,7 @@ def _start(view: View, cut: Cut) -> Iterator[Cause]:
     if len(set(late)) != 1:
         return
     # Of later steps the first in the record is no first window, which may be short for many reasons.
-    if 0 < passes[0] == passes[1] - 1 and 0 < -late[0] < cut.a[0] and view.step(0) == 1 and not _lost(view, cut):
+    if 0 < passes[0] == passes[1] - 1 and 0 < -late[0] < cut.a[0] and view.step(0) == 1 and not targets.lost(view, cut):
         said = (
             f"step {view.step(0)} has {passes[0]} passes, the next ones {passes[1]}, and every window ends {-late[0]} "
             "rollouts before the reference's"
@@ -184,12 +184,6 @@ def _start(view: View, cut: Cut) -> Iterator[Cause]:
     if passes[0] == passes[1] + 1 and 0 < late[0] < cut.a[0]:
         said = f"every window ends {late[0]} rollouts late: step {view.step(0)} has {passes[0]} passes, the next ones "
         yield Cause("boundary-a-pass-late", Fit.SEQUENCE, f"{said}{passes[1]}")
-
-
-def _lost(view: View, cut: Cut) -> bool:
-    """Whether the first window may lack rollouts that no other one has: the others hold what they should."""
-    tokens = [(a.tokens, b.tokens) for a, b in view.pairs[1:-1]]
-    return not cut.all_used and all(a is None or a == b for a, b in tokens)
 
 
 def _by_prompts(view: View, cut: Cut) -> bool:
