@@ -36,7 +36,7 @@ SYMPTOMS = {
     "target-not-actual": "the gradient norm of each step is the right one times total / target",
     "idle-counted": "gradient norms shrink where ranks idle",
     "idle-nan": "the loss or the gradient norm becomes NaN in a step with idle passes",
-    "boundary-off-by-one": "step 1 contains one micro-batch",
+    "boundary-off-by-one": "step 1 contains one micro-batch, or every window ends a pass early",
     "local-count": "every window contains the target times the number of ranks",
     "another-target": "windows end at another number of rollouts, and begin where the one before has ended",
     "another-overshoot": "the surplus of a window counts in the next one in one run, and not in the other",

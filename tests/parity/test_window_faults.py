@@ -68,6 +68,17 @@ def interrupted(held, at, *, carried=True):
     return [*before[:at], (sum(held[begin:until]), until - begin), *cut(held[until:], carried=carried)]
 
 
+def early(held, *, carried=True):
+    """Every window ends before the pass that would reach the target, but for one that its first pass reaches."""
+    windows, had, passes, count = [], 0, 0, 0
+    for rollouts, following in zip(held, [*held[1:], 0], strict=True):
+        had, passes, count = had + rollouts, passes + 1, count + rollouts
+        if count + following >= TARGET:
+            windows.append((had, passes))
+            had, passes, count = 0, 0, count - TARGET if carried else 0
+    return [*windows, (had, passes)] if passes else windows
+
+
 FAULTS = {
     **{f"target {it}": (lambda held, it=it: cut(held, it), {"another-target"}) for it in (2, 8, 10, 14, 17, 20, 24)},
     **{f"target {it}": (lambda held, it=it: cut(held, it), {"another-target"}) for it in (32, 40, 48, 64)},
@@ -86,6 +97,7 @@ FAULTS = {
     **{f"anew at {it}": (lambda held, it=it: interrupted(held, it), {"step-in-mid-window"}) for it in (0, 1, 3, 7)},
     "a pass late": (lambda held: _shifted(held, 1), {"boundary-a-pass-late"}),
     "a pass early": (lambda held: _shifted(held, -1), {"boundary-off-by-one"}),
+    "each a pass early": (early, {"boundary-off-by-one"}),
     "a pass first": (lambda held: [(held[0], 1), *cut(held[1:])], {"boundary-off-by-one"}),
     "every pass": (lambda held: [(it, 1) for it in held], {"step-per-pass"}),
 }
@@ -195,6 +207,29 @@ def test_the_first_causes_of_other_windows_contain_the_fault(fault, name, seed, 
     for passes in (True, False):
         groups = named(due, make(held), ranks=ranks, passes=passes) if make(held) != due else []
         assert not groups or groups[0] & right, (groups, due[:6], make(held)[:6])
+
+
+@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_boundary_a_pass_early_is_named_where_no_window_reaches_the_target_and_the_next_pass_would(
+    name, seed, carried
+):
+    held = stream(name, seed=seed)
+    (group, *_) = named(cut(held, carried=carried), early(held, carried=carried))
+    assert "boundary-off-by-one" in group
+    assert "boundary-a-pass-late" not in group
+
+
+@pytest.mark.parametrize("target", [4, 8, 20, 24])
+@pytest.mark.parametrize("name", ["alike", "few"])
+@pytest.mark.parametrize("carried", [True, False])
+def test_another_target_is_no_boundary_a_pass_early(name, target, carried):
+    """Behind its windows another pass would not reach the reference's target, or they have reached it."""
+    held = stream(name)
+    (group, *_) = named(cut(held, carried=carried), cut(held, target, carried=carried))
+    assert "another-target" in group
+    assert "boundary-off-by-one" not in group
 
 
 @pytest.mark.parametrize("carried", [True, False])

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from ds_parity.parity.diagnosis.fits import Fit
 
 REMEDIES = {
-    "boundary-off-by-one": "count the pass before testing for the boundary, or let engine.backward() decide",
+    "boundary-off-by-one": "count each pass when it has run, and before testing for the boundary, or let "
+    "engine.backward() decide",
     "boundary-a-pass-late": "end a window with the pass that reaches the target, not with the one after it",
     "step-in-mid-window": "step at the boundary only, and interrupt a run between windows",
     "step-per-pass": "step at the boundary only; ds_parity's step() may follow every backward()",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.cut import Cut, common
 from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.targets import lost
 from ds_parity.parity.diagnosis.view import View
 
 
@@ -18,6 +19,7 @@ def causes(view: View, cut: Cut) -> Iterator[Cause]:
     if cut.counted and all(cut.passes) and all(cut.of_reference):
         yield from _per_pass(view, cut)
         yield from _late(view, cut)
+        yield from _early(view, cut)
 
 
 def own_counts(view: View, cut: Cut) -> Cause | None:
@@ -90,6 +92,41 @@ def _targets_of_late(cut: Cut, knots: list[tuple[int, int]], *, carried: bool) -
         if at < len(ends) - 1:
             most = min(most, (known.get(last - 1, end - 1) - base) // number)
     return range(least, most + 1)
+
+
+def _early(view: View, cut: Cut) -> Iterator[Cause]:
+    """Windows that each end a pass before the one that reaches the reference's target, but where it is their first."""
+    knots = _knots(cut)
+    if view.step(0) != 1 or knots is None or cut.passes[0] != max(1, cut.of_reference[0] - 1) or lost(view, cut):
+        return
+    for carried in (True, False):
+        target = common(cut.targets(0, carried=carried), _targets_of_early(cut, knots, carried=carried))
+        if target:
+            said = f"every window may end one pass before its count comes to {target[0]} rollouts: step {view.step(0)}"
+            said += f" has {cut.passes[0]} passes, the reference's has {cut.of_reference[0]}"
+            yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
+            return
+
+
+def _targets_of_early(cut: Cut, knots: list[tuple[int, int]], *, carried: bool) -> range:
+    """The targets that the pass behind each of the candidate's windows may reach, and none of its own after its first.
+
+    The last window ends with the data, or with the run.
+    """
+    least, most = 1, 2 * cut.ends[1][-1]
+    for at, (last, end) in enumerate(zip(accumulate(cut.passes), cut.ends[1], strict=True)):
+        base, number = (0, at + 1) if carried else (cut.ends[1][at - 1] if at else 0, 1)
+        if cut.passes[at] > 1:
+            least = max(least, (end - base) // number + 1)
+        if at < len(cut.passes) - 1:
+            most = min(most, (_at_most(knots, last + 1, end + cut.longest) - base) // number)
+    return range(least, most + 1)
+
+
+def _at_most(knots: list[tuple[int, int]], passes: int, limit: int) -> int:
+    """How many rollouts so many passes have at most, if each of those up to the next one that is known has one."""
+    until, had = knots[min(bisect_left(knots, (passes, 0)), len(knots) - 1)]
+    return min(limit, had - (until - passes)) if until >= passes else limit
 
 
 def _knots(cut: Cut) -> list[tuple[int, int]] | None:
