@@ -54,6 +54,17 @@ def exact(held):
     return [*windows, (had, passes)] if passes else windows
 
 
+def of_multiples(held, target):
+    """The same of another target, and of a run that ends with its last window."""
+    windows, had, passes, consumed = [], 0, 0, 0
+    for rollouts in held:
+        had, passes, consumed = had + rollouts, passes + 1, consumed + rollouts
+        if consumed % target == 0:
+            windows.append((had, passes))
+            had = passes = 0
+    return windows
+
+
 def split(windows, at):
     (held, passes), half = windows[at], windows[at][1] // 2
     parts = [(held // 2, half), (held - held // 2, passes - half)]
@@ -139,6 +150,25 @@ def test_a_test_for_the_target_itself_is_named_where_it_goes_on_past_all_that_ar
     held = stream(name)
     for own in (exact(held), FAULTS["exactly once"][0](held)):
         assert "equality-boundary" in named(cut(held), own)[0]
+
+
+@pytest.mark.parametrize(("target", "rollouts"), [(4, 3), (5, 3), (5, 4), (7, 3), (10, 4), (9, 6)])
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_test_of_all_rollouts_is_named_where_passes_jump_over_the_target_of_each_window(target, rollouts, carried):
+    """Passes of three on three ranks and a target of four come to a multiple of it in every fourth pass."""
+    held = [rollouts] * 120
+    (group, *_) = named(cut(held, target, carried=carried), of_multiples(held, target), ranks=rollouts, idle=0)
+    assert "equality-boundary" in group
+    assert "another-target" in group
+
+
+@pytest.mark.parametrize(("target", "own"), [(4, 9), (4, 21), (5, 24), (7, 12), (7, 18), (7, 6)])
+def test_a_target_is_no_test_of_all_rollouts_where_its_windows_pass_a_multiple_or_end_at_none(target, own):
+    """For each target that the reference may have, by its windows."""
+    held = [3] * 120
+    (group, *_) = named(cut(held, target, carried=False), cut(held, own, carried=False), ranks=3, idle=0)
+    assert "another-target" in group
+    assert "equality-boundary" not in group
 
 
 @pytest.mark.parametrize("name", ["alike", "few", "many"])

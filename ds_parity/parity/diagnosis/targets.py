@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from ds_parity.parity.diagnosis.causes import Cause
@@ -9,11 +10,14 @@ from ds_parity.parity.diagnosis.cut import Cut, common
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View
 
+# Window ends are multiples of a number by chance: all of them in one of so many records, at the most.
+_CHANCE = 20
+
 
 def causes(view: View, cut: Cut) -> Iterator[Cause]:
     """Yield the counts that end windows exactly where the candidate's end."""
     yield from _local(view, cut)
-    yield from _exact(cut)
+    yield from _exact(cut) or _multiples(cut)
     yield from _overshoot(cut)
     yield from _resumed(view, cut)
     yield from _interrupted(view, cut)
@@ -34,7 +38,7 @@ def _local(view: View, cut: Cut) -> Iterator[Cause]:
             return
 
 
-def _exact(cut: Cut) -> Iterator[Cause]:
+def _exact(cut: Cut) -> list[Cause]:
     """A test for the target itself, which a pass jumps over that has more than what is missing."""
     of_a, of_b = cut.ends
     for carried in (True, False):
@@ -46,8 +50,24 @@ def _exact(cut: Cut) -> Iterator[Cause]:
             if of_b != of_a and of_b in ([*again, of_a[-1]] if carried else [], [*of_a[:first], of_a[-1]]):
                 said = f"windows end only where rollouts come to a multiple of {target} exactly, and go on past "
                 said += f"{hit.count(False)} of the reference's {len(of_a)} boundaries, which are beyond it"
-                yield Cause("equality-boundary", Fit.SEQUENCE, said)
-                return
+                return [Cause("equality-boundary", Fit.SEQUENCE, said)]
+    return []
+
+
+def _multiples(cut: Cut) -> list[Cause]:
+    """The same test of all that was consumed, wherever the windows of the reference are counted from, and runs end."""
+    of_a, of_b = cut.ends
+    *whole, until = of_b
+    past = {end for end in of_a if end <= until}.difference(of_b)
+    due = [cut.targets(0, carried=carried) for carried in (True, False)] if cut.counted and past else []
+    step = math.gcd(*whole)
+    pairs = [(it, step // it) for it in range(1, math.isqrt(step) + 1) if step % it == 0] if any(due) else []
+    for target in sorted(it for pair in pairs for it in pair if any(it in some for some in due)):
+        if target ** len(whole) >= _CHANCE and not any(end % target == 0 for end in past):
+            said = f"windows end only where all rollouts come to a multiple of {target} exactly ({of_b[:3]}), and go "
+            said += f"on past {len(past)} of the reference's {len(of_a)} boundaries, which are none"
+            return [Cause("equality-boundary", Fit.SEQUENCE, said)]
+    return []
 
 
 def _met(cut: Cut, targets: range) -> Sequence[int]:
