@@ -150,8 +150,7 @@ def config_of(script, place):
     switches = ("overlap_comm", "round_robin_gradients", "stage3_use_all_reduce_for_fetch_params")
     zero |= {key: True for key in switches if key in place}
     config = {"zero_optimization": zero, **BESIDE.get(script, {})}
-    if script != "first_dtype_for_all":  # whose places say what one weight is in
-        config |= {half: {"enabled": True} for half in ("fp16", "bf16") if f"in {half}" in place}
+    config |= {half: {"enabled": True} for half in ("fp16", "bf16") if f"in {half}" in place}
     if "fp32 accumulation" in place:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if script.startswith("autocast"):

@@ -50,7 +50,7 @@ def main() -> dict[str, str]:
     beside = {"fp32": torch.float32, "bf16": torch.bfloat16}
     return tell(
         {
-            f"ZeRO {stage}, beside a frozen weight in {name}": partial(moved, stage, dtype)
+            f"ZeRO {stage}, beside a frozen {name} weight": partial(moved, stage, dtype)
             for stage in (1, 2, 3)
             for name, dtype in beside.items()
         },
