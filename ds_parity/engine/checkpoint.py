@@ -29,7 +29,13 @@ from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.universal import load_untrained
-from ds_parity.engine.kept_states import kept, of_this_optimizer, refuse_states_of_others, refuse_universal_in_turns
+from ds_parity.engine.kept_states import (
+    NAMES_OF_STATES,
+    kept,
+    of_this_optimizer,
+    refuse_states_of_others,
+    refuse_universal_in_turns,
+)
 from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostsum import HostSum
@@ -93,7 +99,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
                 driver.adapter.show_stepped_weights()
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
     # A part that is loaded over another leaves what the other was.
-    driver.state.half_loaded = "" if is_whole(driver.engine, options) else before
+    driver.state.half_loaded = None if is_whole(driver.engine, options) else before
     return path, state
 
 
@@ -228,7 +234,7 @@ def own_values(engine: Any, client_state: Any, ours: Mapping[str, Any]) -> dict[
         )
     # What load_checkpoint() returned holds our state of then, and is often saved again with more in it.
     given = client_state.get(KEY)
-    known = isinstance(given, dict) and set(ours) - {"last_total"} <= set(given)
+    known = isinstance(given, dict) and set(ours) - {"last_total", NAMES_OF_STATES} <= set(given)
     if KEY in client_state and not known:
         raise CheckpointError(
             f"save_checkpoint(): client_state[{KEY!r}] is {given!r}: the state of the windows is saved there, and "

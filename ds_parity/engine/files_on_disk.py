@@ -9,9 +9,11 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from ds_parity.engine.internals.checkpoints import rank_in_parts
 from ds_parity.engine.ranks.agreement import in_short
 
-_STATES: Final = "*_states.pt"
+_MODEL: Final = "*model_states.pt"
+_WHOLE: Final = "mp_rank_"  # what all data-parallel ranks load
 _OF_OPTIMIZER: Final = "_optim_states.pt"
 _ZIP: Final = b"PK\x03\x04"
 
@@ -21,19 +23,26 @@ def damaged(engine: Any, folder: Path, options: Mapping[str, Any]) -> str | None
 
     What one rank alone finds while it loads leaves others waiting in DeepSpeed's load on ZeRO 3, and each engine with a
     part of the checkpoint. A file is opened, and its end is read: files that are empty, cut short, folders, or not
-    there behind a link are found; one whose middle is damaged is not. Each rank looks at its share of the files.
+    there behind a link are found; one whose middle is damaged is not. Each rank looks at those that it loads, as hosts
+    need not share the folder, and at its share of the others (the layers of a pipeline, the parameters of a universal
+    checkpoint).
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
         folder: of the checkpoint's tag.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
     """
-    files = sorted([*folder.glob(_STATES), *folder.glob("zero/*/*.pt")])
+    files = sorted([*folder.glob(_MODEL), *folder.glob(f"*{_OF_OPTIMIZER}"), *folder.glob("zero/*/*.pt")])
+    if not any(folder.glob(_MODEL)):
+        return f"there is no {_MODEL}"  # killed behind its beginning, or no folder of a checkpoint
     alone = options["load_module_only"] or not options["load_optimizer_states"]
     if alone and int(engine.zero_optimization_stage()) != 3:  # there the weights are in the optimizer's files
         files = [one for one in files if not one.name.endswith(_OF_OPTIMIZER)]
     own, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    found = ((one, _wrong(one)) for one in files[own::ranks])
+    mine = f"zero_pp_rank_{rank_in_parts(engine)}_"
+    looked_at = dict.fromkeys([*(one for one in files if mine in one.name or one.name.startswith(_WHOLE))])
+    looked_at.update(dict.fromkeys(files[own::ranks]))
+    found = ((one, _wrong(one)) for one in looked_at)
     return next((f"{one.name} {wrong}" for one, wrong in found if wrong is not None), None)
 
 
@@ -49,4 +58,6 @@ def _wrong(path: Path) -> str | None:
         return "has no end, as a file that was cut short"
     except OSError as error:
         return f"can't be opened ({in_short(error)})"
+    except Exception:  # what Python's own reader does not know, torch's may
+        return None
     return None

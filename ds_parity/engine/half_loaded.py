@@ -8,18 +8,19 @@ from typing import Any
 from ds_parity.errors import CheckpointError
 
 
-def refuse_half_loaded(load_dir: str, what: str) -> None:
+def refuse_half_loaded(load_dir: str | None, what: str) -> None:
     """Raise CheckpointError where a load has raised behind its beginning, and no whole one has followed.
 
     Args:
-        load_dir: from which the load that raised was to load; "" where none has.
+        load_dir: from which the load that raised was to load; None where none has.
         what: is refused, for the message.
     """
-    if load_dir:
+    if load_dir is not None:
         raise CheckpointError(
             f"{what}: load_checkpoint({load_dir!r}) has raised in this engine, and ended half way, so that its "
             "weights, its optimizer's states and its counts may be those of two runs. Start a new engine, or load a "
-            "whole checkpoint into this one (one that loads, with the states of the optimizer and of the scheduler)"
+            "whole checkpoint into this one: one that loads, with the states of the optimizer and of the scheduler, "
+            "with load_module_strict, and without a custom_load_fn"
         )
 
 
@@ -31,4 +32,5 @@ def is_whole(engine: Any, options: Mapping[str, Any]) -> bool:
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
     """
     scheduled = options["load_lr_scheduler_states"] or engine.lr_scheduler is None
-    return bool(scheduled and options["load_optimizer_states"] and not options["load_module_only"])
+    weights = options["load_module_strict"] and options["custom_load_fn"] is None
+    return bool(scheduled and weights and options["load_optimizer_states"] and not options["load_module_only"])

@@ -21,10 +21,12 @@ from ds_parity.engine.internals.checkpoints import (
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
 
+NAMES_OF_STATES = "states"
+"""Under this name of the window's state, since checkpoints have it: what the optimizer keeps of a parameter."""
+
 # Under these names of the window's state.
 _OWNERS = "states_of"
 _TURNS = "round_robin_gradients"
-_NAMES = "states"
 _HALF_WAY = "Loading ends half way, so start a new engine"
 # Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
 _ALIKE = (
@@ -42,7 +44,7 @@ def kept(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict
         engine: a bare DeepSpeed engine, of a pipeline or not.
         groups: the parameters of its groups, on ZeRO 3 of its sub-groups.
     """
-    return {_TURNS: dealt_in_turns(engine), _OWNERS: _owners(engine, groups), _NAMES: names_of_states(engine)}
+    return {_TURNS: dealt_in_turns(engine), _OWNERS: _owners(engine, groups), NAMES_OF_STATES: names_of_states(engine)}
 
 
 def refuse_universal_in_turns(engine: Engine, load_dir: str, state: Mapping[str, Any]) -> None:
@@ -88,7 +90,7 @@ def refuse_states_of_others(
     _refuse_other_owners(engine, state.get(_OWNERS, {}), _owners(engine, groups), named=named)
     _refuse_other_turns(engine, state.get(_TURNS))
     if engine.load_universal_checkpoint():
-        _refuse_unconverted(engine, state.get(_NAMES, ()))
+        _refuse_unconverted(engine, state.get(NAMES_OF_STATES, ()))
 
 
 @contextmanager
@@ -161,9 +163,9 @@ def _refuse_unconverted(engine: Engine, names: Iterable[str]) -> None:
     if lost:
         raise CheckpointError(
             f"the universal checkpoint has no {', '.join(lost)} of its optimizer ({kinds_of_optimizer(engine)[0]}): "
-            "DeepSpeed's conversion keeps step, exp_avg and exp_avg_sq alone, and this optimizer would begin the rest "
-            "anew, or raise in its step(). Load the checkpoint that was converted, on as many ranks and without "
-            f"load_universal, or train with an optimizer that keeps no more (AdamW without amsgrad). {_HALF_WAY}"
+            "DeepSpeed's conversion keeps step, exp_avg and exp_avg_sq alone, and a step would begin the rest anew, or "
+            "raise. Load the checkpoint that was converted, on as many ranks and without load_universal, or begin with "
+            f"its weights alone (zero_to_fp32.py beside it makes them). {_HALF_WAY}"
         )
 
 

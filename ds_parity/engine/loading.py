@@ -70,7 +70,7 @@ def _found(load_dir: str, tag: Any, broken: Callable[[Path], str | None], *, uni
         folder = None if named is None else folder_of(load_dir, named)
         found = folder is not None and folder.is_dir()
         why = broken(folder) if folder is not None and found else None
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # the other ranks wait in the comparison for whatever it is
         unread = in_short(error)
     return {"tag": repr(named), _FOLDER: found, _UNREAD: unread, _BROKEN: why}
 

@@ -29,10 +29,10 @@ class PassState:
         awaits_step: a backward() has run whose step() has not.
         lost: why the open window can't go on, because something in it has raised; "" where it can.
         ran_in: index of the window that this rank's last backward belonged to; None before the first.
-        half_loaded: the folder of a load that has raised and ended half way; "" where none has.
+        half_loaded: the folder of a load that has raised and ended half way; None where none has.
     """
 
-    half_loaded = ""  # outlives the window, which a load throws away
+    half_loaded: str | None = None  # outlives the window, which a load throws away
 
     def __init__(self, adapter: Adapter, ledger: Ledger) -> None:
         self._adapter = adapter

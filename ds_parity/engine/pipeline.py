@@ -114,7 +114,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_last: StepRecord | None = None
         self._self_stand_in: MicroBatch | None = None
         self._self_empty = 0
-        self._self_half_loaded = ""  # the folder of a load that has raised behind its beginning
+        self._self_half_loaded: str | None = None  # the folder of a load that has raised behind its beginning
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
         engine.dynamic_shape = True
         buffers_of_every_type(engine)
@@ -266,7 +266,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             self._self_half_loaded = str(load_dir) if there else half_loaded
             path, client_state = load(self.__wrapped__, load_dir, tag, options, behind)
         whole = path is not None and is_whole(self.__wrapped__, options)
-        self._self_half_loaded = "" if whole else half_loaded
+        self._self_half_loaded = None if whole else half_loaded
         if path is not None:
             self._self_writer.has_loaded(load_dir, tag, universal=self.load_universal_checkpoint())
         return path, client_state

@@ -167,8 +167,8 @@ def _of_another_topology(engine: Any, load_dir: str, tag: Any, error: Checkpoint
 
 def _without_a_layer(engine: Any, load_dir: str, tag: Any, error: CheckpointError) -> CheckpointError | None:
     """Return what to say where this stage finds no file of one of its layers; None where it has all."""
-    folder = folder_of(load_dir, tag)
-    lost = None if folder is None else layer_without_a_file(engine.module, folder)
+    folder = None if engine.load_universal_checkpoint() else folder_of(load_dir, tag)  # that has other files
+    lost = layer_without_a_file(engine.module, folder) if folder is not None and folder.is_dir() else None
     if lost is None:
         return None
     other = CheckpointError(

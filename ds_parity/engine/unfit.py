@@ -37,8 +37,8 @@ def refuse_unfit(
 
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's, trains
-            parameters of several dtypes, or has one without elements, on stage 3; it trains one that is wider than the
-            first one of the optimizer, or one in fp64 beside others, on stages 1 to 3; a group has frozen ones alone
+            parameters of several dtypes, or has one without elements, on stage 3; one group has trained ones in fp64
+            beside others, on stage 1 or 2; a group has frozen parameters alone
             on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce, is complex, or is sparse on another
             stage; or a parameter has no shape yet.
     """
@@ -124,8 +124,7 @@ def _refuse_dtypes(
 ) -> None:
     # On stage 3 zero/utils.py, defragment (0.19.8) raises an AssertionError without a word, and with offload_param all
     # become what the first one is; 1 and 2 make the parts of a group of what is the widest of it.
-    ordered = chosen or list(model.parameters())
-    trained = [one for one in ordered if one.requires_grad]
+    trained = [one for one in chosen or model.parameters() if one.requires_grad]
     held = [trained] if stage == _PARTITIONED else [[one for one in group if one.requires_grad] for group in groups]
     for group in held or [trained]:
         kinds: dict[torch.dtype, torch.Tensor] = {}
@@ -137,26 +136,6 @@ def _refuse_dtypes(
                 f"zero_optimization.stage = {stage}, and the parameters that are trained have {len(kinds)} dtypes "
                 f"({found}): DeepSpeed keeps them in one buffer, which has one dtype; {_ONE_DTYPE}"
             )
-    _refuse_first(model, stage, ordered, trained)
-
-
-def _refuse_first(
-    model: torch.nn.Module, stage: int, ordered: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
-) -> None:
-    # stage_1_and_2.py and stage3.py, __init__ (0.19.8): self.dtype is that of param_groups[0]["params"][0], frozen or
-    # not. By it stage 2 reduces, a gradient is looked through for what is not finite, and there is a loss scale.
-    if not trained:
-        return
-    first = ordered[0]
-    wider = next((one for one in trained if torch.promote_types(first.dtype, one.dtype) != first.dtype), None)
-    if wider is not None:
-        raise ConfigError(
-            f"zero_optimization.stage = {stage}, and {_named(model, first)}, the first parameter that the optimizer "
-            f"has, is {_said(first.dtype)}, while {_named(model, wider)} is {_said(wider.dtype)} and is trained: "
-            "DeepSpeed takes the gradients of all for ones of the first one's dtype, also where it is frozen, and "
-            "rounds them, or lets overflows pass; hand over the trained parameters alone "
-            f"(model_parameters=[p for p in model.parameters() if p.requires_grad]), or {_ONE_DTYPE}"
-        )
 
 
 def _named(model: torch.nn.Module, parameter: torch.Tensor) -> str:

@@ -6,9 +6,12 @@ import errno
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Protocol
+
+import torch
 
 from ds_parity.engine.internals.checkpoints import OF_WRAPPERS, REFUSALS
 from ds_parity.errors import CheckpointError
@@ -24,6 +27,7 @@ _OF_NONE = "'NoneType'"
 _WHOLE = (0,)
 _OF_A_BROKEN_FILE = "PytorchStreamReader"  # torch's reader of zip archives
 _READER = "torch.serialization"
+_OF_DEEPSPEED = "deepspeed."
 _OF_ZEROS = "filename 'storages' not found"  # torch takes a file of zero bytes for one of its oldest archives
 _OF_A_STATE_DICT = "Error(s) in loading state_dict"  # torch's load_state_dict, of names or sizes
 _OF_UNIVERSAL = "zero"  # the folder of parameters that ds_to_universal makes
@@ -66,8 +70,13 @@ def explained(driver: Loading, load_dir: str, tag: Any = None) -> Iterator[None]
 
 
 def _inside_the_reader(error: Exception) -> bool:
-    # What a damaged file raises there depends on the place of the damage: Unicode, overflow, a key, a folder.
-    return any(frame.f_globals.get("__name__") == _READER for frame, _ in walk_tb(error.__traceback__))
+    # What a damaged file raises there depends on the place of the damage: Unicode, overflow, a key, a folder. A class
+    # that is gone, and memory that is not there, are no damage; what others than DeepSpeed read is their own.
+    if isinstance(error, AttributeError | ImportError | MemoryError | torch.OutOfMemoryError):
+        return False
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    callers = [before for before, after in pairwise(modules) if after == _READER != before]
+    return any(one.startswith(_OF_DEEPSPEED) for one in callers)
 
 
 def _taken_for_plain(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:

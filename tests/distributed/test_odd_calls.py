@@ -225,3 +225,47 @@ def test_a_step_in_inference_mode_is_taken_or_refused_before_it_breaks_the_next_
             assert one.startswith("WindowError: step() or finish() under torch.inference_mode()")
         else:
             assert one == "nothing was raised"
+
+
+class _Adapted(torch.nn.Module):
+    """A frozen layer in bf16, and a trained one in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = torch.nn.Linear(4, 4).bfloat16().requires_grad_(False)
+        self.adapter = torch.nn.Linear(4, 2)
+
+
+def _adapted(stage, how):
+    """What an engine is built with: all parameters or the trained ones, by an optimizer, a function or a list."""
+    model, extended = _Adapted(), {k: v for k, v in config(stage).items() if k not in ("optimizer", "scheduler")}
+    kind, whose = how.split(" of ")
+    trained = [one for one in model.parameters() if one.requires_grad]
+    chosen = trained if whose == "trained" else list(model.parameters())
+    given = {
+        "optimizer": lambda: {"optimizer": torch.optim.SGD(chosen, lr=0.1)},
+        "function": lambda: {"optimizer": lambda _: torch.optim.SGD(chosen, lr=0.1)},
+        "generator": lambda: {"model_parameters": [{"params": (one for one in chosen)}]},
+    }[kind]()
+    if kind == "generator":
+        extended["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    return refusal(lambda: ds_parity.initialize(model=model, config=extended, **given))
+
+
+HANDED_OVER = [f"{kind} of {whose}" for kind in ("optimizer", "function", "generator") for whose in ("all", "trained")]
+
+
+@on_two_ranks
+def narrow_first_parameters(folder):
+    return {f"{stage} {how}": from_all(_adapted(stage, how)) for stage in STAGES for how in HANDED_OVER}
+
+
+@pytest.mark.parametrize("how", HANDED_OVER)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_narrow_first_parameter_is_refused_however_it_was_handed_over(two_ranks, stage, how):
+    for said in two_ranks.of(narrow_first_parameters)[f"{stage} {how}"]:
+        if stage in (1, 2) and how.endswith("all"):
+            assert "is bfloat16, while trained ones are float32" in said
+        else:
+            assert said == "nothing was raised"

@@ -27,7 +27,7 @@ def driver():
     return SimpleNamespace(
         ledger=Ledger(Rules(8, 1)),
         passes_pending=lambda: 0,
-        state=SimpleNamespace(half_loaded=""),
+        state=SimpleNamespace(half_loaded=None),
         say_to_save=lambda value: [value],
         refuse_saving=lambda error: None,
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),

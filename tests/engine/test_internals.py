@@ -75,7 +75,20 @@ OTHERS = {
         "register_hook",
     ),
     *("renamed", "saves"),  # of our own Files
-    *("Size", "endswith", "fullmatch", "glob", "is_dir", "iterdir", "parent", "startswith", "state_dict", "stem"),
+    *(
+        "Size",
+        "is_initialized",
+        "endswith",
+        "fullmatch",
+        "glob",
+        "promote_types",
+        "is_dir",
+        "iterdir",
+        "parent",
+        "startswith",
+        "state_dict",
+        "stem",
+    ),
     *("ckpt_layer_path", "ckpt_layer_path_list"),  # of a pipeline's module: a guard names the second one
     # of DeepSpeed's torch_autocast.py, which a guard holds to
     *("PARAM_COMM_DTYPE_ATTR_NAME", "TORCH_AUTOCAST_DTYPE", "TORCH_AUTOCAST_INITIALIZED", "get_comm_dtype"),

@@ -1,6 +1,7 @@
 """What ranks tell each other before a load, also where one of them may not look."""
 
 import io
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ def _archive():
 
 
 WHOLE = _archive()
+MODEL, STATES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 def asks(folder, tag="a", engine=ENGINE, **options):
@@ -29,7 +31,7 @@ def asks(folder, tag="a", engine=ENGINE, **options):
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "long").touch()
+    (tmp_path / "a" / MODEL).write_bytes(WHOLE)
     return str(tmp_path)
 
 
@@ -112,7 +114,6 @@ def test_a_folder_that_is_no_universal_checkpoint_is_left_to_the_load(folder):
     loading.refuse_unlike_loads(folder, [asks_for_universal(folder)])
 
 
-MODEL, STATES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 DAMAGED = {
     "empty": (lambda path: path.write_bytes(b""), "is empty"),
     "cut short": (lambda path: path.write_bytes(WHOLE[: len(WHOLE) // 2]), "has no end"),
@@ -125,8 +126,7 @@ DAMAGED = {
 
 @pytest.fixture
 def saved(folder, tmp_path):
-    for name in (MODEL, STATES):
-        (tmp_path / "a" / name).write_bytes(WHOLE)
+    (tmp_path / "a" / STATES).write_bytes(WHOLE)
     return tmp_path / "a"
 
 
@@ -156,5 +156,34 @@ def test_weights_alone_need_the_optimizers_files_on_zero_3_alone(folder, saved, 
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_files_of_both_formats_of_torch_and_files_of_others_are_whole(folder, saved, zip_format):
     torch.save({"a": torch.zeros(9)}, saved / MODEL, _use_new_zipfile_serialization=zip_format)
-    (saved / "of_the_user.pt").write_bytes(b"")
+    for name in ("of_the_user.pt", "my_own_states.pt"):
+        (saved / name).write_bytes(b"")
     loading.refuse_unlike_loads(folder, [asks(folder)])
+
+
+def test_what_pythons_reader_of_archives_does_not_know_is_left_to_torchs(folder, saved):
+    at = WHOLE.rfind(b"PK\x01\x02")
+    (saved / MODEL).write_bytes(WHOLE[: at + 6] + b"\xff" + WHOLE[at + 7 :])  # the release that reads it
+    with pytest.raises(NotImplementedError):
+        zipfile.ZipFile(saved / MODEL)
+    loading.refuse_unlike_loads(folder, [asks(folder)])
+
+
+def test_a_folder_without_files_of_the_model_is_told_before_anything_is_loaded(folder, saved):
+    (saved / MODEL).unlink()
+    with pytest.raises(CheckpointError, match=r"not whole: there is no \*model_states.pt, .*Nothing was loaded"):
+        loading.refuse_unlike_loads(folder, [asks(folder)])
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_rank_looks_at_the_files_that_it_loads_where_hosts_share_no_folder(folder, saved, monkeypatch, kind):
+    for name in (MODEL, STATES):
+        (saved / name).unlink()
+    own = [saved / f"zero_pp_rank_1_mp_rank_00_{one}_states.pt" for one in ("model", "optim")]
+    for path in own:
+        path.write_bytes(WHOLE[:50] if kind in path.name else WHOLE)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 2)
+    with pytest.raises(CheckpointError, match=rf"zero_pp_rank_1_mp_rank_00_{kind}_states.pt has no end"):
+        loading.refuse_unlike_loads(folder, [asks(folder)])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_parity.config.releases import release
 from ds_parity.engine.internals import installed
@@ -89,3 +90,23 @@ def test_an_adagrad_in_whose_place_another_one_is_stepped_is_refused():
     refuse_unable(built(given, SimpleNamespace(optimizer=given)))
     with pytest.raises(ConfigError, match="on stage 1 the installed DeepSpeed builds another one"):
         refuse_unable(built(given, SimpleNamespace(optimizer=other)))
+
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("first", "trained", "refused"),
+    [
+        (F32, [F32], ""), (B16, [B16], ""), (F32, [B16], ""), (F32, [B16, F32], ""), (F64, [F32], ""),
+        (B16, [F32], "first parameter .* is bfloat16, while trained ones are float32"),
+        (F16, [F32], "is float16, while"), (F32, [F32, F64], "is float32, while trained ones are float64"),
+        (F16, [B16], "is float16, while trained ones are bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_first_parameter_narrower_than_trained_ones_is_refused(first, trained, refused):
+    wrapper = DeepSpeedZeroOptimizer.__new__(DeepSpeedZeroOptimizer)
+    wrapper.dtype = first
+    wrapper.bit16_groups = [[torch.zeros(1, dtype=one)] for one in trained]
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        refuse_unable(built(torch.optim.SGD([torch.zeros(1)]), wrapper))

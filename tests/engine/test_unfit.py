@@ -143,22 +143,6 @@ def test_other_dtypes_are_taken(config, trained):
     refuse_unfit(with_dtypes(*MIXED, trained=trained), config)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("first", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_first_parameter_that_is_narrower_than_a_trained_one_is_refused(stage, first, frozen):
-    model = with_dtypes(first, torch.float32)
-    model[0].requires_grad_(not frozen)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    said = "2 dtypes" if stage == 3 and not frozen else "0.weight, the first parameter .* 1.weight is float32 and is"
-    for chosen in ((), list(model.parameters())):
-        with pytest.raises(ConfigError, match=said):
-            refuse_unfit(model, on_stage(stage), [chosen] if chosen else (), chosen)
-    if frozen:
-        refuse_unfit(model, on_stage(stage), [trained], trained)
-    refuse_unfit(model, {**on_stage(stage), "bf16": {"enabled": True}}, [trained], trained)
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_fp64_beside_others_is_refused_in_one_group_alone(stage):
     model = with_dtypes(torch.float64, torch.float32)

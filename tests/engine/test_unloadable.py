@@ -210,3 +210,37 @@ def test_a_file_of_zero_bytes_cannot_be_read(folder):
     error = said(folder, found.value)
     assert isinstance(error, CheckpointError)
     assert "the checkpoint is not whole: a file of it can't be read (KeyError" in str(error)
+
+
+class _Renamed:
+    """A class of which a client state has a value."""
+
+
+def _reads(path):
+    """What reads a file as DeepSpeed's checkpoint engine does."""
+    reader = {"__name__": "deepspeed.runtime.checkpoint_engine"}
+    exec("def load(torch, path): torch.load(path, weights_only=False)", reader)
+    reader["load"](torch, path)
+
+
+def _told(folder, read):
+    with pytest.raises(Exception) as found, explained(driver(), str(folder), "saved"):  # noqa: PT011
+        read()
+    return found.value
+
+
+def test_whatever_the_reader_raises_over_a_damaged_file_is_said_in_words(folder):
+    path = folder / "saved" / MODEL
+    path.mkdir()
+    error = _told(folder, lambda: _reads(path))
+    assert isinstance(error, CheckpointError)
+    assert "can't be read (IsADirectoryError" in str(error)
+
+
+def test_a_class_that_is_gone_is_no_damage_and_others_files_are_their_own(folder, monkeypatch):
+    path = folder / "saved" / MODEL
+    torch.save({"own": _Renamed()}, path)
+    monkeypatch.delattr(f"{__name__}._Renamed")
+    assert isinstance(_told(folder, lambda: _reads(path)), AttributeError)
+    other = folder / "not_there.pt"
+    assert isinstance(_told(folder, lambda: torch.load(other)), FileNotFoundError)

@@ -185,6 +185,12 @@ def parts_of(engine: Any) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+def rank_in_parts(engine: Any) -> int:
+    """Return this rank's number among those that ZeRO parts the optimizer's states among: it is in its files' names."""
+    group = getattr(getattr(engine, "optimizer", None), "dp_process_group", None)
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
 def saved_in_parts(engine: Any) -> int | None:
     """Return among how many ranks the states of the checkpoint that was loaded were parted; None where nothing says."""
     return getattr(engine, "loaded_checkpoint_dp_world_size", None)
