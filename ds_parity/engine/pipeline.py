@@ -34,6 +34,7 @@ from ds_parity.engine.internals.stages import (
     clip_over_stages,
     count_what_is_not_shared,
     lost_by_a_load,
+    reduce_tied_sums,
 )
 from ds_parity.engine.pipeline_checkpoints import load, refuse_to_begin, save, with_states
 from ds_parity.engine.planned import PlansRead, Read, refuse_different_plans, refuse_plan_of_others
@@ -101,6 +102,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             )
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
+        reduce_tied_sums(engine)
         self._self_lost = lost_by_a_load(engine)
         self._self_between = BetweenWindows(choose(engine))
         self._self_settings, self._self_number = settings, number

@@ -112,9 +112,7 @@ def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behin
     return path, state
 
 
-def _loaded(
-    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]
-) -> tuple[Any, Any, CheckpointError | None]:
+def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Exception | None]:
     """Return what DeepSpeed returns, and the error where this stage can't go on from it, so that others are told."""
     try:
         with (
@@ -135,6 +133,8 @@ def _loaded(
     except CheckpointError as error:
         other = _of_another_topology(engine, load_dir, tag, error) or _without_a_layer(engine, load_dir, tag, error)
         return None, None, other or error
+    except Exception as error:  # whatever it is, the other stages are told
+        return None, None, error
     return path, state, None
 
 

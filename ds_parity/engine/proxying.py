@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 from ds_parity.config.features import MOVED_OFFLOADED
+from ds_parity.engine.half_loaded import refuse_half_loaded
 from ds_parity.engine.internals.broadcast import any_shape_is_gathered
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.tensor_groups import holds_parts, whole_state, whole_where_it_saves
@@ -127,9 +128,11 @@ def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Save the model's weights in one file, as DeepSpeed does, whole under AutoTP too; every rank calls.
 
     Raises:
+        CheckpointError: a load has ended half way.
         RankDesyncError: under AutoTP below ZeRO 3, another rank does something else, or ended.
     """
     engine = self.__wrapped__
+    refuse_half_loaded(self._self_driver.state.half_loaded, "save_16bit_model()")
     if not holds_parts(engine):
         with any_shape_is_gathered():
             return engine.save_16bit_model(*args, **kwargs)

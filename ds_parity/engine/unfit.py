@@ -61,8 +61,7 @@ def refuse_unfit(
             _refuse_unreduced(model)
         else:
             _refuse_dtypes(model, stage, groups, chosen)
-    # BF16_Optimizer is another wrapper.
-    if stage in (1, 2) and not (stage == 1 and wanted.sums_in_fp32):
+    if stage in (1, 2):
         _refuse_frozen(groups, stage)
 
 
@@ -188,7 +187,8 @@ def refuse_optimizer(optimizer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_frozen(groups: Iterable[Sequence[torch.Tensor]], stage: int) -> None:
-    # stage_1_and_2.py, __init__ (0.19.8): an IndexError. What is empty from the start is left out (runtime/engine.py).
+    # stage_1_and_2.py, __init__ (0.19.8): an IndexError, and in bf16_optimizer.py torch's ValueError. What is empty
+    # from the start is left out (runtime/engine.py).
     for number, parameters in enumerate(groups):
         if parameters and not any(one.requires_grad for one in parameters):
             raise ConfigError(

@@ -59,6 +59,7 @@ def half_loaded(folder):
             "damaged": lambda: engine.load_checkpoint(str(path), tag="damaged"),  # noqa: B023
             "train": lambda: _trains(engine),  # noqa: B023
             "save": lambda: engine.save_checkpoint(str(path), tag="half"),  # noqa: B023
+            "weights": lambda: engine.save_16bit_model(str(path)),  # noqa: B023
             "finish": engine.finish,
             "alone": lambda: engine.load_checkpoint(str(path), tag="own", **ALONE),  # noqa: B023
             "train behind alone": lambda: _trains(engine),  # noqa: B023
@@ -76,7 +77,7 @@ def half_loaded(folder):
 def test_half_a_checkpoint_is_neither_trained_nor_saved(two_ranks, stage, boundary):
     said = two_ranks.of(half_loaded)[f"{stage} {boundary}"]
     assert all("is not whole" in one and "start a new engine" in one for one in said["damaged"])
-    for name in ("train", "save", "finish", "train behind alone"):
+    for name in ("train", "save", "weights", "finish", "train behind alone"):
         assert all(one.startswith("CheckpointError") for one in said[name]), said[name]
         assert all("has raised in this engine, and ended half way" in one for one in said[name])
 

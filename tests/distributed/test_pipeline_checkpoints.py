@@ -221,6 +221,36 @@ def test_a_layer_of_another_save_or_place_is_refused_and_not_trained(four_ranks,
         assert again == goes_on == "nothing was raised"
 
 
+def any_answer(call):
+    try:
+        return refusal(call)
+    except Exception as error:
+        return f"raw {type(error).__name__}: {error}"
+
+
+@on_four_ranks
+@alone_in_the_process
+def layer_of_another_kind(folder):
+    """What ranks are told where the file of a layer holds no state of one, and what a whole load ends in then."""
+    saving = build(config(1))
+    for tag in ("own", "odd"):
+        saving.save_checkpoint(folder, tag=tag)
+    if dist.get_rank() == 0:
+        torch.save([1], Path(folder, "odd", LAYER))
+    dist.barrier()
+    loading = build(config(1))
+    return from_all([any_answer(lambda tag=tag: loading.load_checkpoint(folder, tag=tag)) for tag in ("odd", "own")])
+
+
+def test_whatever_one_stage_raises_the_others_are_told(four_ranks):
+    answers = four_ranks.of(layer_of_another_kind)
+    raised = [odd for odd, _ in answers if odd.startswith("raw ")]
+    assert raised
+    for odd, own in answers:
+        assert odd in raised or raised[0].removeprefix("raw ").split(":")[0] in odd
+        assert own == "nothing was raised"
+
+
 # By precision and ZeRO stage; from 2 stages of 2 columns to 1 stage of 4.
 ONTO_OTHERS = {"bf16 on ZeRO 0": (0, HALVES), "fp32 on ZeRO 0": (0, {}), "fp32 on ZeRO 1": (1, {})}
 

@@ -89,7 +89,8 @@ OTHERS = {
         "state_dict",
         "stem",
     ),
-    *("ckpt_layer_path", "ckpt_layer_path_list"),  # of a pipeline's module: a guard names the second one
+    # Of a pipeline's module: guards name the last two.
+    *("ckpt_layer_path", "ckpt_layer_path_list", "get_tied_weights_and_groups"),
     # of DeepSpeed's torch_autocast.py, which a guard holds to
     *("PARAM_COMM_DTYPE_ATTR_NAME", "TORCH_AUTOCAST_DTYPE", "TORCH_AUTOCAST_INITIALIZED", "get_comm_dtype"),
     *("ds_pipe_replicated", "forward_funcs"),  # of a pipeline's parameters and module: guards name them

@@ -66,6 +66,13 @@ def test_a_group_with_named_parameters_is_looked_at():
         refuse([{"params": [("weight", frozen)]}], 1)
 
 
+def test_a_group_of_frozen_ones_is_refused_with_fp32_accumulation_too():
+    keys = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}
+    groups = groups_handed_over({"model_parameters": [of(True), of(False)]})
+    with pytest.raises(ConfigError, match=r"all 1 parameters of group 1 are frozen"):
+        refuse_unfit(torch.nn.Linear(1, 1), keys, groups)
+
+
 def test_a_generator_inside_a_group_is_left_for_deepspeed_to_read():
     once = (one for one in of(False, True)["params"])
     refuse([{"params": once}], 1)

@@ -176,6 +176,13 @@ GUARDS: tuple[Guard, ...] = (
             "self.forward_funcs.append(partial(layer.forward_fn",
         ),
     ),
+    Guard(
+        "deepspeed.runtime.pipe.engine:PipelineEngine",
+        "_exec_reduce_tied_grads",
+        "internals/stages.py",
+        "the gradients of tied weights are added up over stages as the module names them",
+        ("self.module.get_tied_weights_and_groups()", "weight._hp_grad if self.using_bf16_optimizer else weight.grad"),
+    ),
     # Backwards that are not the engine's own.
     Guard(
         ENGINE,

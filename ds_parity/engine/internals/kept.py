@@ -288,5 +288,6 @@ def note_gradients(parameters: list[Parameter], note: Callable[[int], None]) -> 
             called(number)
 
     for number, parameter in enumerate(parameters):
-        hook = functools.partial(noted, number)
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if parameter.requires_grad:  # a frozen one can't have a hook, and may have been handed over
+            hook = functools.partial(noted, number)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,6 +92,27 @@ def count_what_is_not_shared(engine: Any) -> None:
     """
     for _, parameter in _own_of_tied(engine.module):
         parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+
+
+def reduce_tied_sums(engine: Any) -> None:
+    """Let the stages of a tied layer add up its gradients where the optimizer keeps their sums beside the weights.
+
+    With bf16, fp32 accumulation and CPU offload on ZeRO 1 a gradient is moved from `grad` to `grad_accum` behind each
+    backward, and DeepSpeed adds up `grad` over the stages (runtime/pipe/engine.py, _exec_reduce_tied_grads, 0.19.8),
+    which is None by then: each stage steps the weight by its own part (tools/deepspeed_faults/tied_sums_apart.py).
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+    """
+    if not getattr(engine.optimizer, "use_grad_accum_attribute", False):
+        return
+    given = engine.module.get_tied_weights_and_groups
+
+    def with_sums() -> list[tuple[Any, Any]]:
+        gradient = engine.optimizer.get_gradient_for_reduction
+        return [(SimpleNamespace(grad=gradient(weight)), group) for weight, group in given()]
+
+    engine.module.get_tied_weights_and_groups = with_sums
 
 
 def lost_by_a_load(engine: Any) -> set[str]:

@@ -294,6 +294,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run begins with the weights of a checkpoint, without its optimizer's states",
     ),
     DeepSpeedFault(
+        "tied_sums_apart",
+        "each stage steps a tied weight by its own part of the gradient, and has another one from then on",
+        "leave offload_optimizer or data_types.grad_accum_dtype out",
+        lambda c: c.sums_in_fp32 and c.stage == 1 and c.offloads,
+        "the model is a PipelineModule with a tied layer",
+    ),
+    DeepSpeedFault(
         "checkpoint_bf16_pipeline",
         "load_checkpoint() raises a KeyError; with load_optimizer_states=False the next step undoes what was loaded",
         "use ZeRO 1",
