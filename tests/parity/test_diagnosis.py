@@ -250,6 +250,41 @@ def test_a_cause_tells_what_is_other(change, says):
     assert "lr-rounded" not in {cause.name for cause in found}
 
 
+PASSES = (2, 1, 2, 2, 1, 3)
+
+
+def of_passes(loss):
+    """The logged loss of each step by the right one and the passes of its window, of which each has others."""
+    return lambda n: {"passes": PASSES[n - 1], "loss": loss(0.5 + n - 1, PASSES[n - 1])}
+
+
+def test_a_loss_is_divided_by_the_passes_of_its_own_window():
+    (cause,) = causes(of_passes(lambda loss, passes: loss / passes))
+    assert (cause.name, cause.fit) == ("returned-loss-scaled", Fit.EVERY_STEP)
+    assert "divided by the passes of its window (2, 1, 2, 2, 1, ...)" in cause.evidence
+
+
+@pytest.mark.parametrize("loss", [lambda loss, passes: loss / 2, lambda loss, passes: loss / (passes + 0.01)])
+def test_a_loss_that_is_not_divided_by_the_passes_of_each_window_is_logged_otherwise(loss):
+    names = {cause.name for cause in causes(of_passes(loss))}
+    assert "reported-loss" in names
+    assert "returned-loss-scaled" not in names
+
+
+def test_passes_of_the_reference_tell_where_a_log_holds_none(tmp_path):
+    """A log of other people's writes no passes down, and a loss in four decimals."""
+    bare = lambda n: {"passes": PASSES[n - 1], "weights": None, "grad_norm": NORMS[n - 1] / 7}  # noqa: E731
+    reference = trace(bare, engine="loop")
+    path = tmp_path / "log.csv"
+    rows = [f"{it.step},{it.loss / it.passes:.4f},{it.lr[0]!r},{it.grad_norm!r}" for it in reference.steps]
+    path.write_text("\n".join(["step,loss,lr,grad_norm", *rows]) + "\n")
+    lines = [it.model_dump_json() for it in (reference.header, *reference.steps)]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines) + "\n")
+    one, other = open_pair(tmp_path / "own.jsonl", path)
+    (cause,) = diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes
+    assert cause.name == "returned-loss-scaled"
+
+
 def test_a_loss_that_is_not_logged_once_has_no_factor(tmp_path):
     lines = [f"{step},{2 + step / 10},{step / 1e4},{0.5 + step / 50}" for step in range(1, 21)]
     lost = [line.replace("2.5,", ",") if line.startswith("5,") else line for line in lines]

@@ -49,8 +49,12 @@ def _unproven(view: View) -> Iterator[Cause]:
     if "loss" in view.fields:
         found, factor = list(_loss(view)), _one_factor(view)
         said = f"{found[0].evidence}, as {view.forgetting} leaves them where gradients have a factor, too"
-        names = [*(cause.name for cause in found), *(["constant-factor"] if factor else [])]
-        yield from (Cause(name, Fit.CONSTANT if factor else Fit.PATTERN, said) for name in names)
+        names, fit = [cause.name for cause in found], found[0].fit
+        if fit is Fit.EVERY_STEP:
+            names.append("gas-scaled-twice")
+        else:
+            names, fit = ([*names, "constant-factor"], Fit.CONSTANT) if factor else (names, Fit.PATTERN)
+        yield from (Cause(name, fit, said) for name in names)
     elif "grad_norm" in view.fields and (said := _pattern_of_norms(view)):
         yield Cause("reported-norm", Fit.EVERY_STEP, f"{said}{unproven(view)}")
     elif "grad_norm" in view.fields and not any(of_gradients(view)):
@@ -63,12 +67,10 @@ def _proof(view: View, behind: str = "") -> str:
 
 
 def _loss(view: View) -> Iterator[Cause]:
-    factor, exact = _one_factor(view), exact_factor(view)
-    passes = max(view.passes, default=0)
-    if factor and passes > 1 and near(1 / factor, passes, max(1e-3, EPS[view.comparison.dtype])):
-        said = f"the loss is {factor:.5g} times the reference's, and windows have {passes} passes; {_proof(view)}"
-        yield Cause("returned-loss-scaled", Fit.CONSTANT, said)
+    if scaled := [*_over_passes(view)]:
+        yield from scaled
         return
+    factor, exact = _one_factor(view), exact_factor(view)
     if lost := _without_a_loss(view):
         said = f"no loss is logged in step {', '.join(map(str, lost[:5]))}{', ...' if lost[5:] else ''}, where the "
         said += f"reference has one; {_proof(view)}"
@@ -85,6 +87,39 @@ def _loss(view: View) -> Iterator[Cause]:
     if not lost and not exact:  # what lies within wide bounds of one factor may have none
         yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
         yield Cause("loss-with-this-gradient", Fit.ALONE, said)
+
+
+def _over_passes(view: View) -> Iterator[Cause]:
+    """Losses that are the reference's, each divided by the passes of its own window."""
+    factor, passes = _one_factor(view), _passes(view)
+    if not all(passes) or max(passes, default=0) < 2:
+        return
+    if len(set(passes)) == 1:
+        if factor and near(1 / factor, passes[0], max(1e-3, EPS[view.comparison.dtype])):
+            said = f"the loss is {factor:.5g} times the reference's, and windows have {passes[0]} passes; "
+            yield Cause("returned-loss-scaled", Fit.CONSTANT, said + _proof(view))
+        return
+    known = [(a.loss, b.loss, of) for (a, b), of in zip(view.pairs, passes, strict=True)]
+    off = [(abs(y - x / of), _slack(view, x, of, y)) for x, y, of in known if x is not None and y is not None]
+    greatest = max((abs(x / of) for x, _, of in known if x is not None), default=0.0)
+    if len(off) == len(known) and greatest and all(by <= _allowed(view) * greatest + slack for by, slack in off):
+        listed = ", ".join(map(str, passes[:5])) + (", ..." if passes[5:] else "")
+        said = f"each loss is the reference's, divided by the passes of its window ({listed}); {_proof(view)}"
+        yield Cause("returned-loss-scaled", Fit.EVERY_STEP, said)
+
+
+def _passes(view: View) -> list[int]:
+    """The passes of each window, by the reference where the candidate's log holds none; the torch reference has one."""
+    if any(view.passes) or view.reference.header.engine == "torch":
+        return view.passes
+    return [a.passes or 0 for a, _ in view.pairs]
+
+
+def _slack(view: View, loss: float, passes: int, logged: float) -> float:
+    """By how much a loss divided by passes may lie from the logged one where either was written in few digits."""
+    written = [trace.precision.get("loss") for trace in (view.reference, view.candidate)]
+    sides = zip(written, (loss, logged), (passes, 1), strict=True)
+    return sum((how.slack(value) / of for how, value, of in sides if how is not None), start=0.0)
 
 
 def _without_a_loss(view: View) -> list[int]:
@@ -111,8 +146,13 @@ def _one_factor(view: View, share: float | None = None) -> float | None:
     if len(pairs) < 2 or not greatest:
         return None
     factor = its / greatest
-    allowed = (share or max(_SINGLE, 2 * view.comparison.bound("loss", 1))) * abs(its)
+    allowed = (share or _allowed(view)) * abs(its)
     return factor if factor and all(abs(y - factor * x) <= allowed for x, y in pairs) else None
+
+
+def _allowed(view: View) -> float:
+    """By which share of the greatest loss a predicted one may be off: small losses are rounded as large ones."""
+    return max(_SINGLE, 2 * view.comparison.bound("loss", 1))
 
 
 def _smoothed(view: View) -> float | None:
