@@ -78,6 +78,30 @@ def test_a_log_that_is_a_step_off_is_no_other_schedule():
     assert named(found(trained(), trained(logged=lambda step: cosine(step + 1)))) == [{"lr-reported-a-step-off"}]
 
 
+def begun(trace: Trace, steps: int = 2) -> Trace:
+    """The first steps of a run."""
+    return Trace(trace.header, trace.steps[:steps])
+
+
+def of_two(step):
+    """A schedule with two rates, of which the second begins with the third step."""
+    return 0.05 if step < 3 else 0.005
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(cosine, 2), (of_two, 5)])
+def test_of_two_rates_a_log_that_is_a_step_off_is_named_beside_any_other_wrong_log(rate, steps):
+    sides = trained(rate), trained(rate, logged=lambda step: rate(step + 1))
+    diagnosis = found(*(begun(side, steps) for side in sides))
+    assert named(diagnosis) == [{"lr-reported-a-step-off", "reported-lr"}]
+
+
+@pytest.mark.parametrize("rate", [lambda step: 2 * cosine(step), lambda step: 0.02])
+def test_two_rates_that_no_other_step_has_are_logged_wrong_and_not_a_step_off(rate):
+    (group,) = named(found(begun(trained()), begun(trained(logged=rate))))
+    assert "reported-lr" in group
+    assert "lr-reported-a-step-off" not in group
+
+
 TINY = 1e-9
 OPEN = {
     "rates that move losses by nothing that is recorded": {"rate": lambda step: TINY * cosine(step)},

@@ -183,9 +183,10 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
         at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
         said = f"the logged LR differs ({where_due(b[at], a[at])}), and {agreeing(log.proof)} agree "
         found = [Cause("reported-lr", Fit.ALONE, said + log.stretch)]
-    elif log.alone_wrong and alike([y / x for x, y in zip(a[view.first :], b[view.first :], strict=True) if x], SAME):
-        # Rates of an exponential schedule are those of another step, and so many times their own.
-        found += [replace(it, name="reported-lr") for it in found[:1]]
+    elif found and (not tells(a) or (log.alone_wrong and _one_ratio(a[view.first :], b[view.first :]))):
+        # Rates of an exponential schedule are those of another step, and so many times their own. One rate that is
+        # that of the next step may be so by chance.
+        found += [replace(found[0], name="reported-lr")]
     # Rates that differ by rounding alone are those of any place and shape that is near enough.
     if known and not log.alone_wrong and not equal(a, b):
         # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
@@ -211,6 +212,10 @@ def _moved_once(view: View, a: list[float], b: list[float], *, beside: bool) -> 
         yield from others
 
 
+def _one_ratio(a: list[float], b: list[float]) -> bool:
+    return alike([y / x for x, y in zip(a, b, strict=True) if x], SAME)
+
+
 def _once(rates: list[float]) -> bool:
     """Whether a schedule moves once at most: in which steps it would move again is not seen, nor that it would."""
     return sum(x != y for x, y in pairwise(rates)) < 2
@@ -221,14 +226,15 @@ def _logged_off(log: _Log, a: list[float], b: list[float]) -> Iterator[Cause]:
     # where it is written in full, a loss of four digits hardly.
     view = log.view if log.proof is None else log.proof
     agree = view.compared_after_the_first
-    if view.fields - {"lr"} or not tells(a) or not agree:
+    # Of two rates, that no other ones were trained with has to be known: a schedule may stand at either for any reason.
+    if view.fields - {"lr"} or not agree or not (tells(a) or log.alone_wrong or log.if_its_own is view):
         return
     where = "" if log.proof is None or log.proof is log.view else f" {log.stretch}"
-    for logged, due, when in ((b[:-1], a[1:], "next"), (b[1:], a[:-1], "step before")):
-        if not equal(due, logged):
+    for logged, due, own, when in ((b[:-1], a[1:], a[:-1], "next"), (b[1:], a[:-1], a[1:], "step before")):
+        if not equal(due, logged) or equal(due, own):
             continue
-        said = f"the LR of each step is that of the {when} ({logged[0]:.4g}, {logged[1]:.4g}, ...); "
-        said += f"{', '.join(agree)} agree{where}"
+        listed = ", ".join(f"{rate:.4g}" for rate in logged[:2]) + (", ..." if logged[2:] else "")
+        said = f"the LR of each step is that of the {when} ({listed}); {', '.join(agree)} agree{where}"
         yield Cause("lr-reported-a-step-off", Fit.SEQUENCE, said)
 
 
