@@ -15,7 +15,7 @@ from tests.parity.lines_run import lines_run
 PASSES, STEPS = 4, 16
 
 
-def trace(rates, passes=(PASSES,) * STEPS, off=()):
+def trace(rates, passes=(PASSES,) * STEPS, off=(), skipped=()):
     """A run with these learning rates of each parameter group; `off`: steps whose losses are others."""
     draw = random.Random(1)
     header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="other")
@@ -23,17 +23,18 @@ def trace(rates, passes=(PASSES,) * STEPS, off=()):
     steps = []
     for n, (rate, some) in enumerate(zip(rates, passes, strict=True)):
         loss = 2 - 0.03 * n + 0.1 * draw.random() + 0.01 * (n in off)
-        steps.append(StepRecord(step=n + 1, loss=loss, lr=rate, grad_norm=draw.random(), passes=some, **counts))
+        counts |= {"grad_norm": draw.random(), "passes": some, "skipped": n in skipped}
+        steps.append(StepRecord(step=n + 1, loss=loss, lr=rate, **counts))
     return Trace(header, tuple(steps))
 
 
-def first_group(schedule, faulty, passes=(PASSES,) * STEPS):
+def first_group(schedule, faulty, passes=(PASSES,) * STEPS, skipped=()):
     """The causes that are named first where a schedule is another; each returns a rate or several."""
     of_a, of_b = (
         [it if isinstance(it := rate(n), tuple) else (it,) for n in range(STEPS)] for rate in (schedule, faulty)
     )
     first = next(n for n in range(STEPS) if of_a[n] != of_b[n])
-    a, b = trace(of_a, passes), trace(of_b, passes, range(first + 1, STEPS))
+    a, b = trace(of_a, passes, skipped=skipped), trace(of_b, passes, range(first + 1, STEPS), skipped)
     causes = diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes
     return {cause.name for cause in grouped(causes)[0]} if causes else set()
 
@@ -326,3 +327,59 @@ def test_a_rounded_rate_is_shown_in_a_step_in_which_it_is_another():
     (cause,) = told(cosine, lambda n: round(cosine(n), 5))
     assert cause.name == "lr-rounded"
     assert "(0.001, where 0.0009985 was due)" in cause.evidence
+
+
+def exponential(n):
+    return 3e-3 * 0.97**n
+
+
+SKIPPED = {
+    "one": (1,),
+    "the first": (0,),
+    "two in a row": (5, 6),
+    "several": (2, 5, 9),
+    "the last": (STEPS - 1,),
+}
+
+
+def resting(schedule, skipped):
+    """A schedule that stays where it is when a step was skipped."""
+    return lambda n: schedule(n - sum(at < n for at in skipped))
+
+
+@pytest.mark.parametrize("skipped", SKIPPED.values(), ids=SKIPPED)
+@pytest.mark.parametrize(
+    ("schedule", "faulty", "names"),
+    [
+        (exponential, lambda n: exponential(n + 20), {"base-lr", "schedule-off-by-steps"}),
+        (cosine, lambda n: cosine(n + 3), {"schedule-off-by-steps"}),
+        (warm, lambda n: warm(max(0, n - 1)), {"schedule-off-by-steps", "resume-resets-schedule"}),
+        (cosine, lambda n: cosine(n // 2), {"scheduler-per-outer-step"}),
+        (cosine, lambda n: 2 * cosine(n), {"base-lr"}),
+    ],
+)
+def test_a_rest_that_a_skipped_step_leaves_is_no_place_of_the_schedule(schedule, faulty, names, skipped):
+    assert first_group(resting(schedule, skipped), resting(faulty, skipped), skipped=skipped) == names
+
+
+def test_a_scheduler_that_moves_behind_a_skipped_step_has_left_no_rest_out():
+    assert first_group(resting(cosine, (4,)), cosine, skipped=(4,)) == {"scheduler-on-skipped-step"}
+
+
+def from_zero(n):
+    return 1e-3 * n
+
+
+@pytest.mark.parametrize(
+    ("schedule", "begun"), [(from_zero, False), (lambda n: from_zero(max(0, n - 1)), False), (cosine, True)]
+)
+def test_a_rate_of_nothing_is_that_of_a_warm_up_that_has_not_begun(schedule, begun):
+    said = told(schedule, lambda n: 0.0)
+    names = {cause.name for cause in said}
+    assert {"base-lr", "no-scheduler"} <= names
+    assert ({"schedule-off-by-steps", "scheduler-per-outer-step"} <= names) is not begun
+    assert not any("0 times" in cause.evidence for cause in said)
+
+
+def test_a_rate_of_nothing_beside_one_that_stays_is_another():
+    assert first_group(lambda n: 1e-3, lambda n: 0.0) == {"base-lr", "lr-rounded"}

@@ -12,7 +12,16 @@ from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same, tells, where_due
-from ds_parity.parity.diagnosis.schedule_positions import ahead, ahead_at_rest, begun_late, behind, faster, slower
+from ds_parity.parity.diagnosis.schedule_positions import (
+    ahead,
+    ahead_at_rest,
+    begun_late,
+    behind,
+    faster,
+    not_begun,
+    slower,
+)
+from ds_parity.parity.diagnosis.schedule_rests import without_rests
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
 from ds_parity.parity.diagnosis.second_fault import not_by_the_rate, proves, too_sudden
@@ -173,7 +182,9 @@ def _of_some_groups(
         yield Cause("group-lr", Fit.SEQUENCE, f"{said}in every step, that of the others agrees")
     elif len(factors) > 1:
         ranks = f", and {view.ranks} is the number of ranks" if view.ranks > 1 and near(factors[0], view.ranks) else ""
-        yield Cause("base-lr", Fit.SEQUENCE, f"the LR is {told(factors[0])} times the reference's in every step{ranks}")
+        # 0 is as many times any number: it is said as it is.
+        times = f"{told(factors[0])} times the reference's" if factors[0] else "0"
+        yield Cause("base-lr", Fit.SEQUENCE, f"the LR is {times} in every step{ranks}")
 
 
 def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[Cause]:
@@ -189,13 +200,20 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
         found += [replace(found[0], name="reported-lr")]
     # Rates that differ by rounding alone are those of any place and shape that is near enough.
     if known and not log.alone_wrong and not equal(a, b):
-        # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
-        found += [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b), *_skipped(view, a, b)]
-        found += [*_still(view, a, b), *_per_rollout(view, a, b), *faster(view, a, b)]
-        found += [*stretched(view, a, b), *by_stairs(view, a, b), *ends(view, a, b), *warm_up(a, b)]
-        found += _moved_once(view, a, b, beside=bool(found)) if _once(b) else [*slower(a, b), *begun_late(view, a, b)]
-        found += ahead_at_rest(view, a, b) if found and not _before(view) else []
+        found += [*_skipped(view, a, b), *_still(view, a, b)]
+        found += _of_a_schedule(*without_rests(view, a, b), beside=bool(found))
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
+
+
+def _of_a_schedule(view: View, a: list[float], b: list[float], *, beside: bool) -> list[Cause]:
+    """What gives the rates as places or as another shape of the reference's schedule; `beside`: something else does."""
+    # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
+    found = [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b)]
+    found += [*not_begun(view, a, b), *_per_rollout(view, a, b), *faster(view, a, b)]
+    found += [*stretched(view, a, b), *by_stairs(view, a, b), *ends(view, a, b), *warm_up(a, b)]
+    others = beside or bool(found)
+    found += _moved_once(view, a, b, beside=others) if _once(b) else [*slower(a, b), *begun_late(view, a, b)]
+    return found + ([*ahead_at_rest(view, a, b)] if (beside or found) and not _before(view) else [])
 
 
 def _moved_once(view: View, a: list[float], b: list[float], *, beside: bool) -> Iterator[Cause]:
@@ -252,13 +270,14 @@ def _skipped(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 
 def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    for decimals in range(1, 8):
-        rounded = [round(it, decimals) for it in a]
-        if equal(rounded, b) and not equal(rounded, a):
-            said = f"the LR is the reference's, rounded to {decimals} decimals ("
-            said += next(where_due(y, x) for x, y in zip(a, b, strict=True) if not same(y, x)) + ")"
-            yield Cause("lr-rounded", Fit.SEQUENCE, said)
-            break
+    fitting = [some for some in range(1, 8) if equal([round(it, some) for it in a], b)]
+    if fitting and not any(b):
+        said = f"the LR is 0 in every step, as the reference's is, rounded to {fitting[-1]} decimals or less"
+        yield Cause("lr-rounded", Fit.SEQUENCE, said)
+    elif fitting and not equal(a, b):
+        said = f"the LR is the reference's, rounded to {fitting[0]} decimals ("
+        said += next(where_due(y, x) for x, y in zip(a, b, strict=True) if not same(y, x)) + ")"
+        yield Cause("lr-rounded", Fit.SEQUENCE, said)
     if len(set(b)) == 1 and len(set(a)) > 1:
         said = f"the LR is {b[0]:.6g} in every step, where the reference's moves"
         # Two rates are one number in other schedules, too.

@@ -140,6 +140,19 @@ def begun_late(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
 
 
+def not_begun(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """A rate of 0 in all steps, with which the reference begins: a warm-up that has not begun.
+
+    No run is given such a rate, so that a schedule has set it. By how much that is behind, and whether it would move
+    later, no step of the record tells. Only a whole run says that it has not come to its end instead.
+    """
+    rises = next((rate for rate in a if rate), None)
+    if any(b) or a[0] or rises is None or len(b) > MOST or view.step(0) > 1:
+        return
+    said = f"the LR is 0 in every step, with which the reference's begins before it rises ({rises:.4g}, ...)"
+    yield from (Cause(it, Fit.SEQUENCE, said) for it in ("schedule-off-by-steps", "scheduler-per-outer-step"))
+
+
 def _waits(a: list[float], b: list[float], steps: int) -> bool:
     """Whether all rates are those of so many steps earlier, and in front of them the reference's first."""
     return follows((a[max(0, at - steps)] for at in range(len(b))), b)

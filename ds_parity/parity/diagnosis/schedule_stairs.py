@@ -57,7 +57,7 @@ def stairs_of(view: View, rates: list[float]) -> Stairs | None:
     """
     start, moved = view.step(0) - 1, _moved(rates)
     # Of steps that are left out it isn't known in which of them a rate moved.
-    if len(moved) < 2 or min(rates) <= 0 or view.step(len(rates) - 1) - start != len(rates):
+    if len(moved) < 2 or min(rates) <= 0 or view.pairs[len(rates) - 1][0].step - start != len(rates):
         return None
     factors, periods = [rates[at] / rates[at - 1] for at in moved], {y - x for x, y in pairwise(moved)}
     period = min(periods)

@@ -1,0 +1,62 @@
+"""Two traces without the rests that skipped steps leave in a schedule: its places are the steps in which it moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.diagnosis.rates import same
+from ds_parity.parity.diagnosis.view import View
+from ds_parity.trace import StepRecord
+
+
+@dataclass(frozen=True)
+class _Moved(View):
+    """Steps that are counted as the schedule counts them, and told by their own numbers.
+
+    Attributes:
+        numbers: of the steps in the traces, by their index into `pairs`.
+    """
+
+    numbers: tuple[int, ...] = ()
+
+    def step(self, index: int) -> int:
+        """The number that a step has in the traces, by its index into `pairs`."""
+        return self.numbers[index]
+
+
+def without_rests(view: View, a: list[float], b: list[float]) -> tuple[View, list[float], list[float]]:
+    """Return two traces and their rates with one step for all in which the schedules stood still for a skipped one.
+
+    A scheduler that stays where it is when a step was skipped leaves the same rate in the step behind it. That says
+    nothing of the schedule, which has all of its rates in the other steps.
+
+    Args:
+        view: two traces side by side.
+        a: the reference's rates, of every common step.
+        b: the candidate's.
+
+    Returns:
+        What was given where no step was skipped, or where a schedule went on behind one.
+    """
+    skipped = [at for at, pair in enumerate(view.pairs[:-1]) if any(one.skipped for one in pair)]
+    stood = (x.skipped == y.skipped for x, y in (view.pairs[at] for at in skipped))
+    if not skipped or not all(stood) or not all(same(of[at + 1], of[at]) for of in (a, b) for at in skipped):
+        return view, a, b
+    # The scheduler moves by what came in the last of them, and its rate is there from the first one on.
+    lasting = [at for at in range(len(view.pairs)) if at not in set(skipped)]
+    if len(lasting) < 2:
+        return view, a, b
+    begins = [0, *(at + 1 for at in lasting[:-1])]
+    sides = [[view.pairs[at][side] for at in lasting] for side in (0, 1)]
+    one, other = (
+        replace(trace, steps=_counted(steps, view.step(0)))
+        for trace, steps in zip((view.reference, view.candidate), sides, strict=True)
+    )
+    found = compare(one, other, view.comparison.tier, view.comparison.dtype)
+    numbers = tuple(view.step(at) for at in begins)
+    return _Moved(one, other, found, view.begins, numbers), [a[at] for at in lasting], [b[at] for at in lasting]
+
+
+def _counted(steps: list[StepRecord], begin: int) -> tuple[StepRecord, ...]:
+    return tuple(step.model_copy(update={"step": at}) for at, step in enumerate(steps, begin))
