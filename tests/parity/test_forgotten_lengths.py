@@ -157,6 +157,20 @@ def test_norms_that_follow_from_the_right_ones_are_logged_wrong_whatever_the_opt
         assert [(cause.name, cause.fit) for cause in diagnosis.causes] == [("reported-norm", Fit.EVERY_STEP)]
 
 
+@pytest.mark.parametrize("fault", ["scale", "logged"])
+def test_a_limit_that_one_norm_alone_shows_is_as_well_a_factor(fault):
+    """Every step is clipped, and the second window alone has two passes, by which a gradient or a log is divided."""
+    long = {"limit": 0.1, "scale": lambda at, g: g * 4 if at else g, "logged": lambda at, norm: norm}
+    halved = {**long, fault: lambda at, it: long[fault](at, it) / (2 if at else 1)}
+    one, other = (
+        Trace(it.header, tuple(step.model_copy(update={"passes": step.step}) for step in it.steps[:2]))
+        for it in (run(**long), run(**halved))
+    )
+    (group,) = grouped(found(one, other).causes)
+    assert {cause.name for cause in group} == {"gas-scaled-twice", "reported-norm"}
+    assert "after clipping" not in group[0].evidence
+
+
 def test_norms_that_are_off_by_no_one_factor_may_be_another_divisor():
     """Of gradients that are clipped in every step."""
     factors = (1.4, 2.3, 1.1, 3.1, 1.9, 2.7)
