@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -132,7 +133,12 @@ def _fits(view: View, predicted: Sequence[float | None], *, by_weights: bool = F
     known = [(at, r, p) for at, (r, p) in pairs if r is not None and p is not None]
     if not known or known[0][0] != view.first or not _near(*known[0][1:], _FIRST):
         return False
-    later = (_near(r, p, _LATER) or (by_weights and _by_weights(moves, at, r, p)) for at, r, p in known)
+    # Other weights come of what a cause has changed so far, and are there in steps that it leaves as they are, too.
+    changed = accumulate((abs(p - 1) for _, _, p in known), max)
+    later = (
+        _near(r, p, _LATER, so_far) or (by_weights and _by_weights(moves, at, r, p))
+        for (at, r, p), so_far in zip(known, changed, strict=True)
+    )
     return all(later) and parallel(view) is not False
 
 
@@ -151,8 +157,10 @@ def _by_weights(moves: Moves, at: int, ratio: float, predicted: float) -> bool:
     return turned or abs(times - ratio) >= abs(times - predicted)
 
 
-def _near(ratio: float, predicted: float, share: float) -> bool:
-    return abs(ratio - predicted) <= share * min(1.0, abs(predicted - 1), abs(predicted))
+def _near(ratio: float, predicted: float, share: float, changed: float | None = None) -> bool:
+    """Whether a ratio is off from the predicted one by no more than a share of what is `changed`: the step's own."""
+    changed = abs(predicted - 1) if changed is None else changed
+    return abs(ratio - predicted) <= share * min(1.0, changed, abs(predicted))
 
 
 def _factors(view: View) -> Iterator[Cause]:
