@@ -285,6 +285,23 @@ def test_passes_of_the_reference_tell_where_a_log_holds_none(tmp_path):
     assert cause.name == "returned-loss-scaled"
 
 
+@pytest.mark.parametrize("decimals", [4, 17])
+@pytest.mark.parametrize(
+    ("divisors", "named"), [(PASSES, True), ([4] * 6, True), ([1.5] * 6, False), ((2, 1, 2.4, 2, 1, 3), False)]
+)
+def test_passes_that_no_log_holds_may_be_the_whole_numbers_that_divide_losses(tmp_path, decimals, divisors, named):
+    """Other wrong logs leave such losses, too."""
+    paths = tmp_path / "a.csv", tmp_path / "b.csv"
+    for path, of in zip(paths, ([1] * 6, divisors), strict=True):
+        rows = [f"{n},{(0.5 + n / 7) / of[n - 1]:.{decimals}f},{LR[n - 1]!r},{NORMS[n - 1] / 7!r}" for n in range(1, 7)]
+        path.write_text("\n".join(["step,loss,lr,grad_norm", *rows]) + "\n")
+    one, other = open_pair(*paths)
+    (group,) = grouped(diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes)
+    names = {cause.name for cause in group}
+    assert "reported-loss" in names
+    assert ("returned-loss-scaled" in names) is named
+
+
 def test_a_loss_that_is_not_logged_once_has_no_factor(tmp_path):
     lines = [f"{step},{2 + step / 10},{step / 1e4},{0.5 + step / 50}" for step in range(1, 21)]
     lost = [line.replace("2.5,", ",") if line.startswith("5,") else line for line in lines]

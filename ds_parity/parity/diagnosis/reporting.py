@@ -15,6 +15,8 @@ from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 _SINGLE = 1e-5  # of the greatest loss: what few sums in single precision leave
 
+_LEAST_SHARE = 0.03  # of a loss: whole numbers lie so close beyond it that any loss is nearly one over them
+
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what would change what is written down and nothing else, where the record proves that nothing else did.
@@ -87,6 +89,8 @@ def _loss(view: View) -> Iterator[Cause]:
     if not lost and not exact:  # what lies within wide bounds of one factor may have none
         yield Cause("metrics-mean-of-ranks", Fit.ALONE, said)
         yield Cause("loss-with-this-gradient", Fit.ALONE, said)
+    if not lost and _by_whole_numbers(view):  # passes that are in neither log may be these
+        yield Cause("returned-loss-scaled", Fit.ALONE, said)
 
 
 def _over_passes(view: View) -> Iterator[Cause]:
@@ -94,18 +98,33 @@ def _over_passes(view: View) -> Iterator[Cause]:
     factor, passes = _one_factor(view), _passes(view)
     if not all(passes) or max(passes, default=0) < 2:
         return
+    divided = _divided(view, passes)
     if len(set(passes)) == 1:
-        if factor and near(1 / factor, passes[0], max(1e-3, EPS[view.comparison.dtype])):
-            said = f"the loss is {factor:.5g} times the reference's, and windows have {passes[0]} passes; "
+        if divided or (factor and near(1 / factor, passes[0], max(1e-3, EPS[view.comparison.dtype]))):
+            times = factor or 1 / passes[0]
+            said = f"the loss is {times:.5g} times the reference's, and windows have {passes[0]} passes; "
             yield Cause("returned-loss-scaled", Fit.CONSTANT, said + _proof(view))
-        return
-    known = [(a.loss, b.loss, of) for (a, b), of in zip(view.pairs, passes, strict=True)]
-    off = [(abs(y - x / of), _slack(view, x, of, y)) for x, y, of in known if x is not None and y is not None]
-    greatest = max((abs(x / of) for x, _, of in known if x is not None), default=0.0)
-    if len(off) == len(known) and greatest and all(by <= _allowed(view) * greatest + slack for by, slack in off):
+    elif divided:
         listed = ", ".join(map(str, passes[:5])) + (", ..." if passes[5:] else "")
         said = f"each loss is the reference's, divided by the passes of its window ({listed}); {_proof(view)}"
         yield Cause("returned-loss-scaled", Fit.EVERY_STEP, said)
+
+
+def _divided(view: View, passes: list[int]) -> bool:
+    """Whether each loss is the reference's over so many passes, within rounding and the digits that were written."""
+    known = [(a.loss, b.loss, of) for (a, b), of in zip(view.pairs, passes, strict=True)]
+    off = [(abs(y - x / of), _slack(view, x, of, y)) for x, y, of in known if x is not None and y is not None]
+    greatest = max((abs(x / of) for x, _, of in known if x is not None), default=0.0)
+    return len(off) == len(known) and greatest > 0 and all(by <= _allowed(view) * greatest + may for by, may in off)
+
+
+def _by_whole_numbers(view: View) -> bool:
+    """Whether no log holds passes, and each loss is the reference's over a whole number."""
+    ratios = view.ratios("loss")
+    if any(view.passes) or any(_passes(view)) or any(not it or not _LEAST_SHARE < it < 1.5 for it in ratios):
+        return False
+    passes = [round(1 / it) for it in ratios if it]
+    return max(passes) > 1 and _divided(view, passes)
 
 
 def _passes(view: View) -> list[int]:
