@@ -64,7 +64,10 @@ def _per_pass(view: View, cut: Cut) -> Iterator[Cause]:
 def _late(view: View, cut: Cut) -> Iterator[Cause]:
     """Windows that each end a pass after the one that reaches the reference's target."""
     knots = _knots(cut)
-    if view.step(0) != 1 or knots is None or cut.passes[0] != cut.of_reference[0] + 1 or min(cut.passes[:-1]) < 2:
+    if view.step(0) != 1 or knots is None or cut.passes[0] != cut.of_reference[0] + 1:
+        return
+    # Only a window that ends with the data, as the last one may, ends in its first pass.
+    if 1 in cut.passes[:-1]:
         return
     for carried in (True, False):
         target = common(cut.targets(0, carried=carried), _targets_of_late(cut, knots, carried=carried))

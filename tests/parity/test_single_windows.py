@@ -1,0 +1,35 @@
+"""Runs of one window, or of few: no end of theirs but the one of the data tells what ends them."""
+
+import pytest
+
+from tests.parity.test_window_faults import cut, named, stream
+
+
+def late(held, target):
+    """Every window ends a pass behind the one that reaches the target."""
+    return cut(held, target, carried=False, ended=lambda count, had, passes, target: passes > 1 and had - 2 >= target)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("due", "own"), [([(4, 2), (2, 1)], [(6, 3)]), ([(4, 2), (4, 2)], [(8, 3)]), ([(2, 1), (1, 1)], [(3, 2)])]
+)
+def test_one_window_in_the_place_of_two_is_compared(due, own, ranks):
+    """It is a pass longer than the reference's first one, and may end with the data or a pass late."""
+    groups = named(due, own, ranks=ranks, idle=0)
+    assert all("another-target" in group for group in groups if "boundary-a-pass-late" in group)
+
+
+def test_one_window_that_is_all_of_the_data_may_end_a_pass_late():
+    assert "boundary-a-pass-late" in named([(4, 2), (2, 1)], [(6, 3)], idle=0)[0]
+
+
+def test_windows_that_all_end_a_pass_late_stay_named():
+    held = stream("alike")
+    groups = named(cut(held, 6, carried=False), late(held, 6), idle=0)
+    assert any("boundary-a-pass-late" in group for group in groups)
+
+
+def test_a_window_of_one_pass_that_others_follow_is_none_that_ends_late():
+    groups = named([(4, 2), (2, 1), (3, 1), (4, 2)], [(6, 3), (3, 1), (4, 2)], idle=0)
+    assert not any("boundary-a-pass-late" in group for group in groups)
