@@ -43,10 +43,13 @@ def own_counts(view: View, cut: Cut) -> Cause | None:
         for idle in (one.idle_passes,)
     ]
     for carried in (True, False):
-        target = common(cut.targets(0, carried=carried), range(least, min(most, default=0) + 1))
+        due = cut.targets(0, carried=carried)
+        # No rank may have come to any target before the data ended, where they end the only window.
+        target = common(due, range(least, min(most, default=due.stop - 1) + 1))
         if target:
             said = f"every window may end with the pass in which one of {ranks} ranks reaches {target[0]} rollouts"
-            return Cause("local-count", Fit.SEQUENCE, f"{said} by its own count")
+            alone = f"the only window may end before one of {ranks} ranks has reached {target[-1]} rollouts"
+            return Cause("local-count", Fit.SEQUENCE, f"{said if most else alone} by its own count")
     return None
 
 
