@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.cut import Cut, common
@@ -12,6 +14,8 @@ from ds_parity.parity.diagnosis.view import View
 
 # Window ends are multiples of a number by chance: all of them in one of so many records, at the most.
 _CHANCE = 20
+# Ranks that may share a sequence: those of one machine.
+_SHARED_BY = range(2, 9)
 
 
 def causes(view: View, cut: Cut) -> Iterator[Cause]:
@@ -146,6 +150,27 @@ def another(cut: Cut) -> Cause | None:
             said = f"every window ends with the pass that reaches {_told(own)} rollouts, where the reference's end at "
             return Cause("another-target", Fit.SEQUENCE, f"{said}{_told(due)}")
     return None
+
+
+def often(cut: Cut) -> Cause | None:
+    """Return the cause that a rollout counts several times, where the candidate's windows end with such a count.
+
+    The reference's target need not be a multiple of that number: half of an odd one is no target of single rollouts.
+    """
+    due = [(carried, it) for carried in (True, False) if (it := cut.targets(0, carried=carried))]
+    for times, (carried, wanted) in product(_SHARED_BY, due):
+        target = _as_counted(cut, times).targets(1, carried=carried, among=wanted)
+        if target:
+            said = f"every window ends with the pass that reaches {_told(target)} rollouts, as the reference's do, "
+            said += f"where each of the candidate's is counted {times} times"
+            return Cause("sp-double-count", Fit.SEQUENCE, said)
+    return None
+
+
+def _as_counted(cut: Cut, times: int) -> Cut:
+    """The same windows, in which every rollout counts so often."""
+    a, b, of_a, of_b = ([it * times for it in some] for some in (cut.a, cut.b, *cut.fewest))
+    return replace(cut, a=a, b=b, fewest=(of_a, of_b))
 
 
 def shows_targets(cut: Cut) -> bool:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from ds_parity.parity.diagnosis import ragged, streams, targets
 from ds_parity.parity.diagnosis.causes import Cause, as_one_group
-from ds_parity.parity.diagnosis.cut import Cut, before_last_passes, common
+from ds_parity.parity.diagnosis.cut import Cut, before_last_passes
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, near
 from ds_parity.trace import Trace
@@ -43,10 +43,11 @@ def _reordered(view: View) -> bool:
 
 def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
     """The causes, with what else ends windows there: those that predict all windows as one group."""
-    another = targets.another(cut) if cut.apart else None
-    if another and (targets.shows_targets(cut) or any(cause.fit is Fit.SEQUENCE for cause in found)):
-        found = [replace(it, fit=Fit.SEQUENCE) if _predicts(view, cut, it.name) else it for it in found]
-        found += [another]
+    if cut.apart and (targets.shows_targets(cut) or any(cause.fit is Fit.SEQUENCE for cause in found)):
+        another, often = targets.another(cut), targets.often(cut)
+        if another and _prompts_are_targets(view, cut):
+            found = [replace(it, fit=Fit.SEQUENCE) if it.name == "sequences-as-prompts" else it for it in found]
+        found += [it for it in (another, often) if it]
     if cut.apart and any(it.fit is Fit.SEQUENCE for it in found):
         found += [_of_passes(cut)] if _as_many_passes(cut) else []
         own = None if any(it.name == "local-count" for it in found) else ragged.own_counts(view, cut)
@@ -57,17 +58,10 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
     yield from (next(alike) if it.fit is Fit.SEQUENCE else it for it in found)
 
 
-def _predicts(view: View, cut: Cut, name: str) -> bool:
-    """Whether a cause that was found by an average comes to a target with which windows end where they do."""
-    own = [cut.targets(1, carried=carried) for carried in (True, False)]
-    if name == "sequences-as-prompts":
-        return any((view.reference.steps[0].prompts or 0) in it for it in own)
-    if name == "sp-double-count":
-        times = round(_mean(cut.a) / _mean(cut.b))
-        due = [cut.targets(0, carried=carried) for carried in (True, False)]
-        parts = [range(x[0] // times, -(-x[-1] // times) + 1) if x else x for x in due]
-        return any(map(common, parts, own))
-    return False
+def _prompts_are_targets(view: View, cut: Cut) -> bool:
+    """Whether the reference's prompts of a step are a target with which the candidate's windows end where they do."""
+    prompts = view.reference.steps[0].prompts or 0
+    return any(prompts in cut.targets(1, carried=carried) for carried in (True, False))
 
 
 def _rollouts(trace: Trace) -> list[int]:
