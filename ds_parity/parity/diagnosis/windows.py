@@ -52,7 +52,7 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
         found += [_of_passes(cut)] if _as_many_passes(cut) else []
         own = None if any(it.name == "local-count" for it in found) else ragged.own_counts(view, cut)
         others = streams.other_data(view, cut)
-        found += [it for it in (own, others) if it]
+        found += [it for it in (own, others, _dropped(view, cut)) if it]
     # Each of these ends all windows where they end.
     alike = iter(as_one_group([it for it in found if it.fit is Fit.SEQUENCE]))
     yield from (next(alike) if it.fit is Fit.SEQUENCE else it for it in found)
@@ -215,6 +215,21 @@ def _length(view: View, cut: Cut) -> Iterator[Cause]:
         if 0.7 < pace < 1.4 and fewer_tokens and not earlier:
             said = f"{missing} of {sum(cut.a)} rollouts are in no step, step {view.step(0)} holds {cut.b[0]} of "
             yield Cause("silent-truncation", Fit.CONSTANT, f"{said}{cut.a[0]}")
+
+
+def _dropped(view: View, cut: Cut) -> Cause | None:
+    """Return the cause that rollouts are dropped, where windows have the reference's micro-batches, with less in them.
+
+    One stream that is cut at another target has as many rollouts after as many passes.
+    """
+    if not cut.counted or len(cut.a) != len(cut.b) or len(view.pairs) != len(cut.a):
+        return None
+    counts = [((a.rollouts or 0) - (b.rollouts or 0), (a.tokens or 0) - (b.tokens or 0)) for a, b in view.pairs]
+    same = all(a.passes == b.passes and a.idle_passes == b.idle_passes for a, b in view.pairs)
+    if not same or any(rollouts < 0 or (rollouts > 0) != (tokens > 0) for rollouts, tokens in counts):
+        return None
+    said = f"every window has as many passes as the reference's, and they lack {sum(it for it, _ in counts)} of its "
+    return Cause("silent-truncation", Fit.SEQUENCE, f"{said}{sum(cut.a)} rollouts")
 
 
 def _counter(cut: Cut) -> Iterator[Cause]:
