@@ -62,3 +62,27 @@ def test_windows_of_one_rank_stay_another_target_alone():
     groups = named([(8, 2), (9, 2)], [(17, 4)], ranks=1, idle=0)
     assert any("another-target" in group for group in groups)
     assert not any("local-count" in group for group in groups)
+
+
+def test_a_surplus_that_one_resume_forgets_is_named_in_a_run_of_three_windows():
+    """One that is dropped behind every window has the same record there."""
+    groups = named([(41, 7), (35, 7), (26, 4)], [(41, 7), (39, 8), (22, 3)], ranks=3, idle=0)
+    assert {"resume-resets-window", "another-overshoot"} <= groups[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["few", "many"])
+def test_a_resume_behind_the_first_window_is_named(name, seed):
+    held = stream(name, seed=seed)
+    due = cut(held)
+    own = [due[0], *cut(held[due[0][1] :])]
+    assert due == own or "resume-resets-window" in named(due, own)[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["few", "many"])
+def test_a_surplus_that_is_dropped_behind_every_window_of_many_is_no_resume_behind_the_first(name, seed):
+    held = stream(name, seed=seed)
+    groups = named(cut(held), cut(held, carried=False))
+    assert "another-overshoot" in groups[0]
+    assert not any("resume-resets-window" in group for group in groups)

@@ -102,14 +102,14 @@ def _overshoot(cut: Cut) -> Iterator[Cause]:
 def _resumed(view: View, cut: Cut) -> Iterator[Cause]:
     """The windows of the reference up to a resume, and from there on those that are counted without a surplus."""
     same = cut.same
-    if same < 2 or same >= len(cut.b) - 1 or not cut.all_used or not cut.counted:
+    if not 0 < same < len(cut.b) - 1 or not cut.all_used or not cut.counted:
         return
     due = cut.targets(0, carried=True)
     for after in range(1, same + 1):
         # Without a surplus there is none to forget.
         surplus = range(due.start, min(due.stop, -(-cut.ends[1][after - 1] // after)))
         if surplus and cut.targets(1, carried=True, after=after, among=surplus):
-            said = f"steps {view.step(0)} to {view.step(0) + same - 1} are alike, then windows are counted anew: step "
+            said = f"windows are alike up to step {view.step(0) + same - 1}, and then counted anew: step "
             said += f"{view.step(0) + same} holds {cut.b[same]} rollouts in place of {cut.a[same]}"
             yield Cause("resume-resets-window", Fit.SEQUENCE, said)
             return
