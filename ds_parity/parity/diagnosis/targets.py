@@ -99,6 +99,28 @@ def _overshoot(cut: Cut) -> Iterator[Cause]:
             yield Cause("another-overshoot", Fit.SEQUENCE, said)
 
 
+def overshoot_from(view: View, cut: Cut) -> Cause | None:
+    """Return the cause that a surplus is treated otherwise from a later step on, where all windows may have ended so.
+
+    Windows of both kinds may be alike behind that step, too. So few ends as follow fit by chance: it names nothing by
+    itself.
+    """
+    same = cut.same
+    if not cut.counted or not 0 < same < len(cut.b) - 1:
+        return None
+    due = {carries: cut.targets(0, carried=not carries) for carries in (True, False)}
+    # Where each window counts from 0, those that are alike on both sides exclude no target of the reference.
+    places = [(False, same), *((True, after) for after in range(1, same + 1))]
+    for carries, after in places:
+        target = cut.targets(1, carried=carries, after=after, among=due[carries]) if due[carries] else range(0)
+        if target:
+            words = "carries on" if carries else "drops"
+            said = f"from step {view.step(0) + after} on every window may end with the pass that reaches "
+            said += f"{_told(target)} rollouts, where the candidate {words} what a window has beyond them"
+            return Cause("another-overshoot", Fit.SEQUENCE, said)
+    return None
+
+
 def _resumed(view: View, cut: Cut) -> Iterator[Cause]:
     """The windows of the reference up to a resume, and from there on those that are counted without a surplus."""
     same = cut.same

@@ -50,12 +50,17 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
         found += [it for it in (another, often) if it]
     if cut.apart and any(it.fit is Fit.SEQUENCE for it in found):
         found += [_of_passes(cut)] if _as_many_passes(cut) else []
-        own = None if any(it.name == "local-count" for it in found) else ragged.own_counts(view, cut)
-        others = streams.other_data(view, cut)
-        found += [it for it in (own, others, _dropped(view, cut)) if it]
+        found += _beside(view, cut, {it.name for it in found})
     # Each of these ends all windows where they end.
     alike = iter(as_one_group([it for it in found if it.fit is Fit.SEQUENCE]))
     yield from (next(alike) if it.fit is Fit.SEQUENCE else it for it in found)
+
+
+def _beside(view: View, cut: Cut, told: set[str]) -> list[Cause]:
+    """What is named only beside another rule, where that was not told before."""
+    own = None if "local-count" in told else ragged.own_counts(view, cut)
+    later = None if "another-overshoot" in told else targets.overshoot_from(view, cut)
+    return [it for it in (own, later, streams.other_data(view, cut), _dropped(view, cut)) if it]
 
 
 def _prompts_are_targets(view: View, cut: Cut) -> bool:
