@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate, pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
@@ -64,6 +65,24 @@ def _per_pass(view: View, cut: Cut) -> Iterator[Cause]:
     yield Cause("step-per-pass", Fit.SEQUENCE, said)
 
 
+def _one_of(cut: Cut, targets_of: Callable[..., range]) -> int | None:
+    """Return the lowest target of the reference that a rule leaves, with a surplus that is carried, or is not.
+
+    Args:
+        cut: the windows of both sides.
+        targets_of: called with `carried`; the targets with which the candidate's windows may end by the rule.
+    """
+    left = (common(cut.targets(0, carried=carried), targets_of(carried=carried)) for carried in (True, False))
+    return next((targets[0] for targets in left if targets), None)
+
+
+def _a_pass_apart(view: View, cut: Cut, name: str, where: str) -> Cause:
+    said = (
+        f"every window may end one pass {where}: step {view.step(0)} has {cut.passes[0]} passes, the reference's has "
+    )
+    return Cause(name, Fit.SEQUENCE, said + str(cut.of_reference[0]))
+
+
 def _late(view: View, cut: Cut) -> Iterator[Cause]:
     """Windows that each end a pass after the one that reaches the reference's target."""
     knots = _knots(cut)
@@ -72,13 +91,9 @@ def _late(view: View, cut: Cut) -> Iterator[Cause]:
     # Only a window that ends with the data, as the last one may, ends in its first pass.
     if 1 in cut.passes[:-1]:
         return
-    for carried in (True, False):
-        target = common(cut.targets(0, carried=carried), _targets_of_late(cut, knots, carried=carried))
-        if target:
-            said = f"every window may end one pass after the one that reaches {target[0]} rollouts: step {view.step(0)}"
-            said += f" has {cut.passes[0]} passes, the reference's has {cut.of_reference[0]}"
-            yield Cause("boundary-a-pass-late", Fit.SEQUENCE, said)
-            return
+    target = _one_of(cut, partial(_targets_of_late, cut, knots))
+    if target is not None:
+        yield _a_pass_apart(view, cut, "boundary-a-pass-late", f"after the one that reaches {target} rollouts")
 
 
 def _targets_of_late(cut: Cut, knots: list[tuple[int, int]], *, carried: bool) -> range:
@@ -105,13 +120,9 @@ def _early(view: View, cut: Cut) -> Iterator[Cause]:
     knots = _knots(cut)
     if view.step(0) != 1 or knots is None or cut.passes[0] != max(1, cut.of_reference[0] - 1) or lost(view, cut):
         return
-    for carried in (True, False):
-        target = common(cut.targets(0, carried=carried), _targets_of_early(cut, knots, carried=carried))
-        if target:
-            said = f"every window may end one pass before its count comes to {target[0]} rollouts: step {view.step(0)}"
-            said += f" has {cut.passes[0]} passes, the reference's has {cut.of_reference[0]}"
-            yield Cause("boundary-off-by-one", Fit.SEQUENCE, said)
-            return
+    target = _one_of(cut, partial(_targets_of_early, cut, knots))
+    if target is not None:
+        yield _a_pass_apart(view, cut, "boundary-off-by-one", f"before its count comes to {target} rollouts")
 
 
 def _targets_of_early(cut: Cut, knots: list[tuple[int, int]], *, carried: bool) -> range:
