@@ -44,7 +44,9 @@ def _reordered(view: View) -> bool:
 def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
     """The causes, with what else ends windows there: those that predict all windows as one group."""
     if cut.apart and (targets.shows_targets(cut) or any(cause.fit is Fit.SEQUENCE for cause in found)):
-        another, often = targets.another(cut), targets.often(cut)
+        another = targets.another(cut)
+        # On several ranks another target, a setting, is the simpler reading of half as many rollouts.
+        often = targets.often(cut) if another is None or view.ranks == 1 else None
         if another and _prompts_are_targets(view, cut):
             found = [replace(it, fit=Fit.SEQUENCE) if it.name == "sequences-as-prompts" else it for it in found]
         found += [it for it in (another, often) if it]
