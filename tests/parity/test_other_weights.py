@@ -148,3 +148,10 @@ def test_idle_passes_that_are_counted_leave_the_windows_without_any_as_they_are(
     assert groups == [{"idle-counted"}]
     other = [total / (total + of) for total, of in zip(totals, (1, 2, 1, 2, 2, 3), strict=True)]
     assert said(other, counts)[0] == [{"another-divisor"}]
+
+
+def test_idle_passes_are_named_beside_a_target_where_the_first_windows_have_none():
+    """A window of the target's size lacks a rollout for each idle pass."""
+    idle = (0, 0, 1, 0, 2, 1)
+    counts = [{"total": 12.0 - of, "idle_passes": of, "passes": 6} for of in idle]
+    assert said([1 - of / 12 for of in idle], counts)[0] == [{"idle-counted", "target-not-actual"}]

@@ -59,6 +59,7 @@ def predictions(view: View, first: float) -> Mapping[str, Prediction]:
     else:
         # What is divided by one pass stays as it is, and so does what holds as much as the target says.
         found |= _of_passes(view, first) if set(view.passes[: view.first]) == {1} else {}
+        found |= _of_idle_passes(view, first) if not any(view.idle[: view.first]) else {}
         found |= _of_a_target_met(view) if len(set(totals[: view.first])) == 1 else {}
     if totals[view.first] > 1:
         by_ranks = view.ranks > 1 and near(first, view.ranks / totals[view.first], _BY_RANKS)
@@ -97,11 +98,11 @@ def _of_passes(view: View, first: float) -> dict[str, Prediction]:
 
 
 def _of_idle_passes(view: View, first: float) -> dict[str, Prediction]:
-    totals, idle = view.totals, view.idle
+    totals, idle = view.totals[view.first :], view.idle[view.first :]
     weight = (1 / first - 1) * totals[0] / idle[0] if idle[0] else 0.0
     if not weight > 0:
         return {}
-    micro_batches = max(1, view.passes[0] * view.ranks - idle[0])
+    micro_batches = max(1, view.passes[view.first] * view.ranks - idle[0])
     plausible = _whole(weight) and weight <= _LONGEST * totals[0] / micro_batches
     shares = [_over(total, total + weight * count) for total, count in zip(totals, idle, strict=True)]
     words = f"total / (total + {weight:.4g} for each idle pass)"
