@@ -13,7 +13,7 @@ import torch
 
 from ds_parity.engine import loading
 from ds_parity.engine.driver import Driver
-from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
+from ds_parity.engine.half_loaded import HALF_WAY, is_whole, refuse_half_loaded
 from ds_parity.engine.internals.broadcast import any_shape_is_gathered
 from ds_parity.engine.internals.checkpoints import (
     COUNTS,
@@ -46,7 +46,6 @@ from ds_parity.errors import CheckpointError, RankDesyncError
 
 _LOG = logging.getLogger("ds_parity")
 _MOST_SECONDS: Final = 5.0
-_HALF_WAY: Final = "Loading ends half way, so start a new engine"
 _SETTINGS = ("count", "lr_progress")
 # By which load_checkpoint() is asked for a part.
 _PART = (("load_optimizer_states", False), ("load_module_only", True))
@@ -109,7 +108,7 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     # Experts have other names in a checkpoint than in the model of one rank.
     stepped = [] if has_experts(engine) else list(chain.from_iterable(driver.adapter.groups()))
     said = driver.say_to_load(loading.asked(engine, load_dir, tag, options, stepped))
-    there = loading.refuse_unlike_loads(load_dir, said, universal=engine.load_universal_checkpoint())
+    there = loading.refuse_unlike_loads(load_dir, said)
     driver.refuse_loading()
     if options["load_module_only"]:
         refuse_module_alone(driver)
@@ -135,7 +134,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
         if path is not None and engine.load_universal_checkpoint():
-            stepped = list(chain.from_iterable(driver.adapter.groups()))
+            stepped = chain.from_iterable(driver.adapter.groups())
             load_untrained(engine, path, stepped, strict=options["load_module_strict"])
     said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
@@ -323,7 +322,7 @@ def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
             f"the checkpoint was counting towards a target of {saved[0]} {saved[1]}s, this configuration says "
             f"{wanted[0]} {wanted[1]}s: boundaries and LR would not continue; restore gradient_accumulation_passes, "
             "ds_parity.count and ds_parity.boundary, or begin a run with its weights alone: "
-            f"load_optimizer_states=False and load_lr_scheduler_states=False. {_HALF_WAY}"
+            f"load_optimizer_states=False and load_lr_scheduler_states=False. {HALF_WAY}"
         )
 
 
@@ -342,7 +341,7 @@ def _refuse_other_progress(driver: Driver, state: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint's ds_parity.lr_progress was {saved!r}, this configuration says {wanted!r}: the LR would "
             f"jump from one place of its schedule to another; write {saved!r}, or give load_lr_scheduler_states=False "
-            f"to go on with the schedule of the new engine. {_HALF_WAY}"
+            f"to go on with the schedule of the new engine. {HALF_WAY}"
         )
 
 

@@ -14,7 +14,7 @@ from ds_parity.engine.ranks.agreement import in_short
 
 _MODEL: Final = "*model_states.pt"
 _WHOLE: Final = "mp_rank_"  # what all data-parallel ranks load
-_OF_OPTIMIZER: Final = "_optim_states.pt"
+_OPTIMIZER: Final = "*_optim_states.pt"
 _ZIP: Final = b"PK\x03\x04"
 
 
@@ -32,17 +32,17 @@ def damaged(engine: Any, folder: Path, options: Mapping[str, Any]) -> str | None
         folder: of the checkpoint's tag.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
     """
-    files = sorted([*folder.glob(_MODEL), *folder.glob(f"*{_OF_OPTIMIZER}"), *folder.glob("zero/*/*.pt")])
-    if not any(folder.glob(_MODEL)):
+    files = [*folder.glob(_MODEL), *folder.glob("zero/*/*.pt")]
+    if not any(one.parent == folder for one in files):
         return f"there is no {_MODEL}"  # killed behind its beginning, or no folder of a checkpoint
     alone = options["load_module_only"] or not options["load_optimizer_states"]
-    if alone and int(engine.zero_optimization_stage()) != 3:  # there the weights are in the optimizer's files
-        files = [one for one in files if not one.name.endswith(_OF_OPTIMIZER)]
+    if not alone or int(engine.zero_optimization_stage()) == 3:  # there the weights are in the optimizer's files
+        files += folder.glob(_OPTIMIZER)
+    files.sort()
     own, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = f"zero_pp_rank_{rank_in_parts(engine)}_"
-    looked_at = dict.fromkeys([*(one for one in files if mine in one.name or one.name.startswith(_WHOLE))])
-    looked_at.update(dict.fromkeys(files[own::ranks]))
-    found = ((one, _wrong(one)) for one in looked_at)
+    loaded = [one for one in files if mine in one.name or one.name.startswith(_WHOLE)]
+    found = ((one, _wrong(one)) for one in dict.fromkeys([*loaded, *files[own::ranks]]))
     return next((f"{one.name} {wrong}" for one, wrong in found if wrong is not None), None)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from ds_parity.errors import CheckpointError
+
+HALF_WAY: Final = "Loading ends half way, so start a new engine"
+"""What an error says that is raised behind the beginning of a load."""
 
 
 def refuse_half_loaded(load_dir: str | None, what: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_parity.engine.half_loaded import HALF_WAY
 from ds_parity.engine.internals.checkpoints import (
     CONVERTED,
     dealt_in_turns,
@@ -27,7 +28,6 @@ NAMES_OF_STATES = "states"
 # Under these names of the window's state.
 _OWNERS = "states_of"
 _TURNS = "round_robin_gradients"
-_HALF_WAY = "Loading ends half way, so start a new engine"
 # Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
 _ALIKE = (
     {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"},
@@ -71,7 +71,7 @@ def refuse_universal_in_turns(engine: Engine, load_dir: str, state: Mapping[str,
         f"load_checkpoint({load_dir!r}) with load_universal: {where} zero_optimization.{_TURNS} = true, with which "
         "DeepSpeed converts and loads universal checkpoints wrong: it has given weights and states to other "
         "parameters. Load one that was saved with false, in a configuration that says false. What was saved with true "
-        f"can be loaded without conversion, on as many ranks. {_HALF_WAY}"
+        f"can be loaded without conversion, on as many ranks. {HALF_WAY}"
     )
 
 
@@ -132,14 +132,14 @@ def _refuse_other_owners(engine: Engine, saved: Mapping[str, Any], own: Mapping[
         raise CheckpointError(
             f"another optimizer than this engine's {own['optimizer'][0]} saved the checkpoint: "
             f"{saved['optimizer'][0]}, whose states are others. Load it with the optimizer that saved it, or with "
-            f"load_optimizer_states=False. {_HALF_WAY}"
+            f"load_optimizer_states=False. {HALF_WAY}"
         )
     if saved["fp16"] != own["fp16"] and (own["fp16"] or not int(engine.zero_optimization_stage())):
         there, here = ("with" if one["fp16"] else "without" for one in (saved, own))
         raise CheckpointError(
             f"the checkpoint was saved {there} fp16, and this engine runs {here} it: DeepSpeed has put the loss scale "
             "of then in the place of this one's, and steps would be divided by it, or gradients vanish. Load it with "
-            f"the fp16 that saved it, or with load_optimizer_states=False. {_HALF_WAY}"
+            f"the fp16 that saved it, or with load_optimizer_states=False. {HALF_WAY}"
         )
     if not engine.load_universal_checkpoint() and (named or _moved(saved["parameters"], own["parameters"])):
         _refuse_other_places(saved["parameters"], own["parameters"])
@@ -154,7 +154,7 @@ def _refuse_other_turns(engine: Engine, saved: bool | None) -> None:
             f"the checkpoint was saved with zero_optimization.{_TURNS} = {str(saved).lower()}, and this configuration "
             f"says {str(wanted).lower()}: parameters lie on other ranks there, and DeepSpeed has given their states to "
             "others without an error; load it with the setting that saved it, or with load_optimizer_states=False. "
-            f"{_HALF_WAY}"
+            f"{HALF_WAY}"
         )
 
 
@@ -165,7 +165,7 @@ def _refuse_unconverted(engine: Engine, names: Iterable[str]) -> None:
             f"the universal checkpoint has no {', '.join(lost)} of its optimizer ({kinds_of_optimizer(engine)[0]}): "
             "DeepSpeed's conversion keeps step, exp_avg and exp_avg_sq alone, and a step would begin the rest anew, or "
             "raise. Load the checkpoint that was converted, on as many ranks and without load_universal, or begin with "
-            f"its weights alone (zero_to_fp32.py beside it makes them). {_HALF_WAY}"
+            f"its weights alone (zero_to_fp32.py beside it makes them). {HALF_WAY}"
         )
 
 
@@ -196,7 +196,7 @@ def _refuse_other_places(saved: list[list[str]], own: list[list[str]]) -> None:
         f"the checkpoint's parameter groups are not this engine's: group {number} was {there}, and is {here}. "
         "DeepSpeed has given the states, and weights in fp32, to whatever lies in their place. Load it with the "
         "groups, the order of parameters, the trained parameters, and on ZeRO stage 3 the "
-        f"zero_optimization.sub_group_size, that saved it, or with load_optimizer_states=False. {_HALF_WAY}"
+        f"zero_optimization.sub_group_size, that saved it, or with load_optimizer_states=False. {HALF_WAY}"
     )
 
 

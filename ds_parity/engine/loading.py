@@ -51,7 +51,8 @@ def asked(
 
     def broken(folder: Path) -> str | None:
         lacking = incomplete(engine, folder, stepped) if universal else None
-        return damaged(engine, folder, options) if lacking is None else f"it has no {lacking}"
+        why = damaged(engine, folder, options) if lacking is None else f"it has no {lacking}"
+        return None if why is None else f"{why}, as where {_OF_CONVERSION if universal else _OF_SAVING}"
 
     found = _found(load_dir, tag, broken, universal=universal)
     return {**found, **flags, "custom_load_fn": "one" if custom else "none"}
@@ -75,13 +76,12 @@ def _found(load_dir: str, tag: Any, broken: Callable[[Path], str | None], *, uni
     return {"tag": repr(named), _FOLDER: found, _UNREAD: unread, _BROKEN: why}
 
 
-def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]], *, universal: bool = False) -> bool:
+def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether there is a folder to load; raise where ranks are about to load different things.
 
     Args:
         load_dir: for the message.
         gathered: what `asked` has returned on all ranks, in their order.
-        universal: a universal checkpoint is loaded.
 
     Raises:
         RankDesyncError: on every rank, where tags or options differ.
@@ -108,10 +108,7 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]], *,
         )
     for rank, one in enumerate(gathered):
         if one[_BROKEN] is not None:
-            way_out = _OF_CONVERSION if universal else _OF_SAVING
-            raise CheckpointError(
-                f"{where}, on rank {rank}: the checkpoint {one['tag']} is not whole: {one[_BROKEN]}, as where {way_out}"
-            )
+            raise CheckpointError(f"{where}, on rank {rank}: the checkpoint {one['tag']} is not whole: {one[_BROKEN]}")
     return bool(found)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from ds_parity.engine.half_loaded import HALF_WAY
 from ds_parity.engine.internals.checkpoints import has_experts
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
@@ -17,7 +18,6 @@ MEMBERS: Final = "members"
 
 _Groups = Iterable[Iterable[torch.nn.Parameter]]
 _Shapes = Sequence[Mapping[str, Sequence[int]]]
-_HALF_WAY: Final = "Loading ends half way, so start a new engine"
 
 
 def members(engine: Engine, groups: _Groups) -> list[dict[str, list[int]]]:
@@ -66,7 +66,7 @@ def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Grou
                 raise CheckpointError(
                     f"the parameter {name!r} has the shape {tuple(before[name])} in the checkpoint, and {tuple(shape)} "
                     "here: it is of another model. DeepSpeed takes weights and states of ZeRO by their number of "
-                    f"elements, and has put them there. Load it into the model that saved it. {_HALF_WAY}"
+                    f"elements, and has put them there. Load it into the model that saved it. {HALF_WAY}"
                 )
 
 
@@ -75,7 +75,7 @@ def _refuse_other_groups(there: _Shapes, here: _Shapes) -> None:
         raise CheckpointError(
             f"the universal checkpoint's parameter groups are not this engine's: {_in_words(there)}, and here "
             f"{_in_words(here)}. DeepSpeed has given each group the learning rate and the weight decay of the one with "
-            f"its number. Load it with the groups that saved it, in their order. {_HALF_WAY}"
+            f"its number. Load it with the groups that saved it, in their order. {HALF_WAY}"
         )
 
 
@@ -85,7 +85,7 @@ def _refuse_others(there: set[str], here: set[str]) -> None:
         said = f"it has {lost[0]!r}, which is not trained here" if lost else f"it has no {new[0]!r}"
         raise CheckpointError(
             f"the universal checkpoint is of another model, or of other trained parameters: {said}. Load it into the "
-            f"model that saved it, with the trained parameters of then. {_HALF_WAY}"
+            f"model that saved it, with the trained parameters of then. {HALF_WAY}"
         )
 
 

@@ -75,8 +75,7 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
         CheckpointError: on every rank, where one finds no folder of the tag, or may not look into it.
         RankDesyncError: not every rank loads, or not all of them the same.
     """
-    said = before(loading.asked(engine, load_dir, tag, options))
-    return loading.refuse_unlike_loads(load_dir, said, universal=engine.load_universal_checkpoint())
+    return loading.refuse_unlike_loads(load_dir, before(loading.asked(engine, load_dir, tag, options)))
 
 
 def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather) -> tuple[Any, Any]:

@@ -12,13 +12,11 @@ from deepspeed.moe.layer import MoE
 from torch.nn.parameter import UninitializedParameter
 
 from ds_parity.config.features import Wanted
-from ds_parity.engine.internals.unable import refuse_matrices
+from ds_parity.engine.internals.unable import ONE_DTYPE, refuse_matrices, word
 from ds_parity.errors import ConfigError
 
 _PARTITIONED: Final = 3
 _WITH_ROWS: Final = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-
-_ONE_DTYPE: Final = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
 
 
 def refuse_unfit(
@@ -38,9 +36,8 @@ def refuse_unfit(
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's, trains
             parameters of several dtypes, or has one without elements, on stage 3; one group has trained ones in fp64
-            beside others, on stage 1 or 2; a group has frozen parameters alone
-            on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce, is complex, or is sparse on another
-            stage; or a parameter has no shape yet.
+            beside others, or frozen ones alone, on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce,
+            is complex, or is sparse on another stage; or a parameter has no shape yet.
     """
     wanted = Wanted(config)
     chosen = list(chosen)
@@ -130,10 +127,10 @@ def _refuse_dtypes(
         for one in group:
             kinds.setdefault(one.dtype, one)
         if len(kinds) > 1 and (stage == _PARTITIONED or torch.float64 in kinds):
-            found = ", ".join(f"{_named(model, one)} is {_said(dtype)}" for dtype, one in kinds.items())
+            found = ", ".join(f"{_named(model, one)} is {word(dtype)}" for dtype, one in kinds.items())
             raise ConfigError(
                 f"zero_optimization.stage = {stage}, and the parameters that are trained have {len(kinds)} dtypes "
-                f"({found}): DeepSpeed keeps them in one buffer, which has one dtype; {_ONE_DTYPE}"
+                f"({found}): DeepSpeed keeps them in one buffer, which has one dtype; {ONE_DTYPE}"
             )
 
 
@@ -151,13 +148,9 @@ def _refuse_unreduced(model: torch.nn.Module) -> None:
         name, dtype = next(iter(other.items()))
         others = "" if len(set(trained.values())) > 1 else ", or use stage 1 or 2"
         raise ConfigError(
-            f"zero_optimization.stage = 0, and {name} is {_said(dtype)}: DeepSpeed reduces no gradient of that dtype "
-            f"there on this accelerator; {_ONE_DTYPE}{others}"
+            f"zero_optimization.stage = 0, and {name} is {word(dtype)}: DeepSpeed reduces no gradient of that dtype "
+            f"there on this accelerator; {ONE_DTYPE}{others}"
         )
-
-
-def _said(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def refuse_optimizer(optimizer: Any, config: Mapping[str, Any]) -> None:

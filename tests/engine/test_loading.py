@@ -10,7 +10,7 @@ import torch
 from ds_parity.engine import loading
 from ds_parity.errors import CheckpointError, RankDesyncError
 
-ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False, zero_optimization_stage=lambda: 1)
+ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False, zero_optimization_stage=lambda: 1, optimizer=None)
 OPTIONS = {"load_optimizer_states": True, "load_module_only": False, "custom_load_fn": None}
 
 
@@ -100,7 +100,7 @@ def test_every_rank_is_told_what_a_universal_checkpoint_lacks_on_one(folder, uni
     whole = asks_for_universal(folder)
     (universal / lost).rename(universal.parent / "aside")
     with pytest.raises(CheckpointError, match=rf"on rank 1: .* has no zero/{lost}, .*Nothing was loaded; convert"):
-        loading.refuse_unlike_loads(folder, [whole, asks_for_universal(folder)], universal=True)
+        loading.refuse_unlike_loads(folder, [whole, asks_for_universal(folder)])
 
 
 @pytest.mark.parametrize("lost", ["weight/step.pt", "weight/exp_avg.pt weight/exp_avg_sq.pt"])

@@ -187,8 +187,7 @@ def parts_of(engine: Any) -> int:
 
 def rank_in_parts(engine: Any) -> int:
     """Return this rank's number among those that ZeRO parts the optimizer's states among: it is in its files' names."""
-    group = getattr(getattr(engine, "optimizer", None), "dp_process_group", None)
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return dist.get_rank(getattr(engine.optimizer, "dp_process_group", None)) if dist.is_initialized() else 0
 
 
 def saved_in_parts(engine: Any) -> int | None:

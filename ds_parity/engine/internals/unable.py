@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from deepspeed.ops.adam import FusedAdam
@@ -14,6 +14,9 @@ from ds_parity.engine.internals.adagrad import refuse_another
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import ConfigError
+
+ONE_DTYPE: Final = 'convert the model to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
+"""The way out where parameters have several dtypes."""
 
 
 def refuse_unable(engine: Engine) -> None:
@@ -51,14 +54,18 @@ def _refuse_narrow(engine: Engine) -> None:
     trained = {one.dtype for group in wrapper.bit16_groups for one in group}
     wider = next((one for one in trained if torch.promote_types(first, one) != first), None)
     if wider is not None:
-        said, other = (str(one).split(".")[-1] for one in (first, wider))
+        said, other = word(first), word(wider)
         raise ConfigError(
             f"zero_optimization.stage = {engine.zero_optimization_stage()}, and the first parameter that the optimizer "
             f"was given, frozen or not, is {said}, while trained ones are {other}: DeepSpeed takes all gradients for "
             f"{said}, so that stage 2 rounds them, and what is not finite may reach the weights; hand over the trained "
-            "parameters alone (model_parameters=[p for p in model.parameters() if p.requires_grad]), convert the model "
-            'to one dtype before initialize() (model.float()), or set "bf16" or "fp16"'
+            f"parameters alone (model_parameters=[p for p in model.parameters() if p.requires_grad]), {ONE_DTYPE}"
         )
+
+
+def word(dtype: torch.dtype) -> str:
+    """Return how a dtype is told: `bfloat16`."""
+    return str(dtype).split(".")[-1]
 
 
 def refuse_matrices(optimizer: Any, stage: int | None) -> None:
