@@ -264,6 +264,13 @@ def test_no_line_of_prose_is_longer_than_120(path):
     assert [line for line in broken if len(line) > 120] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_prose_reads_as_a_link_to_a_name(page):
+    """A subscript of a subscript is a link in Markdown: `make docs` ends at a name that no page has."""
+    prose = re.sub(r"`[^`]*`", "", re.sub(r"^ *```.*?^ *```$", "", text(page), flags=re.DOTALL | re.MULTILINE))
+    assert re.findall(r"\S*\]\[.*", prose) == []
+
+
 def test_the_table_of_controls_has_all_of_them():
     """What was caught and named is what `make controls` found; the counts of faults are those of the program."""
     rows = [line.strip("|").split("|") for line in update_docs.shown(PAGES["harness"], "controls").splitlines()[2:]]

@@ -2,9 +2,10 @@
 
     deepspeed --num_accelerators 2 tools/deepspeed_faults/first_dtype_for_all.py
 
-`self.dtype` is that of param_groups[0]["params"][0] (runtime/zero/stage_1_and_2.py, __init__), and the gradients that a
-rank keeps are of that dtype (copy_grads_in_partition). A frozen model in bf16 with adapters in fp32, all of whose
-parameters are handed over, trains its adapters by gradients in bf16. A gradient that is not finite is let pass then.
+`self.dtype` is that of `param_groups[0]["params"][0]` (runtime/zero/stage_1_and_2.py, `__init__`), and the gradients
+that a rank keeps are of that dtype (`copy_grads_in_partition`). A frozen model in bf16 with adapters in fp32, all of
+whose parameters are handed over, trains its adapters by gradients in bf16. A gradient that is not finite is let pass
+then.
 """
 
 import sys
