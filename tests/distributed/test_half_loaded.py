@@ -1,7 +1,6 @@
 """An engine whose load has ended half way trains no further, and saves nothing, until a whole one has followed."""
 
 import shutil
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,10 @@ import torch.distributed as dist
 
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, from_all, one_pass, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 ALONE = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
-BOUNDARIES = ("rollouts", "caller")
 
 
 def _built(stage, boundary, passes):
@@ -41,54 +39,64 @@ def _damaged(path):
     dist.barrier()
 
 
-@on_two_ranks
-def half_loaded(folder):
-    """By ZeRO stage and boundary: what each call ends in behind a load that has raised half way."""
-    results = {}
-    for stage, boundary in product(STAGES, BOUNDARIES):
-        path = Path(folder) / f"half-{stage}-{boundary}"
-        first = _built(stage, boundary, 4)
-        _trains(first)
-        first.save_checkpoint(str(path), tag="own")
-        _damaged(path)
-        engine = _built(stage, boundary, 4)
-        said = {}
-        for name, call in {
-            "missing": lambda: engine.load_checkpoint(str(path), tag="nowhere"),  # noqa: B023
-            "train behind missing": lambda: _trains(engine),  # noqa: B023
-            "damaged": lambda: engine.load_checkpoint(str(path), tag="damaged"),  # noqa: B023
-            "train": lambda: _trains(engine),  # noqa: B023
-            "save": lambda: engine.save_checkpoint(str(path), tag="half"),  # noqa: B023
-            "weights": lambda: engine.save_16bit_model(str(path)),  # noqa: B023
-            "finish": engine.finish,
-            "alone": lambda: engine.load_checkpoint(str(path), tag="own", **ALONE),  # noqa: B023
-            "train behind alone": lambda: _trains(engine),  # noqa: B023
-            "whole": lambda: engine.load_checkpoint(str(path), tag="own"),  # noqa: B023
-            "train behind whole": lambda: _trains(engine),  # noqa: B023
-        }.items():
-            said[name] = from_all(refusal(call))
-            dist.barrier()
-        results[f"{stage} {boundary}"] = said
-    return results
+def _said(path, stage, boundary):
+    """What each call ends in behind a load that has raised half way, of all ranks."""
+    first = _built(stage, boundary, 4)
+    _trains(first)
+    first.save_checkpoint(str(path), tag="own")
+    _damaged(path)
+    engine = _built(stage, boundary, 4)
+    said = {}
+    for name, call in {
+        "missing": lambda: engine.load_checkpoint(str(path), tag="nowhere"),
+        "train behind missing": lambda: _trains(engine),
+        "damaged": lambda: engine.load_checkpoint(str(path), tag="damaged"),
+        "train": lambda: _trains(engine),
+        "save": lambda: engine.save_checkpoint(str(path), tag="half"),
+        "weights": lambda: engine.save_16bit_model(str(path)),
+        "finish": engine.finish,
+        "alone": lambda: engine.load_checkpoint(str(path), tag="own", **ALONE),
+        "train behind alone": lambda: _trains(engine),
+        "whole": lambda: engine.load_checkpoint(str(path), tag="own"),
+        "train behind whole": lambda: _trains(engine),
+    }.items():
+        said[name] = from_all(refusal(call))
+        dist.barrier()
+    return said
 
 
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_half_a_checkpoint_is_neither_trained_nor_saved(two_ranks, stage, boundary):
-    said = two_ranks.of(half_loaded)[f"{stage} {boundary}"]
+def _is_right(said):
+    """Half a checkpoint is neither trained nor saved; a whole one, and a load of nothing, let the engine train."""
     assert all("is not whole" in one and "start a new engine" in one for one in said["damaged"])
     for name in ("train", "save", "weights", "finish", "train behind alone"):
         assert all(one.startswith("CheckpointError") for one in said[name]), said[name]
         assert all("has raised in this engine, and ended half way" in one for one in said[name])
-
-
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_whole_checkpoint_and_a_load_of_nothing_let_it_train(two_ranks, stage, boundary):
-    said = two_ranks.of(half_loaded)[f"{stage} {boundary}"]
     assert all("no such folder" in one and one.endswith("Nothing was loaded") for one in said["missing"])
     for name in ("train behind missing", "alone", "whole", "train behind whole"):
         assert set(said[name]) == {"nothing was raised"}, (name, said[name])
+
+
+@on_two_ranks
+def half_loaded(folder):
+    """By ZeRO stage."""
+    return {stage: _said(Path(folder) / f"half-{stage}", stage, "rollouts") for stage in STAGES}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_trains_and_saves_a_whole_checkpoint_alone(two_ranks, stage):
+    _is_right(two_ranks.of(half_loaded)[str(stage)])
+
+
+@at_length_on_two_ranks
+def half_loaded_of_callers(folder):
+    """By ZeRO stage, with boundaries that the caller sets."""
+    return {stage: _said(Path(folder) / f"callers-{stage}", stage, "caller") for stage in STAGES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_caller_trains_and_saves_a_whole_checkpoint_alone(two_ranks_at_length, stage):
+    _is_right(two_ranks_at_length.of(half_loaded_of_callers)[str(stage)])
 
 
 @on_two_ranks
