@@ -154,13 +154,14 @@ def _of_nothing(driver: Loading, load_dir: str, tag: Any, error: Exception) -> C
         return _without_states(driver, load_dir, tag, error)
     return CheckpointError(
         f"load_checkpoint({load_dir!r}): the checkpoint has no state of an LR scheduler, and this configuration has "
-        f"one ({type(scheduler).__name__}). Load it with load_lr_scheduler_states=False, which begins the schedule "
+        f"one ({scheduler.__class__.__name__}). Load it with load_lr_scheduler_states=False, which begins the schedule "
         f"here, or without a scheduler; {_HALF_WAY}"
     )
 
 
 def _inside_the_schedule(driver: Loading, error: Exception) -> bool:
-    scheduler = driver.engine.lr_scheduler
+    # Where rollouts move the learning rate, the engine's is a proxy, and the scheduler behind it raises.
+    scheduler = getattr(driver.engine.lr_scheduler, "__wrapped__", driver.engine.lr_scheduler)
     inside = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     return scheduler is not None and any(one is scheduler for one in inside)
 
@@ -190,8 +191,8 @@ def _of_other_keys(driver: Loading, load_dir: str, tag: Any, error: Exception) -
     if _inside_the_schedule(driver, error):
         return CheckpointError(
             f"load_checkpoint({load_dir!r}): the checkpoint has the state of another LR scheduler than this engine's "
-            f"{type(driver.engine.lr_scheduler).__name__}, without {error}. Load it with the scheduler that saved it, "
-            f"or with load_lr_scheduler_states=False, which begins the schedule here; {_HALF_WAY}"
+            f"{driver.engine.lr_scheduler.__class__.__name__}, without {error}. Load it with the scheduler that saved "
+            f"it, or with load_lr_scheduler_states=False, which begins the schedule here; {_HALF_WAY}"
         )
     # torch's optimizers fill in what a state of older releases lacks, and look for names that another's never had.
     if any(frame.f_code.co_name == "__setstate__" for frame, _ in walk_tb(error.__traceback__)):

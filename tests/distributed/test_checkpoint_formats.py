@@ -1,5 +1,6 @@
 """Checkpoints of bare DeepSpeed, and what DeepSpeed's own tools convert and do not convert."""
 
+import functools
 import re
 import runpy
 import subprocess
@@ -233,26 +234,36 @@ def test_gradients_are_clipped_as_the_configuration_says_that_loads(two_ranks_at
     )  # 2 ** -8 in bf16
 
 
+PROGRESS = ("optimizer_step", "rollout")
+
+
 @at_length_on_two_ranks
 def schedules_that_were_not_saved(folder):
-    """By stage and scheduler: what loading a checkpoint of a run without one ends in, and with the way out."""
+    """By stage, scheduler and progress: what loading a checkpoint of a run without one ends in, and with the way out.
+
+    "another": the run had one of DeepSpeed's, and LambdaLR loads it.
+    """
     results = {}
     for stage in STAGES:
-        without = {key: value for key, value in config(stage, passes=4).items() if key != "scheduler"}
-        engine = build(without)
-        windows_of(engine, [2, 2])
-        engine.save_checkpoint(f"{folder}/{stage}")
-        dist.barrier()
-        for name in ("WarmupLR", "LambdaLR"):
-            said = []
-            for options in ({}, {"load_lr_scheduler_states": False}):
-                if name == "WarmupLR":
-                    other = build(config(stage, passes=4))
-                else:
-                    other = build(without, lr_scheduler=lambda own: torch.optim.lr_scheduler.LambdaLR(own, _constant))
-                said.append(_ended(other, f"{folder}/{stage}", **options))
-            windows_of(other, [2, 2])  # the second one, which has loaded
-            results[f"{stage} {name}"] = from_all([*said, other.get_lr()[0]])
+        for progress in PROGRESS:
+            made = config(stage, passes=4, lr_progress=progress)
+            without = {key: value for key, value in made.items() if key != "scheduler"}
+            for saved, begun in (("none", without), ("another", made)):
+                engine = build(begun)
+                windows_of(engine, [2, 2])
+                engine.save_checkpoint(f"{folder}/{stage}-{progress}-{saved}")
+            dist.barrier()
+            for name, saved in (("WarmupLR", "none"), ("LambdaLR", "none"), ("LambdaLR", "another")):
+                said = []
+                for options in ({}, {"load_lr_scheduler_states": False}):
+                    if name == "WarmupLR":
+                        other = build(made)
+                    else:
+                        own = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_constant)
+                        other = build(without, lr_scheduler=own)
+                    said.append(_ended(other, f"{folder}/{stage}-{progress}-{saved}", **options))
+                windows_of(other, [2, 2])  # the second one, which has loaded
+                results[f"{stage} {name} {saved} {progress}"] = from_all([*said, other.get_lr()[0]])
     return results
 
 
@@ -321,12 +332,24 @@ def _constant(step):
     return 1.0
 
 
-@pytest.mark.parametrize("name", ["WarmupLR", "LambdaLR"])
+@pytest.mark.parametrize("progress", PROGRESS)
+@pytest.mark.parametrize(
+    ("name", "saved", "why"),
+    [
+        ("WarmupLR", "none", "no state of an LR scheduler, and this configuration has one (WarmupLR). "),
+        ("LambdaLR", "none", "no state of an LR scheduler, and this configuration has one (LambdaLR). "),
+        ("LambdaLR", "another", "the state of another LR scheduler than this engine's LambdaLR, without 'lr_lambdas'"),
+    ],
+)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_without_a_schedule_names_the_way_to_begin_one(two_ranks_at_length, stage, name):
-    for said, loaded, rate in two_ranks_at_length.of(schedules_that_were_not_saved)[f"{stage} {name}"]:
+def test_a_checkpoint_without_this_schedule_names_the_way_to_begin_one(
+    two_ranks_at_length, stage, name, saved, why, progress
+):
+    cell = f"{stage} {name} {saved} {progress}"
+    for said, loaded, rate in two_ranks_at_length.of(schedules_that_were_not_saved)[cell]:
         assert said.startswith("CheckpointError: load_checkpoint(")
-        assert f"no state of an LR scheduler, and this configuration has one ({name}). Load it with load_lr_sch" in said
+        assert why in said
+        assert "load_lr_scheduler_states=False, which begins the schedule here" in said
         assert loaded == "loaded"
         assert rate > 0
 
