@@ -127,7 +127,13 @@ def refusals(config: Mapping[str, Any]) -> list[Fault]:
         config = {**config, "zero_optimization": {"stage": int(zero)}}
     reader = _Reader(config)
     stage = reader.stage()
-    checks: tuple[Callable[[_Reader, int | None], Iterator[Fault]], ...] = (_precision, _reduction, _step, _switches)
+    checks: tuple[Callable[[_Reader, int | None], Iterator[Fault]], ...] = (
+        _precision,
+        _reduction,
+        _step,
+        _switches,
+        _checkpoint,
+    )
     refused = [fault for check in checks for fault in check(reader, stage)]
     # A list comes first: the checks above add to reader.faults while they run.
     return [*reader.faults.values(), *refused]
@@ -215,3 +221,17 @@ def _switches(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     if reader.number("gradient_clipping", 1.0) < 0:
         rule = "must be 0 or greater"
         yield Fault("gradient_clipping", reader.raw("gradient_clipping"), rule, "write 0.0 for no clipping")
+
+
+def _checkpoint(reader: _Reader, stage: int | None) -> Iterator[Fault]:
+    # runtime/checkpoint_engine/fast_checkpoint_engine.py and decoupled_checkpoint_engine.py, load(), with torch 2.6 and
+    # later; runtime/model_checkpointing/data_parallel_writer_factory.py, _get_data_parallel_config (0.19.8).
+    path = "checkpoint.writer"
+    if stage is None or (writer := reader.raw(path)) in (ABSENT, AUTO, None):
+        return
+    if stage > 0:
+        rule = "on ZeRO stages 1 to 3 DeepSpeed can't load what it saves: torch reads weights alone there"
+        yield Fault(path, writer, rule, "leave the section out")
+    elif reader.raw(f"{path}.data_parallel") in (ABSENT, AUTO, None):
+        rule = "without data_parallel DeepSpeed builds no engine"
+        yield Fault(path, writer, rule, 'leave the section out, or write "data_parallel": "replica"')
