@@ -106,12 +106,8 @@ class Boundary:
             self._adapter.moved.count(self._adapter.groups())
         self._settle(lr, sums, applied=applied)
 
-    def skip(self, *, reduced: bool = False) -> None:
-        """Close a window that has no weight: no step, and a warning.
-
-        Args:
-            reduced: a backward was marked as the window's last, whose reduction DeepSpeed keeps for a step.
-        """
+    def skip(self) -> None:
+        """Close a window that has no weight: no step, and a warning."""
         window = self._ledger.window
         _LOG.warning(
             "window %d (%d passes, %d rollouts) has a total of 0 %s: no optimizer step is taken for it, and it "
@@ -120,8 +116,9 @@ class Boundary:
         )
         self.counters.consumed(window.rollouts)
         with self._adapter.kept.released():
-            if window.expected or reduced:  # turns that finish no rollout have gradients, and weigh nothing
-                self._adapter.discard()
+            # Turns that finish no rollout have gradients, and weigh nothing. Zeros of idle passes go, too: a parameter
+            # that is frozen behind them would be reduced on the ranks alone that have run one.
+            self._adapter.discard()
             # ZeRO 3 partitions gathered parameters in step() alone, and this window has none.
             self._adapter.release_parameters()
         self._settle(self._lr(), self._meter.settle(), applied=False)

@@ -261,7 +261,7 @@ class CallersDriver(Driver):
         if drop or self.ledger.total() == 0:
             # DeepSpeed would take a step at the end of a backward that was announced as the last.
             self.boundary.mark(False)
-            self.boundary.drop() if drop and self.ledger.total() else self.boundary.skip(reduced=reduced)
+            self.boundary.drop() if drop and self.ledger.total() else self.boundary.skip()
             return
         if not reduced:
             self._reduce()

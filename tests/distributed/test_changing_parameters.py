@@ -506,3 +506,42 @@ def test_the_module_alone_is_loaded_or_refused(two_ranks_at_length, stage):
     else:
         assert said == ["nothing was raised"] * 2
         assert moves == pytest.approx([1, 1], abs=1e-6)
+
+
+# Windows in which one rank alone has run a pass, and nothing weighs anything.
+
+IDLE = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "offloaded": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    "fp32-sums": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+IDLE["offloaded fp32-sums"] = {**IDLE["offloaded"], **IDLE["fp32-sums"]}
+
+
+@at_length_on_two_ranks
+def frozen_behind_an_idle_window(folder):
+    """By kind, on ZeRO 1: how far each weight moves where the first is frozen behind a window of one idle pass."""
+    found = {}
+    for kind, keys in IDLE.items():
+        section = {"boundary": "caller", "loss_weight": "token", "exchange_timeout": 30.0}
+        switches = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **switches, **keys}
+        config = {"zero_optimization": {"stage": 1}, **config}
+        model = Pair(rows=3)
+        client = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine, *_ = ds_parity.initialize(model=model, optimizer=client, config={**config, "ds_parity": section})
+        if dist.get_rank():
+            engine.idle(engine(ones(engine), 0, 1))
+        engine.step()
+        model.first.weight.requires_grad_(False)
+        for _ in range(1 + dist.get_rank()):
+            engine.backward(engine(ones(engine), 0, 1), rollouts=1, tokens=2)
+        engine.step()
+        found[kind] = from_all([moved(engine), engine.global_steps])
+    return found
+
+
+@pytest.mark.parametrize("kind", IDLE)
+def test_an_idle_pass_of_one_rank_leaves_nothing_for_the_next_window(two_ranks_at_length, kind):
+    assert two_ranks_at_length.of(frozen_behind_an_idle_window)[kind] == [[[0.0, 1.0], 1]] * 2
