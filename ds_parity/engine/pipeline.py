@@ -32,6 +32,7 @@ from ds_parity.engine.internals.stages import (
     averaged_over,
     buffers_of_every_type,
     clip_over_stages,
+    count_none,
     count_what_is_not_shared,
     lost_by_a_load,
     reduce_tied_sums,
@@ -102,6 +103,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             )
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
+        count_none(engine)
         reduce_tied_sums(engine)
         self._self_lost = lost_by_a_load(engine)
         self._self_between = BetweenWindows(choose(engine))

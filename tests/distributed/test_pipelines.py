@@ -357,15 +357,19 @@ class Inner(nn.Module):
         return x @ self.inner.weight + self.first
 
 
-def half_tied(used):
-    """The first and the last layer share a weight, and the last one uses a bias beside it, or does not."""
+def half_tied(used, *, alone=False):
+    """The first and the last layer share a weight, and the last one uses a bias beside it, or does not.
+
+    `alone`: the last stage has no weight beside what it shares.
+    """
 
     def last(module, x):
         return (x @ module.inner.weight.t() + (module.last if used else 0.0)).sum(-1, keepdim=True)
 
     torch.manual_seed(0)
     tied = functools.partial(deepspeed.pipe.TiedLayerSpec, "shared", Inner, tied_weight_attr="tied")
-    return [tied(), nn.Tanh(), nn.Linear(6, 6), tied(forward_fn=last)]
+    between = [nn.Tanh(), nn.Linear(6, 6)]
+    return [tied(), *(reversed(between) if alone else between), tied(forward_fn=last)]
 
 
 @on_four_ranks
@@ -382,7 +386,7 @@ def half_tied_layers(folder):
     return found
 
 
-def norm_of_half_tied(used):
+def norm_of_half_tied(used, *, alone=False):
     """The norm of the first window's gradient, in fp64."""
     torch.manual_seed(0)
     middle, inner = nn.Linear(6, 6).double(), Inner().double()
@@ -390,7 +394,8 @@ def norm_of_half_tied(used):
     for column, sizes in enumerate([[2, 1], [3]]):
         for index, size in enumerate(sizes):
             x, y = (one.double() for one in sample(column, 0, index, size))
-            out = middle(torch.tanh(inner(x))) @ inner.inner.weight.t() + (inner.last if used else 0.0)
+            between = torch.tanh(middle(inner(x))) if alone else middle(torch.tanh(inner(x)))
+            out = between @ inner.inner.weight.t() + (inner.last if used else 0.0)
             total = total + (out.sum(-1) - y).pow(2).mean() * size / 6
     total.backward()
     squares = [one.grad.pow(2).sum() for one in [*middle.parameters(), *inner.parameters()] if one.grad is not None]
@@ -516,6 +521,33 @@ def test_stages_of_a_tied_layer_step_it_by_the_sum_of_their_gradients(four_ranks
     for norm, right, weight in results:
         # bf16 rounds what the layers hand on by 0.4 %.
         assert norm == pytest.approx(right, rel=1e-5 if kind in ("fp32", "overlap_comm", "offloaded") else 0.02)
+        assert weight == results[0][2]
+
+
+@on_four_ranks
+@alone_in_the_process
+def tied_alone(folder):
+    """By stage and kind, where a stage has nothing but what it shares: two norms, the first one right, the weight."""
+    found = {}
+    for stage, kind in TIED_ALONE:
+        engine = build(config(stage, **(KINDS | SHARDED)[kind]), layers_of=lambda: half_tied(False, alone=True))
+        norms = [engine.train_window(micro_batches(engine, window, [[2, 1], [3]])).grad_norm for window in (0, 1)]
+        weight = engine.module.tied_modules["shared"].tied.float().tolist()
+        found[f"{stage} {kind}"] = from_all([norms, norm_of_half_tied(False, alone=True), weight])
+        engine.destroy()
+    return found
+
+
+TIED_ALONE = [(0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16"), (1, "fp32-sums")]
+
+
+@pytest.mark.parametrize(("stage", "kind"), TIED_ALONE)
+def test_a_stage_of_tied_weights_alone_steps_by_the_norm_of_all(four_ranks, stage, kind):
+    results = four_ranks.of(tied_alone)[f"{stage} {kind}"]
+    for norms, right, weight in results:
+        # bf16 rounds what the layers hand on by 0.4 %.
+        assert norms[0] == pytest.approx(right, rel=1e-5 if kind == "fp32" else 0.02)
+        assert norms == results[0][0]
         assert weight == results[0][2]
 
 

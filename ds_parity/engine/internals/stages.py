@@ -94,6 +94,29 @@ def count_what_is_not_shared(engine: Any) -> None:
         parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
 
 
+def count_none(engine: Any) -> None:
+    """Let the norm of a stage be 0 where each of its weights counts on another one.
+
+    DeepSpeed's optimizer for bf16 stacks the norms of what counts here, and torch stacks no empty list: the stage
+    raises, and the others wait for its part (tools/deepspeed_faults/stage_of_tied_weights.py, 0.19.8).
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+    """
+    if not isinstance(engine.optimizer, BF16_Optimizer):
+        return
+    given = engine.optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        found = given(for_clipping=for_clipping)
+        if for_clipping:
+            return found
+        usual, of_experts = found
+        return usual or [torch.zeros(1, device=engine.device)], of_experts
+
+    engine.optimizer.get_grads_for_norm = get_grads_for_norm
+
+
 def reduce_tied_sums(engine: Any) -> None:
     """Let the stages of a tied layer add up its gradients where the optimizer keeps their sums beside the weights.
 

@@ -301,6 +301,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the model is a PipelineModule with a tied layer",
     ),
     DeepSpeedFault(
+        "stage_of_tied_weights",
+        "a stage that has nothing but tied weights of the first one raises in its first step, and the others wait",
+        "give each stage a weight of its own (partition_method)",
+        lambda c: (c.bf16 and c.stage == 0) or (c.sums_in_fp32 and c.stage == 1),
+        "the model is a PipelineModule with a tied layer that is alone on its stage",
+    ),
+    DeepSpeedFault(
         "checkpoint_bf16_pipeline",
         "load_checkpoint() raises a KeyError; with load_optimizer_states=False the next step undoes what was loaded",
         "use ZeRO 1",
