@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ds_parity.config.autotp import AUTOTP
 from ds_parity.config.faults import ABSENT, Fault
+from ds_parity.config.releases import release
 from ds_parity.config.settings import AUTO
 from ds_parity.values import of_model, switch, whole
 
@@ -39,6 +40,7 @@ _UNSUPPORTED: Final = {
     ),
 }
 _COMPRESSED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
+_WEIGHTS_ALONE: Final = release("2.6")  # of torch, whose load() reads nothing else unless it is told to
 FP16_NAMES: Final = ("fp16", "float16", "half")
 FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
 
@@ -225,12 +227,12 @@ def _switches(reader: _Reader, stage: int | None) -> Iterator[Fault]:
 
 
 def _checkpoint(reader: _Reader, stage: int | None) -> Iterator[Fault]:
-    # runtime/checkpoint_engine/fast_checkpoint_engine.py and decoupled_checkpoint_engine.py, load(), with torch 2.6 and
-    # later; runtime/model_checkpointing/data_parallel_writer_factory.py, _get_data_parallel_config (0.19.8).
+    # runtime/checkpoint_engine/fast_checkpoint_engine.py and decoupled_checkpoint_engine.py, load();
+    # runtime/model_checkpointing/data_parallel_writer_factory.py, _get_data_parallel_config (0.19.8).
     path = "checkpoint.writer"
     if stage is None or (writer := reader.raw(path)) in (ABSENT, AUTO, None):
         return
-    if stage > 0 and not version("torch").startswith("2.5"):
+    if stage > 0 and release(version("torch")) >= _WEIGHTS_ALONE:
         rule = "on ZeRO stages 1 to 3 DeepSpeed can't load what it saves: torch reads weights alone from 2.6 on"
         yield Fault(path, writer, rule, "leave the section out")
     elif stage == 0 and reader.raw(f"{path}.data_parallel") in (ABSENT, AUTO, None):

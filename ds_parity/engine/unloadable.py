@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_parity.engine.internals.checkpoints import OF_WRAPPERS, REFUSALS
+from ds_parity.engine.internals.schedule import behind_proxy
 from ds_parity.errors import CheckpointError
 
 _CONVERT = (
@@ -149,19 +150,19 @@ def _no_universal(driver: Loading, load_dir: str, _: Any, error: Exception) -> C
 
 
 def _of_nothing(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
-    scheduler = driver.engine.lr_scheduler
+    scheduler = behind_proxy(driver.engine.lr_scheduler)
     if _OF_NONE not in str(error) or not _inside_the_schedule(driver, error):
         return _without_states(driver, load_dir, tag, error)
     return CheckpointError(
         f"load_checkpoint({load_dir!r}): the checkpoint has no state of an LR scheduler, and this configuration has "
-        f"one ({scheduler.__class__.__name__}). Load it with load_lr_scheduler_states=False, which begins the schedule "
+        f"one ({type(scheduler).__name__}). Load it with load_lr_scheduler_states=False, which begins the schedule "
         f"here, or without a scheduler; {_HALF_WAY}"
     )
 
 
 def _inside_the_schedule(driver: Loading, error: Exception) -> bool:
     # Where rollouts move the learning rate, the engine's is a proxy, and the scheduler behind it raises.
-    scheduler = getattr(driver.engine.lr_scheduler, "__wrapped__", driver.engine.lr_scheduler)
+    scheduler = behind_proxy(driver.engine.lr_scheduler)
     inside = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     return scheduler is not None and any(one is scheduler for one in inside)
 
@@ -191,8 +192,8 @@ def _of_other_keys(driver: Loading, load_dir: str, tag: Any, error: Exception) -
     if _inside_the_schedule(driver, error):
         return CheckpointError(
             f"load_checkpoint({load_dir!r}): the checkpoint has the state of another LR scheduler than this engine's "
-            f"{driver.engine.lr_scheduler.__class__.__name__}, without {error}. Load it with the scheduler that saved "
-            f"it, or with load_lr_scheduler_states=False, which begins the schedule here; {_HALF_WAY}"
+            f"{type(behind_proxy(driver.engine.lr_scheduler)).__name__}, without {error}. Load it with the scheduler "
+            f"that saved it, or with load_lr_scheduler_states=False, which begins the schedule here; {_HALF_WAY}"
         )
     # torch's optimizers fill in what a state of older releases lacks, and look for names that another's never had.
     if any(frame.f_code.co_name == "__setstate__" for frame, _ in walk_tb(error.__traceback__)):

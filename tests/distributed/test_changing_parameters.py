@@ -526,11 +526,11 @@ def frozen_behind_an_idle_window(folder):
     for kind, keys in IDLE.items():
         section = {"boundary": "caller", "loss_weight": "token", "exchange_timeout": 30.0}
         switches = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **switches, **keys}
-        config = {"zero_optimization": {"stage": 1}, **config}
+        plain = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1}}
         model = Pair(rows=3)
         client = torch.optim.SGD(model.parameters(), lr=1.0)
-        engine, *_ = ds_parity.initialize(model=model, optimizer=client, config={**config, "ds_parity": section})
+        config = {**plain, **switches, **keys, "ds_parity": section}
+        engine, *_ = ds_parity.initialize(model=model, optimizer=client, config=config)
         if dist.get_rank():
             engine.idle(engine(ones(engine), 0, 1))
         engine.step()

@@ -244,26 +244,22 @@ def schedules_that_were_not_saved(folder):
     "another": the run had one of DeepSpeed's, and LambdaLR loads it.
     """
     results = {}
-    for stage in STAGES:
-        for progress in PROGRESS:
-            made = config(stage, passes=4, lr_progress=progress)
-            without = {key: value for key, value in made.items() if key != "scheduler"}
-            for saved, begun in (("none", without), ("another", made)):
-                engine = build(begun)
-                windows_of(engine, [2, 2])
-                engine.save_checkpoint(f"{folder}/{stage}-{progress}-{saved}")
-            dist.barrier()
-            for name, saved in (("WarmupLR", "none"), ("LambdaLR", "none"), ("LambdaLR", "another")):
-                said = []
-                for options in ({}, {"load_lr_scheduler_states": False}):
-                    if name == "WarmupLR":
-                        other = build(made)
-                    else:
-                        own = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_constant)
-                        other = build(without, lr_scheduler=own)
-                    said.append(_ended(other, f"{folder}/{stage}-{progress}-{saved}", **options))
-                windows_of(other, [2, 2])  # the second one, which has loaded
-                results[f"{stage} {name} {saved} {progress}"] = from_all([*said, other.get_lr()[0]])
+    for stage, progress in product(STAGES, PROGRESS):
+        made = config(stage, passes=4, lr_progress=progress)
+        without = {key: value for key, value in made.items() if key != "scheduler"}
+        for saved, begun in (("none", without), ("another", made)):
+            engine = build(begun)
+            windows_of(engine, [2, 2])
+            engine.save_checkpoint(f"{folder}/{stage}-{progress}-{saved}")
+        dist.barrier()
+        own = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_constant)
+        loads = {"WarmupLR": lambda: build(made), "LambdaLR": lambda: build(without, lr_scheduler=own)}  # noqa: B023
+        for name, saved in (("WarmupLR", "none"), ("LambdaLR", "none"), ("LambdaLR", "another")):
+            path = f"{folder}/{stage}-{progress}-{saved}"
+            said, other = _ended(loads[name](), path), loads[name]()
+            begins = _ended(other, path, load_lr_scheduler_states=False)
+            windows_of(other, [2, 2])
+            results[f"{stage} {name} {saved} {progress}"] = from_all([said, begins, other.get_lr()[0]])
     return results
 
 

@@ -41,7 +41,7 @@ def refuse_unfit(scheduler: Any, given: Any, doing: str) -> None:
             "give lr_kwargs={'metrics': ...}, or leave it out"
         )
     # What stands at a position takes anything, and has no use for it.
-    scheduler, given = _own(scheduler), dict(given or {})
+    scheduler, given = behind_proxy(scheduler), dict(given or {})
     if scheduler is None or _fits(scheduler, (), given):
         return
     name = type(scheduler).__name__
@@ -61,7 +61,8 @@ def refuse_unfit(scheduler: Any, given: Any, doing: str) -> None:
     )
 
 
-def _own(scheduler: Any) -> Any:
+def behind_proxy(scheduler: Any) -> Any:
+    """Return the scheduler that a `RolloutSchedule` stands for; any other, or None, as it is."""
     return scheduler.__wrapped__ if isinstance(scheduler, RolloutSchedule) else scheduler
 
 
@@ -114,10 +115,10 @@ class _Loud(wrapt.ObjectProxy[Any]):
             if not _fits(scheduler, args, kwargs) or f"argument: {_SAMPLES!r}" in str(error):
                 raise
             raise WindowError(
-                f"step() of the scheduler {type(_own(scheduler)).__name__} has raised TypeError: {error}. DeepSpeed "
-                "would step it once more, with the batch size as its argument. The weights have been stepped, and the "
-                "learning rates have not: mend the scheduler, or give it what it needs with step(lr_kwargs=...), and "
-                "load a checkpoint into a new engine"
+                f"step() of the scheduler {type(behind_proxy(scheduler)).__name__} has raised TypeError: {error}. "
+                "DeepSpeed would step it once more, with the batch size as its argument. The weights have been "
+                "stepped, and the learning rates have not: mend the scheduler, or give it what it needs with "
+                "step(lr_kwargs=...), and load a checkpoint into a new engine"
             ) from error
 
 
