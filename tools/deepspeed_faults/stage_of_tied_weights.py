@@ -18,21 +18,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import get_global_norm_of_tensors
 
 
-class Scale(torch.nn.Module):
-    """Multiplies by a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product."""
-        return x * self.weight
-
-
 def raised() -> float:
     """Take the norm of a gradient with both stages of one tied layer; return on how many of them DeepSpeed raises."""
-    layers = [TiedLayerSpec("scale", Scale), TiedLayerSpec("scale", Scale)]
+    layers = [TiedLayerSpec("tied", torch.nn.Linear, 8, 8, bias=False) for _ in range(2)]
     model = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=lambda out, _: out.sum())
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -45,7 +33,7 @@ def raised() -> float:
     if not isinstance(engine.optimizer, BF16_Optimizer):
         raise NotThere(f"bf16 on ZeRO 0 has a {type(engine.optimizer).__name__} here")
     # What train_batch() does behind the layers. In it the first stage would wait for the part of the last one.
-    engine.module.tied_modules["scale"].weight.sum().backward()
+    engine.module.tied_modules["tied"].weight.sum().backward()
     engine.optimizer.update_hp_grads()
     counted, _ = engine.optimizer.get_grads_for_norm()
     stages = torch.zeros(1, device=engine.device)
