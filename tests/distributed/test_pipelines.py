@@ -134,9 +134,11 @@ def alone_in_the_process(task):
             return task(*args, **kwargs)
         finally:
             deepspeed.utils.groups.mpu = p2p._grid = None
-            # On ZeRO 1 its hooks hold an engine, and it its groups, whose threads end with the last that holds them.
+            # On ZeRO 1 its hooks hold an engine, on the last stage those of its outputs, in bare DeepSpeed, too, and it
+            # holds its groups, whose threads end with the last that does.
             for engine in [one for one in gc.get_objects() if isinstance(one, PipelineEngine)]:
                 engine.destroy()
+                vars(engine).clear()
             gc.collect()
             for group in [one for one in _world.pg_map if one not in before | set(hostgroups._GROUPS.values())]:
                 dist.destroy_process_group(group)
