@@ -339,6 +339,10 @@ def refused(folder):
     }.items():
         found[name] = refusal(lambda extended=extended: build(extended))
     found["untrained"] = refusal(lambda: build(config(1), layers_of=last_frozen))
+    whole = nn.Sequential(*layers())
+    found["whole model"] = refusal(
+        lambda: ds_parity.initialize(model=whole, model_parameters=whole.parameters(), config=config(1))
+    )
     return from_all(found)
 
 
@@ -449,6 +453,12 @@ def test_a_stage_that_trains_nothing_is_refused_on_every_rank(four_ranks):
     for answers in four_ranks.of(refused):
         assert answers["untrained"].startswith(("ConfigError: stage 1 of the pipeline trains no", "RankDesyncError: "))
     assert any("ConfigError: stage 1" in answers["untrained"] for answers in four_ranks.of(refused))
+
+
+def test_an_engine_of_a_whole_model_is_refused_behind_a_pipeline(four_ranks):
+    rule = "ConfigError: model= is no deepspeed.PipelineModule, but an earlier engine of this process was a pipeline"
+    for answers in four_ranks.of(refused):
+        assert answers["whole model"].startswith(f"{rule} of 2 stages"), answers["whole model"]
 
 
 def test_the_part_of_another_column_is_refused(four_ranks):

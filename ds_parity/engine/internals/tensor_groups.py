@@ -115,15 +115,24 @@ def peers_of(engine: Engine, size: int) -> list[int]:
 
 
 def refuse_remembered() -> None:
-    """Raise ConfigError where DeepSpeed would give an engine without AutoTP the groups of an earlier one that had it.
+    """Raise ConfigError where DeepSpeed would give an engine of the whole model the groups of an earlier one's parts.
 
-    It would end in DeepSpeed's own AttributeError (runtime/engine.py, _configure_distributed_model).
+    It would end in DeepSpeed's own AttributeError (runtime/engine.py, _configure_distributed_model). The earlier engine
+    had AutoTP, or was a pipeline.
     """
     groups = deepspeed.utils.groups
     if groups.mpu is groups and groups.mesh_device is None:
         raise ConfigError(
             "the configuration has no tensor_parallel.autotp_size, but an earlier engine of this process had it: "
             f"{_REMEMBERED}, or set deepspeed.utils.groups.mpu to None before initialize()"
+        )
+    # Only the grid of a pipeline has this name.
+    stages = getattr(groups.mpu, "get_pipe_parallel_world_size", int)()
+    if stages > 1:
+        raise ConfigError(
+            f"model= is no deepspeed.PipelineModule, but an earlier engine of this process was a pipeline of {stages} "
+            "stages, and deepspeed.utils.groups keeps its groups: set deepspeed.utils.groups.mpu to None before "
+            "initialize()"
         )
 
 
