@@ -19,6 +19,7 @@ import torch
 import wrapt
 
 from ds_parity.config import Settings
+from ds_parity.config.faults import ABSENT
 from ds_parity.config.features import PIPELINES, Wanted
 from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
 from ds_parity.engine.division import silenced, silent
@@ -465,6 +466,8 @@ def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *,
         raise ConfigError(f"model is a PipelineModule: {why}")
     asked, timed = Wanted(config), bool(config.get("wall_clock_breakdown"))
     stage, halves = asked.stage, asked.precision == "fp16" or asked.autocast == "fp16"
+    # As in a plain engine on ZeRO 1 (config/refusals.py), because bf16 on ZeRO 0 has a ZeRO optimizer's files here.
+    written = asked.precision == "bf16" and asked.value("checkpoint.writer") not in (ABSENT, None)
     refused = (
         (not plain, "install()", "frameworks drive passes", "call ds_parity.initialize"),
         (
@@ -479,6 +482,7 @@ def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *,
         (settings.lr_progress == "rollout", "lr_progress 'rollout'", "the scheduler is DeepSpeed's", "leave it out"),
         (timed, "wall_clock_breakdown", "DeepSpeed's timers of a pipeline raise inside train_batch()", "leave it out"),
         (halves, "fp16", "its loss scale was not verified over stages", "use bf16, or fp32"),
+        (written, "bf16 and checkpoint.writer", "DeepSpeed can't load what it saves", "leave checkpoint.writer out"),
     )
     for refuse, what, why, way_out in refused:
         if refuse:

@@ -336,6 +336,9 @@ def refused(folder):
         "trace": config(1, {"trace": f"{folder}/trace.jsonl"}),
         "fp16": config(1, fp16={"enabled": True}),
         "timers": config(1, wall_clock_breakdown=True),
+        "writer": config(
+            0, bf16={"enabled": True}, checkpoint={"writer": {"type": "python", "data_parallel": "replica"}}
+        ),
     }.items():
         found[name] = refusal(lambda extended=extended: build(extended))
     found["untrained"] = refusal(lambda: build(config(1), layers_of=last_frozen))
@@ -442,6 +445,7 @@ def last_frozen():
         ("trace", "ConfigError: model is a PipelineModule, with ds_parity.trace"),
         ("fp16", "ConfigError: model is a PipelineModule, with fp16"),
         ("timers", "ConfigError: model is a PipelineModule, with wall_clock_breakdown"),
+        ("writer", "ConfigError: model is a PipelineModule, with bf16 and checkpoint.writer"),
     ],
 )
 def test_what_a_pipeline_refuses_it_refuses_on_every_rank(four_ranks, what, says):
