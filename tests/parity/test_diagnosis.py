@@ -66,7 +66,11 @@ def trained(change):
 
     def changed(number):
         first = next((n for n in range(1, number + 1) if change(n)), None)
-        return change(number) if first is None else {"weights": weights(number, number - first + 1.0), **change(number)}
+        if first is None:
+            return change(number)
+        # The loss of other weights is another one.
+        loss = {"loss": step(number).loss * (1 + 1e-9)} if number > first else {}
+        return {**loss, "weights": weights(number, number - first + 1.0), **change(number)}
 
     return changed
 

@@ -76,6 +76,8 @@ def run(update=sgd, optimizer="SGD", *, scale=lambda at, g: g, logged=lambda at,
     gradients = [scale(at, g) for at, g in enumerate(GRADIENTS)]
     weights, steps = START.copy(), []
     for at, moved in enumerate(update([g + decay * START for g in clipped(gradients, limit)])):
+        # The loss of other weights is another one.
+        shown = loss(at) * (1 + 1e-9 * float(weights[0]))
         weights = weights - (rates or [RATE] * STEPS)[at] * moved
         norm = logged(at, float(np.linalg.norm(gradients[at])))
         summary = Weights(
@@ -84,7 +86,7 @@ def run(update=sgd, optimizer="SGD", *, scale=lambda at, g: g, logged=lambda at,
             sketch=tuple((SIGNS @ weights).tolist()),
         )
         counts = {"passes": 4, "idle_passes": 0, "rollouts": 12, "prompts": 3, "tokens": TOKENS[at]}
-        figures = {"total": float(TOKENS[at]), "loss": loss(at), "lr": (RATE,), "grad_norm": norm}
+        figures = {"total": float(TOKENS[at]), "loss": shown, "lr": (RATE,), "grad_norm": norm}
         steps.append(StepRecord(step=at + 1, **counts, **figures, weights=summary))
     start = Start(norm=float(np.linalg.norm(START)), sketch=tuple((SIGNS @ START).tolist()), dtype="fp32")
     header = Header(

@@ -9,6 +9,7 @@ import pytest
 from ds_parity.trace import Trace, Weights
 from ds_parity.trace.records import Start
 from tests.parity.test_forgotten_lengths import RATE, STEPS, adam, found, run, sgd
+from tests.parity.test_wide_bounds import elsewhere, turned
 
 PLAIN = {"update": lambda gradients: sgd(gradients, momentum=0.0)}
 OPTIMIZERS = {
@@ -158,3 +159,49 @@ def test_the_rounding_of_an_update_enters_a_longer_one_as_often(times):
     """It lies beside the update, and shows no other direction."""
     for seed in range(20):
         assert "schedule" in found(*stored_in_fp32(seed, times)).classes, seed
+
+
+def on_policy(trace, loss=-0.125, weights=True):
+    """The same run with one loss in every step, as a mean of advantages is where each token has the ratio 1."""
+    return rewritten(trace, lambda number: {"loss": loss} if weights else {"loss": loss, "weights": None})
+
+
+def begun(trace, moved, told):
+    """The same run from weights that are moved in every direction, and other gradients there."""
+    start = trace.header.start
+    sketch = tuple(one + moved for one in start.sketch)
+    header = trace.header.model_copy(update={"start": start.model_copy(update={"sketch": sketch}) if told else None})
+    steps = rewritten(
+        trace,
+        lambda number: {
+            "grad_norm": trace.steps[number - 1].grad_norm * 1.1,
+            "weights": elsewhere(trace.steps[number - 1].weights, np.full(32, moved)),
+        },
+    ).steps
+    return Trace(header, steps)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_another_start_is_named_where_no_loss_shows_it(steps):
+    one = run()
+    pair = [on_policy(Trace(it.header, it.steps[:steps])) for it in (one, begun(one, 50.0, told=True))]
+    assert [cause.name for cause in found(*pair).causes] == ["initial-weights"]
+
+
+def test_losses_that_are_the_same_whatever_the_weights_are_exclude_neither_weights_nor_data():
+    one = run(told=False)
+    pair = on_policy(one), on_policy(begun(run(), 50.0, told=False))
+    assert {"weights", "data"} <= set(found(*pair).classes)
+    # In a loss that follows the weights one sees that both begin alike.
+    longer = run(scale=lambda at, gradient: 1.3 * turned(at, gradient))
+    assert not {"weights", "data"} & set(found(run(), longer).classes)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_losses_of_rounding_size_exclude_neither_weights_nor_data(steps):
+    """Advantages that are normalised within a prompt add up to nothing."""
+    pair = [
+        on_policy(Trace(it.header, it.steps[:steps]), loss=1.4e-17, weights=False)
+        for it in (run(told=False), begun(run(), 50.0, told=False))
+    ]
+    assert {"weights", "data"} <= set(found(*pair).classes)

@@ -57,7 +57,7 @@ def _of_figures(view: View, at: set[str]) -> set[str]:
         # A loss may have another gradient and the same value; a norm is of what the optimizer holds, and may be taken
         # behind the clipping.
         found = {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
-        if view.loose:
+        if view.loose or _loss_tells_nothing(view):
             found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
         return found
     return _of_update(view) if "weights" in at else set()
@@ -75,6 +75,21 @@ def _of_loss(view: View) -> set[str]:
     if view.first > 0 or _far_from_the_start(view):
         found |= {"weights"}
     return found
+
+
+def _loss_tells_nothing(view: View) -> bool:
+    """Whether losses say nothing of the weights and of the data that they are of.
+
+    Where each token has the ratio 1 they are means of advantages: the same in every digit behind weights that differ.
+    Advantages that add up to nothing leave no more than rounding.
+    """
+    losses = [(a.loss, b.loss) for a, b in view.pairs[view.first :]]
+    known = [abs(loss) for pair in losses for loss in pair if loss is not None]
+    if len(known) < 2 * len(losses):
+        return False
+    trained_apart = view.weights_differ or not view.recorded("weights")
+    same = trained_apart and len(losses) > 1 and all(a == b for a, b in losses)
+    return same or max(known, default=1.0) <= EPS[view.comparison.dtype]
 
 
 def _norm_hides_as_much(view: View) -> bool:

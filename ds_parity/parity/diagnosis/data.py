@@ -25,7 +25,7 @@ def causes(view: View) -> Iterator[Cause]:
         yield from _seeds(view)
         yield from _start(view)
         yield from _repeated(view)
-    elif "weights" in view.at_first and view.loose:
+    elif "weights" in view.at_first:
         yield from _start_alone(view)
 
 
@@ -57,7 +57,10 @@ def _start(view: View) -> Iterator[Cause]:
 
 
 def _start_alone(view: View) -> Iterator[Cause]:
-    """Another start whose loss passes in a wide bound: most of what lies between the weights was there before."""
+    """Another start whose loss agrees: most of what lies between the weights was there before.
+
+    A wide bound lets it pass, or it has no weights in it: where each token has the ratio 1 it is a mean of advantages.
+    """
     moves = Moves(view)
     if view.first or moves.starts is None:
         return
