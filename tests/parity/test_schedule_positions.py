@@ -370,6 +370,20 @@ def from_zero(n):
     return 1e-3 * n
 
 
+@pytest.mark.parametrize("lowest", [0.0, 1e-5])
+@pytest.mark.parametrize("schedule", [linear, cosine, lambda n: 1e-3 * (1 - n / 40) ** 2])
+def test_a_rate_that_the_reference_has_not_come_to_may_be_that_behind_its_end(schedule, lowest):
+    assert "schedule-off-by-steps" in first_group(lambda n: lowest + schedule(n), lambda n: lowest)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rate"), [(linear, 1e-3), (linear, 8e-4), (lambda n: 1e-4 * (n + 2), 1e-5), (lambda n: 1e-3, 1e-5)]
+)
+def test_a_rate_that_no_end_of_the_schedule_has_is_not_behind_it(schedule, rate):
+    """The highest rate is that without a scheduler, and a schedule that rises or rests comes to no lower one."""
+    assert "schedule-off-by-steps" not in first_group(schedule, lambda n: rate)
+
+
 @pytest.mark.parametrize(
     ("schedule", "begun"), [(from_zero, False), (lambda n: from_zero(max(0, n - 1)), False), (cosine, True)]
 )
@@ -383,3 +397,20 @@ def test_a_rate_of_nothing_is_that_of_a_warm_up_that_has_not_begun(schedule, beg
 
 def test_a_rate_of_nothing_beside_one_that_stays_is_another():
     assert first_group(lambda n: 1e-3, lambda n: 0.0) == {"base-lr", "lr-rounded"}
+
+
+@pytest.mark.parametrize("often", [2, 4, 8])
+@pytest.mark.parametrize(("steps", "before"), [(4, 0), (4, 1), (8, 0), (8, 1), (12, 0), (12, 1)])
+def test_a_warm_up_that_is_over_at_once_may_have_moved_often_in_each_step(steps, before, often):
+    """Another warm-up rises as far in one step; the reference's is over in the last steps, or behind the record."""
+
+    def warming(n):
+        return 1e-3 * min(1.0, (n + before) / steps)
+
+    for length in (steps // 2 + 2, steps + 2):
+        sides = [[(warming(n * times),) for n in range(length)] for times in (1, often)]
+        first = next(n for n in range(length) if sides[0][n] != sides[1][n])
+        counts = (PASSES,) * length
+        one, other = trace(sides[0], counts), trace(sides[1], counts, range(first + 1, length))
+        named = {it.name for it in grouped(diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes)[0]}
+        assert named & {"scheduler-stepped-often", "scheduler-per-pass"}, (length, named)

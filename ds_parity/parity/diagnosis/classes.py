@@ -87,8 +87,7 @@ def _loss_tells_nothing(view: View) -> bool:
     known = [abs(loss) for pair in losses for loss in pair if loss is not None]
     if len(known) < 2 * len(losses):
         return False
-    trained_apart = view.weights_differ or not view.recorded("weights")
-    same = trained_apart and len(losses) > 1 and all(a == b for a, b in losses)
+    same = view.weights_differ and len(losses) > 1 and all(a == b for a, b in losses)
     return same or max(known, default=1.0) <= EPS[view.comparison.dtype]
 
 

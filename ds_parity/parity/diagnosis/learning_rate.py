@@ -17,6 +17,7 @@ from ds_parity.parity.diagnosis.schedule_positions import (
     ahead_at_rest,
     begun_late,
     behind,
+    ended,
     faster,
     not_begun,
     slower,
@@ -209,11 +210,15 @@ def _of_a_schedule(view: View, a: list[float], b: list[float], *, beside: bool) 
     """What gives the rates as places or as another shape of the reference's schedule; `beside`: something else does."""
     # Behind a skipped step a schedule that goes on is ahead: `_skipped` says so.
     found = [*([] if _before(view) else ahead(view, a, b)), *behind(view, a, b)]
-    found += [*not_begun(view, a, b), *_per_rollout(view, a, b), *faster(view, a, b)]
+    found += [*not_begun(view, a, b), *ended(view, a, b), *_per_rollout(view, a, b), *faster(view, a, b)]
     found += [*stretched(view, a, b), *by_stairs(view, a, b), *ends(view, a, b), *warm_up(a, b)]
     others = beside or bool(found)
     found += _moved_once(view, a, b, beside=others) if _once(b) else [*slower(a, b), *begun_late(view, a, b)]
-    return found + ([*ahead_at_rest(view, a, b)] if (beside or found) and not _before(view) else [])
+    if not (beside or found) or _before(view):
+        return found
+    named = {cause.name for cause in found}
+    often = (cause for cause in faster(view, a, b, beside=True) if cause.name not in named)
+    return [*found, *ahead_at_rest(view, a, b), *often]
 
 
 def _moved_once(view: View, a: list[float], b: list[float], *, beside: bool) -> Iterator[Cause]:

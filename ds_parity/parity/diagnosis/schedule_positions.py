@@ -56,9 +56,12 @@ class Course:
 def course(a: list[float], b: list[float]) -> Course | None:
     """The reference's schedule as a line, if its last two moves are alike; up to the rate at which the candidate stays.
 
-    A schedule that has come to rest stays there: warm-up is over.
+    A schedule that has come to rest stays there: warm-up is over. That of a line is so from its first rest on.
     """
-    moves = [y - x for x, y in pairwise(a)][-2:]
+    *rises, last = [0.0, *(y - x for x, y in pairwise(a))]
+    if not last and len(rises) > 2 and rises[1] > 0 and alike(rises[1:], 1e-6):
+        return Course(a, float("-inf"), float("inf"))
+    moves = [*rises[1:], last][-2:]
     if len(moves) < 2 or len(set(a)) == 1 or not near(moves[1], moves[0], 1e-6):
         return None
     stays = b[-1] == b[-2] and moves[1] != 0
@@ -153,6 +156,16 @@ def not_begun(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     yield from (Cause(it, Fit.SEQUENCE, said) for it in ("schedule-off-by-steps", "scheduler-per-outer-step"))
 
 
+def ended(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+    """One rate in all steps, not above the lowest of a reference that still falls at its end: a schedule that is over.
+
+    A run that goes on behind the end of its schedule has it, and no step of the record tells by how much.
+    """
+    if not view.first and len(set(b)) == 1 and b[0] <= min(a) and a[-1] < a[-2]:
+        said = f"the LR is {b[0]:.4g} in every step, as behind the end of a schedule that falls as the reference's does"
+        yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+
+
 def _waits(a: list[float], b: list[float], steps: int) -> bool:
     """Whether all rates are those of so many steps earlier, and in front of them the reference's first."""
     return follows((a[max(0, at - steps)] for at in range(len(b))), b)
@@ -171,10 +184,11 @@ def slower(a: list[float], b: list[float], *, moves: int = 1) -> Iterator[Cause]
                 return
 
 
-def faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
+def faster(view: View, a: list[float], b: list[float], *, beside: bool = False) -> Iterator[Cause]:
     """Several moves of the scheduler in every step, or a schedule that is over in so many times fewer steps.
 
     Once a schedule has come to rest, many numbers of moves may lead there: passes are one where they are among them.
+    Beside others that give the rates (`beside`), how often doesn't need to be known.
     """
     longer = course(a, b)
     if longer is None or (len(set(b)) == 1 and not same(a[-1], a[-2])):
@@ -183,7 +197,7 @@ def faster(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     per_pass = all(view.passes) and max(view.passes) > 1 and _moved(longer, b, view.passes)
     # Where the reference has not come to rest, the rate at which it will is read off the candidate: of two rates, the
     # other one must say how often.
-    if not (tells(b) or same(a[-1], a[-2])) and len(fitting) != 1:
+    if not (beside or tells(b) or same(a[-1], a[-2])) and len(fitting) != 1:
         return
     told = f"{' or '.join(map(str, fitting[:3]))} times in each step" if fitting else "once for each pass"
     said = f"the scheduler moves {told} ({b[0]:.4g}, {b[1]:.4g}, ...)"
