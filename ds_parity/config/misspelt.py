@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ds_parity.config.faults import Fault, nearest, refuse
+from ds_parity.config.handed_on import is_comment
 from ds_parity.config.known_keys import KEYS, OPTIMIZERS, SCHEDULERS
 from ds_parity.config.settings import AUTO, PASSES, SECTION
 
@@ -25,7 +26,6 @@ _ALSO: Final[Mapping[str, frozenset[str]]] = {
     "fp16": frozenset({"opt_level", "master_weights_and_grads"}),
     "tensor_parallel": frozenset({"tp_size"}),
 }
-_COMMENTS: Final = frozenset({"comment", "comments"})  # a section is called comet
 _ALSO_OPTIMIZERS: Final = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 _IGNORED: Final = "DeepSpeed ignores it in silence"
 _NO_TYPE: Final = "no type of DeepSpeed's or of torch's has this name"
@@ -64,7 +64,7 @@ def _keys(section: Mapping[str, Any], path: str) -> Iterator[Fault]:
         if key in known:
             if inner in KEYS and isinstance(value, Mapping):
                 yield from _keys(value, inner)
-        elif key[:1].isalpha() and key not in _COMMENTS and (meant := _nearest_key(key, known)):
+        elif not is_comment(key) and (meant := _nearest_key(key, known)):
             yield Fault(inner, value, _IGNORED, f'did you mean "{meant}"?')
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Final
 
+from ds_parity.config import handed_on
 from ds_parity.config.autotp import AUTOTP
 from ds_parity.config.faults import ABSENT, Fault
 from ds_parity.config.releases import release
@@ -39,6 +40,7 @@ _UNSUPPORTED: Final = {
         "set it to false, and generate with a separate inference engine",
     ),
 }
+_OFFLOADS: Final = ("offload_optimizer", "offload_param")
 _COMPRESSED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
 _WEIGHTS_ALONE: Final = release("2.6")  # of torch, whose load() reads nothing else unless it is told to
 FP16_NAMES: Final = ("fp16", "float16", "half")
@@ -61,7 +63,8 @@ class _Reader:
         for section in sections:
             node = node.get(section, AUTO)
             if not isinstance(node, Mapping):
-                if node != AUTO:
+                # DeepSpeed's own default is null.
+                if node != AUTO and not (node is None and section in _OFFLOADS):
                     self.wrong(section, node, "must be an object of keys and values", f"write {{...}} for {section}")
                 return ABSENT
         return node.get(name, ABSENT)
@@ -138,15 +141,24 @@ def refusals(config: Mapping[str, Any]) -> list[Fault]:
         _checkpoint,
     )
     refused = [fault for check in checks for fault in check(reader, stage)]
+    refused += handed_on.faults(config, plain=stage in (0, None) and not _halves(reader))
     # A list comes first: the checks above add to reader.faults while they run.
     return [*reader.faults.values(), *refused]
 
 
-def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
+def _halves(reader: _Reader) -> list[str]:
+    """Return the sections of half precision that are on."""
     # DeepSpeed reads the old name where the new one is missing or null.
     bf16 = "bfloat16" if reader.config.get("bf16") is None else "bf16"
-    accumulation = reader.raw("data_types.grad_accum_dtype")
-    half = next((name for name in ("fp16", bf16) if reader.flag(f"{name}.enabled")), None)
+    return [name for name in ("fp16", bf16) if reader.flag(f"{name}.enabled")]
+
+
+def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
+    accumulation, halves = reader.raw("data_types.grad_accum_dtype"), _halves(reader)
+    half = next(iter(halves), None)
+    if len(halves) > 1:
+        rule = f"{halves[1]}.enabled is true, too, and DeepSpeed computes in one of them"
+        yield Fault("fp16.enabled", True, rule, "set one of the two to false")
     if half is not None and stage == 0 and str(accumulation).lower() in FP32_NAMES:
         rule = f"DeepSpeed has no {half} with fp32 accumulation at ZeRO stage 0"
         way_out = "set zero_optimization.stage to 1, or leave grad_accum_dtype out"

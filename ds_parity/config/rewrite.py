@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_parity.config.autotp import TENSOR_PARALLEL, autotp_size
 from ds_parity.config.faults import ABSENT, Fault, refuse
+from ds_parity.config.handed_on import comments
 from ds_parity.config.load import plain_copy
 from ds_parity.config.refusals import refusals
 from ds_parity.config.settings import (
@@ -86,6 +87,8 @@ def rewrite(config: Mapping[str, Any], dp_world_size: int) -> Rewrite:
     draft = _Draft(plain_copy(config))
     draft.remove(PASSES, "read by ds_parity; it is no key of DeepSpeed")
     draft.remove(SECTION, "read by ds_parity; it is no section of DeepSpeed")
+    for path, section, key in [*comments(draft.config)]:
+        draft.take(path, section, key, "a comment, which DeepSpeed refuses in a section of its own")
     batch.write(draft)
     draft.default("gradient_clipping", 1.0, _CLIPPING_WHY)
     if draft.config.get("managed_gradient_accumulation") is False:
@@ -105,6 +108,9 @@ class _Draft:
     def remove(self, key: str, why: str) -> None:
         if key in self.config:
             self.changes.append(Change(key, self.config.pop(key), ABSENT, why))
+
+    def take(self, path: str, section: dict[str, Any], key: str, why: str) -> None:
+        self.changes.append(Change(path, section.pop(key), ABSENT, why))
 
     def set(self, key: str, value: Any, why: str) -> None:
         before = self.config.get(key, ABSENT)

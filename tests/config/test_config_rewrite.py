@@ -213,6 +213,28 @@ REFUSED = [
     ({"optimizer": {"type": "OneBitAdam"}}, 'optimizer.type = "OneBitAdam"', "AdamW"),
     ({"optimizer": {"type": "ZeroOneAdam"}}, 'optimizer.type = "ZeroOneAdam"', "AdamW"),
     ({"optimizer": {"type": "onebitlamb"}}, 'optimizer.type = "onebitlamb"', "use AdamW"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}, 'optimizer.params.lr = "1e-3"', "without quotes"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": "[0.9, 0.95]"}}}, "optimizer.params.betas", "without quotes"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, "0.95"]}}}, "optimizer.params.betas", "without quotes"),
+    ({"optimizer": {"type": "SGD", "params": {"lr": None}}}, "optimizer.params.lr = null", "or leave it out"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler.params is absent", "which may be {}"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}}, "warmup_num_steps", "without quotes"),
+    (
+        {"zero_optimization": {"stage": 1}, "scheduler": {"type": "StepLR", "params": {"step_size": 2}}},
+        'scheduler.type = "StepLR"',
+        "lr_scheduler=lambda optimizer: StepLR(optimizer, ...)",
+    ),
+    (
+        {"bf16": {"enabled": True}, "scheduler": {"type": "StepLR", "params": {"step_size": 2}}},
+        'scheduler.type = "StepLR"',
+        "leave the section out",
+    ),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled = true: bf16.enabled is true", "to false"),
+    (
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}},
+        'reduce_bucket_size = "5e8"',
+        "write 500000000, without quotes",
+    ),
 ]
 
 
@@ -248,11 +270,36 @@ def test_an_option_that_would_go_wrong_is_refused_with_a_way_out(keys, thing, wa
         {"checkpoint": {"writer": {"type": "python", "data_parallel": "replica", "decoupled": True}}},
         {"zero_optimization": {"stage": "2", "overlap_comm": "on"}, "fp16": {"enabled": "true"}},
         {"zero_optimization": {"stage": True}, "bf16": {"enabled": 1}, "compile": {"deepcompile": "off"}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": None, "offload_param": None}},
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": "500000000", "allgather_bucket_size": 5e8}},
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_num_steps": "auto"}}},
+        {"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "AdamW"}},
     ],
 )
 def test_what_is_right_or_not_known_yet_passes_through_untouched(keys):
     result = rewrite(config(**keys), 2).config
     assert {key: result[key] for key in keys} == keys
+
+
+def test_comments_in_sections_are_left_out_because_deepspeed_refuses_them():
+    given = config(
+        _comment="it ignores these",
+        zero_optimization={"stage": 1, "_comment": 1, "offload_optimizer": {"device": "cpu", "//pin": True}},
+        optimizer={"type": "AdamW", "comment": "a name", "params": {"lr": 1e-3, "#eps": 1e-8}},
+        unknown={"_kept": 1},
+    )
+    before = copy.deepcopy(given)
+    found = rewrite(given, 2)
+    assert given == before
+    assert found.config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert found.config["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-3}}
+    assert (found.config["_comment"], found.config["unknown"]) == ("it ignores these", {"_kept": 1})
+    taken = {one.key for one in found.changes if "a comment" in one.why}
+    assert taken == {
+        "zero_optimization._comment", "zero_optimization.offload_optimizer.//pin", "optimizer.comment",
+        "optimizer.params.#eps",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
