@@ -139,6 +139,7 @@ BESIDE = {
     "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},
     "sparse_gradients_zero0": {"sparse_gradients": True},
     "universal_of_others": {"checkpoint": {"load_universal": True}},
+    "universal_off_the_cpu": {"checkpoint": {"load_universal": True}},
     "universal_without_a_file": {"checkpoint": {"load_universal": True}},
     "universal_without_buffers": {"checkpoint": {"load_universal": True}},
 }

@@ -281,15 +281,19 @@ class Adapter(ABC):
 
         ZeRO 3 gives every parameter group the learning rate and weight decay of the first, and all of them one tensor
         as Adam's `step`, which then runs as many times too fast (stage3.py, 0.19.8,
-        load_hp_checkpoint_state_from_checkpoint_dir_stage3).
+        load_hp_checkpoint_state_from_checkpoint_dir_stage3). Each stage gives torch's own optimizers the `step` of
+        DeepSpeed's Adam on the CPU, which is an int: torch's raise in their first step.
 
         Args:
             groups: hyperparameters of the parameter groups, as they were saved; another number of groups is left alone.
         """
         optimizer = self.engine.optimizer
+        of_torch = type(self.engine.basic_optimizer).__module__.startswith("torch.")
         for state in optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
+            elif isinstance(state.get("step"), int) and of_torch:
+                state["step"] = torch.tensor(float(state["step"]))
         if len(groups) == len(optimizer.param_groups):
             for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
                 group.update(hyperparameters)

@@ -394,6 +394,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a checkpoint is converted to a universal one",
     ),
     DeepSpeedFault(
+        "universal_off_the_cpu",
+        "a universal checkpoint is loaded, and the optimizer of torch's raises in its first step",
+        "load it with offload_optimizer, or set the optimizer's step to a tensor",
+        lambda c: c.stage != 0 and c.on("checkpoint.load_universal") and not c.offloads,
+        "the run that saved it had offload_optimizer, and this one has an optimizer of torch's",
+    ),
+    DeepSpeedFault(
         "universal_of_others",
         "the weights, or a group's learning rate and weight decay, are given to others, and nothing raises",
         "load it into the model, the shapes and the parameter groups that saved it",
