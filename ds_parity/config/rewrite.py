@@ -190,7 +190,7 @@ class _Batch:
                 rule = f"contradicts {self._decides}: {self.steps_why}"
                 # accelerate writes 1 where the key is not there, so that leaving it out does not help there.
                 accelerate = 'with accelerate, which writes 1 for a missing key, write "auto"; ' if given == 1 else ""
-                yield Fault(key, given, rule, accelerate + self._way_out(str(self.steps)))
+                yield Fault(key, given, rule, accelerate + self._way_out_of_steps(given))
             elif key == BATCH:
                 yield from self._batch_faults(given)
 
@@ -219,6 +219,14 @@ class _Batch:
         return (
             f"write {right} (in the arguments of a Hugging Face Trainer or Accelerator too), or leave it out, "
             f"or change {self._decides}"
+        )
+
+    def _way_out_of_steps(self, given: int) -> str:
+        if self.settings.passes:
+            return self._way_out(str(self.steps))
+        return (
+            f"leave it out; where a Hugging Face Trainer or Accelerator steps by it, keep it, and add {PASSES}: "
+            f"{given * self.ranks} (it x {self.ranks} data-parallel ranks)"
         )
 
     def write(self, draft: _Draft) -> None:

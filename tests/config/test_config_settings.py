@@ -179,7 +179,13 @@ def test_what_means_nothing_where_the_caller_ends_windows_is_refused(section, wo
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"gradient_accumulation_steps": 4}, ["gradient_accumulation_steps", "contradicts ds_parity.boundary"]),
+        (
+            {"gradient_accumulation_steps": 4},
+            [
+                "contradicts ds_parity.boundary",
+                "Accelerator steps by it, keep it, and add gradient_accumulation_passes: 8",
+            ],
+        ),
         ({"train_batch_size": 12}, ["train_batch_size", "is not 2 a micro-batch x 2 ranks = 4"]),
     ],
 )
@@ -188,6 +194,11 @@ def test_deepspeeds_own_accumulation_does_not_contradict_the_callers_windows(key
         rewrite({**CALLER, **keys}, 2)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_steps_of_a_framework_are_kept_with_the_passes_that_the_message_names():
+    keys = {"gradient_accumulation_steps": 4, "gradient_accumulation_passes": 8}
+    assert rewrite({**CALLER, **keys}, 2).config["gradient_accumulation_steps"] == 4
 
 
 def test_every_field_has_a_description_for_its_page():
