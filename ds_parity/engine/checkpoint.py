@@ -291,15 +291,20 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     Raises:
         CheckpointError: the checkpoint counted something else, towards another target, or moved its LR otherwise.
     """
-    state = client_state.get(KEY)
+    state, of_bare = client_state.get(KEY), driver.boundary.counters.state_of_bare(driver.ledger.rules)
     if state is None:
         _LOG.warning("the checkpoint holds no ds_parity state (bare DeepSpeed wrote it): the window starts fresh")
-        state = driver.boundary.counters.state_of_bare(driver.ledger.rules)
+        state = of_bare
+    if lacks := ", ".join(name for name in of_bare if name not in state):
+        raise CheckpointError(
+            f"the state of ds_parity in the checkpoint has no {lacks}: save_checkpoint() has not written it so; load a "
+            f"checkpoint that is as it was saved. {HALF_WAY}"
+        )
     if scheduler or optimizer:
         _refuse_other_counting(driver, state)
     elif _counts(state) != _wanted(driver):
         _LOG.warning("the checkpoint counted otherwise, and its weights alone were loaded: the window starts fresh")
-        state = driver.boundary.counters.state_of_bare(driver.ledger.rules)
+        state = of_bare
     if scheduler:
         _refuse_other_progress(driver, state)
     else:
@@ -315,7 +320,7 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
         listener(driver.ledger.window.index)
 
 
-def _refuse_other_counting(driver: Driver, state: dict[str, Any]) -> None:
+def _refuse_other_counting(driver: Driver, state: Mapping[str, Any]) -> None:
     saved, wanted = _counts(state), _wanted(driver)
     if saved != wanted:
         raise CheckpointError(
@@ -334,7 +339,7 @@ def _wanted(driver: Driver) -> tuple[Any, Any]:
     return driver.ledger.rules.target, driver.settings.count
 
 
-def _refuse_other_progress(driver: Driver, state: dict[str, Any]) -> None:
+def _refuse_other_progress(driver: Driver, state: Mapping[str, Any]) -> None:
     # Bare DeepSpeed's steps are nominal steps, so its checkpoints suit both.
     saved, wanted = state.get("lr_progress"), driver.settings.lr_progress
     if saved not in (None, wanted) and driver.engine.lr_scheduler is not None:

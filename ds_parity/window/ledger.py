@@ -316,13 +316,15 @@ class Ledger:
         """Raise WindowError where the window's totals must be known before its first backward, and are not."""
         if self.weighting.needs_totals and self.weighting.terms and self.promised is None:
             units = ", ".join(f"{term.name} by {term.unit}" for term in self.weighting.terms)
+            same = len({term.unit for term in self.weighting.terms}) == 1
+            why = "weights of its own for each term" if same else "different units"
             raise WindowError(
                 f"backward() in window {self.window.index}, whose totals are not known: the terms of ds_parity.terms "
-                f"are means over different units ({units}), and one accumulated gradient can't be corrected by several "
+                f"are means over {why} ({units}), and one accumulated gradient can't be corrected by several "
                 "factors. Call engine.expect(rollouts=..., tokens=...) before the window's first backward(), on every "
                 "rank with what it will run; or take micro-batches from passes() with ds_parity.lookahead 'window', "
                 "from one stream, because a window must lie in one (itertools.chain makes one of several); or give all "
-                "terms one unit"
+                "terms one unit, rollout, token or pass"
             )
 
     def _checked(self, window: Window) -> Window:

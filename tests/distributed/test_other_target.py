@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ds_parity.engine.saving import KEY
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, from_all, one_pass, refusal
@@ -42,6 +44,28 @@ def nameless(folder):
     engine.save_checkpoint(f"{folder}/nameless")
     Path(f"{folder}/nameless/latest").write_text("\n")
     return from_all(refusal(lambda: engine.load_checkpoint(f"{folder}/nameless")))
+
+
+@on_two_ranks
+def other_states(folder):
+    """What is raised for states of ds_parity that it has not written."""
+    engine, said = build(config(1, passes=2)), {}
+    engine.save_checkpoint(f"{folder}/states", tag="whole")
+    file = Path(f"{folder}/states/whole/mp_rank_00_model_states.pt")
+    for name, state in (("other", {"rubbish": 1}), ("part", {"target": 2, "count": "rollout"})):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            torch.save(torch.load(file, weights_only=False) | {KEY: state}, file)
+        dist.barrier()
+        loading = build(config(1, passes=2))
+        said[name] = from_all(refusal(lambda e=loading: e.load_checkpoint(f"{folder}/states", tag="whole")))
+    return said
+
+
+@pytest.mark.parametrize(("name", "lacks"), [("other", "target, count, passes"), ("part", "passes, windows")])
+def test_a_state_that_was_not_written_so_is_said(two_ranks, name, lacks):
+    for result in two_ranks.of(other_states)[name]:
+        assert result.startswith(f"CheckpointError: the state of ds_parity in the checkpoint has no {lacks}"), result
 
 
 @pytest.mark.parametrize("stage", STAGES)
