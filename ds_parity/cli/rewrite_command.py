@@ -14,9 +14,11 @@ def rewrite(config: Config, ranks: Ranks = 1) -> None:
     from ds_parity.config import load_config, refuse_misspelt
     from ds_parity.config import rewrite as rewritten
     from ds_parity.config.autotp import data_parallel_ranks
+    from ds_parity.config.handed_on import refuse_handed_on
 
     extended = load_config(config)
     refuse_misspelt(extended)
+    refuse_handed_on(extended, optimizer=True, scheduler=True)
     result = rewritten(extended, data_parallel_ranks(extended, ranks))
     sys.stdout.write(json.dumps(result.config, indent=2) + "\n")
     for change in result.changes:

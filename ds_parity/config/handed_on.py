@@ -1,18 +1,22 @@
-"""What DeepSpeed hands on as it stands, to an optimizer or a scheduler, and what no section of its takes."""
+"""What DeepSpeed hands on, as it is, to an optimizer or a scheduler, and comments in sections that take none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from typing import Any, Final
 
-from ds_parity.config.faults import ABSENT, Fault
+from ds_parity.config.faults import ABSENT, Fault, refuse
+from ds_parity.config.features import Wanted
 from ds_parity.config.known_keys import KEYS, SCHEDULERS
 from ds_parity.config.settings import AUTO
+from ds_parity.values import whole
 
 _OWN_SCHEDULERS: Final = frozenset({"LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"})
 _HANDED_ON: Final = ("optimizer", "scheduler")
-_SECTIONS: Final = KEYS.keys() | {*_HANDED_ON, *(f"{name}.params" for name in _HANDED_ON)} - {""}
+_SECTIONS: Final = KEYS.keys() | {*_HANDED_ON, *(f"{name}.params" for name in _HANDED_ON)}
 _COMMENTS: Final = frozenset({"comment", "comments"})  # a section is called comet
 _NUMBER: Final = "must be a number: DeepSpeed hands it on as it is, and what it is handed to raises, or steps wrongly"
 
@@ -40,39 +44,49 @@ def comments(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict
             yield from comments(value, inner)
 
 
-def faults(config: Mapping[str, Any], *, plain: bool) -> Iterator[Fault]:
-    """Yield what the optimizer or the scheduler that is built of a configuration would raise behind.
+def refuse_handed_on(config: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
+    """Raise ConfigError for what DeepSpeed, an optimizer or a scheduler would raise a TypeError or a ValueError for.
 
     Args:
         config: an extended or a plain DeepSpeed configuration.
-        plain: the engine trains with an optimizer of torch's, which ZeRO and half precision wrap.
+        optimizer: whether the optimizer is made of the section of that name.
+        scheduler: likewise.
     """
-    for section in _HANDED_ON:
-        given = config.get(section)
-        params = given.get("params") if isinstance(given, Mapping) else None
-        for key, value in params.items() if isinstance(params, Mapping) else ():
-            if any(_is_written_number(it) for it in (value if isinstance(value, list) else [value])):
-                yield Fault(f"{section}.params.{key}", value, _NUMBER, "write it without quotes")
-            elif value is None and key == "lr":
-                yield Fault(f"{section}.params.{key}", value, _NUMBER, "write one, or leave it out")
-    yield from _of_scheduler(config, plain=plain)
-    zero = config.get("zero_optimization")
-    for key, value in zero.items() if isinstance(zero, Mapping) else ():
-        if _is_written_number(value) and not _is_whole(value):
-            rule = "must be a whole number"
-            yield Fault(f"zero_optimization.{key}", value, rule, f"write {float(value):.0f}, without quotes")
+    used = [name for name, is_used in (("optimizer", optimizer), ("scheduler", scheduler)) if is_used]
+    refuse([*chain.from_iterable(map(partial(_of_params, config), used)), *_of_zero(config)])
+    if scheduler:
+        refuse(_of_scheduler(config))
 
 
-def _of_scheduler(config: Mapping[str, Any], *, plain: bool) -> Iterator[Fault]:
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return {key: it for key, it in section.items() if not is_comment(key)} if isinstance(section, Mapping) else {}
+
+
+def _of_params(config: Mapping[str, Any], section: str) -> Iterator[Fault]:
+    for key, value in _section(_section(config, section), "params").items():
+        if any(_is_written_number(it) for it in (value if isinstance(value, list) else [value])):
+            yield Fault(f"{section}.params.{key}", value, _NUMBER, "write it without quotes")
+        elif value is None and key == "lr":
+            yield Fault(f"{section}.params.{key}", value, _NUMBER, "write one, or leave it out")
+
+
+def _of_zero(config: Mapping[str, Any]) -> Iterator[Fault]:
+    for key, value in _section(config, "zero_optimization").items():
+        if _is_written_number(value) and whole(value) is None:
+            yield Fault(f"zero_optimization.{key}", value, "must be a whole number", "write one, without quotes")
+
+
+def _of_scheduler(config: Mapping[str, Any]) -> Iterator[Fault]:
     # runtime/engine.py, _scheduler_from_config (0.19.8).
-    scheduler = config.get("scheduler")
-    name = scheduler.get("type") if isinstance(scheduler, Mapping) else None
-    if not isinstance(scheduler, Mapping) or not isinstance(name, str) or name == AUTO:
+    scheduler, asked = _section(config, "scheduler"), Wanted(config)
+    name = scheduler.get("type")
+    if not isinstance(name, str) or name == AUTO:
         return
     if scheduler.get("params") is None:
         rule = "DeepSpeed builds no scheduler without its parameters"
         yield Fault("scheduler.params", scheduler.get("params", ABSENT), rule, 'write "params": {...}, which may be {}')
-    if name in SCHEDULERS - _OWN_SCHEDULERS and not plain:
+    if name in SCHEDULERS - _OWN_SCHEDULERS and (asked.stage not in (0, None) or asked.half):
         rule = "DeepSpeed gives a scheduler of torch's what wraps the optimizer, which it refuses"
         way_out = f"leave the section out, and give initialize() lr_scheduler=lambda optimizer: {name}(optimizer, ...)"
         yield Fault("scheduler.type", name, rule, way_out)
@@ -85,10 +99,4 @@ def _is_written_number(value: object) -> bool:
     parts = [part.strip() for part in value.strip(" []()").split(",")]
     with suppress(ValueError):
         return bool([float(part) for part in parts])
-    return False
-
-
-def _is_whole(value: str) -> bool:
-    with suppress(ValueError):
-        return int(value) is not None
     return False

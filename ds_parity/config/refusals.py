@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Final
 
-from ds_parity.config import handed_on
 from ds_parity.config.autotp import AUTOTP
 from ds_parity.config.faults import ABSENT, Fault
 from ds_parity.config.releases import release
@@ -141,7 +140,6 @@ def refusals(config: Mapping[str, Any]) -> list[Fault]:
         _checkpoint,
     )
     refused = [fault for check in checks for fault in check(reader, stage)]
-    refused += handed_on.faults(config, plain=stage in (0, None) and not _halves(reader))
     # A list comes first: the checks above add to reader.faults while they run.
     return [*reader.faults.values(), *refused]
 
@@ -238,13 +236,18 @@ def _switches(reader: _Reader, stage: int | None) -> Iterator[Fault]:
         yield Fault("gradient_clipping", reader.raw("gradient_clipping"), rule, "write 0.0 for no clipping")
 
 
+def writers_are_not_read() -> bool:
+    """Return whether DeepSpeed can't load what its writers save of a ZeRO optimizer: torch reads weights alone."""
+    return release(version("torch")) >= _WEIGHTS_ALONE
+
+
 def _checkpoint(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     # runtime/checkpoint_engine/fast_checkpoint_engine.py and decoupled_checkpoint_engine.py, load();
     # runtime/model_checkpointing/data_parallel_writer_factory.py, _get_data_parallel_config (0.19.8).
     path = "checkpoint.writer"
     if stage is None or (writer := reader.raw(path)) in (ABSENT, AUTO, None):
         return
-    if stage > 0 and release(version("torch")) >= _WEIGHTS_ALONE:
+    if stage > 0 and writers_are_not_read():
         rule = "on ZeRO stages 1 to 3 DeepSpeed can't load what it saves: torch reads weights alone from 2.6 on"
         yield Fault(path, writer, rule, "leave the section out")
     elif stage == 0 and reader.raw(f"{path}.data_parallel") in (ABSENT, AUTO, None):

@@ -88,7 +88,7 @@ def rewrite(config: Mapping[str, Any], dp_world_size: int) -> Rewrite:
     draft.remove(PASSES, "read by ds_parity; it is no key of DeepSpeed")
     draft.remove(SECTION, "read by ds_parity; it is no section of DeepSpeed")
     for path, section, key in [*comments(draft.config)]:
-        draft.take(path, section, key, "a comment, which DeepSpeed refuses in a section of its own")
+        draft.take(path, section, key, "a comment, which DeepSpeed does not take in its sections")
     batch.write(draft)
     draft.default("gradient_clipping", 1.0, _CLIPPING_WHY)
     if draft.config.get("managed_gradient_accumulation") is False:

@@ -16,6 +16,7 @@ from ds_parity.config import Settings, load_config, misspelt, parse, rewrite, ve
 from ds_parity.config.autotp import autotp_size
 from ds_parity.config.faults import refuse
 from ds_parity.config.features import Wanted
+from ds_parity.config.handed_on import refuse_handed_on
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.config.unfilled import refuse_unfilled
@@ -242,9 +243,9 @@ def _rewritten(keywords: Mapping[str, Any], extended: Mapping[str, Any], ranks: 
     """Return the configuration as DeepSpeed gets it, once it was seen to fit the model and the optimizer."""
     rewritten = rewrite(extended, ranks)
     rewritten.settings.target  # noqa: B018  # asked for its ConfigError: "auto" is filled in by now, or never
-    refuse_unfilled(
-        rewritten.config, optimizer=keywords.get("optimizer") is None, scheduler=keywords.get("lr_scheduler") is None
-    )
+    by_section = {"optimizer": keywords.get("optimizer") is None, "scheduler": keywords.get("lr_scheduler") is None}
+    refuse_unfilled(rewritten.config, **by_section)
+    refuse_handed_on(rewritten.config, **by_section)
     _refuse_by_release({**extended, **rewritten.config})
     refuse_optimizer(keywords.get("optimizer"), rewritten.config)
     refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))

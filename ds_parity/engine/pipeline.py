@@ -21,6 +21,7 @@ import wrapt
 from ds_parity.config import Settings
 from ds_parity.config.faults import ABSENT
 from ds_parity.config.features import PIPELINES, Wanted
+from ds_parity.config.refusals import writers_are_not_read
 from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
 from ds_parity.engine.division import silenced, silent
 from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
@@ -468,6 +469,7 @@ def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *,
     stage, halves = asked.stage, asked.precision == "fp16" or asked.autocast == "fp16"
     # As in a plain engine on ZeRO 1 (config/refusals.py), because bf16 on ZeRO 0 has a ZeRO optimizer's files here.
     written = asked.precision == "bf16" and asked.value("checkpoint.writer") not in (ABSENT, None)
+    written = written and writers_are_not_read()
     refused = (
         (not plain, "install()", "frameworks drive passes", "call ds_parity.initialize"),
         (

@@ -349,6 +349,41 @@ def refused(folder):
     return from_all(found)
 
 
+def whole_model(alone):
+    """How far an engine of the whole model is from the reference behind a window with a batch of each rank."""
+    model = nn.Sequential(*layers())
+    engine, *_ = ds_parity.initialize(
+        model=model, model_parameters=model.parameters(), config=config(1, {"loss_weight": "token"})
+    )
+    columns = [[1 + rank, 2] for rank in range(dist.get_world_size())]
+    for index, size in enumerate(columns[dist.get_rank()]):
+        x, y = (one.to(engine.device) for one in sample(dist.get_rank(), 0, index, size))
+        engine.backward(squares(engine(x), y), rollouts=size, tokens=2 * size)
+    engine.step()
+    alone.gradient(0, columns)
+    return stepped(engine, engine.last_step, alone)
+
+
+@on_four_ranks
+@alone_in_the_process
+def whole_models(folder):
+    """A pipeline, engines of the whole model where its groups were forgotten, and a pipeline behind them."""
+    found = []
+    for _ in range(2):
+        engine, alone = build(config(1, {"loss_weight": "token"})), Alone()
+        record = engine.train_window(micro_batches(engine, 0, WINDOWS[0]))
+        alone.gradient(0, WINDOWS[0])
+        found.append(stepped(engine, record, alone))
+        deepspeed.utils.groups.mpu = None
+        found.append(whole_model(Alone()))
+    return from_all(found)
+
+
+def test_engines_of_a_whole_model_train_where_the_groups_of_a_pipeline_are_forgotten(four_ranks):
+    for found in four_ranks.of(whole_models):
+        assert max(found) <= 1e-6
+
+
 class Inner(nn.Module):
     """A weight that is shared under the name of a property, as Megatron's embedding, and two that are not."""
 

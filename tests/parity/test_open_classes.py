@@ -192,6 +192,8 @@ def test_losses_that_are_the_same_whatever_the_weights_are_exclude_neither_weigh
     one = run(told=False)
     pair = on_policy(one), on_policy(begun(run(), 50.0, told=False))
     assert {"weights", "data"} <= set(found(*pair).classes)
+    lost = [rewritten(it, lambda number: {"loss": None} if number == 3 else {}) for it in pair]
+    assert {"weights", "data"} <= set(found(*lost).classes)
     # In a loss that follows the weights one sees that both begin alike.
     longer = run(scale=lambda at, gradient: 1.3 * turned(at, gradient))
     assert not {"weights", "data"} & set(found(run(), longer).classes)

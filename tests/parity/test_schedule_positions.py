@@ -377,10 +377,20 @@ def test_a_rate_that_the_reference_has_not_come_to_may_be_that_behind_its_end(sc
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rate"), [(linear, 1e-3), (linear, 8e-4), (lambda n: 1e-4 * (n + 2), 1e-5), (lambda n: 1e-3, 1e-5)]
+    ("schedule", "rate"),
+    [
+        (linear, 1e-3),
+        (linear, 8e-4),
+        (linear, -1e-5),
+        (lambda n: 1e-4 * (n + 2), 1e-5),
+        (lambda n: 1e-3, 1e-5),
+        (lambda n: 1e-3 if n < STEPS - 1 else math.nextafter(1e-3, 0.0), 1e-5),
+        (lambda n: 1e-3 * 0.9**n, 1e-5),
+        (lambda n: 1e-3 / (1 + n % 2), 1e-5),
+    ],
 )
 def test_a_rate_that_no_end_of_the_schedule_has_is_not_behind_it(schedule, rate):
-    """The highest rate is that without a scheduler, and a schedule that rises or rests comes to no lower one."""
+    """The highest rate is that without a scheduler; what rises, rests, or falls by a factor comes to no end below."""
     assert "schedule-off-by-steps" not in first_group(schedule, lambda n: rate)
 
 

@@ -288,12 +288,26 @@ class Adapter(ABC):
             groups: hyperparameters of the parameter groups, as they were saved; another number of groups is left alone.
         """
         optimizer = self.engine.optimizer
-        of_torch = type(self.engine.basic_optimizer).__module__.startswith("torch.")
-        for state in optimizer.state.values():
+        own = self.engine.basic_optimizer
+        for parameter, state in optimizer.state.items():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
-            elif isinstance(state.get("step"), int) and of_torch:
-                state["step"] = torch.tensor(float(state["step"]))
+            elif isinstance(state.get("step"), int) and _keeps_tensors(own):
+                state["step"] = _step_of_torch(state["step"], parameter.device, own.param_groups)
         if len(groups) == len(optimizer.param_groups):
             for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
                 group.update(hyperparameters)
+
+
+def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of torch's, or a subclass of one, that has its `step` as a tensor."""
+    of_torch = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim."))
+    named = next(of_torch, torch.optim.Optimizer)
+    return named not in (torch.optim.Optimizer, torch.optim.SparseAdam)
+
+
+def _step_of_torch(step: int, device: torch.device, groups: list[dict[str, Any]]) -> torch.Tensor:
+    """Return a `step` as torch makes it of a number: torch/optim/adam.py, __setstate__, which on ZeRO 3 finds none."""
+    fused, there = (any(group.get(name) for group in groups) for name in ("fused", "capturable"))
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not fused else torch.float32
+    return torch.tensor(float(step), dtype=dtype, device=device if fused or there else "cpu")

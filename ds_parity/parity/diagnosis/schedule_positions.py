@@ -159,9 +159,19 @@ def not_begun(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 def ended(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     """One rate in all steps, not above the lowest of a reference that still falls at its end: a schedule that is over.
 
-    A run that goes on behind the end of its schedule has it, and no step of the record tells by how much.
+    A run that goes on behind the end of its schedule has it, and no step of the record tells by how much. One that
+    falls by a factor has no end.
     """
-    if not view.first and len(set(b)) == 1 and b[0] <= min(a) and a[-1] < a[-2]:
+    if view.first or len(set(b)) > 1 or not 0 <= b[0] <= min(a) or len(a) < 3:
+        return
+    moves = [y - x for x, y in pairwise(a[a.index(max(a)) :])]
+    factors = [y / x for x, y in pairwise(a) if x]
+    if (
+        len(moves) > 1
+        and max(moves) <= 0
+        and not any(same(*pair) for pair in pairwise(a[-3:]))
+        and not alike(factors, SAME)
+    ):
         said = f"the LR is {b[0]:.4g} in every step, as behind the end of a schedule that falls as the reference's does"
         yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
 

@@ -1,0 +1,70 @@
+"""What DeepSpeed hands on as it is: refused where it is used, and comments are not."""
+
+import pytest
+
+from ds_parity.config.handed_on import refuse_handed_on
+from ds_parity.errors import ConfigError
+
+STEPPED = {"type": "StepLR", "params": {"step_size": 2}}
+
+
+def adam(**params):
+    return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+def zero(**keys):
+    return {"zero_optimization": keys}
+
+
+REFUSED = [
+    (adam(lr="1e-3"), 'optimizer.params.lr = "1e-3"', "without quotes"),
+    (adam(betas="[0.9, 0.95]"), "optimizer.params.betas", "without quotes"),
+    (adam(betas=[0.9, "0.95"]), "optimizer.params.betas", "without quotes"),
+    (adam(lr=None), "optimizer.params.lr = null", "or leave it out"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler.params is absent", "which may be {}"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}}, "warmup_num_steps", "without quotes"),
+    (
+        {**zero(stage=1), "scheduler": STEPPED},
+        "scheduler.type",
+        "lr_scheduler=lambda optimizer: StepLR(optimizer, ...)",
+    ),
+    ({"bf16": {"enabled": True}, "scheduler": STEPPED}, 'scheduler.type = "StepLR"', "leave the section out"),
+    (zero(reduce_bucket_size="5e8"), 'zero_optimization.reduce_bucket_size = "5e8"', "without quotes"),
+    (zero(reduce_bucket_size="500,000,000"), "zero_optimization.reduce_bucket_size", "must be a whole number"),
+    (zero(reduce_bucket_size="(5e8)"), "zero_optimization.reduce_bucket_size", "must be a whole number"),
+    (zero(reduce_bucket_size="nan"), "zero_optimization.reduce_bucket_size", "must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("keys", "thing", "way_out"), REFUSED)
+def test_what_would_end_in_an_error_of_others_is_refused_with_a_way_out(keys, thing, way_out):
+    with pytest.raises(ConfigError) as caught:
+        refuse_handed_on(keys, optimizer=True, scheduler=True)
+    assert thing in str(caught.value)
+    assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        zero(stage="2", reduce_bucket_size="500000000", allgather_bucket_size="500000000.0", sub_group_size=5e8),
+        zero(stage="2.0", offload_optimizer=None),
+        {"scheduler": STEPPED},
+        {**zero(stage="auto"), "scheduler": STEPPED},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_num_steps": "auto"}}},
+        {"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "AdamW"}},
+        {"scheduler": "auto", "optimizer": "auto", "zero_optimization": "auto"},
+        {**adam(lr=1e-3, **{"//lr": "1e-4"}), **zero(stage=2, _comment="5.5")},
+        {"scheduler": {"type": "WarmupLR", "params": {"_comment": "10"}}},
+    ],
+)
+def test_what_is_right_is_let_through_and_comments_are(keys):
+    refuse_handed_on(keys, optimizer=True, scheduler=True)
+
+
+def test_a_section_that_is_not_used_is_not_looked_at():
+    keys = {**zero(stage=1), **adam(lr="1e-3"), "scheduler": STEPPED}
+    refuse_handed_on(keys, optimizer=False, scheduler=False)
+    for used in ("optimizer", "scheduler"):
+        with pytest.raises(ConfigError, match=f"  {used}|{used}[.]"):
+            refuse_handed_on(keys, optimizer=used == "optimizer", scheduler=used == "scheduler")
