@@ -153,7 +153,7 @@ OTHERS = {
     *("__traceback__", "all_reduce", "clamp", "clip_grads_with_norm_", "co_name", "f_code", "pow", "split", "sqrt"),
     *("full", "stack", "sum", "tb_frame", "tb_next"),
     *("is_grad_enabled", "name", "named_modules", "refuse_unreduced", "register_forward_hook"),
-    *("SparseAdam", "__module__", "__mro__", "get_default_dtype", "tensor"),
+    *("register_step_pre_hook", "SparseAdam", "__module__", "__mro__", "get_default_dtype", "tensor"),
     *("MethodType", "_ending", "keeps_steps", "Module", "SyncBatchNorm", "training", "copy_first_gradient"),
 }
 

@@ -138,6 +138,7 @@ BESIDE = {
     "expert_norm_unfused": {"gradient_clipping": 1.0},
     "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},
     "sparse_gradients_zero0": {"sparse_gradients": True},
+    "fused_adam_count": {"optimizer": {"type": "AdamW"}},
     "universal_of_others": {"checkpoint": {"load_universal": True}},
     "universal_off_the_cpu": {"checkpoint": {"load_universal": True}},
     "universal_without_a_file": {"checkpoint": {"load_universal": True}},

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from ds_parity.engine.internals.base import Adapter
@@ -27,6 +28,9 @@ class Plain(Adapter):
         the same call, its result kept. The call leaves sparse gradients unclipped
         (tools/deepspeed_faults/sparse_gradient_not_clipped.py), so it is given what stands for them. Where experts lie
         on different ranks it takes the mean of the ranks' norms for the norm (expert_norm_zero0.py).
+
+        DeepSpeed's Adam begins to count anew where another parameter is the last one with a gradient
+        (fused_adam_count.py).
         """
         super().prepare()
         engine = self.engine
@@ -41,6 +45,8 @@ class Plain(Adapter):
             self._skip_unless_finite(norm)
 
         engine.clip_fp32_gradients = clip_fp32_gradients
+        if isinstance(engine.basic_optimizer, FusedAdam):
+            engine.basic_optimizer.register_step_pre_hook(_one_count)
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of the optimizer's groups as they are now: it steps whatever has a gradient."""
@@ -139,3 +145,16 @@ def _noting_a_skip(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _one_count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give each group of DeepSpeed's Adam one count of its steps, before the next one.
+
+    It steps the whole group with the count of the last parameter that has a gradient, and adds to that one alone
+    (ops/adam/fused_adam.py, 0.19.8). A parameter without a state begins with its group's `step`.
+    """
+    for group in optimizer.param_groups:
+        states = [optimizer.state[one] for one in group["params"] if one in optimizer.state]
+        group["step"] = max((state.get("step", 0) for state in states), default=0)
+        for state in states:
+            state["step"] = group["step"]

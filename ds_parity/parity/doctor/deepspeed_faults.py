@@ -351,6 +351,18 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the loop freezes or unfreezes parameters after the start",
     ),
     DeepSpeedFault(
+        "fused_adam_count",
+        "the other parameters of the group take longer or shorter steps: DeepSpeed's Adam counts anew",
+        "set torch_adam to true in the optimizer's params",
+        lambda c: (
+            c.stage == 0
+            and not (c.bf16 or c.fp16)
+            and c.optimizer in ("adam", "adamw")
+            and not c.on("optimizer.params.torch_adam")
+        ),
+        "the loop freezes parameters after the start, or a step has no gradient of some",
+    ),
+    DeepSpeedFault(
         "frozen_still_moves",
         "a parameter that was frozen after it was trained goes on moving, by momentum, Adam's moments or weight decay",
         "freeze before the engine is built, or give it a parameter group of its own, and set the group's lr to 0",
