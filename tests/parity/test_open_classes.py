@@ -207,3 +207,21 @@ def test_losses_of_rounding_size_exclude_neither_weights_nor_data(steps):
         for it in (run(told=False), begun(run(), 50.0, told=False))
     ]
     assert {"weights", "data"} <= set(found(*pair).classes)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_another_start_is_named_where_headers_alone_tell_of_weights(steps):
+    one = run()
+    pair = [on_policy(Trace(it.header, it.steps[:steps]), weights=False) for it in (one, begun(one, 50.0, told=True))]
+    assert found(*pair).causes[0].name == "initial-weights"
+    by_no_factor = [it.model_copy(update={"grad_norm": it.grad_norm * (1 + it.step / 7)}) for it in pair[1].steps]
+    assert [cause.name for cause in found(pair[0], Trace(pair[1].header, tuple(by_no_factor))).causes] == [
+        "initial-weights"
+    ]
+
+
+@pytest.mark.parametrize("loss", [1.4e-17, -0.125])
+def test_one_start_in_the_headers_leaves_no_weights_open(loss):
+    one, longer = run(), run(scale=lambda at, gradient: 1.3 * turned(at, gradient))
+    pair = [on_policy(it, loss=loss, weights=False) for it in (one, longer)]
+    assert "weights" not in found(*pair).classes

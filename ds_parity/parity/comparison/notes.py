@@ -7,7 +7,7 @@ from ds_parity.parity.comparison.bounds import DRIFT, Tier
 from ds_parity.parity.comparison.fields import BOUNDED, FIELDS, How, unrecorded
 from ds_parity.parity.comparison.ruler import BINARY, Ruler
 from ds_parity.parity.comparison.tally import LOOSE, Moved, Tally
-from ds_parity.trace import Precision, Trace
+from ds_parity.trace import Header, Precision, Trace
 from ds_parity.trace.columns import TraceFile
 
 Rules = tuple[tuple[tuple[str, ...], str], ...]
@@ -69,13 +69,27 @@ def of_headers(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> It
             yield f"the headers differ in {name}: reference {a!r}, candidate {b!r}"
 
 
+def apart_at_start(reference: Header, candidate: Header) -> float | None:
+    """Return how far two runs start from each other.
+
+    Args:
+        reference: the header of a trace.
+        candidate: likewise.
+
+    Returns:
+        The distance of the weights before the first step, in units of the reference's norm (>= 0); None where a header
+        doesn't tell, 0.0 where it is no more than rounding.
+    """
+    a, b = reference.start, candidate.start
+    if a is None or b is None or not a.sketch or len(a.sketch) != len(b.sketch) or not a.norm > 0:
+        return None
+    apart = math.dist(a.sketch, b.sketch) / math.sqrt(len(a.sketch)) / a.norm
+    return 0.0 if apart <= _SAME_START else apart
+
+
 def of_starts(reference: Trace | TraceFile, candidate: Trace | TraceFile) -> Iterator[str]:
     """Runs that start from other weights."""
-    a, b = reference.header.start, candidate.header.start
-    if a is None or b is None or not a.sketch or len(a.sketch) != len(b.sketch) or not a.norm > 0:
-        return
-    apart = math.dist(a.sketch, b.sketch) / math.sqrt(len(a.sketch)) / a.norm
-    if not apart <= _SAME_START:
+    if apart := apart_at_start(reference.header, candidate.header):
         they = f"they lie {apart:.2g} of the reference's norm apart before the first step"
         yield f"the runs start from other weights: {they}"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ds_parity.parity.comparison.notes import apart_at_start
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import Moves
@@ -14,6 +15,7 @@ from ds_parity.parity.diagnosis.view import View, alike
 # The first step can't take weights further apart than a few updates.
 _BEYOND = 5.0
 _MOST = 0.5
+_CLEARLY = 0.01  # of the weights' norm: no type of numbers rounds as much
 _OTHER_START = "the headers tell of other weights before the first step"
 
 
@@ -27,6 +29,8 @@ def causes(view: View) -> Iterator[Cause]:
         yield from _repeated(view)
     elif "weights" in view.at_first:
         yield from _start_alone(view)
+    elif "grad_norm" in view.at_first and not view.recorded("weights"):
+        yield from _start_unseen(view)
 
 
 def _seeds(view: View) -> Iterator[Cause]:
@@ -66,6 +70,13 @@ def _start_alone(view: View) -> Iterator[Cause]:
         return
     before = float(np.linalg.norm(moves.starts[1] - moves.starts[0]))
     if before > _MOST * float(np.linalg.norm(moves.apart(0))):
+        yield Cause("initial-weights", Fit.HEADER, _OTHER_START)
+
+
+def _start_unseen(view: View) -> Iterator[Cause]:
+    """Another start that a loss without weights in it doesn't show, in traces that tell of weights in headers alone."""
+    apart = apart_at_start(view.reference.header, view.candidate.header) if view.step(0) == 1 else None
+    if not view.first and apart is not None and apart > _CLEARLY:
         yield Cause("initial-weights", Fit.HEADER, _OTHER_START)
 
 
