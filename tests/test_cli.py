@@ -114,6 +114,15 @@ class TestRewrite:
         path.write_text(" \n")
         assert f"{path} is empty: a configuration is a JSON object" in refused("rewrite", path)
 
+    def test_what_initialize_would_refuse_is_a_warning_because_an_object_may_replace_the_section(self, tmp_path):
+        path = tmp_path / "quoted.json"
+        given = json.loads(CONFIG.read_text()) | {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}
+        path.write_text(json.dumps(given))
+        ran = started("rewrite", path)
+        assert (ran.returncode, json.loads(ran.stdout)["optimizer"]["params"]["lr"]) == (0, "1e-3")
+        assert "warning: initialize() raises this, unless optimizer= or lr_scheduler= replaces" in ran.stderr
+        assert 'optimizer.params.lr = "1e-3": must be a number' in ran.stderr
+
     def test_prints_plain_json_to_stdout_and_reasons_to_stderr(self):
         ran = started("rewrite", CONFIG, "--ranks", 4)
         plain = json.loads(ran.stdout)

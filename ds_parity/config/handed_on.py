@@ -18,6 +18,7 @@ _OWN_SCHEDULERS: Final = frozenset({"LRRangeTest", "OneCycle", "WarmupCosineLR",
 _HANDED_ON: Final = ("optimizer", "scheduler")
 _SECTIONS: Final = KEYS.keys() | {*_HANDED_ON, *(f"{name}.params" for name in _HANDED_ON)}
 _COMMENTS: Final = frozenset({"comment", "comments"})  # a section is called comet
+_NEEDED: Final = ("lr", "betas", "eps", "weight_decay")
 _NUMBER: Final = "must be a number: DeepSpeed hands it on as it is, and what it is handed to raises, or steps wrongly"
 
 
@@ -53,7 +54,7 @@ def refuse_handed_on(config: Mapping[str, Any], *, optimizer: bool, scheduler: b
         scheduler: likewise.
     """
     used = [name for name, is_used in (("optimizer", optimizer), ("scheduler", scheduler)) if is_used]
-    refuse([*chain.from_iterable(map(partial(_of_params, config), used)), *_of_zero(config)])
+    refuse([*chain.from_iterable(map(partial(_of_params, config), used)), *_of_zero(config), *_of_steps(config)])
     if scheduler:
         refuse(_of_scheduler(config))
 
@@ -64,10 +65,12 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _of_params(config: Mapping[str, Any], section: str) -> Iterator[Fault]:
+    if not isinstance(_section(config, section).get("type"), str):
+        return  # nothing is built of it
     for key, value in _section(_section(config, section), "params").items():
         if any(_is_written_number(it) for it in (value if isinstance(value, list) else [value])):
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write it without quotes")
-        elif value is None and key == "lr":
+        elif value is None and key in _NEEDED:
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write one, or leave it out")
 
 
@@ -75,6 +78,12 @@ def _of_zero(config: Mapping[str, Any]) -> Iterator[Fault]:
     for key, value in _section(config, "zero_optimization").items():
         if _is_written_number(value) and whole(value) is None:
             yield Fault(f"zero_optimization.{key}", value, "must be a whole number", "write one, without quotes")
+
+
+def _of_steps(config: Mapping[str, Any]) -> Iterator[Fault]:
+    # DeepSpeed divides the number of a step by it, in the first one.
+    if _is_written_number(value := config.get("steps_per_print")):
+        yield Fault("steps_per_print", value, "must be a whole number", "write one, without quotes")
 
 
 def _of_scheduler(config: Mapping[str, Any]) -> Iterator[Fault]:

@@ -64,7 +64,8 @@ class _Reader:
             if not isinstance(node, Mapping):
                 # DeepSpeed's own default is null.
                 if node != AUTO and not (node is None and section in _OFFLOADS):
-                    self.wrong(section, node, "must be an object of keys and values", f"write {{...}} for {section}")
+                    way_out = "leave it out" if node is None else f"write {{...}} for {section}"
+                    self.wrong(section, node, "must be an object of keys and values", way_out)
                 return ABSENT
         return node.get(name, ABSENT)
 

@@ -21,6 +21,8 @@ REFUSED = [
     (adam(betas="[0.9, 0.95]"), "optimizer.params.betas", "without quotes"),
     (adam(betas=[0.9, "0.95"]), "optimizer.params.betas", "without quotes"),
     (adam(lr=None), "optimizer.params.lr = null", "or leave it out"),
+    (adam(betas=None, weight_decay=None), "optimizer.params.weight_decay = null", "or leave it out"),
+    ({"steps_per_print": "10"}, 'steps_per_print = "10"', "without quotes"),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler.params is absent", "which may be {}"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}}, "warmup_num_steps", "without quotes"),
     (
@@ -56,6 +58,7 @@ def test_what_would_end_in_an_error_of_others_is_refused_with_a_way_out(keys, th
         {"scheduler": "auto", "optimizer": "auto", "zero_optimization": "auto"},
         {**adam(lr=1e-3, **{"//lr": "1e-4"}), **zero(stage=2, _comment="5.5")},
         {"scheduler": {"type": "WarmupLR", "params": {"_comment": "10"}}},
+        {"scheduler": {"type": None, "params": {"warmup_num_steps": "10"}}, "optimizer": {"params": {"lr": None}}},
     ],
 )
 def test_what_is_right_is_let_through_and_comments_are(keys):
