@@ -211,13 +211,14 @@ def test_losses_of_rounding_size_exclude_neither_weights_nor_data(steps):
 
 @pytest.mark.parametrize("steps", [1, STEPS])
 def test_another_start_is_named_where_headers_alone_tell_of_weights(steps):
+    """One factor of all norms has others beside it."""
     one = run()
     pair = [on_policy(Trace(it.header, it.steps[:steps]), weights=False) for it in (one, begun(one, 50.0, told=True))]
     assert found(*pair).causes[0].name == "initial-weights"
-    by_no_factor = [it.model_copy(update={"grad_norm": it.grad_norm * (1 + it.step / 7)}) for it in pair[1].steps]
-    assert [cause.name for cause in found(pair[0], Trace(pair[1].header, tuple(by_no_factor))).causes] == [
-        "initial-weights"
-    ]
+    by_no_factor = rewritten(pair[1], lambda number: {"grad_norm": one.steps[number - 1].grad_norm * (1 + number / 7)})
+    names = [cause.name for cause in found(pair[0], by_no_factor).causes]
+    assert names[0] == "initial-weights"
+    assert steps == 1 or len(names) == 1
 
 
 @pytest.mark.parametrize("loss", [1.4e-17, -0.125])
