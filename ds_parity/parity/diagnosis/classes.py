@@ -8,7 +8,6 @@ that agree say where it is not.
 from __future__ import annotations
 
 from ds_parity.parity.comparison.bounds import EPS
-from ds_parity.parity.comparison.notes import apart_at_start
 from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
@@ -60,7 +59,7 @@ def _of_figures(view: View, at: set[str]) -> set[str]:
         found = {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
         if view.loose or _loss_tells_nothing(view):
             found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
-        return found | ({"weights"} if _apart_at_start(view) else set())
+        return found | ({"weights"} if view.apart_at_start else set())
     return _of_update(view) if "weights" in at else set()
 
 
@@ -111,18 +110,13 @@ def _of_two(view: View) -> bool:
     return near(b.grad_norm, a.grad_norm or 0.0, EPS["fp32"]) and not other_sign
 
 
-def _apart_at_start(view: View) -> float | None:
-    """How far the runs start from each other, by their headers; None where these don't tell, or of an excerpt."""
-    return apart_at_start(view.reference.header, view.candidate.header) if view.step(0) == 1 else None
-
-
 def _far_from_the_start(view: View) -> bool:
     """Whether the runs may start from other weights: headers don't say, and the first step's are not alike."""
     moves = Moves(view)
     if moves.starts is not None:
         return not moves.one_start
-    if (apart := _apart_at_start(view)) is not None:
-        return apart > 0
+    if view.apart_at_start is not None:
+        return view.apart_at_start > 0
     return "weights" in view.at_first or not view.recorded("weights")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ds_parity.parity.comparison.notes import apart_at_start
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import Moves
@@ -75,7 +74,7 @@ def _start_alone(view: View) -> Iterator[Cause]:
 
 def _start_unseen(view: View) -> Iterator[Cause]:
     """Another start that a loss without weights in it doesn't show, in traces that tell of weights in headers alone."""
-    apart = apart_at_start(view.reference.header, view.candidate.header) if view.step(0) == 1 else None
+    apart = view.apart_at_start
     if not view.first and apart is not None and apart > _CLEARLY:
         yield Cause("initial-weights", Fit.HEADER, _OTHER_START)
 

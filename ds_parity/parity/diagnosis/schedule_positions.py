@@ -58,13 +58,12 @@ def course(a: list[float], b: list[float]) -> Course | None:
 
     A schedule that has come to rest stays there: warm-up is over. That of a line is so from its first rest on.
     """
-    *rises, last = [0.0, *(y - x for x, y in pairwise(a))]
-    if not last and len(rises) > 2 and rises[1] > 0 and alike(rises[1:], 1e-6):
+    moves = [y - x for x, y in pairwise(a)]
+    if len(moves) > 2 and not moves[-1] and moves[0] > 0 and alike(moves[:-1], 1e-6):
         return Course(a, float("-inf"), float("inf"))
-    moves = [*rises[1:], last][-2:]
-    if len(moves) < 2 or len(set(a)) == 1 or not near(moves[1], moves[0], 1e-6):
+    if len(moves) < 2 or len(set(a)) == 1 or not near(moves[-1], moves[-2], 1e-6):
         return None
-    stays = b[-1] == b[-2] and moves[1] != 0
+    stays = b[-1] == b[-2] and moves[-1] != 0
     return Course(a, min(b) if stays else float("-inf"), max(b) if stays else float("inf"))
 
 

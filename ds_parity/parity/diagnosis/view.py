@@ -10,6 +10,7 @@ from itertools import pairwise
 from ds_parity.parity.comparison.bounds import DRIFT, EPS, LEAST_LOSS
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import Comparison, Difference
+from ds_parity.parity.comparison.notes import apart_at_start
 from ds_parity.parity.diagnosis.effects import TRAINED_ON, effect, loss_by_rates, step_lengths
 from ds_parity.parity.diagnosis.lengths import forgetting
 from ds_parity.trace import StepRecord, Trace
@@ -369,6 +370,11 @@ class View:
     def ratios(self, name: str) -> list[float | None]:
         """Return candidate / reference, pair by pair; None where one is absent, not finite or 0."""
         return [_ratio(getattr(a, name), getattr(b, name)) for a, b in self.pairs]
+
+    @property
+    def apart_at_start(self) -> float | None:
+        """How far the runs start from each other, by their headers; None where these don't tell, or of an excerpt."""
+        return apart_at_start(self.reference.header, self.candidate.header) if self.step(0) == 1 else None
 
     @cached_property
     def passes(self) -> list[int]:
