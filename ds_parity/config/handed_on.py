@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 from ds_parity.config.faults import ABSENT, Fault, refuse
 from ds_parity.config.features import Wanted
 from ds_parity.config.known_keys import KEYS, SCHEDULERS
 from ds_parity.config.settings import AUTO
+from ds_parity.config.unfilled import within
 from ds_parity.values import whole
 
 _OWN_SCHEDULERS: Final = frozenset({"LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"})
@@ -25,6 +24,11 @@ _NUMBER: Final = "must be a number: DeepSpeed hands it on as it is, and what it 
 def is_comment(key: object) -> bool:
     """Return whether a key begins with a mark, or is called a comment: DeepSpeed has none such."""
     return isinstance(key, str) and (not key[:1].isalpha() or key in _COMMENTS)
+
+
+def without_comments(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a section holds beside comments."""
+    return {key: value for key, value in section.items() if not is_comment(key)}
 
 
 def comments(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -53,15 +57,18 @@ def refuse_handed_on(config: Mapping[str, Any], *, optimizer: bool, scheduler: b
         optimizer: whether the optimizer is made of the section of that name.
         scheduler: likewise.
     """
-    used = [name for name, is_used in (("optimizer", optimizer), ("scheduler", scheduler)) if is_used]
-    refuse([*chain.from_iterable(map(partial(_of_params, config), used)), *_of_zero(config), *_of_steps(config)])
-    if scheduler:
-        refuse(_of_scheduler(config))
+    refuse(handed_on(config, optimizer=optimizer, scheduler=scheduler))
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name)
-    return {key: it for key, it in section.items() if not is_comment(key)} if isinstance(section, Mapping) else {}
+def handed_on(config: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> list[Fault]:
+    """Return what `refuse_handed_on` refuses, which takes the same arguments."""
+    of_optimizer = _of_params(config, "optimizer") if optimizer else ()
+    of_scheduler = (*_of_params(config, "scheduler"), *_of_scheduler(config)) if scheduler else ()
+    return [*of_optimizer, *of_scheduler, *_of_zero(config), *_of_steps(config)]
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return without_comments(within(config, name))
 
 
 def _of_params(config: Mapping[str, Any], section: str) -> Iterator[Fault]:

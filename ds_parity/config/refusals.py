@@ -145,15 +145,11 @@ def refusals(config: Mapping[str, Any]) -> list[Fault]:
     return [*reader.faults.values(), *refused]
 
 
-def _halves(reader: _Reader) -> list[str]:
-    """Return the sections of half precision that are on."""
+def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     # DeepSpeed reads the old name where the new one is missing or null.
     bf16 = "bfloat16" if reader.config.get("bf16") is None else "bf16"
-    return [name for name in ("fp16", bf16) if reader.flag(f"{name}.enabled")]
-
-
-def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
-    accumulation, halves = reader.raw("data_types.grad_accum_dtype"), _halves(reader)
+    accumulation = reader.raw("data_types.grad_accum_dtype")
+    halves = [name for name in ("fp16", bf16) if reader.flag(f"{name}.enabled")]
     half = next(iter(halves), None)
     if len(halves) > 1:
         rule = f"{halves[1]}.enabled is true, too, and DeepSpeed computes in one of them"

@@ -107,7 +107,7 @@ class _Draft:
 
     def remove(self, key: str, why: str) -> None:
         if key in self.config:
-            self.changes.append(Change(key, self.config.pop(key), ABSENT, why))
+            self.take(key, self.config, key, why)
 
     def take(self, path: str, section: dict[str, Any], key: str, why: str) -> None:
         self.changes.append(Change(path, section.pop(key), ABSENT, why))

@@ -32,12 +32,13 @@ def refuse_unfilled(config: Mapping[str, Any], *, optimizer: bool, scheduler: bo
 def _unfilled(config: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> Iterator[str]:
     if config.get("gradient_clipping") == AUTO:
         yield "gradient_clipping"
-    yield from (f"{name}.enabled" for name in _PRECISIONS if _within(config, name).get("enabled") == AUTO)
+    yield from (f"{name}.enabled" for name in _PRECISIONS if within(config, name).get("enabled") == AUTO)
     for name, used in (("optimizer", optimizer), ("scheduler", scheduler)):
-        params = _within(_within(config, name), "params") if used else {}
+        params = within(within(config, name), "params") if used else {}
         yield from (f"{name}.params.{key}" for key, value in params.items() if isinstance(value, str) and value == AUTO)
 
 
-def _within(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def within(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a section of a configuration; an empty one where none is there, or something else is."""
     section = config.get(key)
     return section if isinstance(section, Mapping) else {}

@@ -1,4 +1,4 @@
-"""A universal checkpoint that was saved with Adam on the CPU goes on without offload, bit for bit, and the reverse."""
+"""A universal checkpoint that was saved with Adam on the CPU goes on without offload, and the reverse."""
 
 import pytest
 import torch

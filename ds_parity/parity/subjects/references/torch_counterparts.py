@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_parity.config.features import Wanted
-from ds_parity.config.handed_on import is_comment
+from ds_parity.config.handed_on import without_comments
 from ds_parity.errors import ConfigError
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.parity.subjects.references.private_state import is_deepspeeds_schedule, schedule_of
@@ -78,7 +77,7 @@ def optimizer_and_scheduler(scenario: Scenario, model: nn.Module) -> tuple[torch
         optimizer = optimizer(parameters)
     scheduler, section = keywords.get("lr_scheduler"), scenario.config.get("scheduler")
     if scheduler is None and section:
-        scheduler = schedule_of(section["type"])(optimizer, **_without_comments(section.get("params", {})))
+        scheduler = schedule_of(section["type"])(optimizer, **without_comments(section.get("params", {})))
     elif callable(scheduler):
         scheduler = scheduler(optimizer)
     return optimizer, scheduler
@@ -93,7 +92,7 @@ def _by_name(config: dict[str, Any], parameters: list[Any]) -> torch.optim.Optim
             f"optimizer.type is {section.get('type')!r}: the torch reference knows {', '.join(_OPTIMIZERS)} and what "
             "torch.optim has; choose one of these for the comparison"
         )
-    given = _without_comments(section.get("params", {}))
+    given = without_comments(section.get("params", {}))
     options = {name: value for name, value in given.items() if name not in _DEEPSPEEDS}
     if kind.lower() in ("adam", "adamw") and not section.get("params", {}).get("torch_adam"):
         options.setdefault("weight_decay", 0.0)  # DeepSpeed's own kernels don't decay by default, torch's AdamW does
@@ -102,10 +101,6 @@ def _by_name(config: dict[str, Any], parameters: list[Any]) -> torch.optim.Optim
     if kind.lower() == "adam" and not section.get("params", {}).get("adam_w_mode", True):
         optimizer = torch.optim.Adam
     return optimizer(parameters, **options)  # type: ignore[no-any-return]
-
-
-def _without_comments(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if not is_comment(key)}
 
 
 def _torch(kind: str) -> Any:
