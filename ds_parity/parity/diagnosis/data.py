@@ -15,6 +15,9 @@ from ds_parity.parity.diagnosis.view import View, alike
 _BEYOND = 5.0
 _MOST = 0.5
 _CLEARLY = 0.01  # of the weights' norm: no type of numbers rounds as much
+_BY_ABOUT = 0.1  # of what other data move a loss by
+_AS_THEN = 0.5  # of what numbers go up and down by
+_BY_CHANCE = 3  # losses of a run that learns rise so often in a row
 _OTHER_START = "the headers tell of other weights before the first step"
 
 
@@ -119,11 +122,25 @@ def _repeated(view: View) -> Iterator[Cause]:
 def _come_back(known: Sequence[tuple[float | None, float | None, float | None]]) -> bool:
     """Whether numbers of later steps are by about those of earlier ones, and not those that are due.
 
+    They go up and down as those do. What stays where it was comes back to nothing, however far what is due goes, and
+    two runs that diverge pass the same numbers one behind the other.
+
     Args:
         known: of each later step: its own number, that of the earlier step, and the one that is due.
     """
-    off = [(abs(b - a), abs(due - a)) for b, a, due in known if b is not None and a is not None and due is not None]
-    return max((it for it, _ in off), default=1.0) < 0.1 * max((it for _, it in off), default=0.0)
+    rows = [(b, a, due) for b, a, due in known if b is not None and a is not None and due is not None]
+    if not rows:
+        return False
+    off, earlier = [b - a for b, a, _ in rows], [a for _, a, _ in rows]
+    if len(rows) > _BY_CHANCE and earlier == sorted(earlier):
+        return False
+    return max(map(abs, off)) < _BY_ABOUT * max(abs(due - a) for _, a, due in rows) and (
+        _spread(off) < _AS_THEN * _spread(earlier)
+    )
+
+
+def _spread(numbers: Sequence[float]) -> float:
+    return max(numbers) - min(numbers)
 
 
 def _logged_late(view: View, start: int) -> Iterator[Cause]:

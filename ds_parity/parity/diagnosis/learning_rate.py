@@ -12,7 +12,9 @@ from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
 from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same, tells, where_due
+from ds_parity.parity.diagnosis.schedule_excerpts import beside_a_factor, beside_a_rest, not_seen
 from ds_parity.parity.diagnosis.schedule_positions import (
+    MOST,
     ahead,
     ahead_at_rest,
     begun_late,
@@ -81,6 +83,9 @@ def causes(view: View) -> Iterator[Cause]:
     if all(as_fp32(a, b) for a, b in other):
         yield from _rounded_to_fp32(view, *other[0])
         return
+    if len(other) > 1 and _exchanged(groups):
+        yield Cause("group-lr", Fit.SEQUENCE, "the learning rates of the parameter groups are exchanged in every step")
+        return
     # Weights that agree say nothing of the one group whose rates are others, if it holds little of the gradient.
     log = _Log(view, view.alone("lr") if len(other) == len(groups) else None)
     found = [] if log.alone_wrong or not _finite(other) else [*_of_some_groups(view, groups, other)]
@@ -141,6 +146,12 @@ def _logged_wrong(log: _Log) -> Iterator[Cause]:
         yield Cause("reported-lr", Fit.SEQUENCE, f"the logged LR alone is another, beside a second fault: {said}")
 
 
+def _exchanged(groups: Sequence[tuple[list[float], list[float]]]) -> bool:
+    """Whether the parameter groups of both sides have the same rates, each those of another group."""
+    a, b = ([rates[side] for rates in groups] for side in (0, 1))
+    return all(equal(x, y) for x, y in zip(sorted(a), sorted(b), strict=True))
+
+
 def _finite(groups: Sequence[tuple[list[float], list[float]]]) -> bool:
     return all(finite(rates) for sides in groups for rates in sides)
 
@@ -185,7 +196,12 @@ def _of_some_groups(
         ranks = f", and {view.ranks} is the number of ranks" if view.ranks > 1 and near(factors[0], view.ranks) else ""
         # 0 is as many times any number: it is said as it is.
         times = f"{told(factors[0])} times the reference's" if factors[0] else "0"
-        yield Cause("base-lr", Fit.SEQUENCE, f"the LR is {times} in every step{ranks}")
+        said = f"the LR is {times} in every step{ranks}"
+        yield Cause("base-lr", Fit.SEQUENCE, said)
+        before = [beside_a_factor(view, a, factors[0]) for a, _ in other]
+        for name in before[0]:
+            if all(name in names for names in before):
+                yield Cause(name, Fit.SEQUENCE, f"{said}; {not_seen(view)}")
 
 
 def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[Cause]:
@@ -287,11 +303,10 @@ def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         said = f"the LR is {b[0]:.6g} in every step, where the reference's moves"
         # Two rates are one number in other schedules, too.
         yield Cause("no-scheduler", Fit.SEQUENCE if len(b) > 2 else Fit.CONSTANT, said)
-        # In steps that are not recorded it may have come to its end.
-        if view.step(0) > 1 and b[0] <= min(a):
-            per_pass = ("scheduler-per-pass",) if max(view.passes) != 1 else ()
-            for name in (*per_pass, "scheduler-stepped-often", "schedule-too-short"):
-                yield Cause(name, Fit.SEQUENCE, f"{said}, and may have come to its end before step {view.step(0)}")
+        for name in beside_a_rest(view):
+            yield Cause(name, Fit.SEQUENCE, f"{said}; {not_seen(view)}")
+        if b[0] == a[0] and view.step(0) == 1 and len(b) <= MOST:
+            yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, f"{said}, and may move behind so many of them")
 
 
 def _per_rollout(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:

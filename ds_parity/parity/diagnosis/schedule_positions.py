@@ -9,6 +9,7 @@ from itertools import accumulate, chain, pairwise, repeat, tee
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import SAME, equal, follows, same, tells, where_due
+from ds_parity.parity.diagnosis.schedule_excerpts import is_excerpt
 from ds_parity.parity.diagnosis.schedule_stairs import stairs_of
 from ds_parity.parity.diagnosis.view import View, alike, near
 
@@ -82,20 +83,25 @@ def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             said = f"from step {step} on the LR is that of {by} steps later "
             said += f"({where_due(after[0], a[first])})"
             yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
-            if first == 0 and by < len(a) and a[by] == max(a) and all(x < y for x, y in pairwise(a[: by + 1])):
+            if first == 0 and by < len(a) and a[by] == max(a) and sorted(a[: by + 1]) == a[: by + 1]:
                 yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, behind the reference's warm-up")
             return
 
 
 def ahead_at_rest(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    """From the first step that differs on, the rate at which the reference comes to rest.
+    """From the first step that differs on, the rate at which the reference comes to rest, or may behind the record.
 
     A schedule that is ahead by enough has it, whatever else has: one rate alone does not say where a schedule stands,
     and so this is a cause beside others.
     """
     first, rest = view.first, a[-1]
     longer = course(a, b)
-    if longer is None or a[-2] != rest or not all(same(rate, rest) for rate in b[first:]):
+    if longer is None or not all(same(rate, b[-1]) for rate in b[first:]):
+        return
+    if longer.is_line and first and (b[-1] - rest) * (rest - a[-2]) > 0:
+        said = f"from step {view.step(first)} on the LR is {b[first]:.4g}, to which the reference's may still come"
+        yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+    if a[-2] != rest or not same(b[-1], rest):
         return
     begins = max((at for at, rate in enumerate(a) if not same(rate, rest)), default=-1) + 1
     if first < begins < first + MOST:
@@ -203,7 +209,9 @@ def faster(view: View, a: list[float], b: list[float], *, beside: bool = False) 
     if longer is None or (len(set(b)) == 1 and not same(a[-1], a[-2])):
         return
     fitting = [some for some in range(2, MOST) if _moved(longer, b, repeat(some, len(b)))]
-    per_pass = all(view.passes) and max(view.passes) > 1 and _moved(longer, b, view.passes)
+    # Of an excerpt it is not known how many passes came before: their number is one of those that may fit.
+    moves = fitting and is_excerpt(view)
+    per_pass = all(view.passes) and max(view.passes) > 1 and (moves or _moved(longer, b, view.passes))
     # Where the reference has not come to rest, the rate at which it will is read off the candidate: of two rates, the
     # other one must say how often.
     if not (beside or tells(b) or same(a[-1], a[-2])) and len(fitting) != 1:
@@ -214,7 +222,7 @@ def faster(view: View, a: list[float], b: list[float], *, beside: bool = False) 
         passes = sorted(set(view.passes))
         yield Cause("scheduler-per-pass", Fit.SEQUENCE, f"{said}; windows have {', '.join(map(str, passes))} passes")
     # Passes explain their number alone, but for two numbers that a scheduler is often stepped: twice, and once a rank.
-    if {*fitting} - (set(view.passes) if per_pass else set()) or {2, view.ranks} & {*fitting}:
+    if {*fitting} - (set(view.passes) if per_pass and not moves else set()) or {2, view.ranks} & {*fitting}:
         yield Cause("scheduler-stepped-often", Fit.SEQUENCE, said)
     if len(set(b)) > 1 and any(_is_shorter(longer, b, some) for some in fitting):
         yield Cause("schedule-too-short", Fit.SEQUENCE, said)

@@ -10,6 +10,7 @@ from itertools import chain, islice, pairwise
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import SAME, digits_of, tells
+from ds_parity.parity.diagnosis.schedule_excerpts import is_excerpt
 from ds_parity.parity.diagnosis.view import View, near, told
 
 # Of what the rates come to: what is read between two steps of a curve is not exact.
@@ -220,6 +221,9 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             # A lowest rate below 0 is none: the reference's lies as high as this, and no higher than it was recorded.
             if end is min or kept * (1 - 1 / share) <= min(a) + _within(a, _BETWEEN) + written:
                 yield Cause(f"another-{others}-lr", Fit.SEQUENCE, said)
+                # Behind another warm-up what is left of the way to the lowest rate is another share of it.
+                if end is min and is_excerpt(view):
+                    yield Cause("another-warm-up", Fit.SEQUENCE, said)
             # On a straight line another pace is as far.
             if end is max and _is_straight(a, written):
                 name = "schedule-too-long" if share < 1 else "schedule-too-short"
@@ -234,7 +238,9 @@ def digits(view: View, rates: list[float]) -> float:
 
 def _is_straight(rates: list[float], written: float) -> bool:
     moves = [y - x for x, y in pairwise(rates)]
-    return len(moves) > 1 and max(moves) - min(moves) <= _within(rates, SAME) + written
+    # A rest of the log, such as that of a step that was skipped, is no bend.
+    moved = [it for it in moves if it]
+    return 2 * len(moved) > len(moves) > 1 and max(moved) - min(moved) <= _within(rates, SAME) + written
 
 
 def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -255,7 +261,7 @@ def warm_up(a: list[float], b: list[float]) -> Iterator[Cause]:
     # A warm-up starts in its first step, or in the one before.
     for start, before in ((a[0], 0), (2 * a[0] - a[1], 1)):
         lines = ((it, _risen(start, before, top if it is b or rests else math.inf, it)) for it in (rise, b))
-        if max(b) > start >= -within and all(_all_due(due, it, within) for it, due in lines):
+        if max(b) - within > start >= -within and all(_all_due(due, it, within) for it, due in lines):
             some = digits_of(*max(zip(a[:2], b[:2], strict=True), key=lambda pair: abs(pair[1] - pair[0])))
             others, due = (", ".join(f"{rate:.{some}g}" for rate in rates[:2]) for rates in (b, a))
             said = f"the LR rises from {others} on, and not from {due} on"
