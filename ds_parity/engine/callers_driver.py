@@ -153,12 +153,14 @@ class CallersDriver(Driver):
     def announce(self, last: bool) -> None:
         """Take the caller's word that the coming backward is its window's last, so that it may reduce.
 
+        Said again behind that backward it is of the `step()` that follows: loops mark both, and in DeepSpeed they may.
+
         Raises:
-            WindowError: the window's last backward has run, and waits for its `step()`.
+            WindowError: a backward has raised an error, which leaves the window without its gradients.
         """
-        if last and self.announced:
-            self.refuse_owed_step()
-        self.announced = last and not self._reduced
+        if last:
+            self.state.refuse_lost()
+        self.announced = last and (self.announced or not self._reduced)
 
     def refuse_owed_step(self) -> None:
         """Raise WindowError where nothing can be added to the window: it has been reduced, or a backward has raised."""

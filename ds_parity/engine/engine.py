@@ -500,10 +500,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Say that the next backward is its window's last, where the caller ends windows (`boundary: caller`).
 
         On ZeRO 0 and 1 gradients are then reduced in that backward, beside it where DeepSpeed can, and not in `step()`.
-        Every rank says so before its last backward, or none does.
+        Every rank says so before its last backward, or none does. It may be said again before `step()`.
 
         Raises:
-            WindowError: the boundary follows from the counts, or the last backward has run and waits for its `step()`.
+            WindowError: the boundary follows from the counts, or a backward of the window has raised an error.
         """
         if isinstance(self._self_driver, CallersDriver):
             self._self_driver.announce(bool(is_boundary))
