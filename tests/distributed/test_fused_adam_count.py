@@ -1,4 +1,4 @@
-"""DeepSpeed's Adam on ZeRO 0 in fp32: a parameter that is frozen leaves the steps of the others as they are."""
+"""DeepSpeed's Adam on ZeRO 0: parameters that are frozen, or of another dtype, leave the steps of others alone."""
 
 import pytest
 import torch
@@ -18,6 +18,11 @@ FROZEN = {
     "two, in turns": [(1, 1, 1), (1, 1, 0), (1, 0, 1), (1, 1, 0), (1, 0, 0), (1, 1, 1)],
     "all but the last one, thawed": [(1, 1, 1), (1, 1, 1), (1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 1, 1)],
 }
+# By case: the dtypes of three layers, of which the first is the one that is looked at.
+DTYPES = {
+    "two wide, one narrow": (torch.float32, torch.bfloat16, torch.float32),
+    "two narrow": (torch.float32, torch.bfloat16, torch.bfloat16),
+}
 
 
 def _layers():
@@ -27,11 +32,14 @@ def _layers():
 
 def _loss(model, number):
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number)).to(model[0].weight)
-    return sum(layer(x).pow(2).mean() for layer in model)
+    return sum(layer(x.to(layer.weight.dtype)).pow(2).mean().to(x.dtype) for layer in model)
 
 
-def _engine():
-    model, keys = _layers(), config(0, passes=2) | {"optimizer": {"type": "AdamW", "params": RATES}}
+def _engine(dtypes=(torch.float32,) * 3):
+    model = _layers()
+    for layer, dtype in zip(model, dtypes, strict=True):
+        layer.to(dtype)
+    keys = config(0, passes=2) | {"optimizer": {"type": "AdamW", "params": RATES}}
     del keys["scheduler"]
     keys["gradient_clipping"] = 0.0
     return ds_parity.initialize(model=model, model_parameters=model.parameters(), config=keys)[0]
@@ -49,13 +57,13 @@ def _alone(trained):
     return place, model[place].weight.detach()
 
 
-def _apart(trained, folder, resumed):
+def _apart(trained, folder, resumed, *dtypes):
     """How far the layer is from where it is alone, beside a step; `resumed`: by a checkpoint in each window."""
-    engine = _engine()
+    engine = _engine(*dtypes)
     for number, row in enumerate(trained):
         if resumed and number:
             engine.save_checkpoint(folder, tag=str(number))
-            engine = _engine()
+            engine = _engine(*dtypes)
             engine.load_checkpoint(folder, tag=str(number))
         for layer, on in zip(engine.module, row, strict=True):
             layer.requires_grad_(bool(on))
@@ -67,14 +75,16 @@ def _apart(trained, folder, resumed):
 
 @at_length_on_two_ranks
 def frozen_with_fused_adam(folder):
+    cases = [(name, trained, ()) for name, trained in FROZEN.items()]
+    cases += [(name, [(1, 1, 1)] * 4, (dtypes,)) for name, dtypes in DTYPES.items()]
     return {
-        f"{name} {resumed}": from_all(_apart(trained, f"{folder}/{name} {resumed}", resumed))
-        for name, trained in FROZEN.items()
+        f"{name} {resumed}": from_all(_apart(trained, f"{folder}/{name} {resumed}", resumed, *dtypes))
+        for name, trained, dtypes in cases
         for resumed in (False, True)
     }
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("name", FROZEN)
-def test_the_others_step_as_with_nothing_frozen(two_ranks_at_length, name, resumed):
+@pytest.mark.parametrize("name", [*FROZEN, *DTYPES])
+def test_the_others_step_as_they_do_alone(two_ranks_at_length, name, resumed):
     assert max(two_ranks_at_length.of(frozen_with_fused_adam)[f"{name} {resumed}"]) < 1e-3

@@ -13,6 +13,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.experts import groups_of_experts, squares_of
+from ds_parity.engine.internals.fused_adam import EvenCounts
 from ds_parity.engine.internals.surface import Parameter
 
 _LOG = logging.getLogger("ds_parity")
@@ -29,8 +30,8 @@ class Plain(Adapter):
         (tools/deepspeed_faults/sparse_gradient_not_clipped.py), so it is given what stands for them. Where experts lie
         on different ranks it takes the mean of the ranks' norms for the norm (expert_norm_zero0.py).
 
-        DeepSpeed's Adam begins to count anew where another parameter is the last one with a gradient
-        (fused_adam_count.py).
+        DeepSpeed's Adam begins to count anew where another parameter is the last one with a gradient, and counts a step
+        twice where two dtypes are in a group (fused_adam_count.py).
         """
         super().prepare()
         engine = self.engine
@@ -46,7 +47,7 @@ class Plain(Adapter):
 
         engine.clip_fp32_gradients = clip_fp32_gradients
         if isinstance(engine.basic_optimizer, FusedAdam):
-            engine.basic_optimizer.register_step_pre_hook(_one_count)
+            EvenCounts(engine.basic_optimizer)
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of the optimizer's groups as they are now: it steps whatever has a gradient."""
@@ -145,16 +146,3 @@ def _noting_a_skip(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _one_count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Give each group of DeepSpeed's Adam one count of its steps, before the next one.
-
-    It steps the whole group with the count of the last parameter that has a gradient, and adds to that one alone
-    (ops/adam/fused_adam.py, 0.19.8). A parameter without a state begins with its group's `step`.
-    """
-    for group in optimizer.param_groups:
-        states = [optimizer.state[one] for one in group["params"] if one in optimizer.state]
-        group["step"] = max((state.get("step", 0) for state in states), default=0)
-        for state in states:
-            state["step"] = group["step"]

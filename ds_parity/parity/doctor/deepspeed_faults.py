@@ -360,7 +360,7 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
             and c.optimizer in ("adam", "adamw")
             and not c.on("optimizer.params.torch_adam")
         ),
-        "the loop freezes parameters after the start, or a step has no gradient of some",
+        "the loop freezes parameters after the start, a step has no gradient of some, or a group has two dtypes",
     ),
     DeepSpeedFault(
         "frozen_still_moves",
