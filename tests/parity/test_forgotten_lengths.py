@@ -240,3 +240,12 @@ def test_a_learning_rate_that_is_logged_wrong_is_so_where_lengths_are_forgotten_
     other = Trace(other.header, tuple(one.model_copy(update={"lr": (2 * RATE,)}) for one in other.steps))
     diagnosis = found(run(adam, "AdamW"), other)
     assert {cause.name for cause in diagnosis.causes} == {"reported-lr"}
+
+
+def test_norms_that_a_small_term_of_the_loss_leaves_are_no_wrong_log():
+    """Lion keeps the signs of gradients, and shows no term that turns few of them."""
+    one = run(lion, "Lion")
+    for far, named in ((1e-3, set()), (0.2, {"reported-norm", "another-divisor"})):
+        diagnosis = found(one, run(lion, "Lion", logged=lambda at, norm, far=far: norm * (1 + far * (at % 3) / 2)))
+        assert {cause.name for cause in diagnosis.causes} == named
+        assert {"gradient", "loss", "logging"} <= set(diagnosis.classes)

@@ -209,6 +209,24 @@ def test_losses_of_rounding_size_exclude_neither_weights_nor_data(steps):
     assert {"weights", "data"} <= set(found(*pair).classes)
 
 
+def test_a_loss_of_nothing_in_the_first_step_alone_excludes_neither_weights_nor_data():
+    """Behind it a term of the loss follows the weights."""
+    pair = [
+        rewritten(it, lambda number, times=times: {"loss": 1e-17 if number < 2 else times * number, "weights": None})
+        for it, times in ((run(told=False), 1e-6), (begun(run(), 50.0, told=False), 3e-6))
+    ]
+    assert {"weights", "data"} <= set(found(*pair).classes)
+
+
+@pytest.mark.parametrize(("losses", "open_too"), [((-0.1, 0.3), True), ((0.1, -0.3), True), ((0.1, 0.3), False)])
+def test_a_loss_that_is_no_cross_entropy_may_have_no_weights_in_its_first_step(losses, open_too):
+    pair = [
+        rewritten(it, lambda number, off=off: {"loss": losses[number > 1] + off * (number > 1), "weights": None})
+        for it, off in ((run(told=False), 0.0), (begun(run(), 50.0, told=False), 1e-3))
+    ]
+    assert ("weights" in found(*pair).classes) == open_too
+
+
 @pytest.mark.parametrize("steps", [1, STEPS])
 def test_another_start_is_named_where_headers_alone_tell_of_weights(steps):
     """One factor of all norms has others beside it."""

@@ -59,6 +59,8 @@ def _of_figures(view: View, at: set[str]) -> set[str]:
         found = {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
         if view.loose or _loss_tells_nothing(view):
             found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
+        if _may_be_of_advantages(view) and _far_from_the_start(view):
+            found |= {"weights"}
         return found | ({"weights"} if view.apart_at_start else set())
     return _of_update(view) if "weights" in at else set()
 
@@ -86,8 +88,15 @@ def _loss_tells_nothing(view: View) -> bool:
     # A skipped step may have no loss.
     losses = [(a.loss, b.loss) for a, b in view.pairs[view.first :] if a.loss is not None and b.loss is not None]
     same = view.weights_differ and len(losses) > 1 and all(a == b for a, b in losses)
-    least = EPS[view.comparison.dtype]
-    return same or (bool(losses) and all(abs(a) <= least and abs(b) <= least for a, b in losses))
+    return same or (bool(losses) and max(map(abs, losses[0])) <= EPS[view.comparison.dtype])
+
+
+def _may_be_of_advantages(view: View) -> bool:
+    """Whether losses of the record are no mean of cross-entropies, which are above 0.
+
+    Where each token has the ratio 1, as in a first step, a loss of a policy has no weights in it.
+    """
+    return view.first == 0 and any(one.loss is not None and one.loss <= 0 for pair in view.pairs for one in pair)
 
 
 def _norm_hides_as_much(view: View) -> bool:

@@ -15,6 +15,7 @@ from ds_parity.parity.diagnosis.view import View, alike, near, told
 
 _SINGLE = 1e-5  # of the greatest loss: what few sums in single precision leave
 
+_TERM = 0.01  # of a gradient norm
 _LEAST_SHARE = 0.03  # of a loss: whole numbers lie so close beyond it that any loss is nearly one over them
 
 
@@ -59,9 +60,14 @@ def _unproven(view: View) -> Iterator[Cause]:
         yield from (Cause(name, fit, said) for name in names)
     elif "grad_norm" in view.fields and (said := _pattern_of_norms(view)):
         yield Cause("reported-norm", Fit.EVERY_STEP, f"{said}{unproven(view)}")
-    elif "grad_norm" in view.fields and not any(of_gradients(view)):
+    elif "grad_norm" in view.fields and _clearly_off(view) and not any(of_gradients(view)):
         said = f"the logged gradient norm is off by no one factor{unproven(view)}"
         yield from (Cause(name, Fit.PATTERN, said) for name in ("reported-norm", "another-divisor"))
+
+
+def _clearly_off(view: View) -> bool:
+    """Whether a norm is off by more than a small term of the loss changes it, which such weights don't show either."""
+    return any(it is not None and not near(it, 1.0, _TERM) for it in view.ratios("grad_norm"))
 
 
 def _proof(view: View, behind: str = "") -> str:
