@@ -104,6 +104,7 @@ def times(factor):
     return lambda at, g: factor * g
 
 
+BY_NO_FACTOR = {"reported-norm", "another-divisor", "constant-factor"}
 FORGETFUL = {
     "AdamW": adam, "Lamb": lamb, "Lion": lion, "Adagrad": adagrad, "RMSprop": rmsprop, None: adam,
 }  # fmt: skip
@@ -179,8 +180,16 @@ def test_norms_that_are_off_by_no_one_factor_may_be_another_divisor():
     clips = {"limit": 0.2}
     for other in ({"scale": lambda at, g: factors[at] * g}, {"logged": lambda at, norm: factors[at] * norm}):
         diagnosis = found(run(adam, "AdamW", **clips), run(adam, "AdamW", **clips, **other))
-        assert {cause.name for cause in grouped(diagnosis.causes)[0]} == {"reported-norm", "another-divisor"}
+        assert {cause.name for cause in grouped(diagnosis.causes)[0]} == BY_NO_FACTOR
         assert diagnosis.causes[0].fit is Fit.PATTERN
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Adagrad"])
+def test_a_part_of_the_gradient_may_have_a_factor(optimizer):
+    """Of a parameter group, say: it is no factor of the norm, and such optimizers forget it."""
+    update, half = FORGETFUL[optimizer], np.where(np.arange(len(START)) % 2, 0.5, 1.0)
+    diagnosis = found(run(update, optimizer), run(update, optimizer, scale=lambda at, g: half * g))
+    assert {cause.name for cause in grouped(diagnosis.causes)[0]} == BY_NO_FACTOR
 
 
 def test_a_loss_that_is_off_with_no_norm_beside_it_may_be_minimised():
@@ -245,7 +254,7 @@ def test_a_learning_rate_that_is_logged_wrong_is_so_where_lengths_are_forgotten_
 def test_norms_that_a_small_term_of_the_loss_leaves_are_no_wrong_log():
     """Lion keeps the signs of gradients, and shows no term that turns few of them."""
     one = run(lion, "Lion")
-    for far, named in ((1e-3, set()), (0.2, {"reported-norm", "another-divisor"})):
+    for far, named in ((1e-3, set()), (0.2, BY_NO_FACTOR)):
         diagnosis = found(one, run(lion, "Lion", logged=lambda at, norm, far=far: norm * (1 + far * (at % 3) / 2)))
         assert {cause.name for cause in diagnosis.causes} == named
         assert {"gradient", "loss", "logging"} <= set(diagnosis.classes)
