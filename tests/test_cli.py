@@ -120,8 +120,13 @@ class TestRewrite:
         path.write_text(json.dumps(given))
         ran = started("rewrite", path)
         assert (ran.returncode, json.loads(ran.stdout)["optimizer"]["params"]["lr"]) == (0, "1e-3")
-        assert "warning: initialize() raises this, unless optimizer= or lr_scheduler= replaces" in ran.stderr
+        assert "warning: initialize() raises this, unless optimizer= replaces" in ran.stderr
         assert 'optimizer.params.lr = "1e-3": must be a number' in ran.stderr
+
+    def test_what_no_object_replaces_is_refused(self, tmp_path):
+        path = tmp_path / "quoted.json"
+        path.write_text(json.dumps(json.loads(CONFIG.read_text()) | {"steps_per_print": "10"}))
+        assert 'steps_per_print = "10": must be a number other than 0' in refused("rewrite", path)
 
     def test_prints_plain_json_to_stdout_and_reasons_to_stderr(self):
         ran = started("rewrite", CONFIG, "--ranks", 4)

@@ -14,15 +14,17 @@ def rewrite(config: Config, ranks: Ranks = 1) -> None:
     from ds_parity.config import load_config, refuse_misspelt
     from ds_parity.config import rewrite as rewritten
     from ds_parity.config.autotp import data_parallel_ranks
-    from ds_parity.config.handed_on import handed_on
+    from ds_parity.config.handed_on import handed_on, refuse_handed_on
 
     extended = load_config(config)
     refuse_misspelt(extended)
     result = rewritten(extended, data_parallel_ranks(extended, ranks))
+    refuse_handed_on(result.config, optimizer=False, scheduler=False)
     sys.stdout.write(json.dumps(result.config, indent=2) + "\n")
     for fault in handed_on(result.config, optimizer=True, scheduler=True):
         # Of a section in whose place the caller gives an object, nothing is built.
-        said = f"warning: initialize() raises this, unless optimizer= or lr_scheduler= replaces the section: {fault}"
+        given = "optimizer" if fault.key.startswith("optimizer.") else "lr_scheduler"
+        said = f"warning: initialize() raises this, unless {given}= replaces the section: {fault}"
         err.print(said, markup=False, highlight=False, soft_wrap=True)
     for change in result.changes:
         line = f"{change.key}: {change.before!r} -> {change.after!r}: {change.why}"

@@ -75,9 +75,10 @@ def _of_params(config: Mapping[str, Any], section: str) -> Iterator[Fault]:
     if not isinstance(_section(config, section).get("type"), str):
         return  # nothing is built of it
     for key, value in _section(_section(config, section), "params").items():
-        if any(_is_written_number(it) for it in (value if isinstance(value, list) else [value])):
+        parts = value if isinstance(value, list) else [value]
+        if any(_is_written_number(it) for it in parts):
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write it without quotes")
-        elif value is None and key in _NEEDED:
+        elif key in _NEEDED and value != AUTO and any(it is None or isinstance(it, str) for it in parts):
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write one, or leave it out")
 
 
@@ -89,8 +90,9 @@ def _of_zero(config: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _of_steps(config: Mapping[str, Any]) -> Iterator[Fault]:
     # DeepSpeed divides the number of a step by it, in the first one.
-    if _is_written_number(value := config.get("steps_per_print")):
-        yield Fault("steps_per_print", value, "must be a whole number", "write one, without quotes")
+    value = config.get("steps_per_print")
+    if value is not None and not (isinstance(value, int | float) and value):
+        yield Fault("steps_per_print", value, "must be a number other than 0", "write one, without quotes, or null")
 
 
 def _of_scheduler(config: Mapping[str, Any]) -> Iterator[Fault]:
