@@ -160,7 +160,7 @@ class CallersDriver(Driver):
         """
         if last:
             self.state.refuse_lost()
-        self.announced = last and (self.announced or not self._reduced)
+        self.announced = last
 
     def refuse_owed_step(self) -> None:
         """Raise WindowError where nothing can be added to the window: it has been reduced, or a backward has raised."""

@@ -66,7 +66,9 @@ def announced_twice(engine, window):
         last = (seed, rollouts) == window[-1]
         engine.set_gradient_accumulation_boundary(last)
         engine.backward(loss_of(engine, engine, seed), rollouts=rollouts)
-        engine.set_gradient_accumulation_boundary(last)
+        for again in (last, False, last):
+            engine.set_gradient_accumulation_boundary(again)
+            assert engine.is_gradient_accumulation_boundary() == again
     engine.step()
 
 
