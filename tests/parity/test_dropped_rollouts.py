@@ -50,4 +50,5 @@ def test_another_target_of_one_stream_drops_nothing(name, carried, target):
 def test_a_window_that_has_more_lacks_nothing():
     more = [(18, 4), (23, 6), *LACKING[2:]]
     groups = named(DUE, more, ranks=RANKS, idle=1)
-    assert not any("silent-truncation" in group for group in groups if len(group) > 1)
+    # In fewer rollouts than are due another rule may see it, and other data beside it.
+    assert not any({"silent-truncation"} < group - {"data-or-seed"} for group in groups)

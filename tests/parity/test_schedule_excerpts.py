@@ -175,3 +175,117 @@ def test_losses_that_grow_without_end_do_not_come_back(growth, begins):
             for side in losses
         )
         assert not diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes
+
+
+def rising(n):
+    """A warm-up along a cosine, and beside it one that a square root of steps is of."""
+    return (1 - math.cos(math.pi * (n + 1) / 20)) / 2
+
+
+@pytest.mark.parametrize("schedule", [rising, lambda n: 0.1 + 0.9 * rising(n), lambda n: 1 - 0.5 ** (n + 1)])
+def test_a_factor_in_a_rise_that_is_no_line_from_0_is_one_of_the_base_rate(schedule):
+    assert first_group(schedule, lambda n: 0.5 * schedule(n)) == {"base-lr"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "beside"),
+    [
+        (linear(5, 28), {"another-warm-up"}),
+        (lambda n: min(1.0, (40 - n) / 15), set()),
+        (stairs(5), {"another-warm-up", "schedule-off-by-steps"}),
+        (lambda n: cosine(5)(n - (n > 26)), set()),
+        (lambda n: linear(5)(n - (n > 26)), {"another-warm-up"}),
+    ],
+)
+def test_a_rest_within_an_excerpt_leaves_open_what_its_schedule_does(schedule, beside):
+    assert first_group(schedule, lambda n: 0.3 * schedule(n), begin=20) == {"base-lr", *beside}
+
+
+@pytest.mark.parametrize("power", [0.9, 1.5, 2.5, -0.7])
+@pytest.mark.parametrize("digits", [None, 7])
+def test_a_power_of_the_steps_may_have_another_warm_up_whatever_it_is(power, digits):
+    def made(warm_up):
+        def rate(n):
+            if power < 0:
+                return (n / warm_up) ** power
+            return ((100 - n) / (100 - warm_up)) ** power
+
+        return rate if digits is None else lambda n: float(f"{rate(n):.{digits}g}")
+
+    assert {"base-lr", "another-warm-up"} <= first_group(made(10), made(4), begin=20)
+
+
+def test_two_rates_are_of_any_curve():
+    schedule = inverse_root(5)
+    named = first_group(schedule, lambda n: schedule(2 * n), begin=15, steps=2)
+    assert {"base-lr", "scheduler-stepped-often", "another-warm-up", "schedule-off-by-steps"} <= named
+    assert "schedule-too-long" not in named
+
+
+def test_one_rate_above_those_of_a_schedule_that_falls_is_not_its_end():
+    named = first_group(linear(5), lambda n: 1.0, begin=40)
+    assert {"no-scheduler", "another-lowest-lr", "schedule-too-long", "schedule-off-by-steps"} <= named
+    assert not named & {"schedule-too-short", "scheduler-stepped-often", "scheduler-per-pass"}
+    below = first_group(linear(5), lambda n: 0.01, begin=40)
+    assert {"no-scheduler", "schedule-too-short", "scheduler-stepped-often"} <= below
+    assert not below & {"another-lowest-lr", "schedule-too-long"}
+
+
+@pytest.mark.parametrize(("moves", "passes"), [(2, 3), (3, 4)])
+def test_what_came_before_an_excerpt_changes_no_number_of_moves_in_it(moves, passes):
+    schedule = linear(5, 200)
+    named = first_group(schedule, lambda n: schedule(20 + moves * (n - 20)), begin=20, passes=passes)
+    assert "scheduler-stepped-often" in named
+    assert "scheduler-per-pass" not in named
+
+
+def test_passes_that_no_log_holds_may_be_as_many_as_the_moves():
+    named = first_group(linear(2, 40), lambda n: linear(2, 40)(4 * n), steps=8, passes=None)
+    assert {"scheduler-per-pass", "scheduler-stepped-often"} <= named
+
+
+@pytest.mark.parametrize("of_log", [False, True])
+def test_rates_that_are_exchanged_in_the_log_alone_are_logged_wrong(of_log):
+    pair = [linear(5), lambda n: 0.1 * linear(5)(n)]
+    a, b = traces(pair, pair[::-1], 0, 8)
+    if of_log:
+        b = Trace(HEADER, tuple(x.model_copy(update={"lr": y.lr}) for x, y in zip(a.steps, b.steps, strict=True)))
+    groups = grouped(diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes)
+    assert {cause.name for cause in groups[0]} == {"group-lr", *(("reported-lr",) if of_log else ())}
+
+
+def test_groups_that_a_step_exchanges_may_be_a_step_off():
+    pair = [lambda n: 1.0 if n % 2 else 0.5, lambda n: 0.5 if n % 2 else 1.0]
+    assert {"group-lr", "schedule-off-by-steps"} <= first_group(pair, [lambda n, it=it: it(n + 1) for it in pair])
+
+
+def test_groups_that_keep_their_places_are_not_exchanged_by_rounding():
+    pair = [linear(5), lambda n: 0.1 * linear(5)(n)]
+    rounded = [lambda n, it=it: it(n) * (1 + 3e-16) for it in pair]
+    assert "group-lr" not in first_group(pair, rounded)
+
+
+def counted(losses, tokens):
+    steps = enumerate(zip(losses, tokens, strict=True), 1)
+    return Trace(
+        HEADER,
+        tuple(
+            StepRecord(step=n, loss=loss, lr=(1e-3,), grad_norm=None, **NOTHING | {"tokens": held})
+            for n, (loss, held) in steps
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "later"),
+    [
+        ([1, 1.5, 2, 2.5, 3.1, 0.4, 2.9, 0.6], [0.99, 1.49, 1.98, 2.48]),
+        ([2, 2.02, 2.01, 2, 3.1, 3.4, 2.9, 3.6], [1.99, 2, 1.97, 1.98]),
+    ],
+)
+def test_counts_that_come_again_prove_that_the_data_do(one, later):
+    tokens = [900, 700, 800, 950]
+    pair = counted(one, 2 * tokens), counted(one[:4] + later, 2 * tokens)
+    assert [cause.name for cause in diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes] == [
+        "resume-repeats-data"
+    ]

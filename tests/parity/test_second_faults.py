@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,14 +187,19 @@ def slowly(step):
     return 0.05 * 0.97**step
 
 
+def in_two_groups(trace):
+    """The same run with twice the rate for a second parameter group, which is logged beside the first one's."""
+    return replace(trace, steps=tuple(it.model_copy(update={"lr": (*it.lr, 2 * it.lr[0])}) for it in trace.steps))
+
+
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("rate", [slowly, warmed, cosine])
 @pytest.mark.parametrize("limit", [1.7, 0.6, 1.02])
-def test_a_rate_of_the_next_step_beside_another_clip_may_be_logged_wrong(rate, limit):
+def test_a_rate_of_the_next_step_beside_another_clip_may_be_logged_wrong(rate, limit, several):
     """The first update is not so many times as long as the rates have it, be it by little; a rate of 0 moves none."""
     one = trained(rate, weights=True, limit=1.0, start=AT_ZERO)
-    groups, diagnosis = named(
-        one, trained(rate, logged=lambda step: rate(step + 1), weights=True, limit=limit, start=AT_ZERO)
-    )
+    other = trained(rate, logged=lambda step: rate(step + 1), weights=True, limit=limit, start=AT_ZERO)
+    groups, diagnosis = named(*map(in_two_groups, (one, other)) if several else (one, other))
     assert groups[0] >= {"schedule-off-by-steps", "reported-lr"}
     assert "beside a second fault: the weights of step 1 " in diagnosis.causes[0].evidence
 

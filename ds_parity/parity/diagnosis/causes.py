@@ -43,7 +43,7 @@ REMEDIES = {
     "another-warm-up": "give both schedules the same number of warm-up steps",
     "no-scheduler": "give the scheduler to the engine, and step it",
     "lr-rounded": "set the learning rate with all of its digits",
-    "group-lr": "give the parameter groups the same learning rates",
+    "group-lr": "give the parameter groups the same learning rates, in the same order",
     "base-lr": "give both runs the same learning rate",
     "dp-mean-left-in": "multiply the loss by the data-parallel size: DeepSpeed averages over ranks",
     "gas-scaled-twice": "pass scale_wrt_gas=False, or don't divide by the number of passes yourself",

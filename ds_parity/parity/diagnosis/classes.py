@@ -59,8 +59,8 @@ def _of_figures(view: View, at: set[str]) -> set[str]:
         found = {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
         if view.loose or _loss_tells_nothing(view):
             found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
-        if _may_be_of_advantages(view) and _far_from_the_start(view):
-            found |= {"weights"}
+        if _may_be_of_advantages(view):
+            found |= {"data"} | ({"weights"} if view.first == 0 and _far_from_the_start(view) else set())
         return found | ({"weights"} if view.apart_at_start else set())
     return _of_update(view) if "weights" in at else set()
 
@@ -92,11 +92,14 @@ def _loss_tells_nothing(view: View) -> bool:
 
 
 def _may_be_of_advantages(view: View) -> bool:
-    """Whether losses of the record are no mean of cross-entropies, which are above 0.
+    """Whether losses of the record are no mean of cross-entropies, which are above 0, and agree in the step that parts.
 
-    Where each token has the ratio 1, as in a first step, a loss of a policy has no weights in it.
+    Where each token has the ratio 1, as in a first step, a loss of a policy has neither weights nor tokens in it.
     """
-    return view.first == 0 and any(one.loss is not None and one.loss <= 0 for pair in view.pairs for one in pair)
+    a, b = view.pairs[view.first]
+    return near(b.loss, a.loss or 0.0, EPS["fp32"]) and any(
+        one.loss is not None and one.loss <= 0 for pair in view.pairs for one in pair
+    )
 
 
 def _norm_hides_as_much(view: View) -> bool:

@@ -103,10 +103,12 @@ def _repeated(view: View) -> Iterator[Cause]:
             (b.grad_norm, a.grad_norm, due.grad_norm)
             for b, a, (due, _) in zip(later, then, view.pairs[first:], strict=True)
         ]
-        if view.recorded("grad_norm") and not _come_back(norms):
+        # Counts that go up and down as they did before are a proof of their own.
+        proved = len({(b.tokens, b.prompts) for b in later}) > 1
+        if view.recorded("grad_norm") and not _come_back(norms, proved=proved):
             return
         # Weights have moved since, so losses come back by about.
-        if _come_back(known):
+        if _come_back(known, proved=proved):
             losses = ", ".join(f"{b:.4g} for {a:.4g}" for b, a, _ in known[:3])
             counted = all(one.tokens is not None for one in later)
             what = "counts are those" if counted else "the data may be that"
@@ -119,24 +121,22 @@ def _repeated(view: View) -> Iterator[Cause]:
             return
 
 
-def _come_back(known: Sequence[tuple[float | None, float | None, float | None]]) -> bool:
+def _come_back(known: Sequence[tuple[float | None, float | None, float | None]], *, proved: bool) -> bool:
     """Whether numbers of later steps are by about those of earlier ones, and not those that are due.
 
-    They go up and down as those do. What stays where it was comes back to nothing, however far what is due goes, and
-    two runs that diverge pass the same numbers one behind the other.
+    Unless it is proved that the data are the same, they go up and down as those do: what stays where it was comes back
+    to nothing, however far what is due goes, and two runs that diverge pass the same numbers one behind the other.
 
     Args:
         known: of each later step: its own number, that of the earlier step, and the one that is due.
+        proved: whether counts show that the data of the earlier steps come again.
     """
     rows = [(b, a, due) for b, a, due in known if b is not None and a is not None and due is not None]
-    if not rows:
-        return False
     off, earlier = [b - a for b, a, _ in rows], [a for _, a, _ in rows]
-    if len(rows) > _BY_CHANCE and earlier == sorted(earlier):
+    if not rows or max(map(abs, off)) >= _BY_ABOUT * max(abs(due - a) for _, a, due in rows):
         return False
-    return max(map(abs, off)) < _BY_ABOUT * max(abs(due - a) for _, a, due in rows) and (
-        _spread(off) < _AS_THEN * _spread(earlier)
-    )
+    diverge = len(rows) > _BY_CHANCE and earlier == sorted(earlier)
+    return proved or (not diverge and _spread(off) < _AS_THEN * _spread(earlier))
 
 
 def _spread(numbers: Sequence[float]) -> float:

@@ -65,7 +65,7 @@ def predictions(view: View, first: float) -> Mapping[str, Prediction]:
         by_ranks = view.ranks > 1 and near(first, view.ranks / totals[view.first], _BY_RANKS)
         each, words = (view.ranks, "1 / the total for each rank,") if by_ranks else (1, "1 / total")
         found["divided-already"] = Prediction([_over(each, totals[i]) for i in at], words)
-    if view.first == 1:
+    if view.first and len(set(totals[: view.first])) == 1:
         shares = [_over(totals[i], totals[i - 1]) for i in at]
         found["wrong-window"] = Prediction(shares, "this window's total / the last one's")
     return found
@@ -104,6 +104,8 @@ def _of_idle_passes(view: View, first: float) -> dict[str, Prediction]:
         return {}
     micro_batches = max(1, view.passes[view.first] * view.ranks - idle[0])
     plausible = _whole(weight) and weight <= _LONGEST * totals[0] / micro_batches
+    if sum(map(bool, idle)) == 1 and not plausible:
+        return {}  # any factor of the one step that has idle passes has such a weight
     shares = [_over(total, total + weight * count) for total, count in zip(totals, idle, strict=True)]
     words = f"total / (total + {weight:.4g} for each idle pass)"
     return {"idle-counted": Prediction(shares, words, of_first_step=True, plausible=plausible)}
@@ -124,7 +126,7 @@ def _of_a_target(view: View, first: float) -> dict[str, Prediction]:
 def _of_a_target_met(view: View) -> dict[str, Prediction]:
     target = view.totals[0]
     shares = [_over(total, target) for total in view.totals[view.first :]]
-    return {"target-not-actual": Prediction(shares, f"total / {target:.6g}, which the steps before hold,")}
+    return {"target-not-actual": Prediction(shares, f"total / {target:.6g} (which the steps before hold)")}
 
 
 def _whole(value: float) -> bool:

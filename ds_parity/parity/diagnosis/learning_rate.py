@@ -32,6 +32,9 @@ from ds_parity.parity.diagnosis.view import View, alike, near, told
 from ds_parity.trace import Trace
 
 _ROUNDING = 1e-12
+_AT_ONE_PACE = {
+    "schedule-off-by-steps", "resume-resets-schedule", "lr-reported-a-step-off", "reported-lr", "lr-rounded",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,14 +86,16 @@ def causes(view: View) -> Iterator[Cause]:
     if all(as_fp32(a, b) for a, b in other):
         yield from _rounded_to_fp32(view, *other[0])
         return
-    if len(other) > 1 and _exchanged(groups):
-        yield Cause("group-lr", Fit.SEQUENCE, "the learning rates of the parameter groups are exchanged in every step")
-        return
     # Weights that agree say nothing of the one group whose rates are others, if it holds little of the gradient.
     log = _Log(view, view.alone("lr") if len(other) == len(groups) else None)
     found = [] if log.alone_wrong or not _finite(other) else [*_of_some_groups(view, groups, other)]
     if len(other) == len(groups):
         found += _of_all_groups(log, other)
+    if _exchanged(groups):
+        # Two groups that go at each other's pace go at no one pace.
+        found = [it for it in found if it.name in _AT_ONE_PACE]
+        if not log.alone_wrong:
+            found.append(Cause("group-lr", Fit.SEQUENCE, "the parameter groups have each other's LR in every step"))
     if not found and log.if_its_own is view:
         # What no cause gives, and no weights or norms show, is logged wrong, be the log of these steps.
         found = [*_logged_wrong(log)]
@@ -147,9 +152,11 @@ def _logged_wrong(log: _Log) -> Iterator[Cause]:
 
 
 def _exchanged(groups: Sequence[tuple[list[float], list[float]]]) -> bool:
-    """Whether the parameter groups of both sides have the same rates, each those of another group."""
+    """Whether the parameter groups of both sides have the same rates, some of them those of another group."""
     a, b = ([rates[side] for rates in groups] for side in (0, 1))
-    return all(equal(x, y) for x, y in zip(sorted(a), sorted(b), strict=True))
+    return not all(equal(x, y) for x, y in groups) and all(
+        equal(x, y) for x, y in zip(sorted(a), sorted(b), strict=True)
+    )
 
 
 def _finite(groups: Sequence[tuple[list[float], list[float]]]) -> bool:
@@ -303,7 +310,7 @@ def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         said = f"the LR is {b[0]:.6g} in every step, where the reference's moves"
         # Two rates are one number in other schedules, too.
         yield Cause("no-scheduler", Fit.SEQUENCE if len(b) > 2 else Fit.CONSTANT, said)
-        for name in beside_a_rest(view):
+        for name in beside_a_rest(view, a, b[0]):
             yield Cause(name, Fit.SEQUENCE, f"{said}; {not_seen(view)}")
         if b[0] == a[0] and view.step(0) == 1 and len(b) <= MOST:
             yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, f"{said}, and may move behind so many of them")

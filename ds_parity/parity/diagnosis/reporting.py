@@ -63,8 +63,8 @@ def _unproven(view: View) -> Iterator[Cause]:
     elif "grad_norm" in view.fields and _clearly_off(view) and not any(of_gradients(view)):
         # A factor that the gradient of a part of the parameters has is none of the whole norm.
         said = f"the logged gradient norm is off by no one factor{unproven(view)}"
-        names = ("reported-norm", "another-divisor", "constant-factor")
-        yield from (Cause(name, Fit.PATTERN, said) for name in names)
+        for name in ("reported-norm", "another-divisor", "constant-factor"):
+            yield Cause(name, Fit.PATTERN, said)
 
 
 def _clearly_off(view: View) -> bool:

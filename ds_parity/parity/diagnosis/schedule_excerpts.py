@@ -7,18 +7,25 @@ at another step; and a schedule that rests may do so for any reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise, takewhile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
-from ds_parity.parity.diagnosis.rates import SAME, same
+import numpy as np
+
+from ds_parity.parity.diagnosis.rates import SAME
 from ds_parity.parity.diagnosis.view import View, alike
 
-# A line, what `polynomial` schedules of other powers are, and inverse roots.
-_POWERS = (1.0, 2.0, 3.0, 4.0, 0.5, -0.5, -1.0, -2.0)
 _BEFORE = ("another-warm-up",)
 _PLACE = ("schedule-off-by-steps",)
 _FASTER = ("scheduler-stepped-often", "schedule-too-short")
 _SLOWER = ("schedule-too-long", "scheduler-per-outer-step")
+_ROUNDED = 1e-7  # rates in fp32, or written in seven digits
+# One over the powers that are looked for: no schedule is steeper, and none that is flatter is told from exponential.
+_INVERSE_POWERS = np.concatenate([-np.geomspace(4, 0.1, 40), np.geomspace(0.1, 4, 40)])
+_HALVINGS = 60
+_NEARLY = 3e-4  # of an inverse power, which few rates tell
+_ABOUT = 0.25  # steps by which the beginning of a curve is known, and a thousandth of those since
 
 
 def is_excerpt(view: View) -> bool:
@@ -44,37 +51,47 @@ def beside_a_factor(view: View, a: Sequence[float], factor: float) -> tuple[str,
     Returns:
         Names of causes; none where each leaves other rates.
     """
+    moving, levels = _moving(a), [rate for rate, _ in groupby(a)]
     if not is_excerpt(view):
         # Nor is it seen to which rate a warm-up comes that goes on at the end of the record.
-        return _BEFORE if a[-1] > a[-2] and sorted(a) == [*a] else ()
-    if any(same(*pair) for pair in pairwise(a)):
-        # Where a schedule rests, or goes down by stairs, it is so at many of its places.
-        low = ("another-lowest-lr",)
-        return ("no-scheduler", *low, *_BEFORE, *_faster(view), *_slower(view), *_PLACE)
-    if alike([y / x for x, y in pairwise(a) if x], SAME):
-        return (*_BEFORE, *_PLACE)
-    some = list(takewhile(lambda rate: rate > 0, a))
-    power = next((it for it in _POWERS if _is_line([rate ** (1 / it) for rate in some])), None)
-    if power is None:
-        return ()
-    if not _begins([rate ** (1 / power) for rate in some], view.step(0)):
-        return _BEFORE
-    # At another pace a power that begins with the run is so many times itself.
-    return (*_BEFORE, *(_faster(view) if (factor > 1) == (power > 0) else _slower(view)))
+        rises = len(moving) > 2 and a[-1] > a[-2] and sorted(a) == [*a]
+        power = _power_of(moving) if rises else None
+        return _BEFORE if power is not None and power.is_line and power.begins(view.step(0)) else ()
+    if len(levels) == 1:
+        return ("no-scheduler", "another-lowest-lr", *_BEFORE, *_faster(view), *_slower(view), *_PLACE)
+    found: list[str] = []
+    if alike([y / x for x, y in pairwise(levels) if x], SAME):  # exponential, by steps or by stairs
+        found += [*_BEFORE, *_PLACE]
+    power = _power_of(moving) if len(moving) > 2 else None
+    if power is not None:
+        found += _BEFORE
+    # At another pace a power that begins with the run is so many times itself. Two rates may be of any curve.
+    if len(levels) == 2 or (power is not None and power.begins(view.step(0))):
+        found += _faster(view) if (factor > 1) == (levels[1] > levels[0]) else _slower(view)
+    return tuple(dict.fromkeys(found))
 
 
-def beside_a_rest(view: View) -> tuple[str, ...]:
+def beside_a_rest(view: View, a: Sequence[float], rate: float) -> tuple[str, ...]:
     """Return what else than no scheduler leaves one rate in all steps of an excerpt, in which the reference moves.
 
     A schedule that is over does, one that has not left its first rates, and one that is in the middle of a rest.
 
     Args:
         view: two traces side by side.
+        a: the reference's rates, of every common step.
+        rate: the candidate's, in all of them.
 
     Returns:
         Names of causes; none in a whole record.
     """
-    return ("another-lowest-lr", *_faster(view), *_slower(view), *_PLACE) if is_excerpt(view) else ()
+    if not is_excerpt(view):
+        return ()
+    falls = sorted(a, reverse=True) == [*a]
+    over = rate <= min(a) or not falls
+    waits = rate > min(a) or sorted(a) != [*a] != sorted(a, reverse=True)
+    found = [*(_faster(view) if over else ()), *(("another-lowest-lr", *_slower(view)) if waits else ())]
+    # Within a warm-up, too, a scheduler stands still that moves once in so many steps.
+    return tuple(dict.fromkeys((*found, "scheduler-per-outer-step", *_PLACE)))
 
 
 def _faster(view: View) -> tuple[str, ...]:
@@ -85,12 +102,72 @@ def _slower(view: View) -> tuple[str, ...]:
     return (*_SLOWER, *(("scheduler-budget-in-passes",) if max(view.passes) != 1 else ()))
 
 
-def _is_line(values: Sequence[float]) -> bool:
-    moves = [y - x for x, y in pairwise(values)]
-    return len(moves) > 1 and alike(moves, SAME)
+def _moving(a: Sequence[float]) -> list[float]:
+    """The rates without a rest at their end, and without one that a skipped step may have left; none with others."""
+    lasting = [*a]
+    while len(lasting) > 1 and lasting[-1] == lasting[-2]:
+        lasting.pop()
+    rests = [at for at, (x, y) in enumerate(pairwise(lasting)) if x == y]
+    if len(rests) > 1 or 0 in rests:
+        return []
+    return [rate for rate, _ in groupby(lasting)]
 
 
-def _begins(line: Sequence[float], step: int) -> bool:
-    """Whether a line over steps, the first of which is given, is 0 in front of the run's first step, or in the next."""
-    before = line[0] / (line[1] - line[0])
-    return any(abs(before - (step - 1 + some)) < SAME * max(1, step) for some in (0, 1))
+@dataclass(frozen=True)
+class _Power:
+    """Rates that are a power of a line over the steps.
+
+    Attributes:
+        inverse: one over the power.
+        first: where the line is in the first step.
+        move: by how much it moves in a step.
+    """
+
+    inverse: float
+    first: float
+    move: float
+
+    @property
+    def is_line(self) -> bool:
+        """Whether the power is 1."""
+        return abs(self.inverse - 1) < _NEARLY
+
+    def begins(self, step: int) -> bool:
+        """Whether the line is 0 in front of the run's first step, or in the one before; `step`: of the first rate."""
+        before = self.first / self.move
+        return min(abs(before - step + 1), abs(before - step)) < _ABOUT + step / 1000
+
+
+def _power_of(rates: list[float]) -> _Power | None:
+    """The power of a line that rates are; None where they are none. Of three rates there nearly always is one."""
+    a = np.array(rates)
+    known = a > 0  # a line ends at 0, and one that rises may begin there
+    if known.sum() < 3 or not known[1:-1].all():
+        return None
+    steps = np.flatnonzero(known)
+    a = a[known] / a.max()
+    middle = len(a) // 2
+    share = (steps[middle] - steps[0]) / (steps[-1] - steps[0])
+
+    def bend(inverse: float) -> float:
+        first, at, last = (a[[0, middle, -1]] / a[middle]) ** inverse
+        return float((1 - share) * first + share * last - at) / inverse**2
+
+    bends = [bend(it) for it in _INVERSE_POWERS]
+    for low, high in ((x, y) for (x, f), (y, g) in pairwise(zip(_INVERSE_POWERS, bends, strict=True)) if f * g <= 0):
+        if low * high < 0:
+            continue
+        inverse = _root(bend, float(low), float(high))
+        line = a[0] ** inverse + (a[-1] ** inverse - a[0] ** inverse) * (steps - steps[0]) / (steps[-1] - steps[0])
+        if (line > 0).all() and np.abs(line ** (1 / inverse) - a).max() <= SAME * np.ptp(a) + _ROUNDED:
+            move = float(line[-1] - line[0]) / (steps[-1] - steps[0])
+            return _Power(inverse, float(line[0]) - move * int(steps[0]), move)
+    return None
+
+
+def _root(of: Callable[[float], float], low: float, high: float) -> float:
+    rises = of(high) > of(low)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (of(middle) < 0) == rises else (low, middle)
+    return (low + high) / 2

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise, repeat, tee
+from itertools import accumulate, chain, islice, pairwise, repeat, tee
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import SAME, equal, follows, same, tells, where_due
-from ds_parity.parity.diagnosis.schedule_excerpts import is_excerpt
 from ds_parity.parity.diagnosis.schedule_stairs import stairs_of
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 MOST = 64
 """Times that a scheduler may move in one step, and steps that it may be off."""
+_FARTHEST = 4096  # places before an excerpt
+_BEGUN = 8
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,11 @@ def not_begun(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         return
     said = f"the LR is 0 in every step, with which the reference's begins before it rises ({rises:.4g}, ...)"
     yield from (Cause(it, Fit.SEQUENCE, said) for it in ("schedule-off-by-steps", "scheduler-per-outer-step"))
+    if not a[-1]:
+        # One that is over at once may have moved often in its first step.
+        per_pass = ("scheduler-per-pass",) if max(view.passes) != 1 else ()
+        for name in (*per_pass, "scheduler-stepped-often", "schedule-too-short"):
+            yield Cause(name, Fit.SEQUENCE, f"{said}, and in which it ends")
 
 
 def ended(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -208,10 +214,11 @@ def faster(view: View, a: list[float], b: list[float], *, beside: bool = False) 
     longer = course(a, b)
     if longer is None or (len(set(b)) == 1 and not same(a[-1], a[-2])):
         return
-    fitting = [some for some in range(2, MOST) if _moved(longer, b, repeat(some, len(b)))]
-    # Of an excerpt it is not known how many passes came before: their number is one of those that may fit.
-    moves = fitting and is_excerpt(view)
-    per_pass = all(view.passes) and max(view.passes) > 1 and (moves or _moved(longer, b, view.passes))
+    begun = _begun(view, longer, b[0])
+    fitting = [some for some in range(2, MOST) if _moved(longer, b, repeat(some, len(b)), begun)]
+    # Of passes that no log has written down the number may be any.
+    known = all(view.passes)
+    per_pass = max(view.passes) > 1 and _moved(longer, b, view.passes, begun) if known else bool(fitting)
     # Where the reference has not come to rest, the rate at which it will is read off the candidate: of two rates, the
     # other one must say how often.
     if not (beside or tells(b) or same(a[-1], a[-2])) and len(fitting) != 1:
@@ -219,10 +226,10 @@ def faster(view: View, a: list[float], b: list[float], *, beside: bool = False) 
     told = f"{' or '.join(map(str, fitting[:3]))} times in each step" if fitting else "once for each pass"
     said = f"the scheduler moves {told} ({b[0]:.4g}, {b[1]:.4g}, ...)"
     if per_pass:
-        passes = sorted(set(view.passes))
-        yield Cause("scheduler-per-pass", Fit.SEQUENCE, f"{said}; windows have {', '.join(map(str, passes))} passes")
+        passes = f"windows have {', '.join(map(str, sorted(set(view.passes))))}" if known else "no log says how many"
+        yield Cause("scheduler-per-pass", Fit.SEQUENCE, f"{said}; {passes} passes")
     # Passes explain their number alone, but for two numbers that a scheduler is often stepped: twice, and once a rank.
-    if {*fitting} - (set(view.passes) if per_pass and not moves else set()) or {2, view.ranks} & {*fitting}:
+    if {*fitting} - (set(view.passes) if per_pass else set()) or {2, view.ranks} & {*fitting}:
         yield Cause("scheduler-stepped-often", Fit.SEQUENCE, said)
     if len(set(b)) > 1 and any(_is_shorter(longer, b, some) for some in fitting):
         yield Cause("schedule-too-short", Fit.SEQUENCE, said)
@@ -237,9 +244,20 @@ def _is_shorter(longer: Course, b: list[float], times: int) -> bool:
     return follows(map(longer.at, begun), b) or (longer.is_line and follows(map(longer.at, before), b))
 
 
-def _moved(longer: Course, b: list[float], moves: Iterable[int]) -> bool:
-    """Whether a scheduler that makes so many moves in each step gives the candidate's rates."""
-    return any(follows(map(longer.at, places), b) for places in _places(moves))
+def _begun(view: View, longer: Course, rate: float) -> list[int]:
+    """By how many places a candidate's schedule may be ahead before the first step that is recorded; 0 of a whole run.
+
+    Of an excerpt its first rate tells it: at most it has moved as often as is looked for in each step before.
+    """
+    most = min((view.step(0) - 1) * MOST, _FARTHEST)
+    there = (some for some in range(1, most) if same(longer.at(some), rate))
+    return [0, *islice(there, _BEGUN)]
+
+
+def _moved(longer: Course, b: list[float], moves: Iterable[int], begun: Iterable[int]) -> bool:
+    """Whether a scheduler that makes so many moves in each step, from one of some places on, gives the rates."""
+    made = [*moves]
+    return any(follows((longer.at(ahead + at) for at in places), b) for ahead in begun for places in _places(made))
 
 
 def _places(moves: Iterable[int]) -> tuple[Iterator[int], Iterator[int]]:

@@ -9,8 +9,9 @@ import numpy as np
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.rates import SAME
 from ds_parity.parity.diagnosis.schedule_shapes import digits
-from ds_parity.parity.diagnosis.view import View, told
+from ds_parity.parity.diagnosis.view import View, alike, told
 from ds_parity.trace import StepRecord, Trace
 
 # Of what rates do: gradients of other rows have another direction, and show a hundredth of it.
@@ -56,11 +57,14 @@ def not_by_the_rate(view: View) -> str:
         return f"no rate of step {step} changes its {' and its '.join(before)}"
     moves, (a, b) = Moves(view), view.pairs[view.first]
     known = moves.known and moves.update(view.first) is not None
-    if not known or not a.lr or not b.lr or len(a.lr) != 1 or a.skipped or b.skipped:
+    if not known or not a.lr or not b.lr or len(a.lr) != len(b.lr) or a.skipped or b.skipped:
         return ""
-    if a.lr[0]:
+    # Parameter groups whose rates are off by other factors turn the update.
+    if not alike([y / x for x, y in zip(a.lr, b.lr, strict=True) if x], SAME) and any(a.lr):
+        return ""
+    if all(a.lr):
         return _of_another_length(view, moves, a.lr[0], b.lr[0])
-    if not _stands_still(view, moves):
+    if any(a.lr) or not _stands_still(view, moves):
         return ""
     return f"the weights of step {step} stay where they are, and a rate of {b.lr[0]:.4g} would move them"
 

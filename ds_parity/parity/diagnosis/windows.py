@@ -47,6 +47,8 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
         another = targets.another(cut)
         # On several ranks another target, a setting, is the simpler reading of half as many rollouts.
         often = targets.often(cut) if another is None or view.ranks == 1 else None
+        if another and view.step(0) > 1:
+            found += _at_other_passes(view, cut)
         if another and _prompts_are_targets(view, cut):
             found = [replace(it, fit=Fit.SEQUENCE) if it.name == "sequences-as-prompts" else it for it in found]
         found += [it for it in (another, often) if it]
@@ -63,6 +65,13 @@ def _beside(view: View, cut: Cut, told: set[str]) -> list[Cause]:
     own = None if "local-count" in told else ragged.own_counts(view, cut)
     later = None if "another-overshoot" in told else targets.overshoot_from(view, cut)
     return [it for it in (own, later, streams.other_data(view, cut), _dropped(view, cut)) if it]
+
+
+def _at_other_passes(view: View, cut: Cut) -> Iterator[Cause]:
+    """What ends every window of an excerpt a pass late or early: its first window shows it, which is not recorded."""
+    name = "boundary-a-pass-late" if _mean(cut.b) > _mean(cut.a) else "boundary-off-by-one"
+    said = f"windows hold {cut.b[:3]} rollouts for {cut.a[:3]}, and the first of the run is not recorded"
+    yield Cause(name, Fit.SEQUENCE, said)
 
 
 def _prompts_are_targets(view: View, cut: Cut) -> bool:
@@ -214,14 +223,17 @@ def _length(view: View, cut: Cut) -> Iterator[Cause]:
     missing = sum(cut.a) - sum(cut.b)
     # Where the first window alone is shorter, the others may be no more than shifted.
     shorter = all(y < x for x, y in zip(cut.a[:1], cut.b[:1], strict=False)) and cut.a[1:-1] != cut.b[1:-1]
-    if missing > 0 and cut.same == 0 and shorter:
-        less = [record.tokens for record in (view.reference.steps[0], view.candidate.steps[0])]
-        fewer_tokens = None not in less and (less[1] or 0) < (less[0] or 0)
+    # Before an excerpt both sides may have consumed any number of rollouts.
+    if missing > 0 and cut.same == 0 and shorter and view.step(0) == 1:
+        tokens = [[record.tokens or 0 for record in side.steps] for side in (view.reference, view.candidate)]
+        fewer_tokens = 0 < tokens[1][0] < tokens[0][0] and sum(tokens[1]) < sum(tokens[0])
         # A window of fewer passes ended earlier, and what it lacks is in the next one.
         earlier = 0 < cut.passes[0] < cut.of_reference[0]
         if 0.7 < pace < 1.4 and fewer_tokens and not earlier:
             said = f"{missing} of {sum(cut.a)} rollouts are in no step, step {view.step(0)} holds {cut.b[0]} of "
-            yield Cause("silent-truncation", Fit.CONSTANT, f"{said}{cut.a[0]}")
+            # Other data may have fewer rollouts, too.
+            for name in ("silent-truncation", "data-or-seed"):
+                yield Cause(name, Fit.CONSTANT, f"{said}{cut.a[0]}")
 
 
 def _dropped(view: View, cut: Cut) -> Cause | None:
