@@ -9,6 +9,7 @@ from typing import Any
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
 from ds_parity.engine.internals.schedule import RolloutSchedule, failing_loudly
+from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.record.finished import Finished
 from ds_parity.engine.record.metrics import Meter, Sums
 from ds_parity.window import Ledger
@@ -91,7 +92,7 @@ class Boundary:
         self.counters.before_step(self._ledger.rollouts, window.rollouts)
         # The correction and the norm must see the gradients of every parameter, so they are completed first, where no
         # backward was marked as the window's last.
-        with self._adapter.kept.released(), failing_loudly(engine):
+        with self._adapter.kept.released(), failing_loudly(engine), whole_groups(engine):
             self._adapter.complete()
             if window.expected == total and not self._corrects_every_step:
                 engine.step(**kwargs)

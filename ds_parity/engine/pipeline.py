@@ -30,6 +30,7 @@ from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.schedule import failing_loudly, needed_by, rates_in_digits
+from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.internals.stages import (
     averaged_over,
     buffers_of_every_type,
@@ -409,7 +410,13 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         data = iter([(batch.inputs.get("inputs"), batch.inputs.get("labels")) for batch in runs])
         try:
             silence = silenced(engine.module) if idle else nullcontext()
-            with self._self_between.training(), self._weighed(shares), failing_loudly(engine), silence:
+            with (
+                self._self_between.training(),
+                self._weighed(shares),
+                failing_loudly(engine),
+                whole_groups(engine),
+                silence,
+            ):
                 # DeepSpeed averages losses over columns also where it adds their gradients up.
                 return float(engine.train_batch(data)) * (self._self_columns // averaged)
         finally:
