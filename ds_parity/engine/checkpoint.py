@@ -84,6 +84,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         return path, state
     refuse_universal_in_turns(driver.engine, load_dir, (state or {}).get(KEY, {}))
     driver.abandon()
+    driver.adapter.forget_copies()
     forget_sparse_names(driver.engine)
     if not options["load_module_only"]:
         if not options["load_optimizer_states"]:
@@ -112,6 +113,8 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     driver.refuse_loading()
     if options["load_module_only"]:
         refuse_module_alone(driver)
+    if not options["load_optimizer_states"]:
+        _refuse_weights_alone_with_autotp(driver)
     _refuse_a_part_of_universal(driver, options)
     return there
 
@@ -260,6 +263,20 @@ def refuse_module_alone(driver: Driver) -> None:
             "load_checkpoint(load_module_only=True) on ZeRO stage 3: DeepSpeed loads nothing there, because the "
             "weights are in the optimizer's files; leave load_module_only out and give load_optimizer_states=False and "
             "load_lr_scheduler_states=False, which loads the weights and the counts"
+        )
+
+
+def _refuse_weights_alone_with_autotp(driver: Driver) -> None:
+    """Raise CheckpointError where DeepSpeed counts the files of all ranks, and expects those of one that divides it.
+
+    It makes the weights of the optimizer's files then (utils/zero_to_fp32.py, get_checkpoint_files; 0.19.8).
+    """
+    engine = driver.engine
+    if engine.zero_optimization_stage() == 3 and (size := engine.autotp_size()) > 1:
+        raise CheckpointError(
+            f"load_checkpoint(load_optimizer_states=False) on ZeRO stage 3 with tensor_parallel.autotp_size = {size}: "
+            "DeepSpeed can't read the weights of a divided model alone there; load the optimizer's states, too, or "
+            "use ZeRO stage 0 to 2"
         )
 
 

@@ -35,11 +35,11 @@ def _loss(model, number):
     return sum(layer(x.to(layer.weight.dtype)).pow(2).mean().to(x.dtype) for layer in model)
 
 
-def _engine(dtypes=(torch.float32,) * 3):
+def _engine(dtypes=(torch.float32,) * 3, **params):
     model = _layers()
     for layer, dtype in zip(model, dtypes, strict=True):
         layer.to(dtype)
-    keys = config(0, passes=2) | {"optimizer": {"type": "AdamW", "params": RATES}}
+    keys = config(0, passes=2) | {"optimizer": {"type": "AdamW", "params": RATES | params}}
     del keys["scheduler"]
     keys["gradient_clipping"] = 0.0
     return ds_parity.initialize(model=model, model_parameters=model.parameters(), config=keys)[0]
@@ -71,6 +71,29 @@ def _apart(trained, folder, resumed, *dtypes):
         engine.step()
     place, due = _alone(trained)
     return float((engine.module[place].weight.detach().double().cpu() - due).abs().max()) / RATES["lr"]
+
+
+def _handed_to_torch(folder):
+    """The same with torch's AdamW behind the third of five windows, which goes by the count of each parameter."""
+    engine = _engine()
+    for number in range(5):
+        if number == 3:
+            engine.save_checkpoint(folder)
+            engine = _engine(torch_adam=True)
+            engine.load_checkpoint(folder)
+        engine.backward(_loss(engine.module, number), rollouts=1)
+        engine.step()
+    _, due = _alone([(1, 0, 0)] * 5)
+    return float((engine.module[0].weight.detach().double().cpu() - due).abs().max()) / RATES["lr"]
+
+
+@at_length_on_two_ranks
+def from_fused_adam_to_torch(folder):
+    return from_all(_handed_to_torch(folder))
+
+
+def test_the_counts_of_a_checkpoint_are_those_of_steps(two_ranks_at_length):
+    assert max(two_ranks_at_length.of(from_fused_adam_to_torch)) < 1e-3
 
 
 @at_length_on_two_ranks

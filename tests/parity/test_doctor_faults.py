@@ -159,6 +159,8 @@ def config_of(script, place):
         config |= {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 1.0}
     if script == "universal_in_turns":
         zero["round_robin_gradients"] = True
+    if script == "hpz_keeps_frozen":
+        zero["zero_hpz_partition_size"] = 2
     if script == "predivide_zero3":
         config["gradient_predivide_factor"], zero["reduce_scatter"] = 2.0, False
     return config

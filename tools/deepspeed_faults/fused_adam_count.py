@@ -51,7 +51,7 @@ def main() -> dict[str, str]:
     return tell(
         {
             "ZeRO 0, the other layer frozen": lambda: apart(frozen=True),
-            "ZeRO 0, the other layer in bf16": lambda: apart(dtype=torch.bfloat16),
+            "ZeRO 0, the other layer of another dtype": lambda: apart(dtype=torch.bfloat16),
         },
         said=lambda value: f"a layer is {value:.3f} of its way from where it is beside a trained one in fp32",
         right=lambda value: value < 1e-5,

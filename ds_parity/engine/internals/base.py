@@ -212,6 +212,9 @@ class Adapter(ABC):
     def refresh(self) -> None:  # noqa: B027  # most wrappers load all weights that they have
         """Go on from the model's weights, which were loaded without the optimizer's states."""
 
+    def forget_copies(self) -> None:  # noqa: B027  # ZeRO 3 alone has copies of weights, and of hpZ
+        """Forget copies of the weights that were loaded over, as a load leaves them."""
+
     def show_stepped_weights(self) -> None:  # noqa: B027  # ZeRO 3 has done it; without a wrapper there are no others
         """Give the model the weights that the optimizer steps, which were loaded by place, and the model's by name.
 

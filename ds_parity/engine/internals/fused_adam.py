@@ -1,11 +1,13 @@
-"""DeepSpeed's own Adam over parameters as they are: one count of steps for a group, and one dtype at a time."""
+"""DeepSpeed's own Adam over parameters as they are: one count of steps for a group, whatever has a gradient."""
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import FusedAdam
+
+_MOMENT, _STEP = 2, 4  # what its kernel is given: exp_avg among the lists, and the count among the numbers behind them
 
 
 class EvenCounts:
@@ -13,32 +15,40 @@ class EvenCounts:
 
     It steps each dtype of a group with the count of the last parameter that has a gradient, and adds to that one alone
     (ops/adam/fused_adam.py, 0.19.8). Behind a freeze another parameter is the last, and of two dtypes each adds to it.
-    A parameter without a state begins with its group's `step`.
+    Here its kernel is given the group's own count, which all states have before and behind a step. A parameter without
+    a state begins with its group's `step`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._groups = optimizer.param_groups
+    def __init__(self, optimizer: FusedAdam) -> None:
+        self._optimizer, self._kernel = optimizer, optimizer.multi_tensor_adam
+        self._stepped: dict[int, int] = {}
+        optimizer.multi_tensor_adam = self._with_count_of_group
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._behind)
 
-    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._groups = optimizer.param_groups
-        for group in self._groups:
-            states = [optimizer.state[one] for one in group["params"] if one in optimizer.state]
-            group["step"] = max((state.get("step", 0) for state in states), default=0)
-            for state in states:
-                state["step"] = group["step"]
-        optimizer.param_groups = [one for group in self._groups for one in _by_dtype(group)]
+    def _before(self, *_: Any) -> None:
+        self._stepped = {}
+        for group in self._optimizer.param_groups:
+            self._count(group, max((int(state.get("step", 0)) for state in self._states(group)), default=0))
 
-    def _behind(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        optimizer.param_groups = self._groups
+    def _with_count_of_group(self, size: int, overflow: torch.Tensor, lists: list[Any], *numbers: Any) -> Any:
+        """Call the kernel with lists of tensors that are of one group and one dtype."""
+        at = next(at for at, group in enumerate(self._optimizer.param_groups) if self._holds(group, lists[_MOMENT][0]))
+        self._stepped[at] = due = self._optimizer.param_groups[at]["step"] + 1
+        return self._kernel(size, overflow, lists, *numbers[:_STEP], due, *numbers[_STEP + 1 :])
 
+    def _behind(self, *_: Any) -> None:
+        for at, count in self._stepped.items():
+            self._count(self._optimizer.param_groups[at], count)
 
-def _by_dtype(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a group for each dtype of its parameters; the group itself where they have one."""
-    kinds = [list(some) for _, some in groupby(sorted(group["params"], key=_kind), key=_kind)]
-    return [group] if len(kinds) < 2 else [{**group, "params": some} for some in kinds]
+    def _count(self, group: dict[str, Any], count: int) -> None:
+        group["step"] = count
+        for state in self._states(group):
+            state["step"] = count
 
+    def _states(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        states = self._optimizer.state
+        return [states[one] for one in group["params"] if one in states]
 
-def _kind(parameter: torch.Tensor) -> str:
-    return str(parameter.dtype)
+    def _holds(self, group: dict[str, Any], moment: torch.Tensor) -> bool:
+        return any(state.get("exp_avg") is moment for state in self._states(group))

@@ -125,6 +125,13 @@ GUARDS: tuple[Guard, ...] = (
             ),
         )
     ),
+    Guard(
+        "deepspeed.ops.adam.fused_adam:FusedAdam",
+        "step",
+        "internals/fused_adam.py",
+        "its kernel is given the moments third among its lists, and the count of steps fifth behind them",
+        ("[g_32, p_32, m_32, v_32]", "group['lr'], beta1, beta2, group['eps'], state['step']"),
+    ),
     # A gradient that a loop writes before the step.
     Guard(
         "deepspeed.utils.tensor_fragment:",

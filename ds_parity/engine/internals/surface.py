@@ -312,6 +312,7 @@ class Zero3Parameter(Protocol):
     ds_numel: int
     ds_shape: torch.Size
     ds_z3_leaf_module: torch.nn.Module  # of those that are in a leaf module alone
+    ds_secondary_tensor: torch.Tensor | None
     requires_grad: bool
 
     def partition_numel(self) -> int:
@@ -393,6 +394,7 @@ class AdamOptimizer(Protocol):
     """FusedAdam: DeepSpeed's Adam without CPU offload, inside the wrapper."""
 
     adam_w_mode: int
+    multi_tensor_adam: Callable[..., Any]
 
 
 class LossScaleConfig(Protocol):

@@ -195,6 +195,11 @@ class Zero3(Zero):
         self.release_parameters()
         self._optimizer._overflow_clean_up(self._optimizer.loss_scale)
 
+    def forget_copies(self) -> None:
+        """Forget hpZ's copies, of which DeepSpeed renews those of trained parameters alone (hpz_keeps_frozen.py)."""
+        for parameter in cast("Iterable[Zero3Parameter]", self.engine.module.parameters()):
+            parameter.ds_secondary_tensor = None
+
     def release_parameters(self) -> None:
         """Partition what passes left gathered, as every `step()` does first."""
         self._optimizer._partition_all_parameters()

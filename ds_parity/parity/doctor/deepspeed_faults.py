@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ds_parity.config.features import FETCHED
 from ds_parity.parity.doctor.measured import FAULT, RIGHT, measured, numbers, of_places
 from ds_parity.parity.doctor.reading import Reading
+from ds_parity.values import whole
 
 
 @dataclass(frozen=True)
@@ -369,6 +370,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         lambda c: c.stage > 0 or c.bf16 or c.fp16,
         "the loop freezes parameters after the start",
         kept_from=False,
+    ),
+    DeepSpeedFault(
+        "hpz_keeps_frozen",
+        "behind load_checkpoint passes use the frozen weights that the engine had before",
+        "give the model the frozen weights before the engine is built",
+        lambda c: c.stage == 3 and (whole(c.raw("zero_optimization.zero_hpz_partition_size")) or 1) > 1,
+        "parameters are frozen, and a checkpoint is loaded",
     ),
     DeepSpeedFault(
         "module_only_zero3",
