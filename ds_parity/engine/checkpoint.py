@@ -24,6 +24,7 @@ from ds_parity.engine.internals.checkpoints import (
     weights_of,
     without_deepspeeds,
 )
+from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
@@ -133,6 +134,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         _as_configured(engine, tag),
         any_shape_is_gathered(),
         literal_paths(),
+        empty_partitions(engine),
         identities(engine) as files,
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)

@@ -12,6 +12,7 @@ from ds_parity.engine import kept_states, loading
 from ds_parity.engine.checkpoint import own_values
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.checkpoints import own_clipping
+from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
@@ -120,6 +121,7 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             as_it_was_saved(engine),
             own_clipping(engine),
             literal_paths(),
+            empty_partitions(engine),
         ):
             path, state = engine.load_checkpoint(load_dir, tag, **options)
         if path is not None:

@@ -140,6 +140,7 @@ BESIDE = {
     "sparse_gradients_zero0": {"sparse_gradients": True},
     "fused_adam_count": {"optimizer": {"type": "AdamW"}},
     "universal_of_others": {"checkpoint": {"load_universal": True}},
+    "universal_empty_partition": {"checkpoint": {"load_universal": True}},
     "universal_off_the_cpu": {"checkpoint": {"load_universal": True}},
     "universal_without_a_file": {"checkpoint": {"load_universal": True}},
     "universal_without_buffers": {"checkpoint": {"load_universal": True}},

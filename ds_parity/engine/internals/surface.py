@@ -227,6 +227,9 @@ class ZeroOptimizer(Protocol):
 class Zero12Parameter(Protocol):
     """A parameter whose optimizer states are divided over ranks."""
 
+    _hp_mapping: Any
+    load_hp_checkpoint_state: Callable[..., Any] | None
+
     def set_full_hp_grad(self, value: torch.Tensor) -> None:
         """Write a loop's own gradient of a step: `safe_set_full_grad`."""
 

@@ -414,6 +414,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a checkpoint is converted to a universal one",
     ),
     DeepSpeedFault(
+        "universal_empty_partition",
+        "the load raises an IndexError on a rank, and the others wait for it",
+        "put the parameters of a group of few elements into another group",
+        lambda c: c.stage in (1, 2) and c.on("checkpoint.load_universal"),
+        "a parameter group has hardly more elements than there are ranks",
+    ),
+    DeepSpeedFault(
         "universal_off_the_cpu",
         "a universal checkpoint is loaded, and the optimizer of torch's raises in its first step",
         "load it with offload_optimizer, or set the optimizer's step to a tensor",
