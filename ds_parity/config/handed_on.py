@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -78,8 +79,10 @@ def _of_params(config: Mapping[str, Any], section: str) -> Iterator[Fault]:
         parts = value if isinstance(value, list) else [value]
         if any(_is_written_number(it) for it in parts):
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write it without quotes")
-        elif key in _NEEDED and value != AUTO and any(it is None or isinstance(it, str) for it in parts):
+        elif key in _NEEDED and value != AUTO and (not parts or any(map(_is_no_number, parts))):
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write one, or leave it out")
+        elif key == "betas" and value != AUTO and len(parts) < 2:
+            yield Fault(f"{section}.params.betas", value, "must be two numbers", "write both, such as [0.9, 0.999]")
 
 
 def _of_zero(config: Mapping[str, Any]) -> Iterator[Fault]:
@@ -108,6 +111,10 @@ def _of_scheduler(config: Mapping[str, Any]) -> Iterator[Fault]:
         rule = "DeepSpeed gives a scheduler of torch's what wraps the optimizer, which it refuses"
         way_out = f"leave the section out, and give initialize() lr_scheduler=lambda optimizer: {name}(optimizer, ...)"
         yield Fault("scheduler.type", name, rule, way_out)
+
+
+def _is_no_number(value: object) -> bool:
+    return value is None or isinstance(value, str | Mapping) or (isinstance(value, float) and math.isnan(value))
 
 
 def _is_written_number(value: object) -> bool:

@@ -256,9 +256,10 @@ def _is_of_another_precision(error: FileNotFoundError) -> bool:
 
 def _of_another_precision(load_dir: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"load_checkpoint({load_dir!r}): the checkpoint was saved in another precision (fp32, bf16 or fp16), and its "
-        f"optimizer states are kept otherwise there ({type(error).__name__}: {error}). Load it with the bf16 and fp16 "
-        f"that saved it, or its weights alone with load_optimizer_states=False; {_HALF_WAY}"
+        f"load_checkpoint({load_dir!r}): the checkpoint was saved in another precision (fp32, bf16 or fp16), or on "
+        "ZeRO 0 with DeepSpeed's Adam for torch's, or the reverse, and its optimizer states are kept otherwise there "
+        f"({type(error).__name__}: {error}). Load it with the bf16, fp16 and optimizer that saved it, or its "
+        f"weights alone with load_optimizer_states=False; {_HALF_WAY}"
     )
 
 

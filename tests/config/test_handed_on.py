@@ -24,6 +24,8 @@ REFUSED = [
     (adam(betas=None, weight_decay=None), "optimizer.params.weight_decay = null", "or leave it out"),
     (adam(betas=[None, 0.9]), "optimizer.params.betas = [null, 0.9]", "or leave it out"),
     (adam(lr=[None]), "optimizer.params.lr", "or leave it out"),
+    *((adam(betas=it), "optimizer.params.betas", "[0.9, 0.999]") for it in (0.9, [0.9])),
+    *((adam(lr=it), "optimizer.params.lr", "or leave it out") for it in ([], {}, float("nan"))),
     (adam(eps="small"), 'optimizer.params.eps = "small"', "or leave it out"),
     ({"steps_per_print": "10"}, 'steps_per_print = "10"', "without quotes"),
     *(({"steps_per_print": it}, "steps_per_print", "or null") for it in (0, "ten", "", [10], "auto", {}, False)),

@@ -13,7 +13,7 @@ from ds_parity.engine.internals.plain import Plain
 from ds_parity.engine.internals.zero import checksum
 from ds_parity.engine.internals.zero3 import Zero3
 from ds_parity.engine.internals.zero12 import Zero12
-from ds_parity.errors import ConfigError
+from ds_parity.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,17 @@ def test_other_sets_of_parameters_in_another_order_give_another_checksum(sets):
         return total
 
     assert of(sets) != of(sets[::-1])
+
+
+def test_copies_of_hpz_are_forgotten_and_quantized_ones_are_refused():
+    """DeepSpeed quantizes frozen weights once, so that a load would leave the old ones in use."""
+    plain, quantized = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    plain.ds_secondary_tensor, quantized.ds_secondary_tensor = torch.zeros(1), torch.zeros(1)
+    adapter = object.__new__(Zero3)
+    adapter.engine = SimpleNamespace(module=torch.nn.ParameterList([plain]))
+    adapter.forget_copies()
+    assert plain.ds_secondary_tensor is None
+    quantized.ds_secondary_tensor.ds_quant_scale = torch.ones(1)
+    adapter.engine.module = torch.nn.ParameterList([plain, quantized])
+    with pytest.raises(CheckpointError, match="zero_quantized_nontrainable_weights"):
+        adapter.forget_copies()

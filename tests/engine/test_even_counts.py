@@ -66,6 +66,19 @@ def test_an_error_in_a_step_leaves_the_groups_as_they_are():
     assert weights[0].detach().double() == pytest.approx(due(4), abs=1e-6)
 
 
+def test_a_step_that_raises_is_not_counted(monkeypatch):
+    weights, optimizer = made(*MIXED)
+    stepped(weights, optimizer, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer, "lists_of", None, raising=False)
+        weights[0].data = weights[0].data.to(torch.float64)  # of which its kernel knows nothing
+        with pytest.raises(RuntimeError):
+            stepped(weights, optimizer, 1)
+        weights[0].data = weights[0].data.to(torch.float32)
+    stepped(weights, optimizer, 1)
+    assert weights[0].detach().double() == pytest.approx(due(2), abs=1e-6)
+
+
 def test_what_hooks_write_into_a_group_counts():
     weights, optimizer = made(*MIXED)
     optimizer.register_step_post_hook(lambda one, *_: one.param_groups[0].update(lr=0.0))

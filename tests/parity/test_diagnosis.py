@@ -557,7 +557,8 @@ def test_an_lr_is_told_off_by_a_step_only_as_surely_as_what_was_compared_shows()
         assert all(field not in agree for field in absent), found[0].evidence
 
 
-@pytest.mark.parametrize("name", CASES)
+# Before an excerpt both sides may have consumed any number of rollouts.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "silent-truncation"])
 def test_causes_name_steps_by_their_number_also_where_a_trace_begins_later(name):
     def renumbered(held):
         return Trace(held.header, tuple(record.model_copy(update={"step": record.step + 40}) for record in held.steps))
@@ -577,8 +578,8 @@ def test_what_a_foreign_trace_does_not_say_is_not_told():
     unknown = dict.fromkeys(("passes", "idle_passes"))
     late = trained(lambda n: {"lr": (0.0325 + 0.01 * (n - 1),)})
     found = causes(lambda n: {**unknown, **late(n)}, reference=lambda n: unknown)
-    assert found[0].name == "scheduler-stepped-often"
-    assert "passes" not in found[0].evidence
+    assert {"scheduler-stepped-often", "scheduler-per-pass"} <= {one.name for one in grouped(found)[0]}
+    assert "windows have" not in found[0].evidence
 
 
 def test_a_second_division_by_what_a_foreign_loop_does_not_record_may_be_deepspeeds():

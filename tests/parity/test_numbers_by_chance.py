@@ -39,13 +39,31 @@ def test_the_total_of_the_window_before_is_as_good_as_a_target_that_all_but_the_
     assert {"target-not-actual", "wrong-window"} <= groups[0]
 
 
-@pytest.mark.parametrize("losses", [(-0.25, 0.1), (0.25, 0.1)])
-def test_a_loss_of_a_policy_may_have_no_tokens_in_it(losses):
+@pytest.mark.parametrize(("losses", "of_a_policy"), [((-0.25, 0.1), True), ((0.25, 0.1), True), ((2.5, 1.1), False)])
+def test_a_loss_of_a_policy_may_have_no_tokens_in_it(losses, of_a_policy):
     """Other inputs with the same rewards, as of another chat template."""
     rows = [{"loss": loss} for loss in losses]
     wrong = [row | {"grad_norm": 1.37 - 0.3 * n} for n, row in enumerate(rows)]
     diagnosis, _ = found(trace(*rows), trace(*wrong))
-    assert ("data" in diagnosis.classes) == (min(losses) < 0)
+    assert ("data" in diagnosis.classes) == of_a_policy
+
+
+@pytest.mark.parametrize(("first", "late"), [(1, True), (11, True), (11, False)])
+def test_windows_that_end_a_pass_late_are_told_in_excerpts_too(first, late):
+    """Where each has about one pass more, and not twice as many."""
+
+    def cut(rollouts):
+        held = [{"rollouts": n, "prompts": n, "tokens": 9 * n, "total": 9.0 * n, "passes": n // 2} for n in rollouts]
+        steps = trace(*(row | {"loss": 1 + 1 / n} for n, row in enumerate(held, 7))).steps
+        return Trace(
+            HEADER.model_copy(update={"ranks": 1}),
+            tuple(one.model_copy(update={"step": n}) for n, one in enumerate(steps, first)),
+        )
+
+    _, groups = found(cut([8] * 10), cut([10] * 8 if late else [16] * 5))
+    named = set().union(*groups)
+    assert "another-target" in named
+    assert ("boundary-a-pass-late" in named) == late
 
 
 def windows(rollouts, tokens):
@@ -59,3 +77,17 @@ def test_rollouts_are_dropped_with_their_tokens_and_other_data_have_less_as_well
     _, groups = found(windows((7, 7, 7, 6), (20, 18, 13, 17)), windows((6, 6, 7, 6), tokens))
     assert ({"silent-truncation", "data-or-seed"} in groups) == named
     assert named or not any("silent-truncation" in group for group in groups)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_windows_of_other_data_are_those_of_no_late_boundary_in_an_excerpt(first):
+    """What the first window of the run held tells a late one; of an excerpt it is not known."""
+    sides = []
+    for rollouts, tokens in (((6, 4, 4, 7), (9, 13, 11, 17)), ((9, 4, 4, 5), (18, 9, 13, 17))):
+        rows = zip(rollouts, tokens, (2, 1, 1, 2), strict=True)
+        counts = ({"rollouts": n, "prompts": n, "tokens": t, "passes": p} for n, t, p in rows)
+        steps = trace(*(row | {"loss": 9 / row["tokens"], "grad_norm": 1 + row["tokens"] / 9} for row in counts)).steps
+        held = tuple(one.model_copy(update={"step": n}) for n, one in enumerate(steps, first))
+        sides.append(Trace(HEADER, held))
+    _, groups = found(*sides)
+    assert first == 1 or not groups or "data-or-seed" in groups[0]

@@ -218,7 +218,9 @@ def test_a_loss_of_nothing_in_the_first_step_alone_excludes_neither_weights_nor_
     assert {"weights", "data"} <= set(found(*pair).classes)
 
 
-@pytest.mark.parametrize(("losses", "open_too"), [((-0.1, 0.3), True), ((0.1, -0.3), True), ((0.1, 0.3), False)])
+@pytest.mark.parametrize(
+    ("losses", "open_too"), [((-0.1, 0.3), True), ((0.1, -0.3), True), ((0.1, 0.3), True), ((1.1, 0.9), False)]
+)
 def test_a_loss_that_is_no_cross_entropy_may_have_no_weights_in_its_first_step(losses, open_too):
     pair = [
         rewritten(it, lambda number, off=off: {"loss": losses[number > 1] + off * (number > 1), "weights": None})

@@ -192,7 +192,7 @@ def test_a_factor_in_a_rise_that_is_no_line_from_0_is_one_of_the_base_rate(sched
     [
         (linear(5, 28), {"another-warm-up"}),
         (lambda n: min(1.0, (40 - n) / 15), set()),
-        (stairs(5), {"another-warm-up", "schedule-off-by-steps"}),
+        (stairs(5), {"another-warm-up", "schedule-off-by-steps", "resume-resets-schedule"}),
         (lambda n: cosine(5)(n - (n > 26)), set()),
         (lambda n: linear(5)(n - (n > 26)), {"another-warm-up"}),
     ],
@@ -276,6 +276,9 @@ def counted(losses, tokens):
     )
 
 
+TOKENS, OTHERS = [900, 700, 800, 950], [820, 910, 640, 700]
+
+
 @pytest.mark.parametrize(
     ("one", "later"),
     [
@@ -284,8 +287,63 @@ def counted(losses, tokens):
     ],
 )
 def test_counts_that_come_again_prove_that_the_data_do(one, later):
-    tokens = [900, 700, 800, 950]
-    pair = counted(one, 2 * tokens), counted(one[:4] + later, 2 * tokens)
-    assert [cause.name for cause in diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes] == [
-        "resume-repeats-data"
-    ]
+    pair = counted(one, [*TOKENS, *OTHERS]), counted(one[:4] + later, 2 * TOKENS)
+    found = diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes
+    assert [cause.name for cause in found] == ["resume-repeats-data"]
+
+
+@pytest.mark.parametrize("at", [slice(4, 8), slice(4, 5), slice(5, 6)])
+def test_what_is_no_number_does_not_come_back(at):
+    one = [1, 1.5, 2, 2.5, 3.1, 0.4, 2.9, 0.6]
+    losses = [math.nan if n in range(8)[at] else loss for n, loss in enumerate([*one[:4], 0.99, 1.49, 1.98, 2.48])]
+    pair = counted(one, [*TOKENS, *OTHERS]), counted(losses, 2 * TOKENS)
+    assert not diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes
+
+
+def test_counts_of_a_second_epoch_are_no_proof():
+    """A run that stops to learn has the losses of its first epoch in the second."""
+    one = [2, 2.02, 2.01, 2, 1.2, 1.25, 1.1, 1.0]
+    pair = counted(one, 2 * TOKENS), counted([*one[:4], 1.99, 2, 1.97, 1.98], 2 * TOKENS)
+    assert not diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes
+
+
+def logarithmic(steps):
+    """DeepSpeed's WarmupLR (runtime/lr_schedules.py)."""
+    return lambda n: min(1.0, math.log(n + 1) / math.log(steps))
+
+
+@pytest.mark.parametrize(
+    ("made", "begin", "steps"),
+    [
+        (logarithmic, 0, 12),
+        (logarithmic, 10, 8),
+        (lambda steps: lambda n: ((n + 1) / steps) ** 2, 0, 12),
+        (lambda steps: lambda n: (n + 1) / steps, 0, 2),
+    ],
+)
+def test_a_factor_in_a_warm_up_of_any_shape_may_be_one_of_its_length(made, begin, steps):
+    assert {"base-lr", "another-warm-up"} <= first_group(made(30), made(60), begin=begin, steps=steps)
+
+
+@pytest.mark.parametrize(("moves", "passes"), [(2, 5), (3, 3), (4, 4), (195 / 97.5, 5)])
+def test_in_an_excerpt_many_moves_may_be_a_shorter_schedule(moves, passes):
+    schedule = linear(5, 200)
+    named = first_group(schedule, lambda n: schedule(moves * n), begin=20, passes=passes)
+    assert "schedule-too-short" in named
+    assert named & {"scheduler-stepped-often", "scheduler-per-pass"}
+
+
+def test_a_rest_is_one_give_or_take_rounding():
+    noise = [1, 1 + 2**-52, 1, 1, 1 + 2**-52, 1]
+    named = first_group(lambda n: noise[n - 20], lambda n: noise[n - 20] / 2, begin=20, steps=6)
+    assert {"base-lr", "no-scheduler", "schedule-too-short", "another-lowest-lr"} <= named
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "rates",
+    [(1, 0.5, 1e-300, 0), (1e-300, 1e-200, 1), (1 + 1e-12, 1, 1 + 5e-13, 1 + 1e-12, 1, 1 + 1e-12), (1e-320,) * 4],
+)
+@pytest.mark.parametrize("begin", [0, 20])
+def test_rates_of_any_size_raise_nothing(rates, begin):
+    first_group(lambda n: rates[n - begin], lambda n: rates[n - begin] / 2, begin=begin, steps=len(rates))

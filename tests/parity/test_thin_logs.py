@@ -10,6 +10,7 @@ from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.trace import Header, StepRecord, Trace
 from ds_parity.trace.digits import Precision
+from ds_parity.trace.foreign import read_any
 
 STEPS = 12
 OF_TRAINING = {"data", "loss", "gradient", "clipping", "optimizer settings", "schedule", "weights"}
@@ -324,3 +325,16 @@ def test_passes_that_are_as_many_as_the_ranks_leave_open_that_a_scheduler_steps_
         first = {cause.name for cause in grouped(told.causes)[0]}
         assert "scheduler-per-pass" in first
         assert ("scheduler-stepped-often" in first) is (ranks == 4)
+
+
+def test_a_mean_over_all_steps_that_alone_differs_has_no_first_step(tmp_path):
+    """Norms that four decimals round alike, in a record with a loss that is not above 0."""
+    traces = []
+    for off in (0.0, 0.0001):
+        rows = (f"{n},{-0.1 * n:.4f},0.0001,{0.5 + 0.01 * n + off:.4f}" for n in range(1, 7))
+        path = tmp_path / f"{off}.csv"
+        path.write_text("\n".join(["step,loss,lr,grad_norm", *rows]) + "\n")
+        traces.append(read_any(path))
+    comparison = compare(*traces, Tier.REASSOCIATED)
+    assert not comparison.equal
+    assert {"gradient", "logging"} <= set(diagnose(*traces, comparison).classes)

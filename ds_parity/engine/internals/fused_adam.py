@@ -34,8 +34,16 @@ class EvenCounts:
     def _with_count_of_group(self, size: int, overflow: torch.Tensor, lists: list[Any], *numbers: Any) -> Any:
         """Call the kernel with lists of tensors that are of one group and one dtype."""
         at = next(at for at, group in enumerate(self._optimizer.param_groups) if self._holds(group, lists[_MOMENT][0]))
-        self._stepped[at] = due = self._optimizer.param_groups[at]["step"] + 1
-        return self._kernel(size, overflow, lists, *numbers[:_STEP], due, *numbers[_STEP + 1 :])
+        group = self._optimizer.param_groups[at]
+        due = group["step"] + 1
+        try:
+            found = self._kernel(size, overflow, lists, *numbers[:_STEP], due, *numbers[_STEP + 1 :])
+        except BaseException:
+            # DeepSpeed has counted the step already.
+            self._count(group, group["step"])
+            raise
+        self._stepped[at] = due
+        return found
 
     def _behind(self, *_: Any) -> None:
         for at, count in self._stepped.items():

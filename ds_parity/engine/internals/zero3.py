@@ -12,6 +12,7 @@ from deepspeed.utils import z3_leaf_parameter
 from ds_parity.engine.internals.leaves import Leaves
 from ds_parity.engine.internals.surface import Engine, Parameter, Zero3Optimizer, Zero3Parameter
 from ds_parity.engine.internals.zero import Zero
+from ds_parity.errors import CheckpointError
 
 
 class Zero3(Zero):
@@ -196,8 +197,19 @@ class Zero3(Zero):
         self._optimizer._overflow_clean_up(self._optimizer.loss_scale)
 
     def forget_copies(self) -> None:
-        """Forget hpZ's copies, of which DeepSpeed renews those of trained parameters alone (hpz_keeps_frozen.py)."""
+        """Forget hpZ's copies, of which DeepSpeed renews those of trained parameters alone (hpz_keeps_frozen.py).
+
+        Raises:
+            CheckpointError: copies of frozen weights are quantized, and DeepSpeed quantizes none anew
+                (runtime/zero/partition_parameters.py, _partition_param_sec, 0.19.8; read, and not run: it needs a GPU).
+        """
         for parameter in cast("Iterable[Zero3Parameter]", self.engine.module.parameters()):
+            if hasattr(parameter.ds_secondary_tensor, "ds_quant_scale"):
+                raise CheckpointError(
+                    "load_checkpoint() with zero_quantized_nontrainable_weights and zero_hpz_partition_size: passes "
+                    "would use the frozen weights that the engine was built with; load those into the model before "
+                    "initialize(), or leave one of the two out"
+                )
             parameter.ds_secondary_tensor = None
 
     def release_parameters(self) -> None:

@@ -19,6 +19,7 @@ _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound, or of what a loss is off by: what lies further apart has not agreed, it was let pass.
 _CREPT = 0.1
 _SAME = 1e-3
+_OF_WORDS = 0.3  # a cross-entropy of language is above it; a loss of a policy lies about 0, with a KL term above it
 
 
 def possible(view: View) -> tuple[str, ...]:
@@ -60,7 +61,8 @@ def _of_figures(view: View, at: set[str]) -> set[str]:
         if view.loose or _loss_tells_nothing(view):
             found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
         if _may_be_of_advantages(view):
-            found |= {"data"} | ({"weights"} if view.first == 0 and _far_from_the_start(view) else set())
+            found |= {"weights"} if view.first == 0 and _far_from_the_start(view) else set()
+            found |= {"data"} if view.agrees("loss") else set()
         return found | ({"weights"} if view.apart_at_start else set())
     return _of_update(view) if "weights" in at else set()
 
@@ -92,13 +94,16 @@ def _loss_tells_nothing(view: View) -> bool:
 
 
 def _may_be_of_advantages(view: View) -> bool:
-    """Whether losses of the record are no mean of cross-entropies, which are above 0, and agree in the step that parts.
+    """Whether losses of the record are hardly means of cross-entropies, and agree in the step that parts.
 
-    Where each token has the ratio 1, as in a first step, a loss of a policy has neither weights nor tokens in it.
+    Where each token has the ratio 1, as in a first step, a loss of a policy has neither weights nor tokens in it. Where
+    that is so in all steps, other data with the same rewards have the same losses in all of them.
     """
+    if view.first == len(view.pairs):
+        return False  # a mean over all steps alone differs
     a, b = view.pairs[view.first]
     return near(b.loss, a.loss or 0.0, EPS["fp32"]) and any(
-        one.loss is not None and one.loss <= 0 for pair in view.pairs for one in pair
+        one.loss is not None and one.loss < _OF_WORDS for pair in view.pairs for one in pair
     )
 
 

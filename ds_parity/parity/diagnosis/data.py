@@ -103,8 +103,11 @@ def _repeated(view: View) -> Iterator[Cause]:
             (b.grad_norm, a.grad_norm, due.grad_norm)
             for b, a, (due, _) in zip(later, then, view.pairs[first:], strict=True)
         ]
-        # Counts that go up and down as they did before are a proof of their own.
-        proved = len({(b.tokens, b.prompts) for b in later}) > 1
+        # Counts that are those of before, where others are due, are a proof of their own.
+        proved = any(
+            (b.tokens, b.prompts) != (due.tokens, due.prompts)
+            for b, (due, _) in zip(later, view.pairs[first:], strict=True)
+        )
         if view.recorded("grad_norm") and not _come_back(norms, proved=proved):
             return
         # Weights have moved since, so losses come back by about.
@@ -133,7 +136,10 @@ def _come_back(known: Sequence[tuple[float | None, float | None, float | None]],
     """
     rows = [(b, a, due) for b, a, due in known if b is not None and a is not None and due is not None]
     off, earlier = [b - a for b, a, _ in rows], [a for _, a, _ in rows]
-    if not rows or max(map(abs, off)) >= _BY_ABOUT * max(abs(due - a) for _, a, due in rows):
+    # Of what is no number nothing comes back.
+    if not rows or not np.isfinite(rows).all():
+        return False
+    if max(map(abs, off)) >= _BY_ABOUT * max(abs(due - a) for _, a, due in rows):
         return False
     diverge = len(rows) > _BY_CHANCE and earlier == sorted(earlier)
     return proved or (not diverge and _spread(off) < _AS_THEN * _spread(earlier))

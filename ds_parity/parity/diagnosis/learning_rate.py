@@ -24,7 +24,7 @@ from ds_parity.parity.diagnosis.schedule_positions import (
     not_begun,
     slower,
 )
-from ds_parity.parity.diagnosis.schedule_rests import without_rests
+from ds_parity.parity.diagnosis.schedule_rests import without_one_rest, without_rests
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
 from ds_parity.parity.diagnosis.second_fault import not_by_the_rate, proves, too_sudden
@@ -89,7 +89,8 @@ def causes(view: View) -> Iterator[Cause]:
     # Weights that agree say nothing of the one group whose rates are others, if it holds little of the gradient.
     log = _Log(view, view.alone("lr") if len(other) == len(groups) else None)
     found = [] if log.alone_wrong or not _finite(other) else [*_of_some_groups(view, groups, other)]
-    if len(other) == len(groups):
+    # A group of one rate shows no fault of a schedule.
+    if len(other) == len(groups) or all(len({*a}) == 1 for a, b in groups if (a, b) not in other):
         found += _of_all_groups(log, other)
     if _exchanged(groups):
         # Two groups that go at each other's pace go at no one pace.
@@ -187,7 +188,7 @@ def _is_multiple(one: tuple[list[float], list[float]], other: tuple[list[float],
 
 
 def _of_some_groups(
-    view: View, groups: Sequence[object], other: list[tuple[list[float], list[float]]]
+    view: View, groups: Sequence[tuple[list[float], list[float]]], other: list[tuple[list[float], list[float]]]
 ) -> Iterator[Cause]:
     factors = [y / x for a, b in other for x, y in zip(a, b, strict=True) if x]
     # No factor makes another rate of 0.
@@ -196,19 +197,21 @@ def _of_some_groups(
     # What factors are off from 1 by is theirs only if they lie nearer to one another, and no rounding.
     if max(_ROUNDING, max(factors) - min(factors)) >= abs(factors[0] - 1):
         return
-    if len(other) < len(groups):
-        said = f"the LR of {len(other)} of {len(groups)} parameter groups is {told(factors[0])} times the reference's "
-        yield Cause("group-lr", Fit.SEQUENCE, f"{said}in every step, that of the others agrees")
-    elif len(factors) > 1:
+    kept = [a for a, b in groups if (a, b) not in other]
+    said = f"the LR of {len(other)} of {len(groups)} parameter groups is {told(factors[0])} times the reference's in "
+    said += "every step, that of the others agrees"
+    if kept:
+        yield Cause("group-lr", Fit.SEQUENCE, said)
+    if len(factors) > 1 and not any(chain.from_iterable(kept)):
         ranks = f", and {view.ranks} is the number of ranks" if view.ranks > 1 and near(factors[0], view.ranks) else ""
         # 0 is as many times any number: it is said as it is.
         times = f"{told(factors[0])} times the reference's" if factors[0] else "0"
         said = f"the LR is {times} in every step{ranks}"
         yield Cause("base-lr", Fit.SEQUENCE, said)
+    if all(len({*a}) == 1 for a in kept):  # such a group shows no fault of a schedule
         before = [beside_a_factor(view, a, factors[0]) for a, _ in other]
-        for name in before[0]:
-            if all(name in names for names in before):
-                yield Cause(name, Fit.SEQUENCE, f"{said}; {not_seen(view)}")
+        common = (name for name in before[0] if all(name in names for names in before))
+        yield from (Cause(name, Fit.SEQUENCE, f"{said}; {not_seen(view)}") for name in common)
 
 
 def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[Cause]:
@@ -226,6 +229,9 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
     if known and not log.alone_wrong and not equal(a, b):
         found += [*_skipped(view, a, b), *_still(view, a, b)]
         found += _of_a_schedule(*without_rests(view, a, b), beside=bool(found))
+        # What a skipped step left may not be told as one.
+        if (rested := without_one_rest(view, a, b)) is not None:
+            found += _of_a_schedule(*rested, beside=bool(found))
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
 
 
@@ -285,15 +291,17 @@ def _logged_off(log: _Log, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 
 def _before(view: View) -> bool:
-    """Whether the step before the first that differs was skipped."""
-    return view.first > 0 and bool(view.pairs[view.first - 1][0].skipped)
+    """Whether a step before the first that differs was skipped, behind which the reference's rates were the same."""
+    at = view.first - 1
+    while at > 0 and not view.pairs[at][0].skipped and view.pairs[at][0].lr == view.pairs[at - 1][0].lr:
+        at -= 1
+    return at >= 0 and bool(view.pairs[at][0].skipped)
 
 
 def _skipped(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     known = a[view.first + 1 :]
     if _before(view) and known and equal(known, b[view.first : -1]):
-        said = f"step {view.step(view.first - 1)} was skipped, and from step {view.step(view.first)} on the LR is "
-        said += "a step ahead"
+        said = f"a step in front of step {view.step(view.first)} was skipped, and from there on the LR is a step ahead"
         yield Cause("scheduler-on-skipped-step", Fit.SEQUENCE, said)
 
 
@@ -314,6 +322,10 @@ def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             yield Cause(name, Fit.SEQUENCE, f"{said}; {not_seen(view)}")
         if b[0] == a[0] and view.step(0) == 1 and len(b) <= MOST:
             yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, f"{said}, and may move behind so many of them")
+            # A schedule that begins with a rest has the same rate where it is behind, or begins again.
+            if same(a[1], a[0]):
+                for name in ("schedule-off-by-steps", "resume-resets-schedule"):
+                    yield Cause(name, Fit.SEQUENCE, f"{said}, as in its first steps")
 
 
 def _per_rollout(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:

@@ -7,25 +7,29 @@ at another step; and a schedule that rests may do so for any reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
-from ds_parity.parity.diagnosis.rates import SAME
-from ds_parity.parity.diagnosis.view import View, alike
+from ds_parity.parity.diagnosis.rates import SAME, same
+from ds_parity.parity.diagnosis.view import View, alike, near
 
 _BEFORE = ("another-warm-up",)
-_PLACE = ("schedule-off-by-steps",)
+_PLACE = ("schedule-off-by-steps", "resume-resets-schedule")  # which may have begun anew in front of an excerpt
 _FASTER = ("scheduler-stepped-often", "schedule-too-short")
 _SLOWER = ("schedule-too-long", "scheduler-per-outer-step")
 _ROUNDED = 1e-7  # rates in fp32, or written in seven digits
 # One over the powers that are looked for: no schedule is steeper, and none that is flatter is told from exponential.
 _INVERSE_POWERS = np.concatenate([-np.geomspace(4, 0.1, 40), np.geomspace(0.1, 4, 40)])
 _HALVINGS = 60
-_NEARLY = 3e-4  # of an inverse power, which few rates tell
+_LEAST = 1e-12  # of the highest rate: what is less is nothing, and its powers are not finite
+_CLEAR = 10  # times as far as rounding rates move
+_WHOLE = 1e-3
 _ABOUT = 0.25  # steps by which the beginning of a curve is known, and a thousandth of those since
+_SKIPPED = 3
 
 
 def is_excerpt(view: View) -> bool:
@@ -51,19 +55,21 @@ def beside_a_factor(view: View, a: Sequence[float], factor: float) -> tuple[str,
     Returns:
         Names of causes; none where each leaves other rates.
     """
-    moving, levels = _moving(a), [rate for rate, _ in groupby(a)]
+    moving, levels = _moving(a), _levels(a)
+    power, of_logarithms = _power_of(moving), _is_logarithm(moving, view.step(0))
     if not is_excerpt(view):
         # Nor is it seen to which rate a warm-up comes that goes on at the end of the record.
-        rises = len(moving) > 2 and a[-1] > a[-2] and sorted(a) == [*a]
-        power = _power_of(moving) if rises else None
-        return _BEFORE if power is not None and power.is_line and power.begins(view.step(0)) else ()
+        rises = a[-1] > a[-2] and sorted(a) == [*a]
+        begins = power is not None and power.begins(view.step(0))
+        moves = factor**power.inverse if begins and power is not None and power.inverse < 0 < factor else 0.0
+        pace = _faster(view) if moves > 1 and near(moves, round(moves), _WHOLE) else ()
+        return (*(_BEFORE if rises and (of_logarithms or begins or len(moving) == 2) else ()), *pace)
     if len(levels) == 1:
         return ("no-scheduler", "another-lowest-lr", *_BEFORE, *_faster(view), *_slower(view), *_PLACE)
     found: list[str] = []
     if alike([y / x for x, y in pairwise(levels) if x], SAME):  # exponential, by steps or by stairs
         found += [*_BEFORE, *_PLACE]
-    power = _power_of(moving) if len(moving) > 2 else None
-    if power is not None:
+    if power is not None or of_logarithms:
         found += _BEFORE
     # At another pace a power that begins with the run is so many times itself. Two rates may be of any curve.
     if len(levels) == 2 or (power is not None and power.begins(view.step(0))):
@@ -102,15 +108,27 @@ def _slower(view: View) -> tuple[str, ...]:
     return (*_SLOWER, *(("scheduler-budget-in-passes",) if max(view.passes) != 1 else ()))
 
 
+def _levels(a: Sequence[float]) -> list[float]:
+    """The rates without those that are the same as the one before, give or take rounding."""
+    return [rate for at, rate in enumerate(a) if not at or not same(rate, a[at - 1])]
+
+
 def _moving(a: Sequence[float]) -> list[float]:
     """The rates without a rest at their end, and without one that a skipped step may have left; none with others."""
     lasting = [*a]
-    while len(lasting) > 1 and lasting[-1] == lasting[-2]:
+    while len(lasting) > 1 and same(lasting[-1], lasting[-2]):
         lasting.pop()
-    rests = [at for at, (x, y) in enumerate(pairwise(lasting)) if x == y]
-    if len(rests) > 1 or 0 in rests:
-        return []
-    return [rate for rate, _ in groupby(lasting)]
+    rests = [at for at, pair in enumerate(pairwise(lasting)) if same(*pair)]
+    return [] if len(rests) > 1 else _levels(lasting)
+
+
+def _is_logarithm(rates: Sequence[float], step: int) -> bool:
+    """Whether rates are so many times the logarithm of the steps, as in DeepSpeed's WarmupLR; `step`: of the first."""
+    for begun in (0, 1):
+        times = [rate / math.log(step + at + begun) for at, rate in enumerate(rates) if step + at + begun > 1]
+        if len(times) > 1 and alike(times, SAME):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -127,22 +145,21 @@ class _Power:
     first: float
     move: float
 
-    @property
-    def is_line(self) -> bool:
-        """Whether the power is 1."""
-        return abs(self.inverse - 1) < _NEARLY
-
     def begins(self, step: int) -> bool:
-        """Whether the line is 0 in front of the run's first step, or in the one before; `step`: of the first rate."""
-        before = self.first / self.move
-        return min(abs(before - step + 1), abs(before - step)) < _ABOUT + step / 1000
+        """Whether the line is 0 about where the run begins; `step`: of the first rate.
+
+        A schedule is there in its first step, or in the one before, and behind where skipped steps have left it.
+        """
+        behind = step - self.first / self.move
+        play = _ABOUT + step / 1000
+        return -play < behind < _SKIPPED + play
 
 
 def _power_of(rates: list[float]) -> _Power | None:
     """The power of a line that rates are; None where they are none. Of three rates there nearly always is one."""
     a = np.array(rates)
-    known = a > 0  # a line ends at 0, and one that rises may begin there
-    if known.sum() < 3 or not known[1:-1].all():
+    known = a > a.max(initial=0.0) * _LEAST  # a line ends at 0, and one that rises may begin there
+    if known.sum() < 3 or not known[1:-1].all() or np.ptp(a) < _CLEAR * _ROUNDED * a.max():
         return None
     steps = np.flatnonzero(known)
     a = a[known] / a.max()

@@ -66,7 +66,9 @@ def course(a: list[float], b: list[float]) -> Course | None:
     if len(moves) < 2 or len(set(a)) == 1 or not near(moves[-1], moves[-2], 1e-6):
         return None
     stays = b[-1] == b[-2] and moves[-1] != 0
-    return Course(a, min(b) if stays else float("-inf"), max(b) if stays else float("inf"))
+    # None is below 0, where both sides have no such rates.
+    end = 0.0 if min(*a, *b) >= 0 else float("-inf")
+    return Course(a, min(b) if stays else end, max(b) if stays else float("inf"))
 
 
 def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -124,6 +126,8 @@ def behind(view: View, a: list[float], b: list[float], *, once: bool = False) ->
     first, after = view.first, b[view.first :]
     if len(set(after)) != 2 if once else not tells(after):
         return
+    if view.step(0) > 1 and not first:
+        yield from _from_before(a, b)
     starts = [at for at in range(first) if follows(map(a.__getitem__, range(at, len(a))), after)]
     if not starts:
         return
@@ -131,10 +135,21 @@ def behind(view: View, a: list[float], b: list[float], *, once: bool = False) ->
     said = f"from step {view.step(first)} on the LR goes as from step {view.step(starts[0])} on "
     said += f"({where_due(after[0], a[first])})"
     # Of an excerpt the steps before are not known, at any of which the schedule may have begun.
-    if view.step(0) > 1 or any(equal(a[: len(b) - some], b[some:]) for some in by):
+    # Behind a first step that was skipped the schedule has its first rate twice.
+    begins = any(all(same(rate, a[0]) for rate in a[: at + 1]) for at in starts)
+    if view.step(0) > 1 or begins or any(equal(a[: len(b) - some], b[some:]) for some in by):
         yield Cause("resume-resets-schedule", Fit.SEQUENCE, said)
     if starts[-1] > 0 or any(_waits(a, b, some) for some in by):
         yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+
+
+def _from_before(a: list[float], b: list[float]) -> Iterator[Cause]:
+    """The rates of some steps earlier in an excerpt, of which the first lie in front of it."""
+    late = (by for by in range(1, len(b) // 2 + 1) if tells(b[by:]) and equal(a[: len(b) - by], b[by:]))
+    by = next(late, 0)
+    if by:
+        said = f"the LR is that of {by} steps earlier ({where_due(b[by], a[by])})"
+        yield from (Cause(it, Fit.SEQUENCE, said) for it in ("schedule-off-by-steps", "resume-resets-schedule"))
 
 
 def begun_late(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -231,7 +246,8 @@ def faster(view: View, a: list[float], b: list[float], *, beside: bool = False) 
     # Passes explain their number alone, but for two numbers that a scheduler is often stepped: twice, and once a rank.
     if {*fitting} - (set(view.passes) if per_pass else set()) or {2, view.ranks} & {*fitting}:
         yield Cause("scheduler-stepped-often", Fit.SEQUENCE, said)
-    if len(set(b)) > 1 and any(_is_shorter(longer, b, some) for some in fitting):
+    # Of an excerpt it is not known in which step the shorter one began.
+    if len(set(b)) > 1 and any(len(begun) > 1 or _is_shorter(longer, b, some) for some in fitting):
         yield Cause("schedule-too-short", Fit.SEQUENCE, said)
 
 

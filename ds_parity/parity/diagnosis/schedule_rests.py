@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis.rates import same
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord
+
+_FEW = 4  # rates, of which fewer are those of any schedule
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,34 @@ def without_rests(view: View, a: list[float], b: list[float]) -> tuple[View, lis
         return view, a, b
     # The scheduler moves by what came in the last of them, and its rate is there from the first one on.
     lasting = [at for at in range(len(view.pairs)) if at not in set(skipped)]
-    if len(lasting) < 2:
-        return view, a, b
+    return (view, a, b) if len(lasting) < 2 else _only(view, a, b, lasting)
+
+
+def without_one_rest(view: View, a: list[float], b: list[float]) -> tuple[View, list[float], list[float]] | None:
+    """Return the same for the one rest that both schedules have in one place, though no step is called skipped.
+
+    Args:
+        view: two traces side by side.
+        a: the reference's rates, of every common step.
+        b: the candidate's.
+
+    Returns:
+        None where no such rest is, or where the reference has others.
+    """
+    moves = [not same(*pair) for pair in pairwise(a)]
+    rests = [at for at, moved in enumerate(moves) if not moved]
+    # At its end a schedule rests for good.
+    last = max((at for at, moved in enumerate(moves) if moved), default=0)
+    rests = [at for at in rests if at < last] or rests
+    if len(rests) != 1 or len(a) < _FEW or not same(b[rests[0] + 1], b[rests[0]]):
+        return None
+    if any(one.skipped for pair in view.pairs for one in pair):
+        return None
+    return _only(view, a, b, [at for at in range(len(a)) if at != rests[0]])
+
+
+def _only(view: View, a: list[float], b: list[float], lasting: list[int]) -> tuple[View, list[float], list[float]]:
+    """The steps of some places, by their index into `pairs`, counted as a schedule counts them."""
     begins = [0, *(at + 1 for at in lasting[:-1])]
     sides = [[view.pairs[at][side] for at in lasting] for side in (0, 1)]
     one, other = (

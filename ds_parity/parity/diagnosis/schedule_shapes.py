@@ -232,8 +232,17 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 def digits(view: View, rates: list[float]) -> float:
     """By how much a rate may be off by the digits in which both sides have written theirs; 0 where they are whole."""
-    written = (trace.precision.get("lr") for trace in (view.reference, view.candidate))
-    return max((it.slack(max(rates)) for it in written if it is not None), default=0.0)
+    sides = (view.reference, view.candidate)
+    written = [(trace.precision.get("lr"), [pair[side].lr for pair in view.pairs]) for side, trace in enumerate(sides)]
+    slack = [(how.slack(max(rates)), [it[0] for it in own if it]) for how, own in written if how is not None]
+    return max((most for most, own in slack if not _are_round(own, most)), default=0.0)
+
+
+def _are_round(rates: list[float], slack: float) -> bool:
+    """Whether rates of few digits are no rounded ones: they move by one number, or by two that no rounding parts."""
+    moves = sorted(y - x for x, y in pairwise(rates) if abs(y - x) > slack * SAME)
+    apart = [y - x for x, y in pairwise(moves) if y - x > slack * SAME]
+    return len(moves) > 1 and len(apart) < 2 and all(it > _CLEAR * slack for it in apart)
 
 
 def _is_straight(rates: list[float], written: float) -> bool:

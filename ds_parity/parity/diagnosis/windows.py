@@ -15,6 +15,8 @@ from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, near
 from ds_parity.trace import Trace
 
+_ABOUT_A_PASS = 0.4  # of a pass: the mean of a few windows
+
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what ends windows exactly where the candidate's end."""
@@ -48,13 +50,18 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
         # On several ranks another target, a setting, is the simpler reading of half as many rollouts.
         often = targets.often(cut) if another is None or view.ranks == 1 else None
         if another and view.step(0) > 1:
-            found += _at_other_passes(view, cut)
+            found += _at_other_passes(cut)
         if another and _prompts_are_targets(view, cut):
             found = [replace(it, fit=Fit.SEQUENCE) if it.name == "sequences-as-prompts" else it for it in found]
         found += [it for it in (another, often) if it]
     if cut.apart and any(it.fit is Fit.SEQUENCE for it in found):
         found += [_of_passes(cut)] if _as_many_passes(cut) else []
         found += _beside(view, cut, {it.name for it in found})
+    if cut.apart and view.step(0) > 1 and any(it.fit is Fit.SEQUENCE for it in found):
+        # What came before an excerpt is as open as what is in it.
+        said = f"the windows before step {view.step(0)} are not recorded"
+        names = {"another-target", "data-or-seed"} - {it.name for it in found}
+        found += [Cause(name, Fit.SEQUENCE, said) for name in sorted(names)]
     # Each of these ends all windows where they end.
     alike = iter(as_one_group([it for it in found if it.fit is Fit.SEQUENCE]))
     yield from (next(alike) if it.fit is Fit.SEQUENCE else it for it in found)
@@ -67,10 +74,15 @@ def _beside(view: View, cut: Cut, told: set[str]) -> list[Cause]:
     return [it for it in (own, later, streams.other_data(view, cut), _dropped(view, cut)) if it]
 
 
-def _at_other_passes(view: View, cut: Cut) -> Iterator[Cause]:
+def _at_other_passes(cut: Cut) -> Iterator[Cause]:
     """What ends every window of an excerpt a pass late or early: its first window shows it, which is not recorded."""
-    name = "boundary-a-pass-late" if _mean(cut.b) > _mean(cut.a) else "boundary-off-by-one"
-    said = f"windows hold {cut.b[:3]} rollouts for {cut.a[:3]}, and the first of the run is not recorded"
+    if not (all(cut.passes) and all(cut.of_reference)):
+        return
+    further = _mean(cut.passes) - _mean(cut.of_reference)
+    if not near(abs(further), 1.0, _ABOUT_A_PASS):
+        return
+    name = "boundary-a-pass-late" if further > 0 else "boundary-off-by-one"
+    said = f"windows have {cut.passes[:3]} passes for {cut.of_reference[:3]}, and the run's first is not recorded"
     yield Cause(name, Fit.SEQUENCE, said)
 
 
