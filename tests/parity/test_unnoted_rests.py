@@ -65,7 +65,8 @@ def test_an_inverse_root_behind_a_warm_up_of_one_step_is_a_factor_of_itself_in_a
     schedule = inverse_root(1)
     named = first_group(schedule, lambda n: schedule(2 * n), steps=6)
     assert {"base-lr", "scheduler-stepped-often", "scheduler-per-pass"} <= named
-    assert first_group(schedule, lambda n: 0.3 * schedule(n), steps=6) == {"base-lr"}
+    for factor in (0.3, 1e-200):
+        assert first_group(schedule, lambda n, factor=factor: factor * schedule(n), steps=6) == {"base-lr"}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ _CLEAR = 10  # times as far as rounding rates move
 _WHOLE = 1e-3
 _ABOUT = 0.25  # steps by which the beginning of a curve is known, and a thousandth of those since
 _SKIPPED = 3
+_OFTEN = 64  # moves in a step that are looked for
+_SLOWEST = 20.0  # the logarithm of more than those
 
 
 def is_excerpt(view: View) -> bool:
@@ -41,7 +43,7 @@ def not_seen(view: View) -> str:
     """Return in words which part of the schedule is not recorded."""
     if is_excerpt(view):
         return f"the schedule before step {view.step(0)} is not recorded"
-    return "it still rises at the end of the record"
+    return "the record ends within the schedule"
 
 
 def beside_a_factor(view: View, a: Sequence[float], factor: float) -> tuple[str, ...]:
@@ -61,8 +63,10 @@ def beside_a_factor(view: View, a: Sequence[float], factor: float) -> tuple[str,
         # Nor is it seen to which rate a warm-up comes that goes on at the end of the record.
         rises = a[-1] > a[-2] and sorted(a) == [*a]
         begins = power is not None and power.begins(view.step(0))
-        moves = factor**power.inverse if begins and power is not None and power.inverse < 0 < factor else 0.0
-        pace = _faster(view) if moves > 1 and near(moves, round(moves), _WHOLE) else ()
+        moves = 0.0
+        if begins and power is not None and power.inverse < 0 < factor:
+            moves = math.exp(min(power.inverse * math.log(factor), _SLOWEST))
+        pace = _faster(view) if 1 < moves < _OFTEN and near(moves, round(moves), _WHOLE) else ()
         return (*(_BEFORE if rises and (of_logarithms or begins or len(moving) == 2) else ()), *pace)
     if len(levels) == 1:
         return ("no-scheduler", "another-lowest-lr", *_BEFORE, *_faster(view), *_slower(view), *_PLACE)
@@ -92,9 +96,9 @@ def beside_a_rest(view: View, a: Sequence[float], rate: float) -> tuple[str, ...
     """
     if not is_excerpt(view):
         return ()
-    falls = sorted(a, reverse=True) == [*a]
+    rises, falls = sorted(a) == [*a], sorted(a, reverse=True) == [*a]
     over = rate <= min(a) or not falls
-    waits = rate > min(a) or sorted(a) != [*a] != sorted(a, reverse=True)
+    waits = rate > min(a) or not (rises or falls)
     found = [*(_faster(view) if over else ()), *(("another-lowest-lr", *_slower(view)) if waits else ())]
     # Within a warm-up, too, a scheduler stands still that moves once in so many steps.
     return tuple(dict.fromkeys((*found, "scheduler-per-outer-step", *_PLACE)))
