@@ -25,7 +25,9 @@ EXCEPTIONS: dict[str, str] = {}
 # As many other names may stand beside the right one at most. Two for three faults, whose records leave them open:
 # another target ends windows where sequences that are counted as prompts do (and where a window that was lost in a
 # resume ends one short), and another loss with the same gradient is as possible as a mean over ranks.
-MOST_OTHERS = 2
+# Three for one: a line that rises from a rate which DeepSpeed's scheduler has twice is as well that of a longer
+# schedule, of a longer warm-up, and of one to another highest rate, to the last digit.
+MOST_OTHERS = {"scheduler-budget-in-passes": 3}
 FAULTS = [name for name, control in known().items() if STAGE in control.stages]
 
 
@@ -58,7 +60,7 @@ def test_what_is_named_beside_a_fault_or_left_open_is_little(findings, name):
     """A group of causes that the record can't tell apart, or known faults that it doesn't exclude."""
     diagnosis = findings[name, known()[name].scenario].diagnosis
     together = grouped(diagnosis.causes)[0] if diagnosis.causes else diagnosis.not_excluded
-    assert len(together) <= MOST_OTHERS + 1, diagnosis
+    assert len(together) <= MOST_OTHERS.get(name, 2) + 1, diagnosis
 
 
 @pytest.mark.parametrize("engine", CLEAN)
