@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,9 +55,9 @@ class EvenCounts:
         for state in self._states(group):
             state["step"] = count
 
-    def _states(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+    def _states(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
         states = self._optimizer.state
-        return [states[one] for one in group["params"] if one in states]
+        return (states[one] for one in group["params"] if one in states)
 
     def _holds(self, group: dict[str, Any], moment: torch.Tensor) -> bool:
         return any(state.get("exp_avg") is moment for state in self._states(group))

@@ -102,7 +102,7 @@ def _of_shares(view: View) -> Iterator[str]:
 
 
 def _of_update(view: View) -> Iterator[str]:
-    moves, later = Moves(view), view.first > 0 or view.step(0) > 1
+    moves, later = Moves(view), view.first > 0 or view.is_excerpt
     times, longer = entered(view, moves), multiple(view, moves)
     if times is None or (times > 0 and not near(times, 1.0, _AS_IT_IS)):
         yield from _CLIPPING

@@ -85,13 +85,14 @@ def _start_unseen(view: View) -> Iterator[Cause]:
 def _repeated(view: View) -> Iterator[Cause]:
     """From a step on the counts of earlier steps again, and losses near theirs."""
     first = view.first
-    later = [b for _, b in view.pairs[first:]]
+    dues, later = [a for a, _ in view.pairs[first:]], [b for _, b in view.pairs[first:]]
     for start in range(first):
         then = [a for a, _ in view.pairs[start : start + len(later)]]
         if len(then) < len(later) or len(later) < 2:
             return
-        known = [(b.loss, a.loss, due.loss) for b, a, (due, _) in zip(later, then, view.pairs[first:], strict=True)]
-        counts = all(b.tokens == a.tokens and b.prompts == a.prompts for b, a in zip(later, then, strict=True))
+        rows = [*zip(later, then, dues, strict=True)]
+        known = [(b.loss, a.loss, due.loss) for b, a, due in rows]
+        counts = all(b.tokens == a.tokens and b.prompts == a.prompts for b, a, _ in rows)
         if not counts or any(it is None for row in known for it in row):
             continue
         if all(b == a for b, a, _ in known):
@@ -99,15 +100,9 @@ def _repeated(view: View) -> Iterator[Cause]:
             yield from _logged_late(view, start)
             return
         # Other data have other gradients.
-        norms = [
-            (b.grad_norm, a.grad_norm, due.grad_norm)
-            for b, a, (due, _) in zip(later, then, view.pairs[first:], strict=True)
-        ]
+        norms = [(b.grad_norm, a.grad_norm, due.grad_norm) for b, a, due in rows]
         # Counts that are those of before, where others are due, are a proof of their own.
-        proved = any(
-            (b.tokens, b.prompts) != (due.tokens, due.prompts)
-            for b, (due, _) in zip(later, view.pairs[first:], strict=True)
-        )
+        proved = any((b.tokens, b.prompts) != (due.tokens, due.prompts) for b, _, due in rows)
         if view.recorded("grad_norm") and not _come_back(norms, proved=proved):
             return
         # Weights have moved since, so losses come back by about.

@@ -11,10 +11,9 @@ from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
-from ds_parity.parity.diagnosis.rates import SAME, as_fp32, equal, finite, same, tells, where_due
+from ds_parity.parity.diagnosis.rates import MOST, SAME, as_fp32, equal, finite, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_excerpts import beside_a_factor, beside_a_rest, not_seen
 from ds_parity.parity.diagnosis.schedule_positions import (
-    MOST,
     ahead,
     ahead_at_rest,
     begun_late,
@@ -86,11 +85,11 @@ def causes(view: View) -> Iterator[Cause]:
     if all(as_fp32(a, b) for a, b in other):
         yield from _rounded_to_fp32(view, *other[0])
         return
+    kept = [a for a, b in groups if all(x == y for x, y in zip(a, b, strict=True))]
     # Weights that agree say nothing of the one group whose rates are others, if it holds little of the gradient.
-    log = _Log(view, view.alone("lr") if len(other) == len(groups) else None)
-    found = [] if log.alone_wrong or not _finite(other) else [*_of_some_groups(view, groups, other)]
-    # A group of one rate shows no fault of a schedule.
-    if len(other) == len(groups) or all(len({*a}) == 1 for a, b in groups if (a, b) not in other):
+    log = _Log(view, None if kept else view.alone("lr"))
+    found = [] if log.alone_wrong or not _finite(other) else [*_of_some_groups(view, other, kept)]
+    if _show_no_schedule(kept):
         found += _of_all_groups(log, other)
     if _exchanged(groups):
         # Two groups that go at each other's pace go at no one pace.
@@ -187,9 +186,15 @@ def _is_multiple(one: tuple[list[float], list[float]], other: tuple[list[float],
     return all(y or not x for x, y in pairs) and alike(factors, _ROUNDING) and factors[0] > 0
 
 
+def _show_no_schedule(kept: list[list[float]]) -> bool:
+    """Whether parameter groups whose rates agree, if there are any, would so whatever a schedule did: of one rate."""
+    return all(len({*rates}) == 1 for rates in kept)
+
+
 def _of_some_groups(
-    view: View, groups: Sequence[tuple[list[float], list[float]]], other: list[tuple[list[float], list[float]]]
+    view: View, other: list[tuple[list[float], list[float]]], kept: list[list[float]]
 ) -> Iterator[Cause]:
+    """What a factor of all rates that differ comes of; `kept`: those of the parameter groups that agree."""
     factors = [y / x for a, b in other for x, y in zip(a, b, strict=True) if x]
     # No factor makes another rate of 0.
     if not alike(factors, SAME) or any(y for a, b in other for x, y in zip(a, b, strict=True) if not x):
@@ -197,9 +202,8 @@ def _of_some_groups(
     # What factors are off from 1 by is theirs only if they lie nearer to one another, and no rounding.
     if max(_ROUNDING, max(factors) - min(factors)) >= abs(factors[0] - 1):
         return
-    kept = [a for a, b in groups if (a, b) not in other]
-    said = f"the LR of {len(other)} of {len(groups)} parameter groups is {told(factors[0])} times the reference's in "
-    said += "every step, that of the others agrees"
+    said = f"the LR of {len(other)} of {len(other) + len(kept)} parameter groups is {told(factors[0])} times the "
+    said += "reference's in every step, that of the others agrees"
     if kept:
         yield Cause("group-lr", Fit.SEQUENCE, said)
     if len(factors) > 1 and not any(chain.from_iterable(kept)):
@@ -208,7 +212,7 @@ def _of_some_groups(
         times = f"{told(factors[0])} times the reference's" if factors[0] else "0"
         said = f"the LR is {times} in every step{ranks}"
         yield Cause("base-lr", Fit.SEQUENCE, said)
-    if all(len({*a}) == 1 for a in kept):  # such a group shows no fault of a schedule
+    if _show_no_schedule(kept):
         before = [beside_a_factor(view, a, factors[0]) for a, _ in other]
         common = (name for name in before[0] if all(name in names for names in before))
         yield from (Cause(name, Fit.SEQUENCE, f"{said}; {not_seen(view)}") for name in common)

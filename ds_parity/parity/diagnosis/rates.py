@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from ds_parity.parity.diagnosis.view import near
 
 SAME = 1e-6
 """Learning rates are computed, not measured: what is the same differs by rounding alone."""
+
+MOST = 64
+"""Times that a scheduler may move in one step, and steps that it may be off."""
 
 _MOST = 1e100  # sums of rates, and of their products, are finite below it
 
@@ -27,6 +31,13 @@ def same(value: float, other: float) -> bool:
 def equal(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether as many rates differ by rounding alone."""
     return len(one) == len(other) and all(same(y, x) for x, y in zip(one, other, strict=True))
+
+
+def rests_within(rates: Sequence[float]) -> list[int]:
+    """Return the steps behind which a schedule stays for one at the same rate; at its end it rests for good."""
+    moves = [not same(*pair) for pair in pairwise(rates)]
+    last = max((at for at, moved in enumerate(moves) if moved), default=0)
+    return [at for at, moved in enumerate(moves[:last]) if not moved]
 
 
 def as_fp32(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_parity.parity.diagnosis.rates import SAME, same
+from ds_parity.parity.diagnosis.rates import MOST, SAME, rests_within, same
 from ds_parity.parity.diagnosis.view import View, alike, near
 
 _BEFORE = ("another-warm-up",)
@@ -30,18 +30,11 @@ _CLEAR = 10  # times as far as rounding rates move
 _WHOLE = 1e-3
 _ABOUT = 0.25  # steps by which the beginning of a curve is known, and a thousandth of those since
 _SKIPPED = 3
-_OFTEN = 64  # moves in a step that are looked for
-_SLOWEST = 20.0  # the logarithm of more than those
-
-
-def is_excerpt(view: View) -> bool:
-    """Whether the record begins behind the first step."""
-    return view.step(0) > 1
 
 
 def not_seen(view: View) -> str:
     """Return in words which part of the schedule is not recorded."""
-    if is_excerpt(view):
+    if view.is_excerpt:
         return f"the schedule before step {view.step(0)} is not recorded"
     return "the record ends within the schedule"
 
@@ -57,27 +50,26 @@ def beside_a_factor(view: View, a: Sequence[float], factor: float) -> tuple[str,
     Returns:
         Names of causes; none where each leaves other rates.
     """
-    moving, levels = _moving(a), _levels(a)
+    levels = _levels(a)
+    # One rest a skipped step may have left; with more of them a schedule goes by stairs.
+    moving = levels if len(rests_within(a)) < 2 else []
     power, of_logarithms = _power_of(moving), _is_logarithm(moving, view.step(0))
-    if not is_excerpt(view):
+    begun = power if power is not None and power.begins(view.step(0)) else None
+    if not view.is_excerpt:
         # Nor is it seen to which rate a warm-up comes that goes on at the end of the record.
-        rises = a[-1] > a[-2] and sorted(a) == [*a]
-        begins = power is not None and power.begins(view.step(0))
-        moves = 0.0
-        if begins and power is not None and power.inverse < 0 < factor:
-            moves = math.exp(min(power.inverse * math.log(factor), _SLOWEST))
-        pace = _faster(view) if 1 < moves < _OFTEN and near(moves, round(moves), _WHOLE) else ()
-        return (*(_BEFORE if rises and (of_logarithms or begins or len(moving) == 2) else ()), *pace)
+        rises = a[-1] > a[-2] and sorted(a) == [*a] and (of_logarithms or begun is not None or len(moving) == 2)
+        often = begun is not None and begun.is_root_moved_often(factor)
+        return (*(_BEFORE if rises else ()), *(of_many_moves(view) if often else ()))
     if len(levels) == 1:
-        return ("no-scheduler", "another-lowest-lr", *_BEFORE, *_faster(view), *_slower(view), *_PLACE)
+        return ("no-scheduler", "another-lowest-lr", *_BEFORE, *of_many_moves(view), *_slower(view), *_PLACE)
     found: list[str] = []
     if alike([y / x for x, y in pairwise(levels) if x], SAME):  # exponential, by steps or by stairs
         found += [*_BEFORE, *_PLACE]
     if power is not None or of_logarithms:
         found += _BEFORE
     # At another pace a power that begins with the run is so many times itself. Two rates may be of any curve.
-    if len(levels) == 2 or (power is not None and power.begins(view.step(0))):
-        found += _faster(view) if (factor > 1) == (levels[1] > levels[0]) else _slower(view)
+    if len(levels) == 2 or begun is not None:
+        found += of_many_moves(view) if (factor > 1) == (levels[1] > levels[0]) else _slower(view)
     return tuple(dict.fromkeys(found))
 
 
@@ -94,17 +86,18 @@ def beside_a_rest(view: View, a: Sequence[float], rate: float) -> tuple[str, ...
     Returns:
         Names of causes; none in a whole record.
     """
-    if not is_excerpt(view):
+    if not view.is_excerpt:
         return ()
     rises, falls = sorted(a) == [*a], sorted(a, reverse=True) == [*a]
     over = rate <= min(a) or not falls
     waits = rate > min(a) or not (rises or falls)
-    found = [*(_faster(view) if over else ()), *(("another-lowest-lr", *_slower(view)) if waits else ())]
+    found = [*(of_many_moves(view) if over else ()), *(("another-lowest-lr", *_slower(view)) if waits else ())]
     # Within a warm-up, too, a scheduler stands still that moves once in so many steps.
     return tuple(dict.fromkeys((*found, "scheduler-per-outer-step", *_PLACE)))
 
 
-def _faster(view: View) -> tuple[str, ...]:
+def of_many_moves(view: View) -> tuple[str, ...]:
+    """Return the names of what brings a schedule to a later place in every step."""
     return (*(("scheduler-per-pass",) if max(view.passes) != 1 else ()), *_FASTER)
 
 
@@ -115,15 +108,6 @@ def _slower(view: View) -> tuple[str, ...]:
 def _levels(a: Sequence[float]) -> list[float]:
     """The rates without those that are the same as the one before, give or take rounding."""
     return [rate for at, rate in enumerate(a) if not at or not same(rate, a[at - 1])]
-
-
-def _moving(a: Sequence[float]) -> list[float]:
-    """The rates without a rest at their end, and without one that a skipped step may have left; none with others."""
-    lasting = [*a]
-    while len(lasting) > 1 and same(lasting[-1], lasting[-2]):
-        lasting.pop()
-    rests = [at for at, pair in enumerate(pairwise(lasting)) if same(*pair)]
-    return [] if len(rests) > 1 else _levels(lasting)
 
 
 def _is_logarithm(rates: Sequence[float], step: int) -> bool:
@@ -157,6 +141,14 @@ class _Power:
         behind = step - self.first / self.move
         play = _ABOUT + step / 1000
         return -play < behind < _SKIPPED + play
+
+    def is_root_moved_often(self, factor: float) -> bool:
+        """Whether an inverse root that begins with the run is so many times itself for a whole number of moves."""
+        if not self.inverse < 0 < factor:
+            return False
+        logarithm = self.inverse * math.log(factor)
+        moves = math.exp(logarithm) if 0 < logarithm < math.log(MOST) else 0.0
+        return moves > 1 and near(moves, round(moves), _WHOLE)
 
 
 def _power_of(rates: list[float]) -> _Power | None:

@@ -8,12 +8,11 @@ from itertools import accumulate, chain, islice, pairwise, repeat, tee
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.rates import SAME, equal, follows, same, tells, where_due
+from ds_parity.parity.diagnosis.rates import MOST, SAME, equal, follows, same, tells, where_due
+from ds_parity.parity.diagnosis.schedule_excerpts import of_many_moves
 from ds_parity.parity.diagnosis.schedule_stairs import stairs_of
 from ds_parity.parity.diagnosis.view import View, alike, near
 
-MOST = 64
-"""Times that a scheduler may move in one step, and steps that it may be off."""
 _FARTHEST = 4096  # places before an excerpt
 _BEGUN = 8
 
@@ -126,7 +125,7 @@ def behind(view: View, a: list[float], b: list[float], *, once: bool = False) ->
     first, after = view.first, b[view.first :]
     if len(set(after)) != 2 if once else not tells(after):
         return
-    if view.step(0) > 1 and not first:
+    if view.is_excerpt and not first:
         yield from _from_before(a, b)
     starts = [at for at in range(first) if follows(map(a.__getitem__, range(at, len(a))), after)]
     if not starts:
@@ -137,7 +136,7 @@ def behind(view: View, a: list[float], b: list[float], *, once: bool = False) ->
     # Of an excerpt the steps before are not known, at any of which the schedule may have begun.
     # Behind a first step that was skipped the schedule has its first rate twice.
     begins = any(all(same(rate, a[0]) for rate in a[: at + 1]) for at in starts)
-    if view.step(0) > 1 or begins or any(equal(a[: len(b) - some], b[some:]) for some in by):
+    if view.is_excerpt or begins or any(equal(a[: len(b) - some], b[some:]) for some in by):
         yield Cause("resume-resets-schedule", Fit.SEQUENCE, said)
     if starts[-1] > 0 or any(_waits(a, b, some) for some in by):
         yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
@@ -171,15 +170,13 @@ def not_begun(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     later, no step of the record tells. Only a whole run says that it has not come to its end instead.
     """
     rises = next((rate for rate in a if rate), None)
-    if any(b) or a[0] or rises is None or len(b) > MOST or view.step(0) > 1:
+    if any(b) or a[0] or rises is None or len(b) > MOST or view.is_excerpt:
         return
     said = f"the LR is 0 in every step, with which the reference's begins before it rises ({rises:.4g}, ...)"
     yield from (Cause(it, Fit.SEQUENCE, said) for it in ("schedule-off-by-steps", "scheduler-per-outer-step"))
     if not a[-1]:
         # One that is over at once may have moved often in its first step.
-        per_pass = ("scheduler-per-pass",) if max(view.passes) != 1 else ()
-        for name in (*per_pass, "scheduler-stepped-often", "schedule-too-short"):
-            yield Cause(name, Fit.SEQUENCE, f"{said}, and in which it ends")
+        yield from (Cause(name, Fit.SEQUENCE, f"{said}, and in which it ends") for name in of_many_moves(view))
 
 
 def ended(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:

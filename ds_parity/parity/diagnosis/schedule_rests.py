@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis.rates import same
+from ds_parity.parity.diagnosis.rates import rests_within, same
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord
 
@@ -62,11 +62,7 @@ def without_one_rest(view: View, a: list[float], b: list[float]) -> tuple[View, 
     Returns:
         None where no such rest is, or where the reference has others.
     """
-    moves = [not same(*pair) for pair in pairwise(a)]
-    rests = [at for at, moved in enumerate(moves) if not moved]
-    # At its end a schedule rests for good.
-    last = max((at for at, moved in enumerate(moves) if moved), default=0)
-    rests = [at for at in rests if at < last] or rests
+    rests = rests_within(a) or [at for at, pair in enumerate(pairwise(a)) if same(*pair)]
     if len(rests) != 1 or len(a) < _FEW or not same(b[rests[0] + 1], b[rests[0]]):
         return None
     if any(one.skipped for pair in view.pairs for one in pair):

@@ -10,7 +10,6 @@ from itertools import chain, islice, pairwise
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import SAME, digits_of, tells
-from ds_parity.parity.diagnosis.schedule_excerpts import is_excerpt
 from ds_parity.parity.diagnosis.view import View, near, told
 
 # Of what the rates come to: what is read between two steps of a curve is not exact.
@@ -222,7 +221,7 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             if end is min or kept * (1 - 1 / share) <= min(a) + _within(a, _BETWEEN) + written:
                 yield Cause(f"another-{others}-lr", Fit.SEQUENCE, said)
                 # Behind another warm-up what is left of the way to the lowest rate is another share of it.
-                if end is min and is_excerpt(view):
+                if end is min and view.is_excerpt:
                     yield Cause("another-warm-up", Fit.SEQUENCE, said)
             # On a straight line another pace is as far.
             if end is max and _is_straight(a, written):

@@ -59,12 +59,11 @@ def not_by_the_rate(view: View) -> str:
     known = moves.known and moves.update(view.first) is not None
     if not known or not a.lr or not b.lr or len(a.lr) != len(b.lr) or a.skipped or b.skipped:
         return ""
-    # Parameter groups whose rates are off by other factors turn the update.
-    if not alike([y / x for x, y in zip(a.lr, b.lr, strict=True) if x], SAME) and any(a.lr):
-        return ""
-    if all(a.lr):
-        return _of_another_length(view, moves, a.lr[0], b.lr[0])
-    if any(a.lr) or not _stands_still(view, moves):
+    if any(a.lr):
+        # Parameter groups whose rates are off by other factors turn the update.
+        by_one = all(a.lr) and alike([y / x for x, y in zip(a.lr, b.lr, strict=True)], SAME)
+        return _of_another_length(view, moves, a.lr[0], b.lr[0]) if by_one else ""
+    if not _stands_still(view, moves):
         return ""
     return f"the weights of step {step} stay where they are, and a rate of {b.lr[0]:.4g} would move them"
 

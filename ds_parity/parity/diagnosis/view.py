@@ -93,6 +93,11 @@ class View:
         """The number of a step by its index into `pairs`: traces may begin anywhere, and excerpts do."""
         return self.pairs[index][0].step
 
+    @property
+    def is_excerpt(self) -> bool:
+        """Whether the record begins behind the first step."""
+        return self.step(0) > 1
+
     @cached_property
     def at_first(self) -> set[str]:
         """Fields that differ in the first step that does."""
@@ -191,7 +196,7 @@ class View:
             return False
         if self.first:
             return self.step(self.first) - self.step(self.first - 1) > 1
-        return self.step(0) > 1 and not self._one_start
+        return self.is_excerpt and not self._one_start
 
     @property
     def _one_start(self) -> bool:

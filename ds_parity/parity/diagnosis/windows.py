@@ -49,7 +49,7 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
         another = targets.another(cut)
         # On several ranks another target, a setting, is the simpler reading of half as many rollouts.
         often = targets.often(cut) if another is None or view.ranks == 1 else None
-        if another and view.step(0) > 1:
+        if another and view.is_excerpt:
             found += _at_other_passes(cut)
         if another and _prompts_are_targets(view, cut):
             found = [replace(it, fit=Fit.SEQUENCE) if it.name == "sequences-as-prompts" else it for it in found]
@@ -57,7 +57,7 @@ def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
     if cut.apart and any(it.fit is Fit.SEQUENCE for it in found):
         found += [_of_passes(cut)] if _as_many_passes(cut) else []
         found += _beside(view, cut, {it.name for it in found})
-    if cut.apart and view.step(0) > 1 and any(it.fit is Fit.SEQUENCE for it in found):
+    if cut.apart and view.is_excerpt and any(it.fit is Fit.SEQUENCE for it in found):
         # What came before an excerpt is as open as what is in it.
         said = f"the windows before step {view.step(0)} are not recorded"
         names = {"another-target", "data-or-seed"} - {it.name for it in found}
