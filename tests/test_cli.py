@@ -144,6 +144,20 @@ class TestRewrite:
 
 
 class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "which"),
+        [
+            (("init", ""), "argument 2 is"),
+            (("compare", "a.jsonl", " "), "argument 3 is"),
+            (("compare", "a.jsonl", "b.jsonl", "--report", ""), "argument 5, of --report, is"),
+            (("verify", "c.json", "--out="), "argument 3, of --out, is"),
+        ],
+    )
+    def test_an_empty_path_is_not_the_folder_where_one_is(self, tmp_path, monkeypatch, arguments, which):
+        monkeypatch.chdir(tmp_path)
+        assert f"{which} empty: give a value" in refused(*arguments)
+        assert not list(tmp_path.iterdir())
+
     @pytest.mark.parametrize("command", ["verify", "rewrite", "probe"])
     def test_a_missing_file(self, command):
         assert "nowhere.json" in refused(command, "nowhere.json")
@@ -166,15 +180,15 @@ class TestBadInput:
         assert "package.module:function" in message
 
     def test_a_loop_without_a_name(self, tmp_path):
-        message = refused("verify", CONFIG, "--train", "", "--out", tmp_path)
-        assert "'' does not name a function" in message
+        message = refused("verify", CONFIG, "--train", "loop", "--out", tmp_path)
+        assert "'loop' does not name a function" in message
         assert not list(tmp_path.iterdir())  # no rank has started
 
     def test_rollouts_that_are_not_there(self, tmp_path):
         assert "nowhere.jsonl" in refused("verify", CONFIG, "--rollouts", "nowhere.jsonl", "--out", tmp_path)
 
     @pytest.mark.parametrize("command", ["verify", "probe"])
-    @pytest.mark.parametrize("path", ["gpt2", "", "/dev/null"])
+    @pytest.mark.parametrize("path", ["gpt2", "/dev/null"])
     def test_a_tokenizer_that_is_none(self, command, path, tmp_path):
         message = refused(command, CONFIG, "--tokenizer", path, "--out", tmp_path)
         assert f"tokenizer {path!r}: " in message
@@ -282,7 +296,7 @@ class TestBadInput:
     def test_an_unknown_tier(self, tmp_path):
         a = trace(tmp_path / "a.jsonl")
         assert "--tier is 'close'" in refused("compare", a, a, "--tier", "close")
-        assert "dtype '' has no bound" in refused("compare", a, a, "--dtype", "")
+        assert "dtype 'close' has no bound" in refused("compare", a, a, "--dtype", "close")
 
 
 class TestCompare:

@@ -20,7 +20,7 @@ from ds_parity.cli.plan_command import plan
 from ds_parity.cli.probe_command import probe
 from ds_parity.cli.rewrite_command import rewrite
 from ds_parity.cli.verify_command import verify
-from ds_parity.errors import DsParityError
+from ds_parity.errors import ConfigError, DsParityError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -38,6 +38,7 @@ def main() -> None:
     output = sys.stdout
     try:
         try:
+            _refuse_empty(sys.argv[1:])
             # The name under which completion finds its variable, however the command was started.
             app(prog_name="ds-parity")
         finally:
@@ -60,6 +61,24 @@ def main() -> None:
         # Python's own exit code is 1, which would say that the runs differ.
         traceback.print_exc()
         sys.exit(2)
+
+
+def _refuse_empty(arguments: list[str]) -> None:
+    """Refuse what a variable leaves that the shell does not have: an empty path would be the folder where one is.
+
+    Raises:
+        ConfigError: an argument, or the value of an option, is empty.
+    """
+    for number, argument in enumerate(arguments, start=1):
+        option, _, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        if value.strip() or (option and argument == option):
+            continue
+        before = option or (arguments[number - 2] if number > 1 else "")
+        which = f"argument {number}{f', of {before},' if before.startswith('--') else ''}"
+        raise ConfigError(
+            f"{which} is empty: give a value (a shell's variable that is not set leaves none; '.' is the folder where "
+            "you are), or leave it out"
+        )
 
 
 def _of_the_machine(error: OSError) -> str:

@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 from ds_parity.errors import TraceError
 
 _GZIP = b"\x1f\x8b"
+_AT_ONCE = 1 << 20
 
 # What came through pipes, by the path that each was given by. A comparison reads a trace several times (for the scale
 # of its numbers, then step by step), and a pipe only once: it is copied to the disk as it comes, and never to memory.
@@ -83,7 +84,11 @@ def _copied_to_disk(path: Path, pipe: IO[bytes]) -> Any:
     # It is deleted when the process ends.
     copy = tempfile.NamedTemporaryFile(prefix="ds_parity_")  # noqa: SIM115
     try:
-        shutil.copyfileobj(pipe, copy, 1 << 20)
+        start = pipe.read(_AT_ONCE)
+        copy.write(start)
+        # What is no text has no end where it comes from a device, such as /dev/zero; its start tells what it is not.
+        if b"\0" not in start or start.startswith(_GZIP):
+            shutil.copyfileobj(pipe, copy, _AT_ONCE)
         copy.flush()
     except OSError as error:
         with suppress(OSError):

@@ -101,6 +101,14 @@ def test_a_byte_order_mark_before_a_trace_is_left_out(plain, tmp_path):
     assert compare(*open_pair(plain, marked), Tier.EXACT).equal
 
 
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
+def test_a_device_without_an_end_is_no_text_from_its_start_on(plain, device):
+    code = "import sys\nfrom ds_parity.trace.foreign import open_pair\nopen_pair(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(plain), device]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert f"TraceError: {device}: a binary file" in ran.stderr
+
+
 def test_one_pipe_for_both_sides_is_refused(plain):
     pipe = through_a_pipe(plain.read_bytes())
     with pytest.raises(TraceError, match="both traces are this one pipe"):
