@@ -76,7 +76,7 @@ def _of_params(config: Mapping[str, Any], section: str) -> Iterator[Fault]:
     if not isinstance(_section(config, section).get("type"), str):
         return  # nothing is built of it
     for key, value in _section(_section(config, section), "params").items():
-        parts = value if isinstance(value, list) else [value]
+        parts = value if isinstance(value, list | tuple) else [value]
         if any(_is_written_number(it) for it in parts):
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write it without quotes")
         elif key in _NEEDED and value != AUTO and (not parts or any(map(_is_no_number, parts))):
@@ -114,7 +114,11 @@ def _of_scheduler(config: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _is_no_number(value: object) -> bool:
-    return value is None or isinstance(value, str | Mapping) or (isinstance(value, float) and math.isnan(value))
+    return (
+        value is None
+        or isinstance(value, str | Mapping | list | tuple)
+        or (isinstance(value, float) and math.isnan(value))
+    )
 
 
 def _is_written_number(value: object) -> bool:

@@ -112,6 +112,7 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     said = driver.say_to_load(loading.asked(engine, load_dir, tag, options, stepped))
     there = loading.refuse_unlike_loads(load_dir, said)
     driver.refuse_loading()
+    driver.adapter.refuse_loading_over_copies()
     if options["load_module_only"]:
         refuse_module_alone(driver)
     if not options["load_optimizer_states"]:

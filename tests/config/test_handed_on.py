@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_parity.config.handed_on import refuse_handed_on
+from ds_parity.config.handed_on import handed_on, refuse_handed_on
 from ds_parity.errors import ConfigError
 
 STEPPED = {"type": "StepLR", "params": {"step_size": 2}}
@@ -79,3 +79,11 @@ def test_a_section_that_is_not_used_is_not_looked_at():
     for used in ("optimizer", "scheduler"):
         with pytest.raises(ConfigError, match=f"  {used}|{used}[.]"):
             refuse_handed_on(keys, optimizer=used == "optimizer", scheduler=used == "scheduler")
+
+
+def test_numbers_in_a_tuple_are_those_of_a_list():
+    for betas in ((0.9, 0.999), [0.9, 0.999]):
+        config = {"optimizer": {"type": "AdamW", "params": {"betas": betas}}}
+        assert not handed_on(config, optimizer=True, scheduler=False)
+    config = {"optimizer": {"type": "AdamW", "params": {"betas": ((), ())}}}
+    assert handed_on(config, optimizer=True, scheduler=False)

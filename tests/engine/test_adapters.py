@@ -109,9 +109,10 @@ def test_copies_of_hpz_are_forgotten_and_quantized_ones_are_refused():
     plain.ds_secondary_tensor, quantized.ds_secondary_tensor = torch.zeros(1), torch.zeros(1)
     adapter = object.__new__(Zero3)
     adapter.engine = SimpleNamespace(module=torch.nn.ParameterList([plain]))
+    adapter.refuse_loading_over_copies()
     adapter.forget_copies()
     assert plain.ds_secondary_tensor is None
     quantized.ds_secondary_tensor.ds_quant_scale = torch.ones(1)
     adapter.engine.module = torch.nn.ParameterList([plain, quantized])
     with pytest.raises(CheckpointError, match="zero_quantized_nontrainable_weights"):
-        adapter.forget_copies()
+        adapter.refuse_loading_over_copies()

@@ -79,7 +79,7 @@ def test_rollouts_are_dropped_with_their_tokens_and_other_data_have_less_as_well
     assert named or not any("silent-truncation" in group for group in groups)
 
 
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [2, 9])
 def test_windows_of_other_data_are_those_of_no_late_boundary_in_an_excerpt(first):
     """What the first window of the run held tells a late one; of an excerpt it is not known."""
     sides = []
@@ -90,4 +90,4 @@ def test_windows_of_other_data_are_those_of_no_late_boundary_in_an_excerpt(first
         held = tuple(one.model_copy(update={"step": n}) for n, one in enumerate(steps, first))
         sides.append(Trace(HEADER, held))
     _, groups = found(*sides)
-    assert first == 1 or not groups or "data-or-seed" in groups[0]
+    assert "data-or-seed" in groups[0]

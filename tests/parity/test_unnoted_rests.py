@@ -7,6 +7,7 @@ import pytest
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose
+from ds_parity.parity.diagnosis.schedule_shapes import _are_round
 from ds_parity.trace import Trace
 from ds_parity.trace.foreign import read_any
 from tests.parity.test_schedule_excerpts import HEADER, exponential, first_group, inverse_root, linear, traces
@@ -133,3 +134,35 @@ def test_rates_that_are_round_numbers_are_not_taken_for_rounded_ones(rates, othe
         sides.append(read_any(path))
     named = {cause.name for cause in diagnose(*sides, compare(*sides, Tier.REASSOCIATED)).causes}
     assert not named & {"another-lowest-lr", "another-highest-lr", "schedule-too-long"}
+
+
+def test_two_skipped_steps_in_which_a_scheduler_moves_are_named():
+    def late(n):
+        return 1.0 if n < 6 else max(0.0, 1 - (n - 6) / 20)
+
+    a, b = traces([lambda n: late(n - (n > 1) - (n > 2))], [late], 0, 20)
+    a, b = (
+        Trace(HEADER, tuple(it.model_copy(update={"skipped": it.step in (2, 3)}) for it in side.steps))
+        for side in (a, b)
+    )
+    named = {cause.name for cause in diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes}
+    assert {"scheduler-on-skipped-step", "schedule-off-by-steps"} <= named
+
+
+@pytest.mark.parametrize("begin", [0, 9])
+def test_one_rate_alone_that_is_not_0_names_no_cause(begin):
+    assert not first_group(lambda n: (n > begin) / 8, lambda n: (n > begin) / 4, begin=begin, steps=2)
+
+
+def test_a_rate_that_rests_behind_a_warm_up_is_no_rounded_one_for_certain():
+    def warmed_line(n):
+        return (n + 1) / 4 if n < 4 else 1 - (n - 3) / 30000
+
+    named = first_group(warmed_line, lambda n: min(1.0, (n + 1) / 4), steps=12)
+    assert {"lr-rounded", "no-scheduler", "schedule-too-long"} <= named
+
+
+def test_rates_of_few_digits_that_stand_still_are_no_round_numbers():
+    rates = [round(1e-3 * (1 - n / 333), 5) for n in range(12)]
+    assert not _are_round(rates, 0.5e-5)
+    assert _are_round([1e-3 * (1 - n / 100) for n in range(12)], 0.5e-5)

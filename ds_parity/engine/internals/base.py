@@ -215,6 +215,9 @@ class Adapter(ABC):
     def forget_copies(self) -> None:  # noqa: B027  # ZeRO 3 alone has copies of weights, and of hpZ
         """Forget copies of the weights that were loaded over, as a load leaves them."""
 
+    def refuse_loading_over_copies(self) -> None:  # noqa: B027  # likewise
+        """Refuse a load, before anything is loaded, where copies would stay as they are."""
+
     def show_stepped_weights(self) -> None:  # noqa: B027  # ZeRO 3 has done it; without a wrapper there are no others
         """Give the model the weights that the optimizer steps, which were loaded by place, and the model's by name.
 

@@ -197,7 +197,12 @@ class Zero3(Zero):
         self._optimizer._overflow_clean_up(self._optimizer.loss_scale)
 
     def forget_copies(self) -> None:
-        """Forget hpZ's copies, of which DeepSpeed renews those of trained parameters alone (hpz_keeps_frozen.py).
+        """Forget hpZ's copies, of which DeepSpeed renews those of trained parameters alone (hpz_keeps_frozen.py)."""
+        for parameter in cast("Iterable[Zero3Parameter]", self.engine.module.parameters()):
+            parameter.ds_secondary_tensor = None
+
+    def refuse_loading_over_copies(self) -> None:
+        """Refuse a load where copies would stay as they are.
 
         Raises:
             CheckpointError: copies of frozen weights are quantized, and DeepSpeed quantizes none anew
@@ -210,7 +215,6 @@ class Zero3(Zero):
                     "would use the frozen weights that the engine was built with; load those into the model before "
                     "initialize(), or leave one of the two out"
                 )
-            parameter.ds_secondary_tensor = None
 
     def release_parameters(self) -> None:
         """Partition what passes left gathered, as every `step()` does first."""

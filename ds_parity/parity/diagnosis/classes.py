@@ -7,7 +7,9 @@ that agree say where it is not.
 
 from __future__ import annotations
 
-from ds_parity.parity.comparison.bounds import EPS
+import math
+
+from ds_parity.parity.comparison.bounds import EPS, LEAST_LOSS
 from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
@@ -19,6 +21,7 @@ _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound, or of what a loss is off by: what lies further apart has not agreed, it was let pass.
 _CREPT = 0.1
 _SAME = 1e-3
+_HIDDEN = 1e3  # times as far as a loss's last digit: weights that differ by rounding move a norm by more than a loss
 _OF_WORDS = 0.3  # a cross-entropy of language is above it; a loss of a policy lies about 0, with a KL term above it
 
 
@@ -58,11 +61,13 @@ def _of_figures(view: View, at: set[str]) -> set[str]:
         # A loss may have another gradient and the same value; a norm is of what the optimizer holds, and may be taken
         # behind the clipping.
         found = {"gradient", "loss", "clipping", "optimizer settings"} | ({"weights"} if view.first else set())
-        if view.loose or _loss_tells_nothing(view):
+        if view.loose or _loss_tells_nothing(view) or _loss_hides_as_much(view):
             found |= {"data"} | ({"weights"} if _far_from_the_start(view) else set())
         if _may_be_of_advantages(view):
             found |= {"weights"} if view.first == 0 and _far_from_the_start(view) else set()
-            found |= {"data"} if view.agrees("loss") else set()
+            # Losses below 0 are no cross-entropies, whatever later ones are; other data seldom have as many tokens.
+            policy = _least_loss(view) <= 0 and not view.recorded("tokens")
+            found |= {"data"} if policy or view.agrees("loss") else set()
         return found | ({"weights"} if view.apart_at_start else set())
     return _of_update(view) if "weights" in at else set()
 
@@ -93,6 +98,16 @@ def _loss_tells_nothing(view: View) -> bool:
     return same or (bool(losses) and max(map(abs, losses[0])) <= EPS[view.comparison.dtype])
 
 
+def _loss_hides_as_much(view: View) -> bool:
+    """Whether a loss of few digits would not show what moves the gradient norm by as little as it is off."""
+    if view.first == len(view.pairs):
+        return False
+    norm, (a, b) = view.ratios("grad_norm")[view.first], view.pairs[view.first]
+    written = [(trace.precision.get("loss"), one.loss) for trace, one in ((view.reference, a), (view.candidate, b))]
+    digits = max((how.slack(loss) / max(abs(loss), LEAST_LOSS) for how, loss in written if how and loss), default=0.0)
+    return norm is not None and abs(norm - 1) < _HIDDEN * digits
+
+
 def _may_be_of_advantages(view: View) -> bool:
     """Whether losses of the record are hardly means of cross-entropies, and agree in the step that parts.
 
@@ -102,9 +117,11 @@ def _may_be_of_advantages(view: View) -> bool:
     if view.first == len(view.pairs):
         return False  # a mean over all steps alone differs
     a, b = view.pairs[view.first]
-    return near(b.loss, a.loss or 0.0, EPS["fp32"]) and any(
-        one.loss is not None and one.loss < _OF_WORDS for pair in view.pairs for one in pair
-    )
+    return near(b.loss, a.loss or 0.0, EPS["fp32"]) and _least_loss(view) < _OF_WORDS
+
+
+def _least_loss(view: View) -> float:
+    return min((one.loss for pair in view.pairs for one in pair if one.loss is not None), default=math.inf)
 
 
 def _norm_hides_as_much(view: View) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ _MOST = 0.5
 _CLEARLY = 0.01  # of the weights' norm: no type of numbers rounds as much
 _BY_ABOUT = 0.1  # of what other data move a loss by
 _AS_THEN = 0.5  # of what numbers go up and down by
+_NOT_BY_CHANCE = 3  # numbers of tokens, each another, that windows have again
 _BY_CHANCE = 3  # losses of a run that learns rise so often in a row
 _OTHER_START = "the headers tell of other weights before the first step"
 
@@ -103,6 +105,14 @@ def _repeated(view: View) -> Iterator[Cause]:
         norms = [(b.grad_norm, a.grad_norm, due.grad_norm) for b, a, due in rows]
         # Counts that are those of before, where others are due, are a proof of their own.
         proved = any((b.tokens, b.prompts) != (due.tokens, due.prompts) for b, _, due in rows)
+        tokens = [b.tokens for b in later]
+        finite = all(it is not None and math.isfinite(it) for row in known for it in row)
+        if proved and finite and None not in tokens and len({*tokens}) >= _NOT_BY_CHANCE:
+            # Weights may have moved by more than data differ.
+            shown = ", ".join(map(str, tokens[:3]))
+            said = f"from step {view.step(first)} on windows have the tokens of step {view.step(start)} and after "
+            yield Cause("resume-repeats-data", Fit.EVERY_STEP, f"{said}({shown}{', ...' if tokens[3:] else ''})")
+            return
         if view.recorded("grad_norm") and not _come_back(norms, proved=proved):
             return
         # Weights have moved since, so losses come back by about.

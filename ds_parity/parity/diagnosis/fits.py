@@ -14,7 +14,7 @@ class Fit(Enum):
     """
 
     COMPUTED = ("a reference has computed the step under it, and these are the figures", 7, 7)
-    SEQUENCE = ("its counts or learning rates are the predicted ones in every step", 11, 11)
+    SEQUENCE = ("its counts or learning rates are the predicted ones in every step", 12, 12)
     EVERY_STEP = ("it predicts the number of every step", 5, 5)
     CONSTANT = ("it predicts one number that all steps have", 0, 0)
     DIRECTION = ("the weights lie in the direction that it predicts", 11, 11)

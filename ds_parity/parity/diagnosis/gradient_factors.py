@@ -81,7 +81,9 @@ def _of_ranks(view: View, first: float) -> dict[str, Prediction]:
         known = not any(one.header.ranks is None for one in (view.reference, view.candidate))
         # The same words for both, which the record can't tell apart.
         words = f"{first:.4g} ({'on one data-parallel rank' if known else 'the number of ranks is not recorded'})"
-        names = ["sp-factor-by-stage"] if known else ["dp-mean-left-in", "sp-factor-by-stage"]
+        # A mean over ranks is smaller than what it is of, and a sum larger.
+        of_ranks = "sum-over-ranks" if first > 1 else "dp-mean-left-in"
+        names = ["sp-factor-by-stage"] if known else [of_ranks, "sp-factor-by-stage"]
         found |= {name: Prediction([first] * steps, words, of_first_step=True) for name in names}
     return found
 

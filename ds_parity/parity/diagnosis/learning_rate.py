@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 
 from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.effects import TRAINED_ON
@@ -13,6 +13,7 @@ from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
 from ds_parity.parity.diagnosis.rates import MOST, SAME, as_fp32, equal, finite, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_excerpts import beside_a_factor, beside_a_rest, not_seen
+from ds_parity.parity.diagnosis.schedule_families import of_a_family
 from ds_parity.parity.diagnosis.schedule_positions import (
     ahead,
     ahead_at_rest,
@@ -206,7 +207,10 @@ def _of_some_groups(
     said += "reference's in every step, that of the others agrees"
     if kept:
         yield Cause("group-lr", Fit.SEQUENCE, said)
-    if len(factors) > 1 and not any(chain.from_iterable(kept)):
+    # What one rate alone shows is as many times any other.
+    if len(factors) < 2:
+        return
+    if not any(chain.from_iterable(kept)):
         ranks = f", and {view.ranks} is the number of ranks" if view.ranks > 1 and near(factors[0], view.ranks) else ""
         # 0 is as many times any number: it is said as it is.
         times = f"{told(factors[0])} times the reference's" if factors[0] else "0"
@@ -247,6 +251,7 @@ def _of_a_schedule(view: View, a: list[float], b: list[float], *, beside: bool) 
     found += [*stretched(view, a, b), *by_stairs(view, a, b), *ends(view, a, b), *warm_up(a, b)]
     others = beside or bool(found)
     found += _moved_once(view, a, b, beside=others) if _once(b) else [*slower(a, b), *begun_late(view, a, b)]
+    found += of_a_family(view, a, b)
     if not (beside or found) or _before(view):
         return found
     named = {cause.name for cause in found}
@@ -296,17 +301,26 @@ def _logged_off(log: _Log, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 def _before(view: View) -> bool:
     """Whether a step before the first that differs was skipped, behind which the reference's rates were the same."""
-    at = view.first - 1
-    while at > 0 and not view.pairs[at][0].skipped and view.pairs[at][0].lr == view.pairs[at - 1][0].lr:
-        at -= 1
-    return at >= 0 and bool(view.pairs[at][0].skipped)
+    return _skipped_before(view) > 0
+
+
+def _skipped_before(view: View) -> int:
+    """How many steps in front of the first that differs were skipped while the reference had one rate."""
+    before = [one for one, _ in view.pairs[: view.first]][::-1]
+    return sum(bool(one.skipped) for one in takewhile(lambda one: one.lr == before[0].lr, before))
 
 
 def _skipped(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
-    known = a[view.first + 1 :]
-    if _before(view) and known and equal(known, b[view.first : -1]):
-        said = f"a step in front of step {view.step(view.first)} was skipped, and from there on the LR is a step ahead"
-        yield Cause("scheduler-on-skipped-step", Fit.SEQUENCE, said)
+    for by in range(1, _skipped_before(view) + 1):
+        known = a[view.first + by :]
+        if known and equal(known, b[view.first : -by]):
+            ahead_by = "a step" if by == 1 else f"{by} steps"
+            said = (
+                f"{ahead_by} in front of step {view.step(view.first)} {'was' if by == 1 else 'were'} skipped, and from "
+            )
+            said += f"there on the LR is {ahead_by} ahead"
+            yield Cause("scheduler-on-skipped-step", Fit.SEQUENCE, said)
+            return
 
 
 def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -318,6 +332,10 @@ def _still(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         said = f"the LR is the reference's, rounded to {fitting[0]} decimals ("
         said += next(where_due(y, x) for x, y in zip(a, b, strict=True) if not same(y, x)) + ")"
         yield Cause("lr-rounded", Fit.SEQUENCE, said)
+        if len({*b}) > 1 and len({*b[view.first :]}) == 1:
+            # One rate may as well be that of a schedule which doesn't go on, or hardly.
+            said = f"the LR is {b[-1]:.6g} from step {view.step(view.first)} on, where the reference's moves"
+            yield from (Cause(it, Fit.SEQUENCE, said) for it in ("no-scheduler", "schedule-too-long"))
     if len(set(b)) == 1 and len(set(a)) > 1:
         said = f"the LR is {b[0]:.6g} in every step, where the reference's moves"
         # Two rates are one number in other schedules, too.

@@ -53,7 +53,7 @@ def beside_a_factor(view: View, a: Sequence[float], factor: float) -> tuple[str,
     levels = _levels(a)
     # One rest a skipped step may have left; with more of them a schedule goes by stairs.
     moving = levels if len(rests_within(a)) < 2 else []
-    power, of_logarithms = _power_of(moving), _is_logarithm(moving, view.step(0))
+    power, of_logarithms = _power_of(moving), _is_logarithm(moving, view)
     begun = power if power is not None and power.begins(view.step(0)) else None
     if not view.is_excerpt:
         # Nor is it seen to which rate a warm-up comes that goes on at the end of the record.
@@ -110,11 +110,16 @@ def _levels(a: Sequence[float]) -> list[float]:
     return [rate for at, rate in enumerate(a) if not at or not same(rate, a[at - 1])]
 
 
-def _is_logarithm(rates: Sequence[float], step: int) -> bool:
-    """Whether rates are so many times the logarithm of the steps, as in DeepSpeed's WarmupLR; `step`: of the first."""
-    for begun in (0, 1):
-        times = [rate / math.log(step + at + begun) for at, rate in enumerate(rates) if step + at + begun > 1]
-        if len(times) > 1 and alike(times, SAME):
+def _is_logarithm(rates: Sequence[float], view: View) -> bool:
+    """Whether rates are so many times the logarithm of the steps, as in DeepSpeed's WarmupLR.
+
+    Steps that were skipped in front of an excerpt are not counted by it.
+    """
+    for begun in range(-_SKIPPED if view.is_excerpt else 0, 2):
+        steps = range(view.step(0) + begun, view.step(0) + begun + len(rates))
+        times = [rate / math.log(step) for step, rate in zip(steps, rates, strict=True) if step > 1]
+        nothing = (rate for step, rate in zip(steps, rates, strict=True) if step <= 1)
+        if len(times) > 1 and alike(times, SAME) and not any(nothing):
             return True
     return False
 

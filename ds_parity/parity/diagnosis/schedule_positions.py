@@ -9,7 +9,7 @@ from itertools import accumulate, chain, islice, pairwise, repeat, tee
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import MOST, SAME, equal, follows, same, tells, where_due
-from ds_parity.parity.diagnosis.schedule_excerpts import of_many_moves
+from ds_parity.parity.diagnosis.schedule_excerpts import not_seen, of_many_moves
 from ds_parity.parity.diagnosis.schedule_stairs import stairs_of
 from ds_parity.parity.diagnosis.view import View, alike, near
 
@@ -87,6 +87,8 @@ def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
             if first == 0 and by < len(a) and a[by] == max(a) and sorted(a[: by + 1]) == a[: by + 1]:
                 yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, behind the reference's warm-up")
+            elif first == 0 and view.is_excerpt:
+                yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}; {not_seen(view)}")
             return
 
 
@@ -148,7 +150,9 @@ def _from_before(a: list[float], b: list[float]) -> Iterator[Cause]:
     by = next(late, 0)
     if by:
         said = f"the LR is that of {by} steps earlier ({where_due(b[by], a[by])})"
-        yield from (Cause(it, Fit.SEQUENCE, said) for it in ("schedule-off-by-steps", "resume-resets-schedule"))
+        # Behind a longer warm-up, too, a schedule is as many steps behind.
+        names = ("schedule-off-by-steps", "resume-resets-schedule", "another-warm-up")
+        yield from (Cause(it, Fit.SEQUENCE, said) for it in names)
 
 
 def begun_late(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:

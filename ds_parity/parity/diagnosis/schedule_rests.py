@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis.rates import rests_within, same
+from ds_parity.parity.diagnosis.schedule_shapes import digits
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord
 
@@ -60,12 +61,12 @@ def without_one_rest(view: View, a: list[float], b: list[float]) -> tuple[View, 
         b: the candidate's.
 
     Returns:
-        None where no such rest is, or where the reference has others.
+        None where no such rest is, where the reference has others, or where rates of few digits stand still by these.
     """
     rests = rests_within(a) or [at for at, pair in enumerate(pairwise(a)) if same(*pair)]
     if len(rests) != 1 or len(a) < _FEW or not same(b[rests[0] + 1], b[rests[0]]):
         return None
-    if any(one.skipped for pair in view.pairs for one in pair):
+    if digits(view, a, b) or any(one.skipped for pair in view.pairs for one in pair):
         return None
     return _only(view, a, b, [at for at in range(len(a)) if at != rests[0]])
 

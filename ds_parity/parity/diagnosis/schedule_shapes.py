@@ -9,7 +9,7 @@ from itertools import chain, islice, pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.rates import SAME, digits_of, tells
+from ds_parity.parity.diagnosis.rates import SAME, digits_of, rests_within, tells
 from ds_parity.parity.diagnosis.view import View, near, told
 
 # Of what the rates come to: what is read between two steps of a curve is not exact.
@@ -79,7 +79,7 @@ def stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 def _pace_of_roots(view: View, a: list[float], b: list[float]) -> float | None:
     """The same of an inverse square root behind a warm-up, whose length alone sets its pace; None where it is none."""
-    written, top = _WRITTEN * digits(view, a), max(a)
+    written, top = _WRITTEN * digits(view, a, b), max(a)
     within = _within(a, SAME) + written
     if _unchanged(a, b, _within(a, SAME), written):
         return None
@@ -201,7 +201,7 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     # Behind a warm-up that both have, the rest alone has another lowest rate.
     rise = _tops(a)[-1]
     # The share is that of two rates, which are written as all others are.
-    written = _WRITTEN * digits(view, a)
+    written = _WRITTEN * digits(view, a, b)
     if rise and all(near(y, x, SAME) for x, y in zip(a[: rise + 1], b[: rise + 1], strict=True)):
         a, b = a[rise:], b[rise:]
     within = _within(a, SAME) + written
@@ -229,17 +229,31 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
                 yield Cause(name, Fit.SEQUENCE, said)
 
 
-def digits(view: View, rates: list[float]) -> float:
-    """By how much a rate may be off by the digits in which both sides have written theirs; 0 where they are whole."""
-    sides = (view.reference, view.candidate)
-    written = [(trace.precision.get("lr"), [pair[side].lr for pair in view.pairs]) for side, trace in enumerate(sides)]
-    slack = [(how.slack(max(rates)), [it[0] for it in own if it]) for how, own in written if how is not None]
-    return max((most for most, own in slack if not _are_round(own, most)), default=0.0)
+def digits(view: View, a: list[float], b: list[float], rate: float | None = None) -> float:
+    """By how much a rate may be off by the digits in which both sides have written theirs; 0 where they are whole.
+
+    Args:
+        view: two traces side by side.
+        a: the reference's rates of a parameter group.
+        b: the candidate's.
+        rate: the rate; by default the highest of the reference's.
+    """
+    most = max(a) if rate is None else rate
+    written = [(it.precision.get("lr"), own) for it, own in ((view.reference, a), (view.candidate, b))]
+    slack = [(how.slack(most), own) for how, own in written if how is not None]
+    return max((some for some, own in slack if not _are_round(own, some)), default=0.0)
 
 
 def _are_round(rates: list[float], slack: float) -> bool:
-    """Whether rates of few digits are no rounded ones: they move by one number, or by two that no rounding parts."""
-    moves = sorted(y - x for x, y in pairwise(rates) if abs(y - x) > slack * SAME)
+    """Whether rates of few digits are no rounded ones: they move by one number, or by two that no rounding parts.
+
+    Rates that stand still in several steps move by less than their last digit there.
+    """
+    rests = len(rests_within(rates)) > 1
+    moves = [y - x for x, y in pairwise(rates)]
+    while moves and not moves[-1]:
+        moves.pop()
+    moves = sorted(it for it in moves if rests or abs(it) > slack * SAME)
     apart = [y - x for x, y in pairwise(moves) if y - x > slack * SAME]
     return len(moves) > 1 and len(apart) < 2 and all(it > _CLEAR * slack for it in apart)
 

@@ -77,7 +77,8 @@ def _of_another_length(view: View, moves: Moves, due: float, rate: float) -> str
     length, types = float(np.linalg.norm(update)), view.comparison.dtype
     # What both sides may lie apart by without a fault, and by the digits of the rates.
     added_up = C[types]["weights"] * EPS[types] * float(np.sqrt(view.pairs[at][0].rollouts or 1)) * max(1.0, times)
-    written = 2 * digits(view, [due, rate]) / due
+    of_group, of_other = ([one.lr[0] for one in side if one.lr] for side in zip(*view.pairs, strict=True))
+    written = 2 * digits(view, of_group, of_other, max(due, rate)) / due
     if not float(np.linalg.norm(widened - (times - 1) * update)) > max(
         moves.rounding(at, times), (added_up + written) * length
     ):

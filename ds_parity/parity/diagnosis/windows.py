@@ -76,14 +76,14 @@ def _beside(view: View, cut: Cut, told: set[str]) -> list[Cause]:
 
 def _at_other_passes(cut: Cut) -> Iterator[Cause]:
     """What ends every window of an excerpt a pass late or early: its first window shows it, which is not recorded."""
-    if not (all(cut.passes) and all(cut.of_reference)):
-        return
-    further = _mean(cut.passes) - _mean(cut.of_reference)
-    if not near(abs(further), 1.0, _ABOUT_A_PASS):
-        return
+    further, said = _mean(cut.b) - _mean(cut.a), f"windows hold {cut.b[:3]} rollouts for {cut.a[:3]}"
+    if all(cut.passes) and all(cut.of_reference):
+        further = _mean(cut.passes) - _mean(cut.of_reference)
+        if not near(abs(further), 1.0, _ABOUT_A_PASS):
+            return
+        said = f"windows have {cut.passes[:3]} passes for {cut.of_reference[:3]}"
     name = "boundary-a-pass-late" if further > 0 else "boundary-off-by-one"
-    said = f"windows have {cut.passes[:3]} passes for {cut.of_reference[:3]}, and the run's first is not recorded"
-    yield Cause(name, Fit.SEQUENCE, said)
+    yield Cause(name, Fit.SEQUENCE, f"{said}, and the run's first is not recorded")
 
 
 def _prompts_are_targets(view: View, cut: Cut) -> bool:
