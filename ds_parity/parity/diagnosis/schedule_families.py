@@ -224,7 +224,10 @@ def _side(
 def _of_a_kind(view: View, kind: _Kind, a: _Side, b: _Side) -> Iterator[tuple[str, str]]:
     """Names, and what says so, of numbers that are others in two schedules of one kind."""
     both = f"both sides go by {kind.words} from {a.highest:.4g} on"
-    for low in sorted(a.lows(kind) | b.lows(kind)):
+    lows = a.lows(kind)
+    if not lows:
+        return
+    for low in sorted(lows | b.lows(kind)):
         one, other = a.end(kind, low), b.end(kind, low)
         if one is None or other is None:
             continue
@@ -242,18 +245,20 @@ def _of_a_kind(view: View, kind: _Kind, a: _Side, b: _Side) -> Iterator[tuple[st
             said = f"{both}, and come to {low:.4g} after about {_about(one)} and {_about(other)} steps"
             yield from ((name, said) for name in _of_pace(view, paces, moves=a.steps == 0))
     if a.steps == b.steps:
-        yield from _of_lows(kind, a, b, both)
+        yield from _of_lows(kind, (a, b), lows, both)
 
 
-def _of_lows(kind: _Kind, a: _Side, b: _Side, both: str) -> Iterator[tuple[str, str]]:
-    for low in sorted(a.lows(kind)):
+def _of_lows(kind: _Kind, sides: tuple[_Side, _Side], lows: set[float], both: str) -> Iterator[tuple[str, str]]:
+    """Another lowest rate to which both come in as many steps; `lows`: those to which the reference may."""
+    a, b = sides
+    for low in sorted(lows):
         ends = a.end(kind, low)
         if ends is None or ends.most == math.inf:
             continue
         for end in (ends.least, (ends.least + ends.most) / 2, ends.most):
-            lows = b.lowest(kind, end)
-            if lows is not None and not lows.least <= low <= lows.most:
-                yield "another-lowest-lr", f"{both}, and come to {low:.4g} and to about {lows.most:.4g} as soon"
+            others = b.lowest(kind, end)
+            if others is not None and not others.least <= low <= others.most:
+                yield "another-lowest-lr", f"{both}, and come to {low:.4g} and to about {others.most:.4g} as soon"
                 return
 
 
