@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from ds_parity.parity.comparison.bounds import EPS, LEAST_LOSS
+from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
@@ -102,10 +102,8 @@ def _loss_hides_as_much(view: View) -> bool:
     """Whether a loss of few digits would not show what moves the gradient norm by as little as it is off."""
     if view.first == len(view.pairs):
         return False
-    norm, (a, b) = view.ratios("grad_norm")[view.first], view.pairs[view.first]
-    written = [(trace.precision.get("loss"), one.loss) for trace, one in ((view.reference, a), (view.candidate, b))]
-    digits = max((how.slack(loss) / max(abs(loss), LEAST_LOSS) for how, loss in written if how and loss), default=0.0)
-    return norm is not None and abs(norm - 1) < _HIDDEN * digits
+    norm = view.ratios("grad_norm")[view.first]
+    return norm is not None and abs(norm - 1) < _HIDDEN * view.loss_digits
 
 
 def _may_be_of_advantages(view: View) -> bool:

@@ -106,7 +106,7 @@ def _repeated(view: View) -> Iterator[Cause]:
         # Counts that are those of before, where others are due, are a proof of their own.
         proved = any((b.tokens, b.prompts) != (due.tokens, due.prompts) for b, _, due in rows)
         tokens = [b.tokens for b in later]
-        finite = all(it is not None and math.isfinite(it) for row in known for it in row)
+        finite = all(math.isfinite(it) for row in known for it in row if it is not None)
         if proved and finite and None not in tokens and len({*tokens}) >= _NOT_BY_CHANCE:
             # Weights may have moved by more than data differ.
             shown = ", ".join(map(str, tokens[:3]))

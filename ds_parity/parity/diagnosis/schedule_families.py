@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import MOST
+from ds_parity.parity.diagnosis.schedule_positions import is_often
 from ds_parity.parity.diagnosis.schedule_shapes import digits
 from ds_parity.parity.diagnosis.view import View, told
 
@@ -28,8 +29,9 @@ _FEW = 4  # rates, of which fewer are those of any schedule
 _ROUNDED, _SINGLE = 1e-12, 1e-7  # of the highest rate
 _TRIED = 24  # lowest rates between 0 and the lowest that is recorded
 _ROUND = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.75, 0.8, 0.9)
-_HALVINGS = 40
+_THIRDS = 80
 _WHOLE = 1e-6
+_LONGEST = 64  # the logarithm of the steps of a warm-up, at most
 
 _Array = npt.NDArray[np.float64]
 
@@ -67,9 +69,13 @@ class _Range:
         """Whether some number is in both."""
         return self.least <= other.most and other.least <= self.most
 
-    def times(self, factor: float, less: float = 0.0) -> _Range:
-        """All of them, less a number, times a factor."""
-        return _Range((self.least - less) * factor, (self.most - less) * factor)
+    def times(self, factor: float) -> _Range:
+        """All of them, times a factor."""
+        return _Range(self.least * factor, self.most * factor)
+
+    def less(self, number: float) -> _Range:
+        """All of them, less a number."""
+        return _Range(self.least - number, self.most - number)
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class _Side:
             return least / most if most > 0 else math.inf
 
         low, high = 0.0, self.least
-        for _ in range(2 * _HALVINGS):
+        for _ in range(_THIRDS):
             third = (high - low) / 3
             low, high = (low, high - third) if apart(low + third) < apart(high - third) else (low + third, high)
         return (low + high) / 2
@@ -151,7 +157,7 @@ def of_a_family(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     """Yield what may be another number of a schedule whose kind both sides' rates are of.
 
     Args:
-        view: two traces side by side; none of a whole record from its first step on is looked at otherwise.
+        view: two traces side by side; of an excerpt nothing is yielded, because it may have no warm-up in it.
         a: the reference's rates, of every common step.
         b: the candidate's.
     """
@@ -174,7 +180,7 @@ def of_a_family(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
 
 
 def _line(place: _Array, steps: float) -> _Array:
-    return place / max(steps, _WHOLE)
+    return place / steps
 
 
 def _logarithm(place: _Array, steps: float) -> _Array:
@@ -186,7 +192,7 @@ def _steps(place: int, share: float, rise: Callable[[_Array, float], _Array]) ->
     """In how many steps a warm-up comes to its highest rate that is at a share of it in a place."""
     if rise is _line:
         return place / share
-    return math.exp(min(math.log(place + 1) / share, MOST))
+    return math.exp(min(math.log(place + 1) / share, _LONGEST))
 
 
 def _side(
@@ -234,12 +240,12 @@ def _of_a_kind(view: View, kind: _Kind, a: _Side, b: _Side) -> Iterator[tuple[st
         if a.steps != b.steps:
             said = f"{both}, behind a warm-up of {told(a.steps)} and {told(b.steps)} steps"
             # Its length is a part of the schedule's, or lies in front of it.
-            if _is_whole(b.steps) and (one.meets(other) or one.times(1, a.steps).meets(other.times(1, b.steps))):
+            if _is_whole(b.steps) and (one.meets(other) or one.less(a.steps).meets(other.less(b.steps))):
                 yield "another-warm-up", said
             # One of so many moves in a step need not come to its highest rate on a step.
             whole = b.steps > 0 and (_is_whole(b.steps) or _is_whole(a.steps / b.steps))
-            if a.steps and whole and one.times(b.steps / a.steps).meets(other):
-                yield from ((name, said) for name in _of_pace(view, _Range(b.steps / a.steps, b.steps / a.steps)))
+            if a.steps and whole and one.times(pace := b.steps / a.steps).meets(other):
+                yield from ((name, said) for name in _of_pace(view, _Range(pace, pace)))
         elif not one.meets(other):
             paces = _Range(other.least / one.most, other.most / max(one.least, _WHOLE))
             said = f"{both}, and come to {low:.4g} after about {_about(one)} and {_about(other)} steps"
@@ -269,11 +275,10 @@ def _of_pace(view: View, paces: _Range, *, moves: bool = True) -> Iterator[str]:
     if paces.most < 1:
         yield "schedule-too-short"
         times = {some for some in range(2, MOST) if moves and least <= 1 / some <= most}
-        # As in schedule_positions.faster.
-        per_pass = times & passes if len(passes) == 1 else times if not passes else set()
+        per_pass = bool(times & passes if passes else times) and len(passes) < 2
         if per_pass:
             yield "scheduler-per-pass"
-        if times - (per_pass & passes) or times & {2, view.ranks}:
+        if is_often(view, times, per_pass=per_pass and bool(passes)):
             yield "scheduler-stepped-often"
     elif paces.least > 1:
         yield "schedule-too-long"

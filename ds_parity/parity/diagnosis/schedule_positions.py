@@ -244,12 +244,24 @@ def faster(view: View, a: list[float], b: list[float], *, beside: bool = False) 
     if per_pass:
         passes = f"windows have {', '.join(map(str, sorted(set(view.passes))))}" if known else "no log says how many"
         yield Cause("scheduler-per-pass", Fit.SEQUENCE, f"{said}; {passes} passes")
-    # Passes explain their number alone, but for two numbers that a scheduler is often stepped: twice, and once a rank.
-    if {*fitting} - (set(view.passes) if per_pass else set()) or {2, view.ranks} & {*fitting}:
+    if is_often(view, {*fitting}, per_pass=per_pass):
         yield Cause("scheduler-stepped-often", Fit.SEQUENCE, said)
     # Of an excerpt it is not known in which step the shorter one began.
     if len(set(b)) > 1 and any(len(begun) > 1 or _is_shorter(longer, b, some) for some in fitting):
         yield Cause("schedule-too-short", Fit.SEQUENCE, said)
+
+
+def is_often(view: View, times: set[int], *, per_pass: bool) -> bool:
+    """Return whether a scheduler that is stepped by mistake may have moved so often in each step.
+
+    Passes explain their number alone, but for two numbers that a scheduler is often stepped: twice, and once a rank.
+
+    Args:
+        view: two traces side by side.
+        times: how often it may have moved in each step.
+        per_pass: whether a move for each pass explains it.
+    """
+    return bool(times - (set(view.passes) if per_pass else set()) or {2, view.ranks} & times)
 
 
 def _is_shorter(longer: Course, b: list[float], times: int) -> bool:

@@ -173,12 +173,21 @@ class View:
         """
         if self.comparison.dtype in DRIFT:
             return True
+        # Of rounded losses that are not the same some digit is off, whatever lies within the bound.
+        apart = self.first < len(self.pairs) and len({one.loss for one in self.pairs[self.first]}) > 1
+        return any(apart or digits > _WIDE for digits in self._digits_of_losses)
+
+    @property
+    def loss_digits(self) -> float:
+        """The share of a loss that its digits leave open in the first step that differs; 0 where they are whole."""
+        return max(self._digits_of_losses, default=0.0)
+
+    @property
+    def _digits_of_losses(self) -> list[float]:
         sides = self.pairs[self.first] if self.first < len(self.pairs) else ()
         traces = self.reference, self.candidate
         held = [(trace.precision.get("loss"), one.loss) for trace, one in zip(traces, sides, strict=bool(sides))]
-        # Of rounded losses that are not the same some digit is off, whatever lies within the bound.
-        apart = len({x for _, x in held}) > 1
-        return any(apart or how.slack(x) > _WIDE * max(abs(x), LEAST_LOSS) for how, x in held if how and x is not None)
+        return [how.slack(x) / max(abs(x), LEAST_LOSS) for how, x in held if how and x is not None]
 
     @property
     def unseen(self) -> bool:
