@@ -73,3 +73,9 @@ def test_another_warm_up_to_one_rate_is_named_in_few_digits(digits, warm_up, oth
 def test_a_factor_of_all_rates_is_no_other_warm_up(factor):
     a = schedule("cosine", 100, 5)
     assert first_group(a, lambda n: factor * a(n), steps=20) == {"base-lr"}
+
+
+def test_rates_of_unlike_sizes_ask_for_no_warm_up_without_end():
+    rates = [0.25, 0.5, 1.0, 0.9, 0.8, 0.7, 0.6]
+    pair = traces([rates.__getitem__], [lambda n: (n + 1) * 1e-310], begin=0, steps=len(rates))
+    assert {cause.name for cause in diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes} <= {"base-lr"}

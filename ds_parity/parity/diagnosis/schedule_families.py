@@ -31,7 +31,7 @@ _TRIED = 24  # lowest rates between 0 and the lowest that is recorded
 _ROUND = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.75, 0.8, 0.9)
 _THIRDS = 80
 _WHOLE = 1e-6
-_LONGEST = 64  # the logarithm of the steps of a warm-up, at most
+_LONGEST = math.exp(64)  # steps of a warm-up; rates of unlike sizes would ask for one without end
 
 _Array = npt.NDArray[np.float64]
 
@@ -191,8 +191,8 @@ def _logarithm(place: _Array, steps: float) -> _Array:
 def _steps(place: int, share: float, rise: Callable[[_Array, float], _Array]) -> float:
     """In how many steps a warm-up comes to its highest rate that is at a share of it in a place."""
     if rise is _line:
-        return place / share
-    return math.exp(min(math.log(place + 1) / share, _LONGEST))
+        return min(place / share, _LONGEST)
+    return math.exp(min(math.log(place + 1) / share, math.log(_LONGEST)))
 
 
 def _side(
@@ -214,7 +214,7 @@ def _side(
         if not 0 < share < 1:
             return None
         steps = _steps(int(places[top - 1]), share, rise)
-        if abs(steps - round(steps)) <= steps * slack / rates[top - 1] + _WHOLE:
+        if abs(steps - round(steps)) * rates[top - 1] <= steps * slack + _WHOLE * rates[top - 1]:
             steps = float(round(steps))
     elif top:
         return None if rates[0] > slack or top == len(rates) else _Side(1.0, highest, places[2:], rates[2:], slack)
@@ -297,4 +297,5 @@ def _about(ends: _Range) -> str:
 def _is_single(rates: list[float]) -> bool:
     """Whether rates have no more than the digits of fp32."""
     known = np.array(rates)
-    return np.array_equal(known.astype(np.float32).astype(np.float64), known)
+    with np.errstate(over="ignore"):
+        return np.array_equal(known.astype(np.float32).astype(np.float64), known)
