@@ -48,6 +48,10 @@ def doctor(
 def _print(examination: Examination) -> None:
     for finding in examination.installation:
         _line(finding, finding.said)
+    if examination.refused:
+        out.print("\nds_parity.initialize refuses this configuration:", style="bold")
+    for finding in examination.refused:
+        _line(finding, finding.said)
     if examination.faults:
         out.print("\nDeepSpeed's known faults that this configuration meets:", style="bold")
     for finding in examination.faults:

@@ -36,8 +36,13 @@ class Fault:
     way_out: str
 
     def __str__(self) -> str:
+        return f"{self.said}; {self.way_out}"
+
+    @property
+    def said(self) -> str:
+        """The key, its value and the rule."""
         thing = f"{self.key} is absent" if self.value is ABSENT else f"{self.key} = {show(self.value)}"
-        return f"{thing}: {self.rule}; {self.way_out}"
+        return f"{thing}: {self.rule}"
 
 
 def refuse(faults: Iterable[Fault]) -> None:

@@ -6,12 +6,13 @@ import pytest
 
 from ds_parity.parity.doctor import deepspeed_faults
 from ds_parity.parity.doctor.deepspeed_faults import FAULTS
+from ds_parity.parity.doctor.examination import Examination, operators, refused
 from ds_parity.parity.doctor.examination import met as findings
-from ds_parity.parity.doctor.examination import operators
 from ds_parity.parity.doctor.findings import State
 from ds_parity.parity.doctor.measured import measured
 
 ROOT = Path(__file__).parents[2]
+PASSES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_passes": 8}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ZERO2 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 
@@ -351,3 +352,32 @@ def test_the_operators_that_a_configuration_compiles():
     assert operators(offloaded, "cpu") == ["ShareMemCommBuilder", "CPUAdamBuilder"]
     assert operators({"optimizer": {"type": "AdamW"}}, "cuda") == ["FusedAdamBuilder"]
     assert operators({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "cuda") == []
+    assert operators({"optimizer": {"type": "Lion"}}, "cpu") == ["ShareMemCommBuilder", "FusedLionBuilder"]
+    on_a_disk = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    assert operators(on_a_disk, "cuda") == ["AsyncIOBuilder"]
+
+
+class TestWhatIsRefused:
+    """Configurations that `ds_parity.initialize` refuses."""
+
+    def test_each_key_with_its_rule_and_way_out(self):
+        halves = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+        found = {it.name: it for it in refused({**PASSES, **halves, "zero_optimization": {"stage": 4}})}
+        assert set(found) == {"fp16.enabled", "zero_optimization.stage"}
+        assert all(finding.state is State.BITES for finding in found.values())
+        stage = found["zero_optimization.stage"]
+        assert stage.said == "zero_optimization.stage = 4: must be 0, 1, 2 or 3"
+        assert stage.way_out == "write the number of the ZeRO stage"
+
+    def test_extra_keys_that_can_not_be_read(self):
+        (found,) = refused({**PASSES, "gradient_accumulation_passes": "x"})
+        assert found.state is State.BITES
+        assert "gradient_accumulation_passes" in found.said
+
+    @pytest.mark.parametrize("config", [PASSES, {"zero_optimization": {"stage": 4}}, {**PASSES, **ZERO2}])
+    def test_nothing_else(self, config):
+        assert not list(refused(config))
+
+    def test_they_bite(self):
+        refusals = tuple(refused({**PASSES, "zero_optimization": {"stage": 4}}))
+        assert Examination((), (), refusals).code == 1

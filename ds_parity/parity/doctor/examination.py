@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_parity._version import __version__
-from ds_parity.config.settings import PASSES, SECTION
+from ds_parity.config.refusals import refusals
+from ds_parity.config.settings import PASSES, SECTION, parse
 from ds_parity.config.versions import OLDEST
+from ds_parity.errors import ConfigError
 from ds_parity.parity.doctor import asking, machine
 from ds_parity.parity.doctor.deepspeed_faults import FAULTS, SEVERAL_PASSES, DeepSpeedFault
 from ds_parity.parity.doctor.findings import Finding, State
@@ -22,6 +24,9 @@ from ds_parity.parity.doctor.reading import Reading
 _OF_CPU = "ShareMemCommBuilder"
 _OF_OFFLOAD = {"adam": "CPUAdamBuilder", "adamw": "CPUAdamBuilder", "lion": "CPULionBuilder"}
 _OF_OFFLOAD |= {"adagrad": "CPUAdagradBuilder"}
+# FusedAdam is built on a CPU, too; the others are of accelerators alone.
+_FUSED = {"adam": "FusedAdamBuilder", "adamw": "FusedAdamBuilder"}
+_FUSED |= {"lamb": "FusedLambBuilder", "lion": "FusedLionBuilder"}
 _SUPPORTED = OLDEST.numbers
 Progress = Callable[[int, str], None]
 
@@ -33,10 +38,12 @@ class Examination:
     Attributes:
         installation: Python, torch, DeepSpeed, accelerator, compilers, locks, shared memory, ranks.
         faults: of DeepSpeed that the configuration meets; none where no configuration was given.
+        refused: what `ds_parity.initialize` refuses in the configuration, by its own key.
     """
 
     installation: tuple[Finding, ...]
     faults: tuple[Finding, ...]
+    refused: tuple[Finding, ...] = ()
 
     @property
     def code(self) -> int:
@@ -47,7 +54,7 @@ class Examination:
         installed, faulty = ({finding.state for finding in part} for part in (self.installation, self.faults))
         if State.UNKNOWN in installed:
             return 2
-        if State.BITES in installed | faulty:
+        if self.refused or State.BITES in installed | faulty:
             return 1
         return 2 if State.UNKNOWN in faulty else 0
 
@@ -94,8 +101,25 @@ def examine(
         found += _built(found, operators(config or {}, facts["accelerator"]), environment)
     progress(3, "DeepSpeed's faults")
     there = facts.get("deepspeed") or versions["deepspeed"]
-    faults = () if config is None else tuple(met(config, there, facts.get("accelerator")))
-    return Examination(tuple(found), faults)
+    if config is None:
+        return Examination(tuple(found), ())
+    return Examination(tuple(found), tuple(met(config, there, facts.get("accelerator"))), tuple(refused(config)))
+
+
+def refused(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what `ds_parity.initialize` refuses in a configuration with ds_parity's keys.
+
+    Batch sizes that contradict each other are left to `ds-parity rewrite`: they depend on the number of ranks of the
+    run, which need not all be on this machine.
+    """
+    try:
+        if parse(config) is None:
+            return
+    except ConfigError as error:
+        yield Finding("ds_parity", State.BITES, str(error), "correct it: `ds-parity rewrite` shows what it comes to")
+        return
+    for fault in refusals(config):
+        yield Finding(fault.key, State.BITES, fault.said, fault.way_out)
 
 
 def _built(found: list[Finding], names: list[str], environment: Mapping[str, str]) -> list[Finding]:
@@ -114,8 +138,11 @@ def operators(config: Mapping[str, Any], accelerator: str) -> list[str]:
     plain = Reading(config).on("optimizer.params.torch_adam")
     if reading.offloads:
         names.append(_OF_OFFLOAD.get(reading.optimizer, "CPUAdamBuilder"))
-    elif reading.optimizer in ("adam", "adamw") and not plain:
-        names.append("FusedAdamBuilder")
+    elif reading.optimizer in _FUSED and not plain:
+        names.append(_FUSED[reading.optimizer])
+    offloads = (reading.raw(f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param"))
+    if "nvme" in offloads:
+        names.append("AsyncIOBuilder")
     return names
 
 
