@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ds_parity.engine.files_on_disk import damaged
 from ds_parity.engine.internals.identity import Files, renamed
+from ds_parity.engine.internals.stages import of_each_stage
 from ds_parity.engine.internals.universal import incomplete
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.saving import IDENTITY
@@ -25,6 +26,10 @@ _OF_SAVING: Final = (
 _OF_CONVERSION: Final = (
     "its conversion broke off, files were lost, or another model, or another set of trained parameters, was saved. "
     "Nothing was loaded; convert it anew, into a folder of its own, and load it into the model that saved it"
+)
+_ONE_FOLDER = (
+    "the conversion keeps one, because they have one name. Nothing was loaded; load the checkpoint that was converted, "
+    "with as many stages and columns, and without load_universal"
 )
 _WAY_OUT: Final = (
     "Training would go on from a mixture of them. Load one checkpoint on every rank, with the same arguments (a tag "
@@ -50,6 +55,8 @@ def asked(
     custom = options["custom_load_fn"] is not None
 
     def broken(folder: Path) -> str | None:
+        if universal and (name := of_each_stage(engine.module)):
+            return f"each stage of the pipeline has {name} of its own, and of all of them {_ONE_FOLDER}"
         lacking = incomplete(engine, folder, stepped) if universal else None
         why = damaged(engine, folder, options) if lacking is None else f"it has no {lacking}"
         return None if why is None else f"{why}, as where {_OF_CONVERSION if universal else _OF_SAVING}"

@@ -142,6 +142,7 @@ BESIDE = {
     "fused_adam_count": {"optimizer": {"type": "AdamW"}},
     "universal_of_others": {"checkpoint": {"load_universal": True}},
     "universal_empty_partition": {"checkpoint": {"load_universal": True}},
+    "universal_of_stages": {"checkpoint": {"load_universal": True}},
     "universal_off_the_cpu": {"checkpoint": {"load_universal": True}},
     "universal_without_a_file": {"checkpoint": {"load_universal": True}},
     "universal_without_buffers": {"checkpoint": {"load_universal": True}},

@@ -171,6 +171,23 @@ def layer_without_a_file(model: Any, folder: Path) -> str | None:
     return None
 
 
+def of_each_stage(model: Any) -> str | None:
+    """Return the name that parameters of several stages have, each with a value of its own; None where there is none.
+
+    A conversion to a universal checkpoint writes what has one name into one folder: what the stages of a tied layer do
+    not share is replaced by that of one of them (tools/deepspeed_faults/universal_of_stages.py, 0.19.8).
+
+    Args:
+        model: of a bare DeepSpeed engine, of a pipeline or not.
+    """
+    for key, tied in getattr(model, "tied_comms", {}).items():
+        shared = {id(one) for one in _shared(tied)}
+        for name, parameter in tied["module"].named_parameters():
+            if id(parameter) not in shared:
+                return f"tied_modules.{key}.{name}"
+    return None
+
+
 def _own_of_tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield what tied layers have on this stage alone, unless it is the first of their stages."""
     for key, tied in model.tied_comms.items():

@@ -435,6 +435,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the universal checkpoint is of another model, or of other parameter groups",
     ),
     DeepSpeedFault(
+        "universal_of_stages",
+        "a universal checkpoint has one stage's weights and moments for what each stage has of its own",
+        "load the checkpoint itself, with as many stages and columns",
+        lambda c: c.stage == 1 and c.on("checkpoint.load_universal"),
+        "the model is a PipelineModule with a tied layer that has more than its stages share",
+    ),
+    DeepSpeedFault(
         "first_dtype_for_all",
         "gradients are rounded to the dtype of the optimizer's first parameter, and none that is not finite is found",
         "give the optimizer the trained parameters alone, or convert the model to one dtype",
