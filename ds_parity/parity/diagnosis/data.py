@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ _MOST = 0.5
 _CLEARLY = 0.01  # of the weights' norm: no type of numbers rounds as much
 _BY_ABOUT = 0.1  # of what other data move a loss by
 _AS_THEN = 0.5  # of what numbers go up and down by
-_NOT_BY_CHANCE = 3  # numbers of tokens, each another, that windows have again
+_CHANCE = 1e-3  # that windows of other data have the tokens of earlier ones
 _BY_CHANCE = 3  # losses of a run that learns rise so often in a row
 _OTHER_START = "the headers tell of other weights before the first step"
 
@@ -105,13 +106,12 @@ def _repeated(view: View) -> Iterator[Cause]:
         norms = [(b.grad_norm, a.grad_norm, due.grad_norm) for b, a, due in rows]
         # Counts that are those of before, where others are due, are a proof of their own.
         proved = any((b.tokens, b.prompts) != (due.tokens, due.prompts) for b, _, due in rows)
-        tokens = [b.tokens for b in later]
         finite = all(math.isfinite(it) for row in known for it in row if it is not None)
-        if proved and finite and None not in tokens and len({*tokens}) >= _NOT_BY_CHANCE:
+        if proved and finite and first * _alike(view) ** len(later) < _CHANCE:
             # Weights may have moved by more than data differ.
-            shown = ", ".join(map(str, tokens[:3]))
+            shown = ", ".join(str(b.tokens) for b in later[:3])
             said = f"from step {view.step(first)} on windows have the tokens of step {view.step(start)} and after "
-            yield Cause("resume-repeats-data", Fit.EVERY_STEP, f"{said}({shown}{', ...' if tokens[3:] else ''})")
+            yield Cause("resume-repeats-data", Fit.EVERY_STEP, f"{said}({shown}{', ...' if later[3:] else ''})")
             return
         if view.recorded("grad_norm") and not _come_back(norms, proved=proved):
             return
@@ -127,6 +127,15 @@ def _repeated(view: View) -> Iterator[Cause]:
             if start == first - 1 and not view.recorded("grad_norm"):
                 yield Cause("reported-loss", Fit.EVERY_STEP, f"{said}({losses})")
             return
+
+
+def _alike(view: View) -> float:
+    """How often two windows of the reference have as many tokens, by all pairs of them and one more; 1: not known."""
+    counts = [a.tokens for a, _ in view.pairs]
+    if None in counts:
+        return 1.0
+    pairs = len(counts) * (len(counts) - 1) / 2
+    return (sum(some * (some - 1) / 2 for some in Counter(counts).values()) + 1) / (pairs + 1)
 
 
 def _come_back(known: Sequence[tuple[float | None, float | None, float | None]], *, proved: bool) -> bool:
