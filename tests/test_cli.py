@@ -149,8 +149,8 @@ class TestBadInput:
         [
             (("init", ""), "argument 2 is"),
             (("compare", "a.jsonl", " "), "argument 3 is"),
-            (("compare", "a.jsonl", "b.jsonl", "--report", ""), "argument 5, of --report, is"),
-            (("verify", "c.json", "--out="), "argument 3, of --out, is"),
+            (("compare", "a.jsonl", "b.jsonl", "--report", ""), "argument 5, behind --report, is"),
+            (("verify", "c.json", "--out="), "argument 3, behind --out, is"),
         ],
     )
     def test_an_empty_path_is_not_the_folder_where_one_is(self, tmp_path, monkeypatch, arguments, which):

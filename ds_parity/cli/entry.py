@@ -74,7 +74,7 @@ def _refuse_empty(arguments: list[str]) -> None:
         if value.strip() or (option and argument == option):
             continue
         before = option or (arguments[number - 2] if number > 1 else "")
-        which = f"argument {number}{f', of {before},' if before.startswith('--') else ''}"
+        which = f"argument {number}{f', behind {before},' if before.startswith('--') else ''}"
         raise ConfigError(
             f"{which} is empty: give a value (a shell's variable that is not set leaves none; '.' is the folder where "
             "you are), or leave it out"
