@@ -70,7 +70,7 @@ class Digits:
         """What the column was rounded to; None where it was written in full, or nothing tells.
 
         Rounded numbers use their last digit nine times out of ten. So the last place counts as one of rounding where
-        two different numbers and half of all use it, or where zeros were written to fill it: a constant 0.001 may be
+        two different numbers and half of these use it, or where zeros were written to fill it: a constant 0.001 may be
         just that. One significant digit is only fixed by an exponent (1e-05, 9e-06), so 0.001 and 0.0005 are what they
         are. Whether decimals or significant digits were fixed is told by what more of the numbers use.
 

@@ -1,6 +1,7 @@
 """Numbers of common schedules that a record leaves open, or shows: the true one is among those that are named."""
 
 import math
+import struct
 from dataclasses import replace
 
 import pytest
@@ -79,3 +80,127 @@ def test_rates_of_unlike_sizes_ask_for_no_warm_up_without_end():
     rates = [0.25, 0.5, 1.0, 0.9, 0.8, 0.7, 0.6]
     pair = traces([rates.__getitem__], [lambda n: (n + 1) * 1e-310], begin=0, steps=len(rates))
     assert {cause.name for cause in diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes} <= {"base-lr"}
+
+
+def in_digits(schedules, digits, steps):
+    """Rates as they were logged in so many significant digits, and the names that are given first."""
+    sides = [[lambda n, rate=rate: float(f"{rate(n):.{digits}g}")] for rate in schedules]
+    pair = [replace(it, precision={"lr": Precision(significant=digits)}) for it in traces(*sides, 0, steps)]
+    groups = grouped(diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes)
+    return {cause.name for cause in groups[0]} if groups else set()
+
+
+@pytest.mark.parametrize("warm_up", [0, 3, 5])
+@pytest.mark.parametrize("before", [0, 1])
+@KINDS
+def test_a_rate_that_stays_behind_its_warm_up_shows_no_way_down(kind, warm_up, before):
+    constant = schedule("line", 1e30, warm_up, before=before)
+    other = schedule(kind, 100, warm_up, before=before)
+    assert first_group(constant, other, steps=16) == set()
+    # Rates of one decimal are the reference's, rounded, too, and those of a schedule that hardly moves.
+    assert first_group(other, constant, steps=16) & {"schedule-too-long", "lr-rounded"} != {"schedule-too-long"}
+
+
+@pytest.mark.parametrize(("warm_up", "steps"), [(20, 5), (100, 5), (100, 12)])
+def test_a_line_is_no_slower_logarithm(warm_up, steps):
+    def logarithm(n):
+        return math.log(n + 1) / math.log(warm_up)
+
+    assert first_group(logarithm, lambda n: n / warm_up, steps=steps) == set()
+
+
+@KINDS
+@pytest.mark.parametrize("warm_up", [3, 4, 10])
+def test_a_schedule_without_its_warm_up_is_as_many_steps_ahead(kind, warm_up):
+    a = schedule(kind, 300, warm_up)
+    named = first_group(a, lambda n: a(n + warm_up), steps=2 * warm_up - 1)
+    assert named == {"another-warm-up", "schedule-off-by-steps"}
+
+
+@KINDS
+@pytest.mark.parametrize("warm_up", [3, 5])
+def test_no_warm_up_is_named_where_rates_are_those_of_the_next_step(kind, warm_up):
+    a, b = (schedule(kind, 100, steps) for steps in (warm_up, 0))
+    assert "another-warm-up" in first_group(lambda n: a(n) if n < warm_up else a(n + 1), lambda n: b(n + 1), steps=16)
+
+
+@KINDS
+def test_a_warm_up_that_begins_a_step_late_at_a_rate_of_its_own_is_a_step_behind(kind):
+    a = schedule(kind, 100, 5)
+    assert first_group(a, lambda n: a(n - 1) if n else 0.0, steps=12) == {"schedule-off-by-steps"}
+
+
+@pytest.mark.parametrize("low", [1e-4, 1e-3])
+@pytest.mark.parametrize("digits", [3, 4, 5])
+def test_a_low_rate_is_known_as_closely_as_it_is_written(low, digits):
+    """Another warm-up and another lowest rate: neither gives the rates alone."""
+    sides = (schedule("line", 20, 3), schedule("line", 20, 6, low=low))
+    assert in_digits(sides, digits, 24) == set()
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.3, 0.25])
+def test_a_factor_of_a_rate_that_hardly_moves_is_no_short_schedule(factor):
+    def slow(n):
+        return 0.037 + 0.963 * (1 - (n - 1) / 99999) ** 2 if n else 0.0
+
+    assert in_digits((lambda n: 5e-2 * slow(n), lambda n: factor * 5e-2 * slow(n)), 4, 16) == set()
+
+
+def single(rate):
+    """A rate as an event file holds it."""
+    return struct.unpack("f", struct.pack("f", 1e-3 * rate))[0] / 1e-3
+
+
+@pytest.mark.parametrize("side", [0, 1, 2])
+@KINDS
+def test_rates_of_one_side_or_both_may_be_in_single_precision(kind, side):
+    a, b = schedule(kind, 60, 3), schedule(kind, 60, 6)
+    sides = [lambda n: single(a(n)) if side != 1 else a(n), lambda n: single(b(n)) if side else b(n)]
+    assert "another-warm-up" in first_group(*sides, steps=24)
+
+
+def parabola(warm_up, total=60, low=0.0):
+    down = schedule("line", total, warm_up)
+    return lambda n: down(n) if n < warm_up else low + (1 - low) * down(n) ** 2
+
+
+def logarithm(warm_up, kind="cosine", total=60):
+    down = schedule(kind, total, warm_up)
+    return lambda n: math.log(n + 1) / math.log(warm_up) if n < warm_up else down(n)
+
+
+@pytest.mark.parametrize(("warm_up", "other"), [(3, 6), (6, 4)])
+@pytest.mark.parametrize("made", [parabola, logarithm, lambda w: parabola(w, low=0.0371), lambda w: parabola(w, 61)])
+def test_another_warm_up_in_front_of_any_kind_of_way_down_is_named(made, warm_up, other):
+    assert "another-warm-up" in first_group(made(warm_up), made(other), steps=24)
+
+
+@KINDS
+@pytest.mark.parametrize("low", [0.0371, 0.61, 1 / 3])
+def test_another_warm_up_is_named_whatever_the_lowest_rate(kind, low):
+    """A rate that is no round one, and that the record does not come to."""
+    sides = (schedule(kind, 60, steps, low=low) for steps in (3, 6))
+    assert "another-warm-up" in first_group(*sides, steps=24)
+
+
+@KINDS
+def test_a_warm_up_that_lies_in_front_of_the_way_down_leaves_it_as_long(kind):
+    assert "another-warm-up" in first_group(schedule(kind, 63, 3), schedule(kind, 68, 8), steps=24)
+
+
+@KINDS
+def test_both_ways_down_have_ended(kind):
+    assert "another-warm-up" in first_group(schedule(kind, 20, 3), schedule(kind, 20, 6), steps=40)
+
+
+@KINDS
+@pytest.mark.parametrize("moves", [2, 3])
+def test_more_moves_in_a_step_are_named_behind_a_warm_up(kind, moves):
+    a = schedule(kind, 100, 6)
+    assert "scheduler-stepped-often" in first_group(a, lambda n: a(moves * n), steps=12, passes=None)
+
+
+@KINDS
+def test_a_warm_up_that_is_not_over_shows_no_other_length(kind):
+    """The reference's highest rate is not known: a rate that is as many times another may be that of another run."""
+    assert "another-lowest-lr" not in first_group(schedule(kind, 60, 20), schedule(kind, 60, 30), steps=10)

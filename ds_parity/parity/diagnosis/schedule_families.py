@@ -4,8 +4,10 @@ What a record shows of a schedule often leaves open which of its numbers is anot
 those of another length, of another lowest rate, and of more moves in a step. Both sides are read as one kind of
 schedule, in all ways in which they can be, and each number that may be another by itself is named.
 
-The kinds are those of transformers.optimization (get_linear_schedule_with_warmup and those beside it) and of
-deepspeed.runtime.lr_schedules (WarmupLR, WarmupDecayLR, WarmupCosineLR).
+The kinds are a line, a cosine and a parabola behind a warm-up from 0, which is a line or a logarithm: those of
+transformers.optimization (get_linear_schedule_with_warmup, get_cosine_schedule_with_warmup, and
+get_polynomial_decay_schedule_with_warmup of power 2) and of deepspeed.runtime.lr_schedules (WarmupLR, WarmupDecayLR,
+WarmupCosineLR).
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import MOST
 from ds_parity.parity.diagnosis.schedule_positions import is_often
-from ds_parity.parity.diagnosis.schedule_shapes import digits
-from ds_parity.parity.diagnosis.view import View, told
+from ds_parity.parity.diagnosis.schedule_shapes import digits_of_rates
+from ds_parity.parity.diagnosis.view import View, near, told
 
 _FEW = 4  # rates, of which fewer are those of any schedule
 _ROUNDED, _SINGLE = 1e-12, 1e-7  # of the highest rate
 _TRIED = 24  # lowest rates between 0 and the lowest that is recorded
 _ROUND = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.75, 0.8, 0.9)
 _THIRDS = 80
+_HALVINGS = 60
+_MOVES = 4  # in a step, that are looked for where a warm-up begins within a step
 _WHOLE = 1e-6
 _LONGEST = math.exp(64)  # steps of a warm-up; rates of unlike sizes would ask for one without end
 
@@ -87,19 +91,24 @@ class _Side:
         highest: the rate to which it comes.
         places: behind the warm-up, in steps since the schedule began.
         rates: at these.
-        slack: by how much a rate may be off.
+        slack: by how much each of these may be off.
     """
 
     steps: float
     highest: float
     places: _Array
     rates: _Array
-    slack: float
+    slack: _Array
 
     @property
     def least(self) -> float:
         """The lowest rate behind the warm-up."""
         return float(self.rates.min(initial=self.highest))
+
+    @property
+    def moved(self) -> int:
+        """How many rates lie below the highest."""
+        return int((self.highest - self.rates > self.slack).sum())
 
     def end(self, kind: _Kind, low: float) -> _Range | None:
         """Return in how many steps since the beginning it may come to a lowest rate; None where it doesn't."""
@@ -108,7 +117,7 @@ class _Side:
 
     def _ends(self, kind: _Kind, low: float) -> tuple[float, float]:
         span = self.highest - low
-        if not span > self.slack:
+        if not span > self.slack.max(initial=0.0):
             return math.inf, 0.0
         shares, within = (self.rates - low) / span, self.slack / span
         if (shares < -within).any() or (shares > 1 + within).any():
@@ -128,8 +137,8 @@ class _Side:
         gone = 1 - kind.rate(np.clip((self.places - self.steps) / (end - self.steps), 0, 1))
         if (np.abs(self.rates - self.highest) > self.slack)[gone <= 0].any():
             return None
-        rates, gone = self.rates[gone > 0], gone[gone > 0]
-        low, within = self.highest - (self.highest - rates) / gone, self.slack / gone
+        rates, slack, gone = self.rates[gone > 0], self.slack[gone > 0], gone[gone > 0]
+        low, within = self.highest - (self.highest - rates) / gone, slack / gone
         least, most = float((low - within).max(initial=0.0)), float((low + within).min(initial=self.highest))
         return _Range(least, most) if least <= most else None
 
@@ -164,18 +173,31 @@ def of_a_family(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     highest = max(a)
     if view.is_excerpt or len(a) < _FEW or not highest > 0 or min(*a, *b) < 0:
         return
-    slack = highest * (_SINGLE if _is_single([*a, *b]) else _ROUNDED) + 2 * digits(view, a, b)
-    if max(b) > highest + slack or all(abs(x - y) <= 2 * slack for x, y in zip(a, b, strict=True)):
+    # What is computed of the highest rate is off by a share of its last digit, too.
+    of_highest = digits_of_rates(view, a, b, [highest])[0] + highest * (_SINGLE if _is_single(a) else 0.0)
+    shares = [np.array(rates) / highest for rates in (a, b)]
+    slacks = [
+        highest * (_SINGLE if _is_single(rates) else _ROUNDED)
+        + np.array(digits_of_rates(view, a, b, rates))
+        + of_highest * share
+        for rates, share in zip((a, b), shares, strict=True)
+    ]
+    if max(b) > highest + max(slacks[1]) or (np.abs(np.subtract(a, b)) <= 2 * slacks[0]).all():
         return
     found: dict[str, str] = {}
     # A warm-up begins in its first step or in the one before, and what follows on its last step or on the one behind.
     for (before, late), rise in product(((0, 0), (1, 0), (1, 1)), (_line, _logarithm)):
-        sides = [_side(np.array(rates), highest, (before, late), rise, slack) for rates in (a, b)]
-        if sides[0] is None or sides[1] is None or not sides[0].steps < len(a) - 1 + before:
+        one = _side(np.array(a), highest, (before, late), rise, slacks[0])
+        if one is None or not one.steps < len(a) - 1 + before:
             continue
-        for kind in _KINDS:
-            for name, said in _of_a_kind(view, kind, sides[0], sides[1]):
-                found.setdefault(name, said)
+        # Of so many moves in a step, what lies before the first one is a part of a step.
+        for moves in range(1, _MOVES + 1 if before else 2):
+            other = _side(np.array(b), highest, (before / moves, late / moves), rise, slacks[1])
+            if other is None:
+                continue
+            for kind in _KINDS:
+                for name, said in _of_a_kind(view, kind, (one, other), moves):
+                    found.setdefault(name, said)
     yield from (Cause(name, Fit.SEQUENCE, said) for name, said in found.items())
 
 
@@ -185,10 +207,10 @@ def _line(place: _Array, steps: float) -> _Array:
 
 def _logarithm(place: _Array, steps: float) -> _Array:
     # deepspeed.runtime.lr_schedules, WarmupLR, 0.19.8: log(step + 1) / log(steps).
-    return np.log(place + 1) / math.log(max(steps, 1 + _WHOLE))
+    return np.minimum(np.log(place + 1) / math.log(max(steps, 1 + _WHOLE)), 1.0)
 
 
-def _steps(place: int, share: float, rise: Callable[[_Array, float], _Array]) -> float:
+def _steps(place: float, share: float, rise: Callable[[_Array, float], _Array]) -> float:
     """In how many steps a warm-up comes to its highest rate that is at a share of it in a place."""
     if rise is _line:
         return min(place / share, _LONGEST)
@@ -196,7 +218,7 @@ def _steps(place: int, share: float, rise: Callable[[_Array, float], _Array]) ->
 
 
 def _side(
-    rates: _Array, highest: float, begins: tuple[int, int], rise: Callable[[_Array, float], _Array], slack: float
+    rates: _Array, highest: float, begins: tuple[float, float], rise: Callable[[_Array, float], _Array], slack: _Array
 ) -> _Side | None:
     """What a side is behind its warm-up; None where it begins with none of this kind.
 
@@ -208,50 +230,90 @@ def _side(
     # One that moves in larger steps passes its highest rate between two of them.
     passed = int(rates.argmax())
     top = int(at_top[0]) if len(at_top) else passed if passed < len(rates) - 1 else len(rates)
-    steps = float(before)
+    # With one step of a warm-up in front of a way down that is a step late, two rates are the highest.
+    steps = float(before - (late and not top and rates[1] < highest - slack[1]))
     if top and places[top - 1]:
         share = float(rates[top - 1] / highest)
         if not 0 < share < 1:
             return None
-        steps = _steps(int(places[top - 1]), share, rise)
-        if abs(steps - round(steps)) * rates[top - 1] <= steps * slack + _WHOLE * rates[top - 1]:
+        steps = _steps(float(places[top - 1]), share, rise)
+        if abs(steps - round(steps)) * rates[top - 1] <= steps * slack[top - 1] + _WHOLE * rates[top - 1]:
             steps = float(round(steps))
+    elif before and rates[0] < highest - slack[0]:
+        # None at all, and the record begins a step behind the highest rate.
+        return None if late else _Side(0.0, highest, places, rates, slack)
     elif top:
-        return None if rates[0] > slack or top == len(rates) else _Side(1.0, highest, places[2:], rates[2:], slack)
+        rests = rates[0] <= slack[0] and top < len(rates)
+        return _Side(1.0, highest, places[2:], rates[2:], slack[2:]) if rests else None
     rises = (places <= steps) & (steps > 0)
-    if (np.abs(highest * rise(places[rises], steps) - rates[rises]) > slack).any():
+    if (np.abs(highest * rise(places[rises], steps) - rates[rises]) > slack[rises]).any():
         return None
     behind = places > steps + late
     if (np.abs(rates - highest) > slack)[(places >= steps) & ~behind].any():
         return None
-    return _Side(steps, highest, places[behind] - late, rates[behind], slack)
+    return _Side(steps, highest, places[behind] - late, rates[behind], slack[behind])
 
 
-def _of_a_kind(view: View, kind: _Kind, a: _Side, b: _Side) -> Iterator[tuple[str, str]]:
-    """Names, and what says so, of numbers that are others in two schedules of one kind."""
+def _of_a_kind(view: View, kind: _Kind, sides: tuple[_Side, _Side], moves: int) -> Iterator[tuple[str, str]]:
+    """Names, and what says so, of numbers that are others in two schedules of one kind.
+
+    `moves`: in how many parts of a step the candidate's warm-up begins, if it begins within one; else 1.
+    """
+    a, b = sides
     both = f"both sides go by {kind.words} from {a.highest:.4g} on"
     lows = a.lows(kind)
-    if not lows:
+    # Any few rates are of every kind, and of rates that stand still no way down is seen.
+    shown = a.moved > 2 and b.moved > 0
+    if not lows or (moves > 1 and a.steps == b.steps):
         return
-    for low in sorted(lows | b.lows(kind)):
+    for low in sorted(lows | b.lows(kind) | _common(kind, a, b)):
         one, other = a.end(kind, low), b.end(kind, low)
         if one is None or other is None:
             continue
         if a.steps != b.steps:
             said = f"{both}, behind a warm-up of {told(a.steps)} and {told(b.steps)} steps"
-            # Its length is a part of the schedule's, or lies in front of it.
-            if _is_whole(b.steps) and (one.meets(other) or one.less(a.steps).meets(other.less(b.steps))):
-                yield "another-warm-up", said
-            # One of so many moves in a step need not come to its highest rate on a step.
-            whole = b.steps > 0 and (_is_whole(b.steps) or _is_whole(a.steps / b.steps))
-            if a.steps and whole and one.times(pace := b.steps / a.steps).meets(other):
-                yield from ((name, said) for name in _of_pace(view, _Range(pace, pace)))
-        elif not one.meets(other):
+            yield from ((name, said) for name in _of_warm_ups(view, sides, (one, other), moves))
+        elif shown and not one.meets(other) and a.steps + 2 <= other.most:
             paces = _Range(other.least / one.most, other.most / max(one.least, _WHOLE))
             said = f"{both}, and come to {low:.4g} after about {_about(one)} and {_about(other)} steps"
             yield from ((name, said) for name in _of_pace(view, paces, moves=a.steps == 0))
-    if a.steps == b.steps:
+    if a.steps == b.steps and shown:
         yield from _of_lows(kind, (a, b), lows, both)
+
+
+def _of_warm_ups(view: View, sides: tuple[_Side, _Side], ends: tuple[_Range, _Range], moves: int) -> Iterator[str]:
+    """The names of what makes a warm-up another; `ends`: in how many steps both come to one lowest rate."""
+    (a, b), (one, other) = sides, ends
+    # Its length is a part of the schedule's, or lies in front of it. One of a step is as well none.
+    before = one.less(a.steps).meets(other.less(b.steps))
+    if moves == 1 and max(a.steps, b.steps) > 1 and _is_whole(b.steps) and (before or one.meets(other)):
+        yield "another-warm-up"
+        # Without one it is as many steps ahead.
+        if before and not b.steps:
+            yield "schedule-off-by-steps"
+    # One of so many moves in a step need not come to its highest rate on a step.
+    pace = b.steps / a.steps if a.steps else 0.0
+    whole = b.steps > 0 and (_is_whole(b.steps) or _is_whole(a.steps / b.steps))
+    if pace and whole and (moves == 1 or near(1 / pace, moves, _WHOLE)) and one.times(pace).meets(other):
+        yield from _of_pace(view, _Range(pace, pace))
+
+
+def _common(kind: _Kind, a: _Side, b: _Side) -> set[float]:
+    """The lowest rate to which both come in as many steps, if there is one, where each may come to many."""
+
+    def sooner(low: float) -> float:
+        ends = [sum(side._ends(kind, low)) for side in (a, b)]
+        return ends[1] - ends[0]
+
+    low, high = 0.0, min(a.least, b.least)
+    begins = sooner(low)
+    # Where a way down ends at once or never, the one of the other side is no other.
+    if a.steps == b.steps or not math.isfinite(begins) or not begins * sooner(high * (1 - _WHOLE)) < 0:
+        return set()
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sooner(middle) * begins > 0 else (low, middle)
+    return {(low + high) / 2}
 
 
 def _of_lows(kind: _Kind, sides: tuple[_Side, _Side], lows: set[float], both: str) -> Iterator[tuple[str, str]]:

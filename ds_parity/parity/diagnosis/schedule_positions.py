@@ -129,6 +129,12 @@ def behind(view: View, a: list[float], b: list[float], *, once: bool = False) ->
         return
     if view.is_excerpt and not first:
         yield from _from_before(a, b)
+    elif not first and tells(b[1:]) and equal(a[:-1], b[1:]):
+        said = f"from step {view.step(1)} on the LR is that of the step before ({where_due(b[1], a[1])})"
+        yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+        # So does one step more of a warm-up that the reference has left in its first step.
+        if b[0] < a[0] and same(a[0], max(a)):
+            yield Cause("another-warm-up", Fit.SEQUENCE, said)
     starts = [at for at in range(first) if follows(map(a.__getitem__, range(at, len(a))), after)]
     if not starts:
         return

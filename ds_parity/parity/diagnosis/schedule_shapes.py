@@ -11,6 +11,7 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.rates import SAME, digits_of, rests_within, tells
 from ds_parity.parity.diagnosis.view import View, near, told
+from ds_parity.trace import Precision
 
 # Of what the rates come to: what is read between two steps of a curve is not exact.
 _BETWEEN = 1e-5
@@ -112,7 +113,8 @@ def _pace(a: list[float], b: list[float], passes: int) -> float | None:
         for rate_at, within in ((_straight(a), _within(a, SAME)), (_curved(a), _within(a, _BETWEEN)))
         if not _unchanged(a, b, within)
         for pace in _paces(rate_at, origin, a, b, crossings, within)
-        if pace > 1 + SAME and _slowed(rate_at, origin, b, pace, within)
+        if pace > 1 + SAME and _is_known(a, origin, (len(b) - 1 - origin) / pace)
+        if _slowed(rate_at, origin, b, pace, within)
     )
     # A schedule that goes down by steps stays where it is for long, whatever its pace.
     by_steps = a[1] == a[0] and 2 * sum(x != y for x, y in pairwise(a)) < len(a)
@@ -191,6 +193,13 @@ def _place(rate_at: _At, at: int, rate: float) -> float:
     return (low + high) / 2
 
 
+def _is_known(a: list[float], origin: int, way: float) -> bool:
+    """Whether rates tell of so many steps behind the origin: what lies between two of them does on a line alone."""
+    start = max(origin, 0)
+    from_nothing = origin < 0 and abs(2 * a[0] - a[1]) <= _within(a, SAME)
+    return way > start - origin + 1 - SAME or from_nothing or _is_straight(a[start : start + 3], 0.0)
+
+
 def _slowed(rate_at: _At, origin: int, b: list[float], pace: float, within: float) -> bool:
     steps = range(max(origin, 0), len(b))
     return all(abs(rate_at(origin + (at - origin) / pace) - b[at]) <= within for at in steps)
@@ -239,9 +248,19 @@ def digits(view: View, a: list[float], b: list[float], rate: float | None = None
         rate: the rate; by default the highest of the reference's.
     """
     most = max(a) if rate is None else rate
-    written = [(it.precision.get("lr"), own) for it, own in ((view.reference, a), (view.candidate, b))]
-    slack = [(how.slack(most), own) for how, own in written if how is not None]
-    return max((some for some, own in slack if not _are_round(own, some)), default=0.0)
+    return max((how.slack(most) for how in _rounded(view, a, b, most)), default=0.0)
+
+
+def digits_of_rates(view: View, a: list[float], b: list[float], rates: list[float]) -> list[float]:
+    """The same for each of some rates: in so many significant digits a low rate is written more closely."""
+    rounded = _rounded(view, a, b, max(a))
+    return [max((how.slack(rate) for how in rounded), default=0.0) for rate in rates]
+
+
+def _rounded(view: View, a: list[float], b: list[float], most: float) -> list[Precision]:
+    """How the sides have written their rates that have rounded them."""
+    sides = ((view.reference.precision.get("lr"), a), (view.candidate.precision.get("lr"), b))
+    return [how for how, own in sides if how is not None and not _are_round(own, how.slack(most))]
 
 
 def _are_round(rates: list[float], slack: float) -> bool:
