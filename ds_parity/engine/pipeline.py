@@ -216,8 +216,9 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             if self._self_lost:
                 raise CheckpointError(
                     f"save_checkpoint(): this stage trains {', '.join(sorted(self._self_lost))} of a tied layer, which "
-                    "it does not share, and uses by a forward_fn alone: DeepSpeed saves no file of it, and a run that "
-                    "goes on would lose it; put it into a layer of its own, or name it in tied_weight_attr"
+                    "it uses by a forward_fn alone: DeepSpeed saves no file of it, and a run that goes on would lose "
+                    "it; put what stages do not share into a layer of its own, or name it in tied_weight_attr, and use "
+                    "the layer without a forward_fn on the first of its stages"
                 )
         except (CheckpointError, WindowError) as error:
             self._tell(SAVES, error)

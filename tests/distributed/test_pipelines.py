@@ -446,6 +446,58 @@ def norm_of_half_tied(used, *, alone=False):
     return float(sum(squares)) ** 0.5
 
 
+class Shared(nn.Module):
+    """A weight, and no forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 6) / 6)
+
+
+def by_functions(*without):
+    """The first and the last layer share a weight, and use it by a function; but for the places `without` one."""
+
+    class Plain(Shared):
+        def forward(self, x):
+            return x @ self.weight
+
+    made = Plain if without else Shared
+    tied = functools.partial(deepspeed.pipe.TiedLayerSpec, "shared", made, tied_weight_attr="weight")
+    uses = [{} if at in without else {"forward_fn": lambda module, x: x @ module.weight} for at in range(2)]
+    torch.manual_seed(0)
+    return [tied(**uses[0]), nn.Linear(6, 6), nn.Linear(6, 6), tied(**uses[1]), nn.Linear(6, 1)]
+
+
+@on_four_ranks
+@alone_in_the_process
+def tied_by_functions(folder):
+    """By which of two stages use a tied layer without a function: what saving answers, and how far a load is off."""
+    found = {}
+    for without in ((), (0,), (1,), (0, 1)):
+        path = f"{folder}/{without}"
+        engine = build(config(0), layers_of=lambda without=without: by_functions(*without))
+        engine.train_window(micro_batches(engine, 0, [[2, 1], [3]]))
+        said = refusal(lambda engine=engine, path=path: engine.save_checkpoint(path))
+        apart = None
+        if said == "nothing was raised":
+            again = build(config(0), layers_of=lambda without=without: by_functions(*without))
+            again.load_checkpoint(path)
+            pairs = zip(engine.module.parameters(), again.module.parameters(), strict=True)
+            apart = max(float((one - other).abs().max()) for one, other in pairs)
+        found[str(without)] = from_all([said, apart])
+    return found
+
+
+@pytest.mark.parametrize(("without", "saved"), [((), False), ((1,), False), ((0,), True), ((0, 1), True)])
+def test_a_shared_weight_of_which_the_first_stage_saves_no_file_is_refused(four_ranks, without, saved):
+    for said, apart in four_ranks.of(tied_by_functions)[str(without)]:
+        if saved:
+            assert (said, apart) == ("nothing was raised", 0.0)
+        else:
+            assert said.startswith(("CheckpointError", "RankDesyncError"))
+            assert "shared.weight" in said
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("used", [False, True])
 def test_what_a_tied_layer_does_not_share_is_in_the_norm(four_ranks, stage, used):

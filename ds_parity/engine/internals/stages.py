@@ -139,21 +139,25 @@ def reduce_tied_sums(engine: Any) -> None:
 
 
 def lost_by_a_load(engine: Any) -> set[str]:
-    """Return a set that will have the names of what this stage trains, and DeepSpeed saves in no file.
+    """Return a set that will have the names of what this stage trains, and no load gives back.
 
-    A stage saves the layers that it has, and a tied one that it uses by a `forward_fn` is none: what it does not share
-    with the stage that saves it is lost.
+    A stage saves the layers that it has, and a tied one that it uses by a `forward_fn` is none. What stages share is
+    given to all of them by the first one behind a load (runtime/pipe/module.py, _synchronize_tied_weights, 0.19.8), so
+    that it is lost where that one has no file of it; what they don't is where its own stage has none.
 
     Args:
         engine: DeepSpeed's PipelineEngine.
     """
     trained: set[str] = set()
     model = engine.module
-    for name, parameter in _own_of_tied(model):
-        layers = (one for one in model.forward_funcs if isinstance(one, torch.nn.Module))
-        saved = any(one is parameter for layer in layers for one in layer.parameters())
-        if parameter.requires_grad and not saved:
-            parameter.register_hook(lambda _, name=name: trained.add(name))  # type: ignore[no-untyped-call]
+    layers = [one for one in model.forward_funcs if isinstance(one, torch.nn.Module)]
+    saved = {id(one) for layer in layers for one in layer.parameters()}
+    for key, tied in model.tied_comms.items():
+        of_first = {id(one) for one in _shared(tied)} if model.global_rank != min(tied["ranks"]) else set()
+        for name, parameter in tied["module"].named_parameters():
+            if parameter.requires_grad and id(parameter) not in saved | of_first:
+                named = f"{key}.{name}"
+                parameter.register_hook(lambda _, named=named: trained.add(named))
     return trained
 
 
@@ -182,7 +186,7 @@ def of_each_stage(model: Any) -> str | None:
     """
     for key, tied in getattr(model, "tied_comms", {}).items():
         shared = {id(one) for one in _shared(tied)}
-        for name, parameter in tied["module"].named_parameters():
+        for name, parameter in tied["module"].named_parameters() if tied["ranks"][1:] else ():
             if id(parameter) not in shared:
                 return f"tied_modules.{key}.{name}"
     return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -31,8 +31,8 @@ _FEW = 4  # rates, of which fewer are those of any schedule
 _ROUNDED, _SINGLE = 1e-12, 1e-7  # of the highest rate
 _TRIED = 24  # lowest rates between 0 and the lowest that is recorded
 _ROUND = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.75, 0.8, 0.9)
-_THIRDS = 80
-_HALVINGS = 60
+_ROUNDS = 13  # in which lowest rates are tried, each within a twelfth of the range before: to the last digit
+_MANY = 256  # rates, by which the lowest one is searched for
 _MOVES = 4  # in a step, that are looked for where a warm-up begins within a step
 _WHOLE = 1e-6
 _LONGEST = math.exp(64)  # steps of a warm-up; rates of unlike sizes would ask for one without end
@@ -112,23 +112,27 @@ class _Side:
 
     def end(self, kind: _Kind, low: float) -> _Range | None:
         """Return in how many steps since the beginning it may come to a lowest rate; None where it doesn't."""
-        lowest, highest = self._ends(kind, low)
+        lowest, highest = (float(ends[0]) for ends in self.ends(kind, np.array([low])))
         return _Range(lowest, highest) if lowest <= highest * (1 + _ROUNDED) else None
 
-    def _ends(self, kind: _Kind, low: float) -> tuple[float, float]:
-        span = self.highest - low
-        if not span > self.slack.max(initial=0.0):
-            return math.inf, 0.0
-        shares, within = (self.rates - low) / span, self.slack / span
-        if (shares < -within).any() or (shares > 1 + within).any():
-            return math.inf, 0.0
-        way = self.places - self.steps
-        with np.errstate(divide="ignore"):
+    def ends(self, kind: _Kind, lows: _Array) -> tuple[_Array, _Array]:
+        """Return the least and the most steps in which it comes to each of some lowest rates.
+
+        The least are more than the most where it doesn't, by as much as its rates tell of other ends.
+        """
+        if not len(self.rates):
+            return np.full_like(lows, self.steps), np.full_like(lows, math.inf)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            span = (self.highest - lows)[:, None]
+            shares, within = (self.rates - lows[:, None]) / span, self.slack / span
+            none = (span[:, 0] <= self.slack.max()) | ((shares < -within) | (shares > 1 + within)).any(axis=1)
+            way = self.places - self.steps
             most = self.steps + way / kind.place(np.clip(shares + within, 0, 1))
-            least = self.steps + way / kind.place(np.clip(shares - within, 0, 1))
-        # At its lowest rate it has been for any number of steps.
-        least[shares <= within] = self.steps
-        return float(least.max(initial=self.steps)), float(most.min(initial=math.inf))
+            # At its lowest rate it has been for any number of steps.
+            least = np.where(
+                shares <= within, self.steps, self.steps + way / kind.place(np.clip(shares - within, 0, 1))
+            )
+        return np.where(none, math.inf, least.max(axis=1)), np.where(none, 0.0, most.min(axis=1))
 
     def lowest(self, kind: _Kind, end: float) -> _Range | None:
         """Return to which lowest rates it may come in so many steps since the beginning; None where to none."""
@@ -144,22 +148,37 @@ class _Side:
 
     def lows(self, kind: _Kind) -> set[float]:
         """Return lowest rates to which it may come: round ones, some between, and the one that fits it best."""
-        tried = {*np.linspace(0, self.least, _TRIED), *(share * self.highest for share in _ROUND)}
-        found = {float(low) for low in tried if low <= self.least and self.end(kind, low) is not None}
-        return found or {low for low in [self._best(kind)] if self.end(kind, low) is not None}
+        tried = np.array([*np.linspace(0, self.least, _TRIED), *(share * self.highest for share in _ROUND)])
+        found = self._possible(kind, tried[tried <= self.least])
+        return found or self._possible(kind, np.array([self._best(kind)]))
+
+    def _possible(self, kind: _Kind, lows: _Array) -> set[float]:
+        least, most = self.ends(kind, lows)
+        return {float(low) for low in lows[least <= most * (1 + _ROUNDED)]}
 
     def _best(self, kind: _Kind) -> float:
-        """The lowest rate at which the ends that rates tell of lie nearest to one another, by thirds."""
+        """The lowest rate at which the ends that rates tell of lie nearest to one another."""
 
-        def apart(low: float) -> float:
-            least, most = self._ends(kind, low)
-            return least / most if most > 0 else math.inf
+        def apart(lows: _Array) -> _Array:
+            least, most = few.ends(kind, lows)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return np.where(most > 0, least / most, math.inf)
 
+        few = self.thinned
         low, high = 0.0, self.least
-        for _ in range(_THIRDS):
-            third = (high - low) / 3
-            low, high = (low, high - third) if apart(low + third) < apart(high - third) else (low + third, high)
+        for _ in range(_ROUNDS):
+            lows = np.linspace(low, high, _TRIED)
+            at = int(apart(lows).argmin())
+            low, high = float(lows[max(at - 1, 0)]), float(lows[min(at + 1, _TRIED - 1)])
         return (low + high) / 2
+
+    @property
+    def thinned(self) -> _Side:
+        """The same with few of its rates, the last one among them."""
+        if len(self.rates) <= _MANY:
+            return self
+        kept = np.linspace(0, len(self.rates) - 1, _MANY).astype(int)
+        return replace(self, places=self.places[kept], rates=self.rates[kept], slack=self.slack[kept])
 
 
 def of_a_family(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
@@ -300,20 +319,21 @@ def _of_warm_ups(view: View, sides: tuple[_Side, _Side], ends: tuple[_Range, _Ra
 
 def _common(kind: _Kind, a: _Side, b: _Side) -> set[float]:
     """The lowest rate to which both come in as many steps, if there is one, where each may come to many."""
-
-    def sooner(low: float) -> float:
-        ends = [sum(side._ends(kind, low)) for side in (a, b)]
-        return ends[1] - ends[0]
-
-    low, high = 0.0, min(a.least, b.least)
-    begins = sooner(low)
-    # Where a way down ends at once or never, the one of the other side is no other.
-    if a.steps == b.steps or not math.isfinite(begins) or not begins * sooner(high * (1 - _WHOLE)) < 0:
-        return set()
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sooner(middle) * begins > 0 else (low, middle)
-    return {(low + high) / 2}
+    few = (a.thinned, b.thinned)
+    low, high = 0.0, min(a.least, b.least) * (1 - _WHOLE)
+    found: set[float] = set()
+    for _ in range(_ROUNDS if a.steps != b.steps else 0):
+        lows = np.linspace(low, high, _TRIED)
+        of_a, of_b = (np.add(*side.ends(kind, lows)) for side in few)
+        # Where a way down ends at once or never, the one of the other side is no other.
+        with np.errstate(invalid="ignore"):
+            signs = np.sign(of_b - of_a)
+        turns = np.flatnonzero(signs[:-1] * signs[1:] < 0)
+        if not len(turns):
+            break
+        low, high = float(lows[turns[0]]), float(lows[turns[0] + 1])
+        found = {(low + high) / 2}
+    return found
 
 
 def _of_lows(kind: _Kind, sides: tuple[_Side, _Side], lows: set[float], both: str) -> Iterator[tuple[str, str]]:
