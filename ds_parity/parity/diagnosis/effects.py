@@ -12,6 +12,7 @@ from ds_parity.trace import StepRecord, Trace
 _LIMIT = 0.01  # RL clips at 0.1 to 1, as a rule
 Pairs = Sequence[tuple[StepRecord, StepRecord]]
 
+COUNTED = {"rollouts", "tokens", "prompts", "passes", "idle_passes"}
 # What updates follow from: a loss that is off has another gradient, as a rule, and counts are what it is divided by.
 TRAINED_ON = {"loss", "grad_norm", "lr", "rollouts", "tokens", "prompts", "total"}
 

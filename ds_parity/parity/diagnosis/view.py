@@ -11,7 +11,7 @@ from ds_parity.parity.comparison.bounds import DRIFT, EPS, LEAST_LOSS
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import Comparison, Difference
 from ds_parity.parity.comparison.notes import apart_at_start
-from ds_parity.parity.diagnosis.effects import TRAINED_ON, effect, loss_by_rates, step_lengths
+from ds_parity.parity.diagnosis.effects import COUNTED, TRAINED_ON, effect, loss_by_rates, step_lengths
 from ds_parity.parity.diagnosis.lengths import forgetting
 from ds_parity.trace import StepRecord, Trace
 from ds_parity.trace.records import METRIC
@@ -24,6 +24,7 @@ _OF_OTHER_ROWS = 0.01
 # Of a loss, which four digits leave open: other initial weights may change it by less, and the norm by a hundredth.
 _WIDE = 2e-5
 _SHOWN_BY = ("loss", "grad_norm")
+_CLOSE, _STEPS = 1e-4, 3  # of a number, and how many of them
 
 
 def near(value: float | None, other: float, relative: float = 0.02) -> bool:
@@ -262,11 +263,24 @@ class View:
         if self.recorded("weights"):
             return (self.weights_alike and not self.forgetting) or self._norms_tell
         rounded = self.reference.precision.keys() | self.candidate.precision.keys()
-        if not self.agrees("grad_norm") or "grad_norm" in rounded:
+        equal = self.fields <= COUNTED and self._equal_in_every_digit
+        if not self.agrees("grad_norm") or ("grad_norm" in rounded and not equal):
             return False
         if self.fields & {"lr"}:
             return "loss" not in rounded and self._rates_would_show
-        return self._norms_tell_alone
+        return equal or self._norms_tell_alone
+
+    @property
+    def _equal_in_every_digit(self) -> bool:
+        """Whether losses and norms are equal, and written closely enough that those of other windows are not."""
+        for field in _SHOWN_BY:
+            sides = [(getattr(a, field), getattr(b, field)) for a, b in self.pairs]
+            numbers = {x for x, y in sides if x == y and x}
+            written = [how for trace in (self.reference, self.candidate) if (how := trace.precision.get(field))]
+            close = all(how.slack(x) <= _CLOSE * abs(x) for how in written for x in numbers)
+            if len(numbers) < max(_STEPS, len(sides)) or not close:
+                return False
+        return True
 
     @cached_property
     def weights_alike(self) -> bool:
