@@ -38,6 +38,7 @@ from ds_parity.engine.internals.stages import (
     count_none,
     count_what_is_not_shared,
     lost_by_a_load,
+    reduce_no_frozen_ties,
     reduce_tied_sums,
 )
 from ds_parity.engine.pipeline_checkpoints import load, refuse_to_begin, save, with_states
@@ -108,6 +109,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         clip_over_stages(engine)
         count_none(engine)
         reduce_tied_sums(engine)
+        reduce_no_frozen_ties(engine)
         self._self_lost = lost_by_a_load(engine)
         self._self_between = BetweenWindows(choose(engine))
         self._self_settings, self._self_number = settings, number

@@ -138,6 +138,21 @@ def reduce_tied_sums(engine: Any) -> None:
     engine.module.get_tied_weights_and_groups = with_sums
 
 
+def reduce_no_frozen_ties(engine: Any) -> None:
+    """Let the stages of a frozen tied layer add up nothing in bf16 with DeepSpeed's optimizer for it.
+
+    DeepSpeed asks every shared weight for the gradient that this optimizer keeps beside it (runtime/pipe/engine.py,
+    _exec_reduce_tied_grads, 0.19.8), and one that was frozen when the engine was built has none: an AttributeError.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+    """
+    if not isinstance(engine.optimizer, BF16_Optimizer):
+        return
+    given = engine.module.get_tied_weights_and_groups
+    engine.module.get_tied_weights_and_groups = lambda: [one for one in given() if hasattr(one[0], "_hp_grad")]
+
+
 def lost_by_a_load(engine: Any) -> set[str]:
     """Return a set that will have the names of what this stage trains, and no load gives back.
 
