@@ -210,13 +210,16 @@ def of_a_family(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         if one is None or not one.steps < len(a) - 1 + before:
             continue
         # Of so many moves in a step, what lies before the first one is a part of a step.
-        for moves in range(1, _MOVES + 1 if before else 2):
-            other = _side(np.array(b), highest, (before / moves, late / moves), rise, slacks[1])
-            if other is None:
-                continue
-            for kind in _KINDS:
-                for name, said in _of_a_kind(view, kind, (one, other), moves):
-                    found.setdefault(name, said)
+        others = {
+            moves: _side(np.array(b), highest, (before / moves, late / moves), rise, slacks[1])
+            for moves in range(1, _MOVES + 1 if before else 2)
+        }
+        for kind in _KINDS if any(others.values()) else ():
+            lows = one.lows(kind)
+            for moves, other in others.items():
+                if other is not None and lows:
+                    for name, said in _of_a_kind(view, kind, (one, other), lows, moves):
+                        found.setdefault(name, said)
     yield from (Cause(name, Fit.SEQUENCE, said) for name, said in found.items())
 
 
@@ -273,17 +276,19 @@ def _side(
     return _Side(steps, highest, places[behind] - late, rates[behind], slack[behind])
 
 
-def _of_a_kind(view: View, kind: _Kind, sides: tuple[_Side, _Side], moves: int) -> Iterator[tuple[str, str]]:
+def _of_a_kind(
+    view: View, kind: _Kind, sides: tuple[_Side, _Side], lows: set[float], moves: int
+) -> Iterator[tuple[str, str]]:
     """Names, and what says so, of numbers that are others in two schedules of one kind.
 
+    `lows`: lowest rates to which the reference may come.
     `moves`: in how many parts of a step the candidate's warm-up begins, if it begins within one; else 1.
     """
     a, b = sides
     both = f"both sides go by {kind.words} from {a.highest:.4g} on"
-    lows = a.lows(kind)
     # Any few rates are of every kind, and of rates that stand still no way down is seen.
     shown = a.moved > 2 and b.moved > 0
-    if not lows or (moves > 1 and a.steps == b.steps):
+    if moves > 1 and a.steps == b.steps:
         return
     for low in sorted(lows | b.lows(kind) | _common(kind, a, b)):
         one, other = a.end(kind, low), b.end(kind, low)
