@@ -27,7 +27,7 @@ _OF_CONVERSION: Final = (
     "its conversion broke off, files were lost, or another model, or another set of trained parameters, was saved. "
     "Nothing was loaded; convert it anew, into a folder of its own, and load it into the model that saved it"
 )
-_ONE_FOLDER = (
+_ONE_FOLDER: Final = (
     "the conversion keeps one, because they have one name. Nothing was loaded; load the checkpoint that was converted, "
     "with as many stages and columns, and without load_universal"
 )

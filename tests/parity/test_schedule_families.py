@@ -64,10 +64,8 @@ def test_another_lowest_rate_is_named(kind, low):
 @pytest.mark.parametrize("digits", [4, 5, 6])
 @pytest.mark.parametrize(("warm_up", "other"), [(3, 6), (6, 3), (4, 7), (3, 9)])
 def test_another_warm_up_to_one_rate_is_named_in_few_digits(digits, warm_up, other):
-    sides = [[lambda n, to=to: float(f"{min(1.0, (n + 1) / to):.{digits}g}")] for to in (warm_up, other)]
-    pair = [replace(it, precision={"lr": Precision(significant=digits)}) for it in traces(*sides, 0, 12)]
-    groups = grouped(diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes)
-    assert "another-warm-up" in {cause.name for cause in groups[0]}
+    sides = [lambda n, to=to: min(1.0, (n + 1) / to) for to in (warm_up, other)]
+    assert "another-warm-up" in in_digits(sides, digits, 12)
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.5, 2])

@@ -57,12 +57,7 @@ def clip_over_stages(engine: Any) -> None:
 
     def clip_fp32_gradients() -> None:
         # The gradient of tied weights has been summed over their stages, and counts once.
-        again = {
-            id(parameter)
-            for tied in engine.module.tied_comms.values()
-            if engine.global_rank != min(tied["ranks"])
-            for parameter in _shared(tied)
-        }
+        again = {id(parameter) for _, parameter, own, first in _tied(engine.module) if not own and not first}
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
         squares = [p.grad.float().pow(2).sum() for p in parameters if id(p) not in again]
         norm = torch.stack([torch.zeros((), device=engine.device), *squares]).sum()
@@ -90,8 +85,9 @@ def count_what_is_not_shared(engine: Any) -> None:
     Args:
         engine: DeepSpeed's PipelineEngine.
     """
-    for _, parameter in _own_of_tied(engine.module):
-        parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+    for _, parameter, own, first in _tied(engine.module):
+        if own and not first:
+            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
 
 
 def count_none(engine: Any) -> None:
@@ -167,12 +163,9 @@ def lost_by_a_load(engine: Any) -> set[str]:
     model = engine.module
     layers = [one for one in model.forward_funcs if isinstance(one, torch.nn.Module)]
     saved = {id(one) for layer in layers for one in layer.parameters()}
-    for key, tied in model.tied_comms.items():
-        of_first = {id(one) for one in _shared(tied)} if model.global_rank != min(tied["ranks"]) else set()
-        for name, parameter in tied["module"].named_parameters():
-            if parameter.requires_grad and id(parameter) not in saved | of_first:
-                named = f"{key}.{name}"
-                parameter.register_hook(lambda _, named=named: trained.add(named))
+    for name, parameter, own, first in _tied(model):
+        if parameter.requires_grad and id(parameter) not in saved and (own or first):
+            parameter.register_hook(lambda _, name=name: trained.add(name))  # type: ignore[no-untyped-call]
     return trained
 
 
@@ -199,26 +192,21 @@ def of_each_stage(model: Any) -> str | None:
     Args:
         model: of a bare DeepSpeed engine, of a pipeline or not.
     """
+    return next((f"tied_modules.{name}" for name, _, own, _ in _tied(model) if own), None)
+
+
+def _tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter, bool, bool]]:
+    """Yield the parameters of the tied layers that this stage has; none where the model is no pipeline's.
+
+    Each with its name behind the key of its layer, with whether each of several stages has one of its own, and with
+    whether this is the first stage of the layer.
+    """
     for key, tied in getattr(model, "tied_comms", {}).items():
-        shared = {id(one) for one in _shared(tied)}
-        for name, parameter in tied["module"].named_parameters() if tied["ranks"][1:] else ():
-            if id(parameter) not in shared:
-                return f"tied_modules.{key}.{name}"
-    return None
-
-
-def _own_of_tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield what tied layers have on this stage alone, unless it is the first of their stages."""
-    for key, tied in model.tied_comms.items():
-        shared = {id(one) for one in _shared(tied)}
+        # An attribute may be that of an inner module, or a property.
+        shared = {id(attrgetter(name)(tied["module"])) for name in tied["weight_attr"]}
+        several, first = len(tied["ranks"]) > 1, model.global_rank == min(tied["ranks"])
         for name, parameter in tied["module"].named_parameters():
-            if model.global_rank != min(tied["ranks"]) and id(parameter) not in shared:
-                yield f"{key}.{name}", parameter
-
-
-def _shared(tied: Any) -> list[torch.Tensor]:
-    """Return what the stages of a tied layer share; an attribute may be that of an inner module, or a property."""
-    return [attrgetter(name)(tied["module"]) for name in tied["weight_attr"]]
+            yield f"{key}.{name}", parameter, several and id(parameter) not in shared, first
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def _repeated(view: View) -> Iterator[Cause]:
         # Counts that are those of before, where others are due, are a proof of their own.
         proved = any((b.tokens, b.prompts) != (due.tokens, due.prompts) for b, _, due in rows)
         finite = all(math.isfinite(it) for row in known for it in row if it is not None)
-        if proved and finite and first * _alike(view) ** len(later) < _CHANCE:
+        if proved and finite and first * _share_alike(view) ** len(later) < _CHANCE:
             # Weights may have moved by more than data differ.
             shown = ", ".join(str(b.tokens) for b in later[:3])
             said = f"from step {view.step(first)} on windows have the tokens of step {view.step(start)} and after "
@@ -129,7 +129,7 @@ def _repeated(view: View) -> Iterator[Cause]:
             return
 
 
-def _alike(view: View) -> float:
+def _share_alike(view: View) -> float:
     """How often two windows of the reference have as many tokens, by all pairs of them and one more; 1: not known."""
     counts = [a.tokens for a, _ in view.pairs]
     if None in counts:

@@ -150,27 +150,23 @@ class _Side:
         """Return lowest rates to which it may come: round ones, some between, and the one that fits it best."""
         tried = np.array([*np.linspace(0, self.least, _TRIED), *(share * self.highest for share in _ROUND)])
         found = self._possible(kind, tried[tried <= self.least])
-        return found or self._possible(kind, np.array([self._best(kind)]))
+        return found or self._possible(kind, np.array([*self._best(kind)]))
 
     def _possible(self, kind: _Kind, lows: _Array) -> set[float]:
         least, most = self.ends(kind, lows)
         return {float(low) for low in lows[least <= most * (1 + _ROUNDED)]}
 
-    def _best(self, kind: _Kind) -> float:
+    def _best(self, kind: _Kind) -> set[float]:
         """The lowest rate at which the ends that rates tell of lie nearest to one another."""
+        few = self.thinned
 
-        def apart(lows: _Array) -> _Array:
+        def around(lows: _Array) -> tuple[int, int]:
             least, most = few.ends(kind, lows)
             with np.errstate(divide="ignore", invalid="ignore"):
-                return np.where(most > 0, least / most, math.inf)
+                at = int(np.where(most > 0, least / most, math.inf).argmin())
+            return max(at - 1, 0), min(at + 1, len(lows) - 1)
 
-        few = self.thinned
-        low, high = 0.0, self.least
-        for _ in range(_ROUNDS):
-            lows = np.linspace(low, high, _TRIED)
-            at = int(apart(lows).argmin())
-            low, high = float(lows[max(at - 1, 0)]), float(lows[min(at + 1, _TRIED - 1)])
-        return (low + high) / 2
+        return _narrowed(0.0, self.least, around)
 
     @property
     def thinned(self) -> _Side:
@@ -192,26 +188,25 @@ def of_a_family(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     highest = max(a)
     if view.is_excerpt or len(a) < _FEW or not highest > 0 or min(*a, *b) < 0:
         return
+    sides = (np.array(a), np.array(b))
+    written = np.split(np.array(digits_of_rates(view, a, b, [*a, *b])), [len(a)])
     # What is computed of the highest rate is off by a share of its last digit, too.
-    of_highest = digits_of_rates(view, a, b, [highest])[0] + highest * (_SINGLE if _is_single(a) else 0.0)
-    shares = [np.array(rates) / highest for rates in (a, b)]
+    of_highest = written[0].max() + highest * (_SINGLE if _is_single(sides[0]) else 0.0)
     slacks = [
-        highest * (_SINGLE if _is_single(rates) else _ROUNDED)
-        + np.array(digits_of_rates(view, a, b, rates))
-        + of_highest * share
-        for rates, share in zip((a, b), shares, strict=True)
+        highest * (_SINGLE if _is_single(rates) else _ROUNDED) + digits + of_highest * rates / highest
+        for rates, digits in zip(sides, written, strict=True)
     ]
-    if max(b) > highest + max(slacks[1]) or (np.abs(np.subtract(a, b)) <= 2 * slacks[0]).all():
+    if max(b) > highest + max(slacks[1]) or (np.abs(sides[0] - sides[1]) <= 2 * slacks[0]).all():
         return
     found: dict[str, str] = {}
     # A warm-up begins in its first step or in the one before, and what follows on its last step or on the one behind.
     for (before, late), rise in product(((0, 0), (1, 0), (1, 1)), (_line, _logarithm)):
-        one = _side(np.array(a), highest, (before, late), rise, slacks[0])
+        one = _side(sides[0], highest, (before, late), rise, slacks[0])
         if one is None or not one.steps < len(a) - 1 + before:
             continue
         # Of so many moves in a step, what lies before the first one is a part of a step.
         others = {
-            moves: _side(np.array(b), highest, (before / moves, late / moves), rise, slacks[1])
+            moves: _side(sides[1], highest, (before / moves, late / moves), rise, slacks[1])
             for moves in range(1, _MOVES + 1 if before else 2)
         }
         for kind in _KINDS if any(others.values()) else ():
@@ -286,23 +281,21 @@ def _of_a_kind(
     """
     a, b = sides
     both = f"both sides go by {kind.words} from {a.highest:.4g} on"
+    if a.steps != b.steps:
+        said = f"{both}, behind a warm-up of {told(a.steps)} and {told(b.steps)} steps"
+        for low in sorted(lows | b.lows(kind) | _common(kind, a, b)):
+            one, other = a.end(kind, low), b.end(kind, low)
+            if one is not None and other is not None:
+                yield from ((name, said) for name in _of_warm_ups(view, sides, (one, other), moves))
     # Any few rates are of every kind, and of rates that stand still no way down is seen.
-    shown = a.moved > 2 and b.moved > 0
-    if moves > 1 and a.steps == b.steps:
-        return
-    for low in sorted(lows | b.lows(kind) | _common(kind, a, b)):
-        one, other = a.end(kind, low), b.end(kind, low)
-        if one is None or other is None:
-            continue
-        if a.steps != b.steps:
-            said = f"{both}, behind a warm-up of {told(a.steps)} and {told(b.steps)} steps"
-            yield from ((name, said) for name in _of_warm_ups(view, sides, (one, other), moves))
-        elif shown and not one.meets(other) and a.steps + 2 <= other.most:
-            paces = _Range(other.least / one.most, other.most / max(one.least, _WHOLE))
-            said = f"{both}, and come to {low:.4g} after about {_about(one)} and {_about(other)} steps"
-            yield from ((name, said) for name in _of_pace(view, paces, moves=a.steps == 0))
-    if a.steps == b.steps and shown:
-        yield from _of_lows(kind, (a, b), lows, both)
+    elif moves == 1 and a.moved > 2 and b.moved > 0:
+        for low in sorted(lows | b.lows(kind)):
+            one, other = a.end(kind, low), b.end(kind, low)
+            if one is not None and other is not None and not one.meets(other) and a.steps + 2 <= other.most:
+                paces = _Range(other.least / one.most, other.most / max(one.least, _WHOLE))
+                said = f"{both}, and come to {low:.4g} after about {_about(one)} and {_about(other)} steps"
+                yield from ((name, said) for name in _of_pace(view, paces, moves=a.steps == 0))
+        yield from _of_lows(kind, sides, lows, both)
 
 
 def _of_warm_ups(view: View, sides: tuple[_Side, _Side], ends: tuple[_Range, _Range], moves: int) -> Iterator[str]:
@@ -325,18 +318,27 @@ def _of_warm_ups(view: View, sides: tuple[_Side, _Side], ends: tuple[_Range, _Ra
 def _common(kind: _Kind, a: _Side, b: _Side) -> set[float]:
     """The lowest rate to which both come in as many steps, if there is one, where each may come to many."""
     few = (a.thinned, b.thinned)
-    low, high = 0.0, min(a.least, b.least) * (1 - _WHOLE)
-    found: set[float] = set()
-    for _ in range(_ROUNDS if a.steps != b.steps else 0):
-        lows = np.linspace(low, high, _TRIED)
+
+    def turn(lows: _Array) -> tuple[int, int] | None:
         of_a, of_b = (np.add(*side.ends(kind, lows)) for side in few)
         # Where a way down ends at once or never, the one of the other side is no other.
         with np.errstate(invalid="ignore"):
             signs = np.sign(of_b - of_a)
         turns = np.flatnonzero(signs[:-1] * signs[1:] < 0)
-        if not len(turns):
+        return (int(turns[0]), int(turns[0]) + 1) if len(turns) else None
+
+    return _narrowed(0.0, min(a.least, b.least) * (1 - _WHOLE), turn)
+
+
+def _narrowed(low: float, high: float, between: Callable[[_Array], tuple[int, int] | None]) -> set[float]:
+    """The number that lies, each time, between two of some; none where `between` finds no two from the start on."""
+    found: set[float] = set()
+    for _ in range(_ROUNDS):
+        tried = np.linspace(low, high, _TRIED)
+        places = between(tried)
+        if places is None:
             break
-        low, high = float(lows[turns[0]]), float(lows[turns[0] + 1])
+        low, high = (float(tried[at]) for at in places)
         found = {(low + high) / 2}
     return found
 
@@ -381,8 +383,7 @@ def _about(ends: _Range) -> str:
     return told(ends.least if ends.most == math.inf else (ends.least + ends.most) / 2)
 
 
-def _is_single(rates: list[float]) -> bool:
+def _is_single(rates: _Array) -> bool:
     """Whether rates have no more than the digits of fp32."""
-    known = np.array(rates)
     with np.errstate(over="ignore"):
-        return np.array_equal(known.astype(np.float32).astype(np.float64), known)
+        return np.array_equal(rates.astype(np.float32).astype(np.float64), rates)
