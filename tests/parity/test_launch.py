@@ -126,6 +126,16 @@ def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_p
 
 @pytest.mark.ranks
 @pytest.mark.slow
+def test_a_rank_that_is_ahead_of_the_first_dies_in_the_call_that_kills_it(tmp_path):
+    """The first rank's answer to the call before is neither lost nor named as the cause."""
+    calls = (Call("slow", "launched:late", {"rank": 0}), Call("deadly", "launched:die", {"rank": 1}))
+    job = Job(calls, tmp_path / "ranks", 2, 120, (HERE,))
+    with pytest.raises(HarnessError, match="in 'deadly'"):
+        run_job(job)
+    assert [line["result"] for line in launch.said(job.folder, 0) if "finished" in line] == ["here"]
+
+
+@pytest.mark.slow
 def test_ranks_that_hang_are_ended_when_the_time_is_up(tmp_path):
     with pytest.raises(HarnessError, match=r"did not finish within 60 s \(in 'hang'\): they were ended"):
         run_job(job(tmp_path, "hang", timeout=60))  # other ranks run beside it, and it may be up only after half of it

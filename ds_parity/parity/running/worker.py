@@ -45,6 +45,9 @@ def main(path: str) -> int:
     with says.open("a", buffering=1) as out:
         _say_waits(out)
         for number, call in enumerate(job["calls"]):
+            # A rank that were a call ahead of the first, and died there, would be taken for one that died in the call
+            # before: the first rank tells how far all are.
+            dist.barrier()
             _say(out, {"started": number, "title": call["title"]})
             _settle()
             begun = time.perf_counter()
