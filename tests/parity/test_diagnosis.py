@@ -718,6 +718,21 @@ def test_other_tokens_from_a_step_on_are_other_data():
     assert "first to differ, in step 4: tokens, loss" in found.certain[0]
 
 
+@pytest.mark.parametrize(("size", "named"), [(1.0, True), (1e-4, True), (1e-9, False)])
+def test_a_metric_that_is_short_beside_the_loss_shows_no_log_where_weights_are_not_recorded(size, named):
+    """A divergence from the first weights is as short as their way from there: another update changes it as well."""
+
+    def logged(by, nearly=1.0):
+        def figures(n):
+            shown = {"loss": (n - 0.5) * nearly, "grad_norm": NORMS[n - 1] * nearly}
+            return {"weights": None, "lr": (1e-6,), "metrics": {"kl": by * size * n**2}, **shown}
+
+        return figures
+
+    found = causes(logged(1.02, 1 + 1e-9), reference=logged(1.0))
+    assert ("reported-metric" in {cause.name for cause in found}) == named, found
+
+
 def test_a_metric_that_keeps_the_step_before_is_named():
     def kept(n):
         at = n - 1

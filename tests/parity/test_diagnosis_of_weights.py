@@ -119,6 +119,16 @@ class OlderStart(Run):
         return self.earlier[-1]
 
 
+class OlderStartOfDecay(OlderStart):
+    """The weights decay, and those of before the last step by as much less as they are off by."""
+
+    decay = 0.01
+
+    def after(self, at, weights, before):
+        off = before - self.earlier[-2] if at == 3 else 0
+        return super().after(at, weights + self.decay * off, before)
+
+
 class Factor(Run):
     """The whole gradient of every step off by a factor that is no count."""
 
@@ -230,6 +240,17 @@ def test_other_weights_before_the_first_step_are_the_cause():
     found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
     assert found.causes[0].name == "initial-weights"
     assert "weights" in found.classes
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_weights_of_the_step_before_are_named_where_they_decay(momentum):
+    a, b = (with_momentum(run, momentum)().trace() for run in (Run, OlderStartOfDecay))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert {cause.name for cause in found.causes} == {"weights-of-the-step-before"}, found
+    a, b = (Trace(one.header, one.steps[:4]) for one in (a, b))
+    (group,) = grouped(diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes)
+    may_be = {"weights-of-the-step-before", "resume-loses-optimizer", "momentum"}
+    assert {cause.name for cause in group} == may_be, "a momentum of 0.99 that was lost gives the same last step"
 
 
 def diagnosed(fault):

@@ -107,6 +107,15 @@ def test_another_target_stays_named(seed):
     assert not groups[0] & {"step-per-pass"}
 
 
+@pytest.mark.parametrize("steps", [4, 8, 20])
+def test_a_pass_that_is_run_twice_ends_no_window_elsewhere(steps):
+    """The first window holds one of its passes once more, and those behind it are the reference's."""
+    for seed in range(40):
+        first, *later = cut(stream(seed), "boundary", steps)
+        twice = [*first, random.Random(seed).choice(first)]
+        assert groups(trace([first, *later]), trace([twice, *later], seed=2)) == []
+
+
 def test_windows_of_one_pass_on_both_sides_are_no_fault_of_the_candidate():
     passes = stream(1)
     apart = [[it] for it in passes[:8]]

@@ -25,7 +25,9 @@ def exponential(step):
     return 0.05 * 0.5**step
 
 
-def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skipped=(), limit=math.inf, start=None):
+def trained(
+    rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skipped=(), limit=math.inf, momentum=0.0, start=None
+):
     """A regression by SGD in fp64, on other rows in every step.
 
     Args:
@@ -35,17 +37,18 @@ def trained(rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skippe
         others: the first step that is of rows which the other runs do not have.
         skipped: steps that are not taken.
         limit: to which gradients are clipped.
+        momentum: of SGD.
         start: what the header says of the weights before the first step, which are 0.
     """
     draw, of_others = np.random.default_rng(3), np.random.default_rng(4)
-    wanted, now, steps = draw.normal(size=12), np.zeros(12), []
+    wanted, now, buffer, steps = draw.normal(size=12), np.zeros(12), np.zeros(12), []
     for step in range(1, STEPS + 1):
         rows = draw.normal(size=(30, 12))
         rows = of_others.normal(size=(30, 12)) if step >= others else rows
         off = rows @ (now - wanted)
         gradient = 2 * rows.T @ off / len(rows)
-        update = rate(step) * gradient * min(1.0, limit / float(np.linalg.norm(gradient)))
-        now = now if step in skipped else now - update
+        buffer = momentum * buffer + gradient * min(1.0, limit / float(np.linalg.norm(gradient)))
+        now = now if step in skipped else now - rate(step) * buffer
         figures = {
             "loss": float((off**2).mean()),
             "grad_norm": float(np.linalg.norm(gradient)),
@@ -202,6 +205,18 @@ def test_a_rate_of_the_next_step_beside_another_clip_may_be_logged_wrong(rate, l
     groups, diagnosis = named(*map(in_two_groups, (one, other)) if several else (one, other))
     assert groups[0] >= {"schedule-off-by-steps", "reported-lr"}
     assert "beside a second fault: the weights of step 1 " in diagnosis.causes[0].evidence
+
+
+@pytest.mark.parametrize("rate", [slowly, cosine])
+@pytest.mark.parametrize(("momentum", "logged_wrong"), [(0.5, True), (0.9, False)])
+def test_equal_weights_behind_the_first_step_show_a_wrong_log_beside_another_momentum(rate, momentum, logged_wrong):
+    """Momentum enters in the second step, so that the first one has the update of the rates that were used."""
+    one = trained(rate, weights=True, momentum=0.9)
+    shown = {"logged": lambda step: rate(step + 1)} if logged_wrong else {}
+    other = trained(rate if shown else lambda step: rate(step + 1), weights=True, momentum=momentum, **shown)
+    groups, _ = named(one, other)
+    assert "schedule-off-by-steps" in groups[0]
+    assert ("reported-lr" in groups[0]) == logged_wrong
 
 
 @pytest.mark.parametrize("rate", [slowly, warmed, cosine])

@@ -89,8 +89,11 @@ def _by_rate(pairs: Pairs, later: Sequence[float]) -> float:
 
 def _share(name: str, pair: tuple[StepRecord, StepRecord]) -> float:
     """By what share (0 to 1) the update of a step would be off."""
+    least = 0.0
     if name == "metrics":
         mine, theirs = (one.metrics for one in pair)
+        # Other weights may move a metric as far as they move the loss, which is much of one that is short beside it.
+        least = abs(pair[0].loss or 0.0)
         numbers = [(mine[it], theirs[it]) for it in mine.keys() & theirs.keys()]
     else:
         reference, candidate = (_numbers(getattr(one, name)) for one in pair)
@@ -99,7 +102,8 @@ def _share(name: str, pair: tuple[StepRecord, StepRecord]) -> float:
         numbers = list(zip(reference, candidate, strict=True))
     if any(math.isnan(x) != math.isnan(y) for x, y in numbers):
         return 1.0
-    shares = [abs(y - x) / abs(x) if x else float(y != x) for x, y in numbers]
+    sizes = [max(abs(x), least) for x, _ in numbers]
+    shares = [abs(y - x) / size if size else float(y != x) for (x, y), size in zip(numbers, sizes, strict=True)]
     return max((min(1.0, it) for it in shares if not math.isnan(it)), default=0.0)
 
 

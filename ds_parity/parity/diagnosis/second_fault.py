@@ -56,9 +56,13 @@ def not_by_the_rate(view: View) -> str:
     if before:
         return f"no rate of step {step} changes its {' and its '.join(before)}"
     moves, (a, b) = Moves(view), view.pairs[view.first]
-    known = moves.known and moves.update(view.first) is not None
-    if not known or not a.lr or not b.lr or len(a.lr) != len(b.lr) or a.skipped or b.skipped:
+    if not moves.known or not a.lr or not b.lr or len(a.lr) != len(b.lr) or a.skipped or b.skipped:
         return ""
+    if moves.update(view.first) is None:
+        # Where the weights began is not known. That both sides' began alike and moved alike shows in their checksums.
+        moved = _by_rates(view, moves, max(abs(y - x) for x, y in zip(a.lr, b.lr, strict=True)))
+        equal = moved and a.weights is not None and b.weights is not None and a.weights.checksum == b.weights.checksum
+        return f"the weights of step {step} are equal, and other rates would move them apart" if equal else ""
     if any(a.lr):
         # Parameter groups whose rates are off by other factors turn the update.
         by_one = all(a.lr) and alike([y / x for x, y in zip(a.lr, b.lr, strict=True)], SAME)
@@ -93,15 +97,25 @@ def _stands_still(view: View, moves: Moves) -> bool:
     """Whether the candidate's weights stay in the first step, whose rate would move them as the others' do."""
     at, rate = view.first, (view.pairs[view.first][1].lr or (0.0,))[0]
     update = moves.update(at)
+    due = _by_rates(view, moves, rate)
+    if update is None or not due:
+        return False
+    return float(np.linalg.norm(moves.widened(at) + update)) < _TELLING * due
+
+
+def _by_rates(view: View, moves: Moves, rate: float) -> float:
+    """How far such a rate moves the weights in the first step that differs, by the other steps; 0 where it isn't clear.
+
+    That is where no other step tells, the gradient is 0, or the numbers of the weights are rounded by nearly as much.
+    """
+    at = view.first
     others = [
         float(np.linalg.norm(one)) / a.lr[0]
         for n, (a, _) in enumerate(view.pairs)
         if n != at and a.lr and a.lr[0] and not a.skipped and (one := moves.update(n)) is not None
     ]
-    if update is None or not others or view.pairs[at][1].grad_norm == 0.0:
-        return False
-    due, moved = rate * float(np.median(others)), float(np.linalg.norm(moves.widened(at) + update))
-    return due > _CLEAR * moves.rounding(at, 1.0) and moved < _TELLING * due
+    due = rate * float(np.median(others)) if others and view.pairs[at][1].grad_norm != 0.0 else 0.0
+    return due if due > _CLEAR * moves.rounding(at, 1.0) else 0.0
 
 
 def too_sudden(view: View, alone: View) -> str:

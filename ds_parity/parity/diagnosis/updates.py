@@ -24,6 +24,7 @@ _SHARE = 0.02
 _GROWS = 1.5
 _MOVED = 0.3
 _STAYS = 0.1
+_DECAYED = 0.98  # 1 - LR * weight decay: no run decays its weights by more in a step
 _WHOLE = 1.001  # a momentum of 1, within rounding
 # Of the LR times the gradient: shorter first updates of SGD were clipped. A sketch tells lengths to 12.5 % (one sigma).
 _CUT = 0.7
@@ -145,20 +146,27 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
     (share,), rest = along(moves.apart(at), [before])
     if not (rest < _ALIGNED and rates[at] and rates[at - 1]):
         return
-    # An update that is undone stays undone, and a momentum that is lost takes the next step further away.
-    stays = at + 1 < len(view.pairs) and bool(
-        np.linalg.norm(moves.widened(at + 1)) < _STAYS * np.linalg.norm(moves.apart(at))
-    )
-    if near(share, -1.0, 1e-3):
+    told, stays = at + 1 < len(view.pairs), _stays(moves, at)
+    found: list[Cause] = []
+    # Decay is of the weights that the step begins with, too: less by LR * weight decay is missing than that update.
+    if near(share, -1.0, 1e-3) or (-1 < share < -_DECAYED and (stays or not told)):
         said = f"{_said(view)}: they are as if the update of step {view.step(at - 1)} had not been"
-        yield Cause("weights-of-the-step-before", Fit.DIRECTION, said)
-        if stays:
-            return
-    momentum = -share * rates[at - 1] / rates[at]
-    word = "missing" if momentum > 0 else "added"
-    said = f"{_said(view)}: what is {word} is {abs(momentum):.3g} of the update before, a part that momentum adds"
-    for name in _of_momentum(moves, momentum):
-        yield Cause(name, Fit.DIRECTION, said)
+        found.append(Cause("weights-of-the-step-before", Fit.DIRECTION, said))
+    if not (found and stays):
+        momentum = -share * rates[at - 1] / rates[at]
+        word = "missing" if momentum > 0 else "added"
+        said = f"{_said(view)}: what is {word} is {abs(momentum):.3g} of the update before, a part that momentum adds"
+        found += [Cause(name, Fit.DIRECTION, said) for name in _of_momentum(moves, momentum)]
+    yield from found if told else as_one_group(found)
+
+
+def _stays(moves: Moves, at: int) -> bool:
+    """Whether the weights stay as far apart in the next step as they are behind this one.
+
+    An update that is undone stays undone, and a momentum that is lost takes the next step further away.
+    """
+    last = at + 1 == len(moves.view.pairs)
+    return not last and bool(np.linalg.norm(moves.widened(at + 1)) < _STAYS * np.linalg.norm(moves.apart(at)))
 
 
 def _of_momentum(moves: Moves, less: float) -> Iterator[str]:

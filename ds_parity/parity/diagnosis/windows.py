@@ -15,13 +15,14 @@ from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View, near
 from ds_parity.trace import Trace
 
+_SEVERAL = 2  # windows that hold different numbers: others of their place hold the same by chance once in thousands
 _ABOUT_A_PASS = 0.4  # of a pass: the mean of a few windows
 
 
 def causes(view: View) -> Iterator[Cause]:
     """Yield what ends windows exactly where the candidate's end."""
     # Windows that one side doesn't have are not the other's windows, cut elsewhere.
-    if view.updated_alike or begins_elsewhere(view) or _reordered(view):
+    if view.updated_alike or begins_elsewhere(view) or _reordered(view) or _one_apart(view):
         return
     passes, of_reference = ([one.passes or 0 for one in it.steps] for it in (view.candidate, view.reference))
     fewest = before_last_passes(view.reference), before_last_passes(view.candidate)
@@ -38,9 +39,30 @@ def causes(view: View) -> Iterator[Cause]:
 
 def _reordered(view: View) -> bool:
     """Whether both sides have the same windows in another order, so that none of them ends elsewhere."""
-    held = [[(one.rollouts, one.tokens) for one in side.steps] for side in (view.reference, view.candidate)]
-    counted = all(None not in one for side in held for one in side)
-    return counted and held[0] != held[1] and Counter(held[0]) == Counter(held[1])
+    held = _held(view)
+    return held is not None and held[0] != held[1] and Counter(held[0]) == Counter(held[1])
+
+
+def _one_apart(view: View) -> bool:
+    """Whether one window alone holds something else, and those behind it the reference's.
+
+    Had it ended elsewhere, those behind it would begin elsewhere, and hold other tokens.
+    """
+    held = _held(view)
+    if held is None or len(held[0]) != len(held[1]):
+        return False
+    apart = [at for at, (mine, its) in enumerate(zip(*held, strict=True)) if mine != its]
+    return len(apart) == 1 and len({*held[0][apart[0] + 1 :]}) >= _SEVERAL
+
+
+def _held(view: View) -> list[list[tuple[int, int]]] | None:
+    """Rollouts and tokens of all windows, of both sides; None where a step does not tell both."""
+    held = [
+        [(one.rollouts, one.tokens) for one in side.steps if one.rollouts is not None and one.tokens is not None]
+        for side in (view.reference, view.candidate)
+    ]
+    told = [len(one) for one in held] == [len(view.reference.steps), len(view.candidate.steps)]
+    return held if told else None
 
 
 def _with_targets(view: View, cut: Cut, found: list[Cause]) -> Iterator[Cause]:
