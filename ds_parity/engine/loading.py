@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ds_parity.engine.files_on_disk import damaged
 from ds_parity.engine.internals.identity import Files, renamed
-from ds_parity.engine.internals.stages import of_each_stage
+from ds_parity.engine.internals.stages import of_this_stage
 from ds_parity.engine.internals.universal import incomplete
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.saving import IDENTITY
@@ -19,7 +19,8 @@ _FOLDER: Final = "folder"
 _UNREAD: Final = "unread"
 _RENAMED: Final = "renamed"
 _BROKEN: Final = "broken"
-_OF_EACH: Final = {_FOLDER, _UNREAD, _BROKEN}
+_OWN: Final = "own"
+_OF_EACH: Final = {_FOLDER, _UNREAD, _BROKEN, _OWN}
 _OF_SAVING: Final = (
     "its saving broke off, or files were lost or damaged. Nothing was loaded; load the one before it, by its tag"
 )
@@ -55,14 +56,13 @@ def asked(
     custom = options["custom_load_fn"] is not None
 
     def broken(folder: Path) -> str | None:
-        if universal and (name := of_each_stage(engine.module)):
-            return f"each stage of the pipeline has {name} of its own, and of all of them {_ONE_FOLDER}"
         lacking = incomplete(engine, folder, stepped) if universal else None
         why = damaged(engine, folder, options) if lacking is None else f"it has no {lacking}"
         return None if why is None else f"{why}, as where {_OF_CONVERSION if universal else _OF_SAVING}"
 
     found = _found(load_dir, tag, broken, universal=universal)
-    return {**found, **flags, "custom_load_fn": "one" if custom else "none"}
+    own = of_this_stage(engine.module) if universal else {}
+    return {**found, **flags, "custom_load_fn": "one" if custom else "none", _OWN: own}
 
 
 def _found(load_dir: str, tag: Any, broken: Callable[[Path], str | None], *, universal: bool) -> dict[str, Any]:
@@ -113,10 +113,23 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
             "one. Nothing was loaded; give the same folder on every rank, and where hosts do not share it, copy the "
             "checkpoint to all of them"
         )
+    if found and (name := _of_several_stages(gathered)):
+        raise CheckpointError(
+            f"{where}: each of several stages of the pipeline has {name} of its own, and of all of them {_ONE_FOLDER}"
+        )
     for rank, one in enumerate(gathered):
         if one[_BROKEN] is not None:
             raise CheckpointError(f"{where}, on rank {rank}: the checkpoint {one['tag']} is not whole: {one[_BROKEN]}")
     return bool(found)
+
+
+def _of_several_stages(gathered: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first name that parameters of several stages have, each with a value of its own."""
+    stages: dict[str, set[int]] = {}
+    for one in gathered:
+        for name, stage in one[_OWN].items():
+            stages.setdefault(name, set()).add(stage)
+    return next((name for name, those in stages.items() if len(those) > 1), None)
 
 
 def loaded(engine: Any, state: Mapping[str, Any], files: Files) -> dict[str, Any]:

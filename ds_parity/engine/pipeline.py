@@ -38,8 +38,7 @@ from ds_parity.engine.internals.stages import (
     count_none,
     count_what_is_not_shared,
     lost_by_a_load,
-    reduce_no_frozen_ties,
-    reduce_tied_sums,
+    reduce_kept_sums,
 )
 from ds_parity.engine.pipeline_checkpoints import load, refuse_to_begin, save, with_states
 from ds_parity.engine.planned import PlansRead, Read, refuse_different_plans, refuse_plan_of_others
@@ -108,8 +107,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
         count_none(engine)
-        reduce_tied_sums(engine)
-        reduce_no_frozen_ties(engine)
+        reduce_kept_sums(engine)
         self._self_lost = lost_by_a_load(engine)
         self._self_between = BetweenWindows(choose(engine))
         self._self_settings, self._self_number = settings, number

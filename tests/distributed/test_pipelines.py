@@ -488,18 +488,17 @@ def tied_by_functions(folder):
     return found
 
 
-IN_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+FROZEN_TIES = ("fp32", "fp32-sums", "offloaded", "offloaded fp32-sums")
 
 
-@on_four_ranks
 @alone_in_the_process
-def tied_and_frozen(folder):
+def frozen_tie(kind):
     """Whether a shared weight stays, and others move, where it was frozen before the engine is built."""
     model = module(lambda: by_functions(0, 1))
     for name, one in model.named_parameters():
         one.requires_grad_("tied" not in name)
     trained = [one for one in model.parameters() if one.requires_grad]
-    engine = ds_parity.initialize(model=model, model_parameters=trained, config=config(1, **IN_SUMS))[0]
+    engine = ds_parity.initialize(model=model, model_parameters=trained, config=config(1, **TIED[kind]))[0]
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     for window in range(6):  # the first rates of the warm-up move no weight in bf16
         engine.train_window(micro_batches(engine, window, [[2, 1], [3]]))
@@ -507,8 +506,14 @@ def tied_and_frozen(folder):
     return from_all([moved[name] for name in moved if "tied" in name] + [any(moved.values())])
 
 
-def test_a_frozen_tied_layer_is_no_error_in_bf16_with_fp32_accumulation(four_ranks):
-    assert four_ranks.of(tied_and_frozen) == [[False, True]] * 4
+@on_four_ranks
+def frozen_ties(folder):
+    return {kind: frozen_tie(kind) for kind in FROZEN_TIES}
+
+
+@pytest.mark.parametrize("kind", FROZEN_TIES)
+def test_a_frozen_tied_layer_stays_and_others_train(four_ranks, kind):
+    assert four_ranks.of(frozen_ties)[kind] == [[False, True]] * 4
 
 
 @pytest.mark.parametrize(("without", "saved"), [((), False), ((1,), False), ((0,), True), ((0, 1), True)])

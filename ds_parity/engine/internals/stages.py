@@ -113,40 +113,31 @@ def count_none(engine: Any) -> None:
     engine.optimizer.get_grads_for_norm = get_grads_for_norm
 
 
-def reduce_tied_sums(engine: Any) -> None:
+def reduce_kept_sums(engine: Any) -> None:
     """Let the stages of a tied layer add up its gradients where the optimizer keeps their sums beside the weights.
 
     With bf16, fp32 accumulation and CPU offload on ZeRO 1 a gradient is moved from `grad` to `grad_accum` behind each
     backward, and DeepSpeed adds up `grad` over the stages (runtime/pipe/engine.py, _exec_reduce_tied_grads, 0.19.8),
     which is None by then: each stage steps the weight by its own part (tools/deepspeed_faults/tied_sums_apart.py).
+    Without offload it adds up the sums of its optimizer for bf16. Neither optimizer keeps one of a weight that was
+    frozen when the engine was built, which is then an AttributeError.
 
     Args:
         engine: DeepSpeed's PipelineEngine.
     """
-    if not getattr(engine.optimizer, "use_grad_accum_attribute", False):
-        return
-    given = engine.module.get_tied_weights_and_groups
+    optimizer, given = engine.optimizer, engine.module.get_tied_weights_and_groups
 
-    def with_sums() -> list[tuple[Any, Any]]:
-        gradient = engine.optimizer.get_gradient_for_reduction
-        return [(SimpleNamespace(grad=gradient(weight)), group) for weight, group in given()]
+    def kept_by_it() -> list[tuple[Any, Any]]:
+        return [one for one in given() if hasattr(one[0], "_hp_grad")]
 
-    engine.module.get_tied_weights_and_groups = with_sums
+    def kept_beside() -> list[tuple[Any, Any]]:
+        kept = [(weight, group) for weight, group in given() if hasattr(weight, "grad_accum")]
+        return [(SimpleNamespace(grad=optimizer.get_gradient_for_reduction(weight)), group) for weight, group in kept]
 
-
-def reduce_no_frozen_ties(engine: Any) -> None:
-    """Let the stages of a frozen tied layer add up nothing in bf16 with DeepSpeed's optimizer for it.
-
-    DeepSpeed asks every shared weight for the gradient that this optimizer keeps beside it (runtime/pipe/engine.py,
-    _exec_reduce_tied_grads, 0.19.8), and one that was frozen when the engine was built has none: an AttributeError.
-
-    Args:
-        engine: DeepSpeed's PipelineEngine.
-    """
-    if not isinstance(engine.optimizer, BF16_Optimizer):
-        return
-    given = engine.module.get_tied_weights_and_groups
-    engine.module.get_tied_weights_and_groups = lambda: [one for one in given() if hasattr(one[0], "_hp_grad")]
+    if isinstance(optimizer, BF16_Optimizer):
+        engine.module.get_tied_weights_and_groups = kept_by_it
+    elif getattr(optimizer, "use_grad_accum_attribute", False):
+        engine.module.get_tied_weights_and_groups = kept_beside
 
 
 def lost_by_a_load(engine: Any) -> set[str]:
@@ -183,16 +174,16 @@ def layer_without_a_file(model: Any, folder: Path) -> str | None:
     return None
 
 
-def of_each_stage(model: Any) -> str | None:
-    """Return the name that parameters of several stages have, each with a value of its own; None where there is none.
+def of_this_stage(model: Any) -> dict[str, int]:
+    """Return this stage's number by the names that parameters of its tied layers share with others of other stages.
 
-    A conversion to a universal checkpoint writes what has one name into one folder: what the stages of a tied layer do
-    not share is replaced by that of one of them (tools/deepspeed_faults/universal_of_stages.py, 0.19.8).
+    A conversion to a universal checkpoint writes what has one name into one folder: what several stages of a tied layer
+    have, and do not share, is replaced by that of one of them (tools/deepspeed_faults/universal_of_stages.py, 0.19.8).
 
     Args:
-        model: of a bare DeepSpeed engine, of a pipeline or not.
+        model: of a bare DeepSpeed engine; empty where it is no pipeline.
     """
-    return next((f"tied_modules.{name}" for name, _, own, _ in _tied(model) if own), None)
+    return {f"tied_modules.{name}": model.stage_id for name, _, own, _ in _tied(model) if own}
 
 
 def _tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter, bool, bool]]:

@@ -445,4 +445,5 @@ class Pipeline(Protocol):
 class Stages(Protocol):
     """PipelineModule."""
 
+    stage_id: int
     tied_comms: Mapping[str, Mapping[str, Any]]
