@@ -70,6 +70,18 @@ def test_a_step_or_two_prove_no_target_either(steps):
     assert "target-not-actual" not in {cause.name for cause in found}, found
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_sum_that_nothing_divides_is_over_a_target_of_1_only_where_one_pass_reaches_it(passes):
+    held = (3, 2, 4, 2, 3, 2)
+
+    def windows(n):
+        return {"rollouts": held[n - 1], "total": float(held[n - 1]), "passes": passes, "idle_passes": 0}
+
+    undivided = off(lambda n: held[n - 1])
+    found = causes(lambda n: {**undivided(n), **windows(n)}, reference=windows)
+    assert {cause.name for cause in found} == {"another-divisor", *(("target-not-actual",) if passes == 1 else ())}
+
+
 def test_totals_that_vary_prove_a_target_and_no_constant():
     found = causes(off(lambda n: total(n) / 1711))
     assert [(cause.name, cause.fit) for cause in found] == [("target-not-actual", Fit.EVERY_STEP)]

@@ -45,3 +45,11 @@ def test_windows_that_begin_again_have_sizes_that_chance_does_not_give(steps, fi
     draw = random.Random(7)
     a = [draw.randrange(400, 2000) for _ in range(steps)]
     assert names((a, [*a[:first], *a[start : start + steps - first]]), first, 7) == {"resume-repeats-data"}
+
+
+@pytest.mark.parametrize("start", [0, 3, 6])
+def test_two_windows_of_sizes_that_no_others_have_are_of_some_two_of_eight_earlier_ones_by_chance(start):
+    """A pair of ten windows that were all unlike may be alike once in 46 pairs, and there are eight places to begin."""
+    draw = random.Random(7)
+    a = [draw.randrange(400, 2000) for _ in range(10)]
+    assert "resume-repeats-data" not in names((a, [*a[:8], *a[start : start + 2]]), 8, 7)

@@ -253,6 +253,48 @@ def test_weights_of_the_step_before_are_named_where_they_decay(momentum):
     assert {cause.name for cause in group} == may_be, "a momentum of 0.99 that was lost gives the same last step"
 
 
+class FarTooSlow(Run):
+    """A rate is used that is a small part of the logged one."""
+
+    def rate(self, at):
+        return 5e-4 * RATES[at]
+
+
+class FirstLost(Run):
+    def after(self, at, weights, before):
+        return before if at == 0 else weights
+
+
+def test_weights_that_move_by_little_have_lost_no_update():
+    a, b = started(Run, START), started(FarTooSlow, START)
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert not {"update-lost", "weights-of-the-step-before"} & {cause.name for cause in found.causes}, found
+    assert any("0.0005 times its length" in said for said in found.certain), found
+
+
+def test_weights_that_the_first_step_leaves_are_those_before_it():
+    a, b = started(Run, START), started(FirstLost, START)
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert "update-lost" in {cause.name for cause in found.causes}
+    assert "they are those before step 1" in found.causes[0].evidence
+
+
+class NotZeroed(Run):
+    """Every gradient is added to those of all steps before."""
+
+    def entering(self, at, gradient):
+        self.summed = gradient + (self.summed if at else 0.0)
+        return self.summed
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_gradients_that_are_not_set_to_zero_are_named_beside_a_momentum_of_one_where_no_norm_tells(momentum):
+    a, b = (started(with_momentum(run, momentum), START) for run in (Run, NotZeroed))
+    a, b = (Trace(it.header, tuple(one.model_copy(update={"grad_norm": None}) for one in it.steps)) for it in (a, b))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert "gradient-not-zeroed" in {cause.name for cause in grouped(found.causes)[0]}, found
+
+
 def diagnosed(fault):
     a, b = Run().trace(), fault().trace()
     return diagnose(a, b, compare(a, b, Tier.REASSOCIATED))

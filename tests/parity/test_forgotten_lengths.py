@@ -137,6 +137,14 @@ def test_a_factor_that_epsilon_shows_is_still_a_factor():
     assert not [said for said in diagnosis.certain if "another direction" in said]
 
 
+def test_a_divisor_of_each_step_is_named_beside_a_logged_loss_where_no_norm_tells():
+    times = (0.5, 0.3, 0.7, 0.4, 0.6, 0.35)
+    unknown = {"logged": lambda at, norm: None, "limit": 0.1}
+    other = {"scale": lambda at, g: times[at] * g, "loss": lambda at: times[at] * (0.5 + at)}
+    diagnosis = found(run(adam, "AdamW", **unknown), run(adam, "AdamW", **unknown, **other))
+    assert {"reported-loss", "another-divisor"} <= {cause.name for cause in grouped(diagnosis.causes)[0]}
+
+
 @pytest.mark.parametrize("factor", [2.0, 0.5, 10.0])
 def test_sgd_that_clips_every_step_forgets_a_factor_too(factor):
     diagnosis = found(run(limit=0.2), run(limit=0.2, scale=times(factor)))

@@ -68,6 +68,25 @@ def test_another_warm_up_to_one_rate_is_named_in_few_digits(digits, warm_up, oth
     assert "another-warm-up" in in_digits(sides, digits, 12)
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("kind", ["constant", "line", "cosine"])
+def test_a_warm_up_of_one_step_at_a_rate_of_0_is_another_than_none(kind, backwards):
+    if kind == "constant":
+        sides = [lambda n: 1.0, lambda n: min(1.0, n)]
+    else:
+        sides = [schedule(kind, 40), schedule(kind, 40, 1, before=0)]
+    assert "another-warm-up" in first_group(*sides[:: -1 if backwards else 1], steps=12)
+
+
+@pytest.mark.parametrize("length", [0.5, 0.75, 1.5])
+@pytest.mark.parametrize(("warm_up", "other"), [(2, 6), (6, 3), (8, 4)])
+@pytest.mark.parametrize("total", [100, 1000])
+def test_lines_of_another_length_behind_another_warm_up_come_to_no_rate_within_a_step(total, warm_up, other, length):
+    """Any two of them come to some rate together, and that may be between two steps."""
+    a, b = schedule("line", total, warm_up), schedule("line", round(total * length), other)
+    assert "another-warm-up" not in first_group(a, b, steps=12)
+
+
 @pytest.mark.parametrize("factor", [0.3, 0.5, 2])
 def test_a_factor_of_all_rates_is_no_other_warm_up(factor):
     a = schedule("cosine", 100, 5)

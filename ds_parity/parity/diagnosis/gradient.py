@@ -181,7 +181,7 @@ def _factors(view: View) -> Iterator[Cause]:
         found = _fitting(view, first, len(ratios), by_weights=True)
         if found:
             said += f": {_words(found)}, if it is other weights that make later ones longer or shorter than that"
-        yield from (Cause(name, Fit.DIRECTION, said) for name in (*found, "another-divisor"))
+        yield from (Cause(name, Fit.DIRECTION, said) for name in dict.fromkeys((*found, "another-divisor")))
 
 
 def _log_as_well(view: View) -> bool:

@@ -122,7 +122,11 @@ def _of_a_target(view: View, first: float) -> dict[str, Prediction]:
     last_pass = totals[0] / max(2, view.passes[0])
     plausible = _whole(target) and 0 < totals[0] - target < last_pass
     shares = [_over(total, target) for total in totals]
-    return {"target-not-actual": Prediction(shares, f"total / {target:.6g}", of_first_step=True, plausible=plausible)}
+    found = Prediction(shares, f"total / {target:.6g}", of_first_step=True, plausible=plausible)
+    # Every pass but the last leaves the target unmet, and has one of what is counted at the least.
+    may_be = {} if max(view.passes) > target else {"target-not-actual": found}
+    # A sum that nothing divides.
+    return may_be | ({"another-divisor": found} if near(target, 1.0, _WHOLE) else {})
 
 
 def _of_a_target_met(view: View) -> dict[str, Prediction]:

@@ -57,7 +57,9 @@ def _unproven(view: View) -> Iterator[Cause]:
         if fit is Fit.EVERY_STEP:
             names.append("gas-scaled-twice")
         else:
-            names, fit = ([*names, "constant-factor"], Fit.CONSTANT) if factor else (names, Fit.PATTERN)
+            # A divisor that is another one in each step is in the gradients, too, and these forget it.
+            more, fit = ("constant-factor", Fit.CONSTANT) if factor else ("another-divisor", Fit.PATTERN)
+            names.append(more)
         yield from (Cause(name, fit, said) for name in names)
     elif "grad_norm" in view.fields and (said := _pattern_of_norms(view)):
         yield Cause("reported-norm", Fit.EVERY_STEP, f"{said}{unproven(view)}")

@@ -73,6 +73,11 @@ class _Range:
         """Whether some number is in both."""
         return self.least <= other.most and other.least <= self.most
 
+    @property
+    def holds_a_whole_number(self) -> bool:
+        """Whether some number in it is a whole one, within rounding."""
+        return math.floor(self.most * (1 + _WHOLE)) >= self.least * (1 - _WHOLE)
+
     def times(self, factor: float) -> _Range:
         """All of them, times a factor."""
         return _Range(self.least * factor, self.most * factor)
@@ -92,6 +97,7 @@ class _Side:
         places: behind the warm-up, in steps since the schedule began.
         rates: at these.
         slack: by how much each of these may be off.
+        rests: its warm-up is one step at a rate of 0.
     """
 
     steps: float
@@ -99,6 +105,7 @@ class _Side:
     places: _Array
     rates: _Array
     slack: _Array
+    rests: bool = False
 
     @property
     def least(self) -> float:
@@ -261,7 +268,7 @@ def _side(
         return None if late else _Side(0.0, highest, places, rates, slack)
     elif top:
         rests = rates[0] <= slack[0] and top < len(rates)
-        return _Side(1.0, highest, places[2:], rates[2:], slack[2:]) if rests else None
+        return _Side(1.0, highest, places[2:], rates[2:], slack[2:], rests=True) if rests else None
     rises = (places <= steps) & (steps > 0)
     if (np.abs(highest * rise(places[rises], steps) - rates[rises]) > slack[rises]).any():
         return None
@@ -283,9 +290,11 @@ def _of_a_kind(
     both = f"both sides go by {kind.words} from {a.highest:.4g} on"
     if a.steps != b.steps:
         said = f"{both}, behind a warm-up of {told(a.steps)} and {told(b.steps)} steps"
-        for low in sorted(lows | b.lows(kind) | _common(kind, a, b)):
+        own = lows | b.lows(kind)
+        for low in sorted(own | _common(kind, a, b)):
             one, other = a.end(kind, low), b.end(kind, low)
-            if one is not None and other is not None:
+            # Two lines come to some rate together, whatever they are: a schedule ends with a step.
+            if one is not None and other is not None and (low in own or one.holds_a_whole_number):
                 yield from ((name, said) for name in _of_warm_ups(view, sides, (one, other), moves))
     # Any few rates are of every kind, and of rates that stand still no way down is seen.
     elif moves == 1 and a.moved > 2 and b.moved > 0:
@@ -301,9 +310,10 @@ def _of_a_kind(
 def _of_warm_ups(view: View, sides: tuple[_Side, _Side], ends: tuple[_Range, _Range], moves: int) -> Iterator[str]:
     """The names of what makes a warm-up another; `ends`: in how many steps both come to one lowest rate."""
     (a, b), (one, other) = sides, ends
-    # Its length is a part of the schedule's, or lies in front of it. One of a step is as well none.
+    # Its length is a part of the schedule's, or lies in front of it. One of a step is as well none, unless it rests.
     before = one.less(a.steps).meets(other.less(b.steps))
-    if moves == 1 and max(a.steps, b.steps) > 1 and _is_whole(b.steps) and (before or one.meets(other)):
+    seen = max(a.steps, b.steps) > 1 or a.rests != b.rests
+    if moves == 1 and seen and _is_whole(b.steps) and (before or one.meets(other)):
         yield "another-warm-up"
         # Without one it is as many steps ahead.
         if before and not b.steps:

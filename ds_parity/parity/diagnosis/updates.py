@@ -15,7 +15,7 @@ import numpy as np
 
 from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.moves import ABOUT, Moves, along
+from ds_parity.parity.diagnosis.moves import ABOUT, Moves, Vector, along
 from ds_parity.parity.diagnosis.update_factors import factors_of, first_known, fits, predicted, shows_rates_used
 from ds_parity.parity.diagnosis.view import View, alike, near
 
@@ -25,6 +25,7 @@ _GROWS = 1.5
 _MOVED = 0.3
 _STAYS = 0.1
 _DECAYED = 0.98  # 1 - LR * weight decay: no run decays its weights by more in a step
+_ROUNDED = 1e-6  # of an update: what the numbers of fp32 and of its sketch leave of it
 _WHOLE = 1.001  # a momentum of 1, within rounding
 # Of the LR times the gradient: shorter first updates of SGD were clipped. A sketch tells lengths to 12.5 % (one sigma).
 _CUT = 0.7
@@ -157,6 +158,9 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
         word = "missing" if momentum > 0 else "added"
         said = f"{_said(view)}: what is {word} is {abs(momentum):.3g} of the update before, a part that momentum adds"
         found += [Cause(name, Fit.DIRECTION, said) for name in _of_momentum(moves, momentum)]
+        # A first gradient that is added to the second is a momentum of 1, and its norm tells it.
+        if at == 1 and near(momentum, -1.0, _SHARE) and not view.recorded("grad_norm"):
+            found.append(Cause("gradient-not-zeroed", Fit.DIRECTION, said))
     yield from found if told else as_one_group(found)
 
 
@@ -216,11 +220,19 @@ def _undone(view: View, moves: Moves) -> Iterator[Cause]:
     if update is None:
         return
     (share,), rest = along(moves.apart(view.first), [update])
-    if rest < _ALIGNED and near(share, -1.0, 1e-3) and not _goes_on(view, moves):
-        before = view.step(view.first - 1)
-        said = f"{_said(view)}: they are those after step {before}"
+    if rest < _ALIGNED and near(share, -1.0, 1e-3) and _stay(moves, update) and not _goes_on(view, moves):
+        before = f"after step {view.step(view.first - 1)}" if view.first else f"before step {view.step(0)}"
+        said = f"{_said(view)}: they are those {before}"
         yield Cause("weights-of-the-step-before", Fit.DIRECTION, said)
         yield Cause("update-lost", Fit.DIRECTION, said)
+
+
+def _stay(moves: Moves, update: Vector) -> bool:
+    """Whether the weights are where they were, within rounding; a rate that is far too small moves them by little."""
+    at = moves.view.first
+    return float(np.linalg.norm(moves.apart(at) + update)) <= max(
+        moves.rounding(at, 0.0), _ROUNDED * float(np.linalg.norm(update))
+    )
 
 
 def _goes_on(view: View, moves: Moves) -> bool:

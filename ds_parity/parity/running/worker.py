@@ -47,7 +47,7 @@ def main(path: str) -> int:
         for number, call in enumerate(job["calls"]):
             # A rank that were a call ahead of the first, and died there, would be taken for one that died in the call
             # before: the first rank tells how far all are.
-            dist.barrier()
+            _meet()
             _say(out, {"started": number, "title": call["title"]})
             _settle()
             begun = time.perf_counter()
@@ -61,12 +61,19 @@ def main(path: str) -> int:
                 # A peer may wait in a collective for ever; leaving at once lets the launcher end it.
                 os._exit(1)
             _say(out, {"finished": number, "seconds": time.perf_counter() - begun, "result": result})
-    dist.barrier()
-    dist.destroy_process_group()
+    _meet()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     # The harness does it too, unless it is ended before the launcher is.
     free_shared_memory(int(os.environ["MASTER_PORT"]))
     threading.Thread(target=_leave_threads, daemon=True).start()
     return 0
+
+
+def _meet() -> None:
+    # A loop may end as a script does, by destroying the group.
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _leave_threads() -> None:
