@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from ds_parity.engine.files_on_disk import damaged
 from ds_parity.engine.internals.identity import Files, renamed
-from ds_parity.engine.internals.stages import of_this_stage
 from ds_parity.engine.internals.universal import incomplete
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.saving import IDENTITY
@@ -19,18 +18,13 @@ _FOLDER: Final = "folder"
 _UNREAD: Final = "unread"
 _RENAMED: Final = "renamed"
 _BROKEN: Final = "broken"
-_OWN: Final = "own"
-_OF_EACH: Final = {_FOLDER, _UNREAD, _BROKEN, _OWN}
+_OF_EACH: Final = {_FOLDER, _UNREAD, _BROKEN}
 _OF_SAVING: Final = (
     "its saving broke off, or files were lost or damaged. Nothing was loaded; load the one before it, by its tag"
 )
 _OF_CONVERSION: Final = (
     "its conversion broke off, files were lost, or another model, or another set of trained parameters, was saved. "
     "Nothing was loaded; convert it anew, into a folder of its own, and load it into the model that saved it"
-)
-_ONE_FOLDER: Final = (
-    "the conversion keeps one, because they have one name. Nothing was loaded; load the checkpoint that was converted, "
-    "with as many stages and columns, and without load_universal"
 )
 _WAY_OUT: Final = (
     "Training would go on from a mixture of them. Load one checkpoint on every rank, with the same arguments (a tag "
@@ -40,7 +34,12 @@ _WAY_OUT: Final = (
 
 
 def asked(
-    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], stepped: Iterable[Any] = ()
+    engine: Any,
+    load_dir: str,
+    tag: Any,
+    options: Mapping[str, Any],
+    stepped: Iterable[Any] = (),
+    refused: Callable[[Path], str | None] = lambda folder: None,
 ) -> dict[str, Any]:
     """Return what this rank is about to load, for all ranks to compare before one of them loads.
 
@@ -50,6 +49,7 @@ def asked(
         tag: likewise; None for that of the file `latest`.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
         stepped: the parameters of which a universal checkpoint must have a folder, by their names.
+        refused: of a universal checkpoint's folder, returns why it can't be loaded, with the way out; None: it can.
     """
     universal = bool(engine.load_universal_checkpoint())
     flags = {name: bool(value) for name, value in options.items() if name != "custom_load_fn"}
@@ -58,11 +58,12 @@ def asked(
     def broken(folder: Path) -> str | None:
         lacking = incomplete(engine, folder, stepped) if universal else None
         why = damaged(engine, folder, options) if lacking is None else f"it has no {lacking}"
-        return None if why is None else f"{why}, as where {_OF_CONVERSION if universal else _OF_SAVING}"
+        if why is None:
+            return refused(folder) if universal else None
+        return f"{why}, as where {_OF_CONVERSION if universal else _OF_SAVING}"
 
     found = _found(load_dir, tag, broken, universal=universal)
-    own = of_this_stage(engine.module) if universal else {}
-    return {**found, **flags, "custom_load_fn": "one" if custom else "none", _OWN: own}
+    return {**found, **flags, "custom_load_fn": "one" if custom else "none"}
 
 
 def _found(load_dir: str, tag: Any, broken: Callable[[Path], str | None], *, universal: bool) -> dict[str, Any]:
@@ -113,23 +114,10 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
             "one. Nothing was loaded; give the same folder on every rank, and where hosts do not share it, copy the "
             "checkpoint to all of them"
         )
-    if found and (name := _of_several_stages(gathered)):
-        raise CheckpointError(
-            f"{where}: each of several stages of the pipeline has {name} of its own, and of all of them {_ONE_FOLDER}"
-        )
     for rank, one in enumerate(gathered):
         if one[_BROKEN] is not None:
             raise CheckpointError(f"{where}, on rank {rank}: the checkpoint {one['tag']} is not whole: {one[_BROKEN]}")
     return bool(found)
-
-
-def _of_several_stages(gathered: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first name that parameters of several stages have, each with a value of its own."""
-    stages: dict[str, set[int]] = {}
-    for one in gathered:
-        for name, stage in one[_OWN].items():
-            stages.setdefault(name, set()).add(stage)
-    return next((name for name, those in stages.items() if len(those) > 1), None)
 
 
 def loaded(engine: Any, state: Mapping[str, Any], files: Files) -> dict[str, Any]:

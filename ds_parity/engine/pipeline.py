@@ -39,6 +39,7 @@ from ds_parity.engine.internals.stages import (
     count_what_is_not_shared,
     lost_by_a_load,
     reduce_kept_sums,
+    shared_weights,
 )
 from ds_parity.engine.pipeline_checkpoints import load, refuse_to_begin, save, with_states
 from ds_parity.engine.planned import PlansRead, Read, refuse_different_plans, refuse_plan_of_others
@@ -70,6 +71,7 @@ class _Column:
         stage: of the rank.
         rates: learning rates of its coming step, one for each parameter group.
         plans: numbers of the plans that it has begun in this window (`MicroBatch.plan_number`).
+        ties: whether it trains each weight that its stage shares with others, by its name.
     """
 
     number: int
@@ -78,6 +80,7 @@ class _Column:
     stage: int = field(default=0, compare=False)
     rates: tuple[str, ...] = field(default=(), compare=False)
     plans: tuple[int, ...] = field(default=(), compare=False)
+    ties: Mapping[str, bool] = field(default_factory=dict, compare=False)
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -323,7 +326,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         for batch in batches:
             read.read(Read(batch), self._self_columns)
         plans = read.tell()
-        said = _Column(self._own_column, counts, runs, stage, rates_in_digits(self.__wrapped__), plans)
+        rates, ties = rates_in_digits(self.__wrapped__), shared_weights(self.module)
+        said = _Column(self._own_column, counts, runs, stage, rates, plans, ties)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
             if any(one.plans != plans for one in gathered):
@@ -444,7 +448,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
 
 
 def _refuse_parted(gathered: Sequence[_Column]) -> None:
-    """Raise RankDesyncError where stages of a column differ, or the learning rates of one stage in its columns."""
+    """Raise RankDesyncError where stages of a column differ, or learning rates, or what is trained of a tied layer."""
     for rank, one in enumerate(gathered):
         first = next(other for other in gathered if other.number == one.number)
         if first != one:
@@ -460,6 +464,16 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
                 f"{', '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
                 "rates on all ranks alike, by the same metric"
             )
+        for name, trained in one.ties.items():
+            first = next(other for other in gathered if name in other.ties)
+            if first.ties[name] != trained:
+                states = "frozen", "trained"
+                raise RankDesyncError(
+                    f"rank {rank}, of stage {one.stage} of the pipeline, has {name} {states[trained]}, and stage "
+                    f"{first.stage} has it {states[first.ties[name]]}: they add up its gradients, and one would wait "
+                    "for the other for ever. The weights are as they were. Freeze what stages share on all of them, or "
+                    "on none"
+                )
 
 
 def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *, plain: bool) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_parity.engine import kept_states, loading
 from ds_parity.engine.checkpoint import own_values
+from ds_parity.engine.internals import universal_stages
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.checkpoints import own_clipping
 from ds_parity.engine.internals.empty_partitions import empty_partitions
@@ -73,10 +77,14 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
         before: gathers a value of every rank that comes to load.
 
     Raises:
-        CheckpointError: on every rank, where one finds no folder of the tag, or may not look into it.
+        CheckpointError: on every rank, where one finds no folder of the tag, or may not look into it, or a universal
+            checkpoint lacks something of its stage, or has one value in the place of several stages'.
         RankDesyncError: not every rank loads, or not all of them the same.
     """
-    return loading.refuse_unlike_loads(load_dir, before(loading.asked(engine, load_dir, tag, options)))
+    stepped, strict = list(chain.from_iterable(choose(engine).groups())), options["load_module_strict"]
+    refused = partial(universal_stages.refused, engine.module, stepped=stepped, strict=strict)
+    said = before(loading.asked(engine, load_dir, tag, options, refused=refused))
+    return loading.refuse_unlike_loads(load_dir, said)
 
 
 def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather) -> tuple[Any, Any]:
@@ -109,6 +117,8 @@ def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behin
         if other is not None:
             raise CheckpointError(f"load_checkpoint({load_dir!r}): rank {rank} has refused it: {other}")
     loading.refuse_mixture(load_dir, [one for _, one in said])
+    if path is not None and engine.load_universal_checkpoint():
+        universal_stages.share_tied_weights(engine.module)
     return path, state
 
 
@@ -124,6 +134,9 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             empty_partitions(engine),
         ):
             path, state = engine.load_checkpoint(load_dir, tag, **options)
+            if path is not None and engine.load_universal_checkpoint():
+                stepped = chain.from_iterable(choose(engine).groups())
+                universal_stages.load_layers(engine.module, Path(path).parent, stepped)
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

@@ -516,6 +516,26 @@ def test_a_frozen_tied_layer_stays_and_others_train(four_ranks, kind):
     assert four_ranks.of(frozen_ties)[kind] == [[False, True]] * 4
 
 
+@on_four_ranks
+@alone_in_the_process
+def frozen_on_one_stage(folder):
+    """What the window ends in before which the first stage alone has frozen a shared weight, and the one behind it."""
+    engine = build(config(1), layers_of=lambda: by_functions(0, 1))
+    engine.train_window(micro_batches(engine, 0, [[2, 1], [3]]))
+    (tied,) = (one for name, one in engine.module.named_parameters() if "tied" in name)
+    tied.requires_grad_(engine.stage_id > 0)
+    said = refusal(lambda: engine.train_window(micro_batches(engine, 1, [[2, 1], [3]])))
+    tied.requires_grad_(True)
+    return from_all([said, engine.train_window(micro_batches(engine, 1, [[2, 1], [3]])).step])
+
+
+def test_a_shared_weight_that_one_stage_alone_has_frozen_is_refused_on_every_rank(four_ranks):
+    for said, step in four_ranks.of(frozen_on_one_stage):
+        assert said.startswith("RankDesyncError")
+        assert "has tied_modules.shared.weight trained, and stage 0 has it frozen" in said
+        assert step == 2
+
+
 @pytest.mark.parametrize(("without", "saved"), [((), False), ((1,), False), ((0,), True), ((0, 1), True)])
 def test_a_shared_weight_of_which_the_first_stage_saves_no_file_is_refused(four_ranks, without, saved):
     for said, apart in four_ranks.of(tied_by_functions)[str(without)]:

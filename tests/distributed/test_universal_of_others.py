@@ -1,18 +1,14 @@
 """Universal checkpoints of another model, or of other parameter groups, which DeepSpeed loads without an error."""
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 import ds_parity
-from tests.distributed import test_pipelines as pipelines
 from tests.distributed.cells import config
 from tests.distributed.continuing import converted
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import at_length_on_two_ranks
-from tests.distributed.test_pipeline_checkpoints import mean_of_all
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STAGES = (1, 2, 3)
@@ -103,61 +99,3 @@ def test_the_same_groups_are_loaded(two_ranks_at_length, stage, name):
 def test_others_are_refused_on_every_rank(two_ranks_at_length, stage, name):
     for said in two_ranks_at_length.of(universal_of_others)[f"{stage} {name}"]:
         assert said.startswith(("CheckpointError: the universal checkpoint", "CheckpointError: the parameter 'matrix'"))
-
-
-class _Scale(torch.nn.Module):
-    """Multiplies by a weight, which stages share, and adds a bias, if wanted, of each stage's own."""
-
-    def __init__(self, *, biased):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(6))
-        self.bias = torch.nn.Parameter(torch.zeros(6)) if biased else 0.0
-
-    def forward(self, x):
-        return x * self.weight + self.bias
-
-
-# Which of the two stages of the tied layer have a bias.
-BIASED = {"none": (False, False), "the last": (False, True), "both": (True, True)}
-
-
-def _pipeline(biased):
-    tied = [TiedLayerSpec("scale", _Scale, biased=it, tied_weight_attr="weight") for it in biased]
-    layers = [tied[0], LayerSpec(torch.nn.Linear, 6, 6), LayerSpec(torch.nn.Linear, 6, 6), tied[1]]
-    torch.manual_seed(0)
-    model = deepspeed.PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=mean_of_all)
-    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
-    keys = pipelines.config(1, **adam, checkpoint={"load_universal": True})
-    return ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=keys)[0]
-
-
-@at_length_on_two_ranks
-@pipelines.alone_in_the_process
-def universal_of_stages(folder):
-    """By the stages with a bias: what each rank's load ends in, and how far its weights are from those of the save."""
-    results = {}
-    for name, biased in BIASED.items():
-        path = f"{folder}/stages-{name}"
-        saving = _pipeline(biased)
-        saving.train_window(pipelines.micro_batches(saving, 0, [[2, 1]]))
-        saving.save_checkpoint(path)
-        assert converted(path, 1) in (None, "nothing was raised")
-        loading = _pipeline(biased)
-        said = refusal(lambda engine=loading, path=path: engine.load_checkpoint(path))
-        pairs = zip(saving.module.parameters(), loading.module.parameters(), strict=True)
-        apart = max(float((one - other).abs().max()) for one, other in pairs)
-        results[name] = from_all([said, apart])
-        dist.barrier()
-    return results
-
-
-@pytest.mark.parametrize("biased", ["none", "the last"])
-def test_tied_layers_of_which_no_stage_but_one_has_more_than_is_shared_are_loaded(two_ranks_at_length, biased):
-    assert two_ranks_at_length.of(universal_of_stages)[biased] == [["nothing was raised", 0.0]] * 2
-
-
-def test_what_each_stage_has_of_its_own_is_refused_on_every_rank(two_ranks_at_length):
-    for said, _ in two_ranks_at_length.of(universal_of_stages)["both"]:
-        assert said.startswith("CheckpointError")
-        assert "each of several stages of the pipeline has tied_modules.scale.bias of its own" in said
-        assert "load the checkpoint that was converted" in said

@@ -81,6 +81,7 @@ OTHERS = {
         "endswith",
         "fullmatch",
         "glob",
+        "is_file",
         "promote_types",
         "is_dir",
         "iterdir",

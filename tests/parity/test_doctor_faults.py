@@ -146,6 +146,7 @@ BESIDE = {
     "universal_off_the_cpu": {"checkpoint": {"load_universal": True}},
     "universal_without_a_file": {"checkpoint": {"load_universal": True}},
     "universal_without_buffers": {"checkpoint": {"load_universal": True}},
+    "universal_without_layers": {"checkpoint": {"load_universal": True}},
 }
 
 

@@ -174,16 +174,9 @@ def layer_without_a_file(model: Any, folder: Path) -> str | None:
     return None
 
 
-def of_this_stage(model: Any) -> dict[str, int]:
-    """Return this stage's number by the names that parameters of its tied layers share with others of other stages.
-
-    A conversion to a universal checkpoint writes what has one name into one folder: what several stages of a tied layer
-    have, and do not share, is replaced by that of one of them (tools/deepspeed_faults/universal_of_stages.py, 0.19.8).
-
-    Args:
-        model: of a bare DeepSpeed engine; empty where it is no pipeline.
-    """
-    return {f"tied_modules.{name}": model.stage_id for name, _, own, _ in _tied(model) if own}
+def shared_weights(model: Any) -> dict[str, bool]:
+    """Return whether each weight is trained that this stage shares with others, by its name."""
+    return {f"tied_modules.{name}": one.requires_grad for name, one, own, _ in _tied(model) if not own}
 
 
 def _tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter, bool, bool]]:

@@ -8,7 +8,7 @@ runtime/fp16/fused_optimizer.py, runtime/fp16/unfused_optimizer.py and utils/tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -445,5 +445,7 @@ class Pipeline(Protocol):
 class Stages(Protocol):
     """PipelineModule."""
 
-    stage_id: int
     tied_comms: Mapping[str, Mapping[str, Any]]
+    tied_modules: Mapping[str, Any]
+    tied_weight_attrs: Mapping[str, Sequence[str]]
+    _synchronize_tied_weights: Callable[..., Any]

@@ -463,6 +463,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the model has buffers that are saved, or frozen weights",
     ),
     DeepSpeedFault(
+        "universal_without_layers",
+        "a pipeline's buffers and frozen weights stay those that the new engine began with, and nothing raises",
+        "load them into the layers before deepspeed.initialize, out of the files layer_*-model_states.pt",
+        lambda c: c.stage == 1 and c.on("checkpoint.load_universal"),
+        "the model is a PipelineModule with frozen weights or buffers",
+    ),
+    DeepSpeedFault(
         "path_is_a_pattern",
         "the checkpoint is not found again, or on ZeRO 0 that of a neighbour is loaded (run1 for run[1])",
         "give folders and tags of checkpoints no [ ] * or ? in their names",
