@@ -279,6 +279,31 @@ def test_weights_that_the_first_step_leaves_are_those_before_it():
     assert "they are those before step 1" in found.causes[0].evidence
 
 
+class Limited(Run):
+    """Every gradient is clipped to the limit."""
+
+    momentum, limit = 0.0, 4.0
+
+    def entering(self, at, gradient):
+        return gradient * self.limit / np.linalg.norm(gradient)
+
+
+class OfHalfTheLimit(Limited):
+    limit = 2.0
+
+
+class OfHalfTheRate(Limited):
+    def rate(self, at):
+        return RATES[at] / 2
+
+
+@pytest.mark.parametrize("fault", [OfHalfTheLimit, OfHalfTheRate])
+def test_a_rate_in_use_that_is_one_over_the_ranks_looks_like_clipping_at_a_wrong_scale(fault):
+    a, b = started(Limited, START), started(fault, START)
+    (group,) = grouped(diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes)
+    assert {cause.name for cause in group} == {"clip-at-wrong-scale", "lr-in-use"}
+
+
 class NotZeroed(Run):
     """Every gradient is added to those of all steps before."""
 

@@ -23,6 +23,7 @@ _ALIGNED = 0.03
 _SHARE = 0.02
 _GROWS = 1.5
 _MOVED = 0.3
+_ABOUT_AS_MUCH = 0.05  # other weights have other gradients, by about
 _STAYS = 0.1
 _DECAYED = 0.98  # 1 - LR * weight decay: no run decays its weights by more in a step
 _ROUNDED = 1e-6  # of an update: what the numbers of fp32 and of its sketch leave of it
@@ -260,7 +261,12 @@ def _of_gradient(view: View, moves: Moves) -> Iterator[Cause]:
     if norm > 1 and near(scaled * norm, 1.0, 2e-3):
         yield Cause("implicit-clip", Fit.CONSTANT, f"{said}: clipped to a norm of 1, DeepSpeed's default")
     elif view.ranks > 1 and near(scaled, 1 / view.ranks, 2e-3) and _clipped(view, moves):
-        yield Cause("clip-at-wrong-scale", Fit.CONSTANT, f"{said}: the number of ranks is {view.ranks}")
+        said += f": the number of ranks is {view.ranks}"
+        yield Cause("clip-at-wrong-scale", Fit.CONSTANT, said)
+        # A rate in use that is so many times the logged one takes all of every update with it.
+        factors = factors_of(view, moves, first_known(view, moves))
+        if factors and all(near(it, scaled, _ABOUT_AS_MUCH) for it in factors):
+            yield Cause("lr-in-use", Fit.CONSTANT, said)
 
 
 def _clipped(view: View, moves: Moves) -> bool:
