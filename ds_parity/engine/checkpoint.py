@@ -117,7 +117,7 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
         refuse_module_alone(driver)
     if not options["load_optimizer_states"]:
         _refuse_weights_alone_with_autotp(driver)
-    _refuse_a_part_of_universal(driver, options)
+    refuse_a_part_of_universal(engine, options)
     return there
 
 
@@ -283,14 +283,20 @@ def _refuse_weights_alone_with_autotp(driver: Driver) -> None:
         )
 
 
-def _refuse_a_part_of_universal(driver: Driver, options: Mapping[str, Any]) -> None:
-    if not driver.engine.load_universal_checkpoint() or loads_universal_weights_alone(driver.engine):
+def refuse_a_part_of_universal(engine: Any, options: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a part of a universal checkpoint is asked for, and DeepSpeed would load all of it.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        options: the arguments of DeepSpeed's `load_checkpoint`, by their names.
+    """
+    if not engine.load_universal_checkpoint() or loads_universal_weights_alone(engine):
         return
     asked = (f"{name}={value}" for name, value in _PART if bool(options[name]) is value)
     flag = next(asked, None)
     if flag is not None:
         raise CheckpointError(
-            f"load_checkpoint({flag}) on ZeRO stage {int(driver.engine.zero_optimization_stage())}, with "
+            f"load_checkpoint({flag}) on ZeRO stage {int(engine.zero_optimization_stage())}, with "
             "load_universal: this DeepSpeed loads the optimizer's states of a universal checkpoint all the same; leave "
             "the argument out, or load the weights alone into the model before initialize() (zero_to_fp32.py beside "
             "the checkpoint that was converted makes them)"

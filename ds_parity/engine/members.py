@@ -16,6 +16,8 @@ from ds_parity.errors import CheckpointError
 MEMBERS: Final = "members"
 """Under this name of the window's state."""
 
+_NOTHING: Final = "Nothing was loaded"
+
 _Groups = Iterable[Iterable[torch.nn.Parameter]]
 _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
@@ -55,8 +57,8 @@ def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Grou
     if universal:
         if has_experts(engine):
             return
-        _refuse_others(set(chain.from_iterable(there)), set(chain.from_iterable(here)))
-        _refuse_other_groups(there, here)
+        _refuse_others(set(chain.from_iterable(there)), set(chain.from_iterable(here)), HALF_WAY)
+        _refuse_other_groups(there, here, HALF_WAY)
     # Of tensor parallelism a rank has a part, which another number of ranks makes longer or shorter.
     parts = {id(one) for group in groups for one in group if getattr(one, "tensor_model_parallel", False)}
     for saved, own, group in zip(there, here, groups, strict=False):
@@ -70,22 +72,55 @@ def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Grou
                 )
 
 
-def _refuse_other_groups(there: _Shapes, here: _Shapes) -> None:
-    if [set(group) for group in there] != [set(group) for group in here]:
+def of_all_stages(stages: Iterable[_Shapes]) -> list[dict[str, Sequence[int]]]:
+    """Return the members of a pipeline's optimizers: of each group what all stages have in it."""
+    found: list[dict[str, Sequence[int]]] = []
+    for groups in stages:
+        found += [{} for _ in range(len(groups) - len(found))]
+        for group, own in zip(found, groups, strict=False):
+            group.update(own)
+    return found
+
+
+def refuse_other_pipeline(there: _Shapes, here: _Shapes) -> None:
+    """Raise CheckpointError where a universal checkpoint, of which nothing is loaded yet, is of another pipeline.
+
+    Args:
+        there: the members of all stages that saved it, as `of_all_stages` returns them.
+        here: those of all stages that are about to load it.
+    """
+    before, own = ({name: list(one[name]) for one in side for name in one} for side in (there, here))
+    _refuse_others(set(before), set(own), _NOTHING)
+    _refuse_other_groups(there, here, _NOTHING)
+    name = next((name for name in own if own[name] != before[name]), None)
+    if name is not None:
         raise CheckpointError(
-            f"the universal checkpoint's parameter groups are not this engine's: {_in_words(there)}, and here "
-            f"{_in_words(here)}. DeepSpeed has given each group the learning rate and the weight decay of the one with "
-            f"its number. Load it with the groups that saved it, in their order. {HALF_WAY}"
+            f"the parameter {name!r} has the shape {tuple(before[name])} in the universal checkpoint, and "
+            f"{tuple(own[name])} here: it is of another model. Load it into the model that saved it. {_NOTHING}"
         )
 
 
-def _refuse_others(there: set[str], here: set[str]) -> None:
+def refuse_other_names(there: set[str], here: _Shapes) -> None:
+    """As `refuse_other_pipeline`, of a checkpoint that tells no more than the names of its parameters."""
+    _refuse_others(there, set(chain.from_iterable(here)), _NOTHING)
+
+
+def _refuse_other_groups(there: _Shapes, here: _Shapes, so_far: str) -> None:
+    if [set(group) for group in there] != [set(group) for group in here]:
+        raise CheckpointError(
+            f"the universal checkpoint's parameter groups are not this engine's: {_in_words(there)}, and here "
+            f"{_in_words(here)}. DeepSpeed gives each group the learning rate and the weight decay of the one with "
+            f"its number. Load it with the groups that saved it, in their order. {so_far}"
+        )
+
+
+def _refuse_others(there: set[str], here: set[str], so_far: str) -> None:
     lost, new = sorted(there - here), sorted(here - there)
     if lost or new:
         said = f"it has {lost[0]!r}, which is not trained here" if lost else f"it has no {new[0]!r}"
         raise CheckpointError(
             f"the universal checkpoint is of another model, or of other trained parameters: {said}. Load it into the "
-            f"model that saved it, with the trained parameters of then. {HALF_WAY}"
+            f"model that saved it, with the trained parameters of then. {so_far}"
         )
 
 

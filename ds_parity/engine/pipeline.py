@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -326,7 +327,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         for batch in batches:
             read.read(Read(batch), self._self_columns)
         plans = read.tell()
-        rates, ties = rates_in_digits(self.__wrapped__), shared_weights(self.module)
+        rates = rates_in_digits(self.__wrapped__)
+        ties = shared_weights(self.module, chain.from_iterable(choose(self.__wrapped__).groups()))
         said = _Column(self._own_column, counts, runs, stage, rates, plans, ties)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
@@ -467,12 +469,12 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
         for name, trained in one.ties.items():
             first = next(other for other in gathered if name in other.ties)
             if first.ties[name] != trained:
-                states = "frozen", "trained"
+                states = "frozen, or not handed over", "trained"
                 raise RankDesyncError(
                     f"rank {rank}, of stage {one.stage} of the pipeline, has {name} {states[trained]}, and stage "
                     f"{first.stage} has it {states[first.ties[name]]}: they add up its gradients, and one would wait "
-                    "for the other for ever. The weights are as they were. Freeze what stages share on all of them, or "
-                    "on none"
+                    "for the other for ever, or the weights part. They are as they were. Train what stages share on "
+                    "all of them, or on none"
                 )
 
 

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 
 from ds_parity.engine import kept_states, loading
-from ds_parity.engine.checkpoint import own_values
+from ds_parity.engine.checkpoint import own_values, refuse_a_part_of_universal
 from ds_parity.engine.internals import universal_stages
 from ds_parity.engine.internals.adapter import choose
-from ds_parity.engine.internals.checkpoints import own_clipping
+from ds_parity.engine.internals.checkpoints import has_experts, own_clipping
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
+from ds_parity.engine.members import MEMBERS, members, of_all_stages, refuse_other_names, refuse_other_pipeline
 from ds_parity.engine.ranks.agreement import in_short
 from ds_parity.engine.saving import IDENTITY, KEY, Gather, Saving, agreed, write
-from ds_parity.engine.unloadable import explained, folder_of
+from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
 
@@ -44,7 +45,8 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     Raises:
         CheckpointError: `own_values` refuses the client state.
     """
-    ours = kept_states.kept(engine, choose(engine).groups())
+    adapter = choose(engine)
+    ours = kept_states.kept(engine, adapter.groups()) | {MEMBERS: members(engine, adapter.groups_of_optimizer())}
     return {**own_values(engine, client_state, ours), KEY: ours}
 
 
@@ -81,10 +83,34 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
             checkpoint lacks something of its stage, or has one value in the place of several stages'.
         RankDesyncError: not every rank loads, or not all of them the same.
     """
-    stepped, strict = list(chain.from_iterable(choose(engine).groups())), options["load_module_strict"]
+    adapter = choose(engine)
+    stepped, strict = list(chain.from_iterable(adapter.groups())), options["load_module_strict"]
     refused = partial(universal_stages.refused, engine.module, stepped=stepped, strict=strict)
-    said = before(loading.asked(engine, load_dir, tag, options, refused=refused))
-    return loading.refuse_unlike_loads(load_dir, said)
+    asked = loading.asked(engine, load_dir, tag, options, refused=refused)
+    own = universal_stages.own_parts(engine.module, stepped)
+    said = before((asked, members(engine, adapter.groups_of_optimizer()), own))
+    there = loading.refuse_unlike_loads(load_dir, [one for one, _, _ in said])
+    if there and engine.load_universal_checkpoint():
+        refuse_a_part_of_universal(engine, options)
+        if why := universal_stages.of_several_stages(one for _, _, one in said):
+            raise CheckpointError(f"load_checkpoint({load_dir!r}), with load_universal: {why}")
+        if not has_experts(engine):
+            _refuse_another_pipeline(load_dir, tag, of_all_stages(one for _, one, _ in said))
+    return there
+
+
+def _refuse_another_pipeline(load_dir: str, tag: Any, here: list[dict[str, Any]]) -> None:
+    """Raise where a universal checkpoint is of other parameters or groups; `here`: those of all stages that load it."""
+    named = tag_of(load_dir, tag, universal=True)
+    folder = None if named is None else folder_of(load_dir, named)
+    if folder is None or not (folder / "zero").is_dir():
+        return
+    saved = universal_stages.states(folder)
+    there = [state[KEY][MEMBERS] for state in saved if MEMBERS in state.get(KEY, {})]
+    if len(there) == len(saved):
+        refuse_other_pipeline(of_all_stages(there), here)
+    else:
+        refuse_other_names({one.name for one in (folder / "zero").iterdir() if one.is_dir()}, here)
 
 
 def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather) -> tuple[Any, Any]:

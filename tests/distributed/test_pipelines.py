@@ -529,11 +529,27 @@ def frozen_on_one_stage(folder):
     return from_all([said, engine.train_window(micro_batches(engine, 1, [[2, 1], [3]])).step])
 
 
+@on_four_ranks
+@alone_in_the_process
+def given_on_one_stage(folder):
+    """What the first window ends in where one stage's optimizer alone has a shared weight."""
+    model = module(lambda: by_functions(0, 1))
+    given = [one for name, one in model.named_parameters() if model.stage_id == 0 or "tied" not in name]
+    engine = ds_parity.initialize(model=model, model_parameters=given, config=config(1))[0]
+    return from_all(refusal(lambda: engine.train_window(micro_batches(engine, 0, [[2, 1], [3]]))))
+
+
 def test_a_shared_weight_that_one_stage_alone_has_frozen_is_refused_on_every_rank(four_ranks):
     for said, step in four_ranks.of(frozen_on_one_stage):
         assert said.startswith("RankDesyncError")
         assert "has tied_modules.shared.weight trained, and stage 0 has it frozen" in said
         assert step == 2
+
+
+def test_a_shared_weight_that_one_stage_alone_has_handed_over_is_refused_on_every_rank(four_ranks):
+    for said in four_ranks.of(given_on_one_stage):
+        assert said.startswith("RankDesyncError")
+        assert "has tied_modules.shared.weight frozen, or not handed over, and stage 0 has it trained" in said
 
 
 @pytest.mark.parametrize(("without", "saved"), [((), False), ((1,), False), ((0,), True), ((0, 1), True)])

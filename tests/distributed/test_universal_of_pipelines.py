@@ -56,6 +56,12 @@ def by_function():
     return [tied[0], *(LayerSpec(nn.Linear, 6, 6) for _ in range(4)), tied[1]]
 
 
+def by_functions():
+    """Both stages use the weight by a function, so that no file of a layer has it."""
+    tied = TiedLayerSpec("scale", Scale, biased=False, forward_fn=lambda m, x: x * m.weight)
+    return [tied, *(LayerSpec(nn.Linear, 6, 6) for _ in range(4)), tied]
+
+
 def linear():
     """Trained layers and a frozen one on each stage, and a buffer on the last."""
     return [LayerSpec(nn.Linear, 6, 6) for _ in range(5)] + [LayerSpec(Shifted)]
@@ -74,10 +80,20 @@ def pipeline(layers, stages=2, frozen=(), *, bf16=False):
 
 
 def saved(engine, path):
-    """Train a window, save and convert."""
-    engine.train_window(micro_batches(engine, 0, [[2, 1]]))
+    """Train, save and convert."""
+    columns = [[2], [1]] if engine.dp_world_size == 2 else [[2, 1]]
+    for window in range(3):  # the first rate of the warm-up is 0
+        engine.train_window(micro_batches(engine, window, columns))
     engine.save_checkpoint(path)
-    assert (said := converted(path, 1)) in (None, "nothing was raised"), said
+    assert (said := converted(path, 3)) in (None, "nothing was raised"), said
+
+
+def copy_layers(path):
+    """Copy the files of layers into the folder of the universal checkpoint, as the page says."""
+    if dist.get_rank() == 0:
+        for file in Path(path, "global_step3").glob("layer_*"):
+            shutil.copy(file, Path(path, "universal"))
+    dist.barrier()
 
 
 def apart(one, other):
@@ -114,13 +130,7 @@ def universal_of_a_stage(folder):
     results = {}
     for stages in (2, 1):
         path = f"{folder}/{stages}-to-1"
-        if stages == 2:
-            saved(pipeline(scaled(BIASED["both"])), path)
-        else:
-            saving = pipeline(scaled(BIASED["both"]), stages=1)
-            saving.train_window(micro_batches(saving, 0, [[2], [1]]))
-            saving.save_checkpoint(path)
-            assert converted(path, 1) in (None, "nothing was raised")
+        saved(pipeline(scaled(BIASED["both"]), stages=stages), path)
         deepspeed.utils.groups.mpu = None
         loading = pipeline(scaled(BIASED["both"]), stages=1)
         results[stages] = from_all(refusal(lambda engine=loading, path=path: engine.load_checkpoint(path)))
@@ -140,6 +150,40 @@ def _moved(engine):
                 one.fill_(0.25 if "tied" in name else 0.125 * (1 + engine.stage_id))
 
 
+# The stages that train a bias of their own at the save, and at the load.
+TRAINING = {"one, then both": ((0,), (0, 1)), "one, then the other": ((0,), (1,)), "one and the same": ((0,), (0,))}
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def universal_of_parts(folder):
+    """By the stages that train a bias of their own: what the load of copied files ends in, and how far it is off."""
+    results = {}
+    for name, (before, behind) in TRAINING.items():
+        path = f"{folder}/parts-{name}"
+        engines = []
+        for stages in (before, behind):
+            frozen = () if dist.get_rank() in stages else ("tied_modules.scale.bias",)
+            engines.append(pipeline(scaled(BIASED["both"]), frozen=frozen))
+            if len(engines) == 1:
+                saved(engines[0], path)
+                copy_layers(path)
+        said = refusal(lambda: engines[1].load_checkpoint(path))  # noqa: B023
+        results[name] = from_all([said, apart(*engines)])
+        dist.barrier()
+    return results
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def universal_by_functions(folder):
+    """What a load ends in of a frozen tied weight that no file has."""
+    engine = pipeline(by_functions(), frozen=("tied",))
+    saved(engine, f"{folder}/functions")
+    copy_layers(f"{folder}/functions")
+    return from_all(refusal(lambda: pipeline(by_functions(), frozen=("tied",)).load_checkpoint(f"{folder}/functions")))
+
+
 @at_length_on_two_ranks
 @alone_in_the_process
 def universal_of_layers(folder):
@@ -153,16 +197,88 @@ def universal_of_layers(folder):
             saved(saving, path)
             results[f"{name} {bf16}"] = found = {}
             for case in ("without", "not strict", "with"):
-                if case == "with" and dist.get_rank() == 0:
-                    for file in Path(path, "global_step1").glob("layer_*"):
-                        shutil.copy(file, Path(path, "universal"))
-                dist.barrier()
+                if case == "with":
+                    copy_layers(path)
                 loading = pipeline(layers(), frozen=frozen, bf16=bf16)
                 strict = case != "not strict"
                 said = refusal(lambda: loading.load_checkpoint(path, load_module_strict=strict))  # noqa: B023
                 found[case] = from_all([said, apart(saving, loading)])
                 dist.barrier()
     return results
+
+
+def turned():
+    """As many numbers in the second and third layer as in `plain`, in other shapes."""
+    return [LayerSpec(nn.Linear, *sizes) for sizes in ((6, 6), (6, 4), (4, 6), (6, 6))]
+
+
+def plain():
+    return [LayerSpec(nn.Linear, *sizes) for sizes in ((6, 6), (6, 6), (6, 6), (6, 6))]
+
+
+def in_groups(*, exchanged=False):
+    """A pipeline whose weights and biases are two parameter groups, in either order."""
+    torch.manual_seed(0)
+    model = deepspeed.PipelineModule(plain(), num_stages=2, partition_method="uniform", loss_fn=mean_of_all)
+    groups = [{"params": [one for one in model.parameters() if one.dim() == 2], "weight_decay": 0.1}]
+    groups.append({"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.0})
+    keys = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
+    keys = config(1, **keys, checkpoint={"load_universal": True})
+    return ds_parity.initialize(model=model, model_parameters=groups[:: -1 if exchanged else 1], config=keys)[0]
+
+
+OTHERS = {
+    "fewer layers": lambda: pipeline(plain()[:3]),
+    "more layers": lambda: pipeline([*plain(), *plain()[:2]]),
+    "other shapes": lambda: pipeline(turned()),
+    "frozen now": lambda: pipeline(plain(), frozen=("1",)),
+    "frozen in other shapes": lambda: pipeline(turned(), frozen=("1", "2")),
+    "groups": lambda: in_groups(exchanged=True),
+}
+
+
+def of_kind(name):
+    """Which of the checkpoints a case loads."""
+    return next((kind for kind in ("groups", "frozen in") if kind in name), "one").split()[0]
+
+
+PARTS = {"load_optimizer_states": False, "load_module_only": True}
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def universal_of_other_pipelines(folder):
+    """What loads into pipelines of other parameters, or of a part, end in, and whether weights stay as they are."""
+    results = {}
+    kinds = {"one": lambda: pipeline(plain()), "groups": in_groups}
+    kinds["frozen"] = lambda: pipeline(plain(), frozen=("1", "2"))
+    for kind, made in kinds.items():
+        saved(made(), f"{folder}/{kind}")
+    copy_layers(f"{folder}/frozen")
+    cases = {name: (made, {}) for name, made in OTHERS.items()}
+    cases |= {name: (lambda: pipeline(plain()), {name: value}) for name, value in PARTS.items()}
+    cases |= {"the same": (lambda: pipeline(plain()), {}), "the same groups": (in_groups, {})}
+    for name, (made, options) in cases.items():
+        engine, path = made(), f"{folder}/{of_kind(name)}"
+        before = [one.detach().clone() for one in engine.module.parameters()]
+        said = refusal(lambda: engine.load_checkpoint(path, **options))  # noqa: B023
+        pairs = zip(before, engine.module.parameters(), strict=True)
+        results[name] = from_all([said, all(torch.equal(one, other) for one, other in pairs)])
+        dist.barrier()
+    return results
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *PARTS])
+def test_another_pipeline_or_a_part_is_refused_before_anything_is_loaded(two_ranks_at_length, name):
+    for said, as_it_was in two_ranks_at_length.of(universal_of_other_pipelines)[name]:
+        assert said.startswith("CheckpointError")
+        assert "universal" in said
+        assert as_it_was
+
+
+@pytest.mark.parametrize("name", ["the same", "the same groups"])
+def test_the_same_pipeline_is_loaded(two_ranks_at_length, name):
+    assert two_ranks_at_length.of(universal_of_other_pipelines)[name] == [["nothing was raised", False]] * 2
 
 
 @pytest.mark.parametrize("biased", ["none", "the last"])
@@ -181,6 +297,23 @@ def test_what_two_stages_had_of_their_own_is_none_of_the_one_that_loads_it(two_r
     found = two_ranks_at_length.of(universal_of_a_stage)
     assert all("each of several stages has saved tied_modules.scale.bias of its own" in said for said in found["2"])
     assert found["1"] == ["nothing was raised"] * 2
+
+
+@pytest.mark.parametrize("name", ["one, then both", "one, then the other"])
+def test_a_part_of_another_stage_is_refused_in_the_place_of_ones_own(two_ranks_at_length, name):
+    for said, _ in two_ranks_at_length.of(universal_of_parts)[name]:
+        assert said.startswith("CheckpointError")
+        assert "stage 0 has saved tied_modules.scale.bias of its own, and stage 1 trains it" in said
+
+
+def test_a_part_of_one_stage_goes_back_to_it(two_ranks_at_length):
+    assert two_ranks_at_length.of(universal_of_parts)["one and the same"] == [["nothing was raised", 0.0]] * 2
+
+
+def test_a_frozen_weight_that_no_file_has_is_refused(two_ranks_at_length):
+    for said in two_ranks_at_length.of(universal_by_functions):
+        assert said.startswith("CheckpointError")
+        assert "no file of a layer has tied_modules.scale.weight" in said
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -320,6 +320,32 @@ def test_gradients_that_are_not_set_to_zero_are_named_beside_a_momentum_of_one_w
     assert "gradient-not-zeroed" in {cause.name for cause in grouped(found.causes)[0]}, found
 
 
+class Rests(Run):
+    """The step behind the fourth one has a rate of 0."""
+
+    def rate(self, at):
+        return 0.0 if at == 4 else 0.01
+
+
+class LosesStateBeforeARest(Rests):
+    def state(self, at, buffer):
+        return 0 * buffer if at == 3 else buffer
+
+
+def resting(run, momentum):
+    """A run whose log tells of the rest."""
+    trace = with_momentum(run, momentum)().trace()
+    steps = [one.model_copy(update={"lr": (0.0 if one.step == 5 else 0.01,)}) for one in trace.steps]
+    return Trace(trace.header, tuple(steps))
+
+
+@pytest.mark.parametrize(("momentum", "others"), [(0.9, set()), (0.99, {"weights-of-the-step-before"})])
+def test_a_momentum_that_is_lost_before_a_step_without_an_update_is_named(momentum, others):
+    a, b = (resting(run, momentum) for run in (Rests, LosesStateBeforeARest))
+    (group,) = grouped(diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes)
+    assert {cause.name for cause in group} == {"resume-loses-optimizer", "momentum", *others}
+
+
 def diagnosed(fault):
     a, b = Run().trace(), fault().trace()
     return diagnose(a, b, compare(a, b, Tier.REASSOCIATED))

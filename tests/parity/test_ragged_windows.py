@@ -116,6 +116,14 @@ def test_a_pass_that_is_run_twice_ends_no_window_elsewhere(steps):
         assert groups(trace([first, *later]), trace([twice, *later], seed=2)) == []
 
 
+def test_a_first_window_that_is_a_pass_longer_is_late_where_all_passes_are_alike():
+    """Those behind it hold what the reference's do, of which each is a pass further on."""
+    one_pass = [[7, 7], [7, 7]]
+    windows = [[one_pass] * 3 for _ in range(6)]
+    (group,) = groups(trace(windows), trace([[one_pass] * 4, *windows[1:]], seed=2))
+    assert "boundary-a-pass-late" in group
+
+
 def test_windows_of_one_pass_on_both_sides_are_no_fault_of_the_candidate():
     passes = stream(1)
     apart = [[it] for it in passes[:8]]

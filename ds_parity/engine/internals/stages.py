@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
@@ -174,9 +174,16 @@ def layer_without_a_file(model: Any, folder: Path) -> str | None:
     return None
 
 
-def shared_weights(model: Any) -> dict[str, bool]:
-    """Return whether each weight is trained that this stage shares with others, by its name."""
-    return {f"tied_modules.{name}": one.requires_grad for name, one, own, _ in _tied(model) if not own}
+def shared_weights(model: Any, stepped: Iterable[Any]) -> dict[str, bool]:
+    """Return whether each weight is trained that this stage shares with others, by its name.
+
+    Args:
+        model: DeepSpeed's PipelineModule, of which this rank has a stage.
+        stepped: the stage's parameters that the optimizer steps.
+    """
+    given = {id(one) for one in stepped}
+    shared = ((name, one) for name, one, own, _ in _tied(model) if not own)
+    return {f"tied_modules.{name}": one.requires_grad and id(one) in given for name, one in shared}
 
 
 def _tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter, bool, bool]]:

@@ -447,5 +447,7 @@ class Stages(Protocol):
 
     tied_comms: Mapping[str, Mapping[str, Any]]
     tied_modules: Mapping[str, Any]
+    stage_id: int
+    num_stages: int
     tied_weight_attrs: Mapping[str, Sequence[str]]
     _synchronize_tied_weights: Callable[..., Any]

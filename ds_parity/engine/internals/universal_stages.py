@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+_WITHOUT: Final = (
+    "Nothing was loaded; load the checkpoint that was converted, with as many stages and columns, and without "
+    "load_universal"
+)
 
 
 def refused(model: Any, folder: Path, stepped: Iterable[Any], *, strict: bool) -> str | None:
@@ -25,13 +29,33 @@ def refused(model: Any, folder: Path, stepped: Iterable[Any], *, strict: bool) -
     """
     if not (folder / "zero").is_dir():
         return None
-    if name := _of_several_stages(model, folder):
-        return (
-            f"each of several stages has saved {name} of its own, and the conversion keeps one. Nothing was loaded; "
-            "load the checkpoint that was converted, with as many stages and columns, and without load_universal"
-        )
-    lacking = _lacking(model, folder, stepped) if strict else None
-    return lacking or _of_another_shape(model, folder, stepped)
+    trained = {id(one) for one in stepped}
+    if unlike := _of_another_stage(model, folder, trained):
+        return f"{unlike}. {_WITHOUT}"
+    lacking = (_lacking(model, folder, trained) or _without_a_file(model, trained)) if strict else None
+    return lacking or _of_another_shape(model, folder, trained)
+
+
+def own_parts(model: Any, stepped: Iterable[Any]) -> dict[str, int]:
+    """Return the number of this stage by the names of what it trains of tied layers and does not share.
+
+    Args:
+        model: DeepSpeed's PipelineModule, of which this rank has a stage.
+        stepped: the stage's parameters that the optimizer steps.
+    """
+    return dict.fromkeys(_own(model, {id(one) for one in stepped}), model.stage_id)
+
+
+def of_several_stages(stages: Iterable[Mapping[str, int]]) -> str | None:
+    """Return why a universal checkpoint can't be loaded by stages with these `own_parts`; None where it can."""
+    found: dict[str, int] = {}
+    for one in stages:
+        for name, stage in one.items():
+            if found.setdefault(name, stage) != stage:
+                return (
+                    f"stages {found[name]} and {stage} each train {name} of their own, of which it has one. {_WITHOUT}"
+                )
+    return None
 
 
 def load_layers(model: Any, folder: Path, stepped: Iterable[Any]) -> None:
@@ -45,7 +69,7 @@ def load_layers(model: Any, folder: Path, stepped: Iterable[Any]) -> None:
         folder: of the checkpoint's tag.
         stepped: the stage's parameters that the optimizer steps.
     """
-    for file, layer, names in _untrained(model, folder, stepped):
+    for file, layer, names in _untrained(model, folder, {id(one) for one in stepped}):
         if file.is_file():
             saved = _read(file)
             layer.load_state_dict({name: saved[name] for name in names if name in saved}, strict=False)
@@ -62,40 +86,76 @@ def share_tied_weights(model: Any) -> None:
     model._synchronize_tied_weights()
 
 
-def _of_several_stages(model: Any, folder: Path) -> str | None:
-    """The first name that trained parameters of several stages had, each with a value of its own.
+def states(folder: Path) -> list[dict[str, Any]]:
+    """Return what each stage has saved beside its layers.
+
+    Args:
+        folder: of the tag of a universal checkpoint.
+    """
+    return [_read(file) for file in sorted(folder.glob("mp_rank_*_model_states.pt"))]
+
+
+def _own(model: Any, trained: set[int]) -> list[str]:
+    """What this stage trains of tied layers beside what stages share."""
+    return [
+        f"tied_modules.{key}.{name}"
+        for key, tied in model.tied_modules.items()
+        for name, parameter in tied.named_parameters()
+        if id(parameter) in trained and id(parameter) not in _shared(model, key)
+    ]
+
+
+def _shared(model: Any, key: str) -> set[int]:
+    # An attribute may be that of an inner module, or a property.
+    return {id(attrgetter(name)(model.tied_modules[key])) for name in model.tied_weight_attrs[key]}
+
+
+def _of_another_stage(model: Any, folder: Path, trained: set[int]) -> str | None:
+    """What this stage would get of another one, in the place of a part of its own.
 
     The conversion writes what has one name into one folder, where that of one stage replaces the others'
     (tools/deepspeed_faults/universal_of_stages.py, 0.19.8). The file of each stage tells what it has trained.
     """
-    own = [
-        f"tied_modules.{key}.{name}"
-        for key, tied in model.tied_modules.items()
-        for name, parameter in tied.named_parameters()
-        # An attribute may be that of an inner module, or a property.
-        if all(parameter is not attrgetter(shared)(tied) for shared in model.tied_weight_attrs[key])
-    ]
+    own = _own(model, trained)
     if not own:
         return None
-    files = [_read(file) for file in folder.glob("mp_rank_*_model_states.pt")]
-    stages = Counter(name for file in files for group in file.get("param_shapes") or () for name in group)
-    return next((name for name in own if stages[name] > 1), None)
+    saved = [{name for group in one.get("param_shapes") or () for name in group} for one in states(folder)]
+    for name in own:
+        stages = [number for number, names in enumerate(saved) if name in names]
+        if len(stages) > 1:
+            return f"each of several stages has saved {name} of its own, and the conversion keeps one"
+        if stages and len(saved) == model.num_stages and stages[0] != model.stage_id:
+            return f"stage {stages[0]} has saved {name} of its own, and stage {model.stage_id} trains it"
+    return None
 
 
-def _untrained(model: Any, folder: Path, stepped: Iterable[Any]) -> Iterator[tuple[Path, torch.nn.Module, list[str]]]:
+def _untrained(model: Any, folder: Path, trained: set[int]) -> Iterator[tuple[Path, torch.nn.Module, list[str]]]:
     """Yield each layer of this stage with frozen weights or buffers, with the file that has it, and their names."""
-    trained = {id(one) for one in stepped}
     for number, layer in enumerate(model.forward_funcs):
         if isinstance(layer, torch.nn.Module):
-            parameters = dict(layer.named_parameters(remove_duplicate=False))
-            own = layer.state_dict()
-            names = [name for name in own if name not in parameters or id(parameters[name]) not in trained]
+            names = [name for name, one in layer.state_dict(keep_vars=True).items() if id(one) not in trained]
             if names:
                 yield Path(model.ckpt_layer_path(str(folder), number)), layer, names
 
 
-def _lacking(model: Any, folder: Path, stepped: Iterable[Any]) -> str | None:
-    for file, _, names in _untrained(model, folder, stepped):
+def _without_a_file(model: Any, trained: set[int]) -> str | None:
+    """What no file has of tied layers that this stage uses by a `forward_fn`; the first one gives what is shared."""
+    layers = [layer for layer in model.forward_funcs if isinstance(layer, torch.nn.Module)]
+    given = trained | {id(one) for layer in layers for one in layer.state_dict(keep_vars=True).values()}
+    for key, tied in model.tied_modules.items():
+        first = key not in model.tied_comms or model.global_rank == min(model.tied_comms[key]["ranks"])
+        known = given if first else given | _shared(model, key)
+        lost = [name for name, one in tied.state_dict(keep_vars=True).items() if id(one) not in known]
+        if lost:
+            return (
+                f"no file of a layer has tied_modules.{key}.{lost[0]}, a frozen weight or a buffer that this stage "
+                "uses by a forward_fn. Nothing was loaded; give load_module_strict=False to keep what this engine has"
+            )
+    return None
+
+
+def _lacking(model: Any, folder: Path, trained: set[int]) -> str | None:
+    for file, _, names in _untrained(model, folder, trained):
         lost = names[:1] if not file.is_file() else [name for name in names if name not in _read(file)]
         if lost:
             return (
@@ -106,8 +166,8 @@ def _lacking(model: Any, folder: Path, stepped: Iterable[Any]) -> str | None:
     return None
 
 
-def _of_another_shape(model: Any, folder: Path, stepped: Iterable[Any]) -> str | None:
-    for file, layer, names in _untrained(model, folder, stepped):
+def _of_another_shape(model: Any, folder: Path, trained: set[int]) -> str | None:
+    for file, layer, names in _untrained(model, folder, trained):
         own, saved = layer.state_dict(), _read(file) if file.is_file() else {}
         for name in names:
             pair = own[name], saved.get(name)

@@ -26,7 +26,6 @@ _MOVED = 0.3
 _ABOUT_AS_MUCH = 0.05  # other weights have other gradients, by about
 _STAYS = 0.1
 _DECAYED = 0.98  # 1 - LR * weight decay: no run decays its weights by more in a step
-_ROUNDED = 1e-6  # of an update: what the numbers of fp32 and of its sketch leave of it
 _WHOLE = 1.001  # a momentum of 1, within rounding
 # Of the LR times the gradient: shorter first updates of SGD were clipped. A sketch tells lengths to 12.5 % (one sigma).
 _CUT = 0.7
@@ -148,21 +147,29 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
     (share,), rest = along(moves.apart(at), [before])
     if not (rest < _ALIGNED and rates[at] and rates[at - 1]):
         return
-    told, stays = at + 1 < len(view.pairs), _stays(moves, at)
+    told, stays = _is_like_this_one(view, at + 1), _stays(moves, at)
     found: list[Cause] = []
     # Decay is of the weights that the step begins with, too: less by LR * weight decay is missing than that update.
     if near(share, -1.0, 1e-3) or (-1 < share < -_DECAYED and (stays or not told)):
         said = f"{_said(view)}: they are as if the update of step {view.step(at - 1)} had not been"
         found.append(Cause("weights-of-the-step-before", Fit.DIRECTION, said))
-    if not (found and stays):
+    if not (found and stays and (told or near(share, -1.0, 1e-3))):
         momentum = -share * rates[at - 1] / rates[at]
         word = "missing" if momentum > 0 else "added"
         said = f"{_said(view)}: what is {word} is {abs(momentum):.3g} of the update before, a part that momentum adds"
         found += [Cause(name, Fit.DIRECTION, said) for name in _of_momentum(moves, momentum)]
-        # A first gradient that is added to the second is a momentum of 1, and its norm tells it.
-        if at == 1 and near(momentum, -1.0, _SHARE) and not view.recorded("grad_norm"):
+        # A gradient that is added to the next one is a momentum of 1, and its norm tells it.
+        if near(momentum, -1.0, _SHARE) and not view.recorded("grad_norm"):
             found.append(Cause("gradient-not-zeroed", Fit.DIRECTION, said))
     yield from found if told else as_one_group(found)
+
+
+def _is_like_this_one(view: View, later: int) -> bool:
+    """Whether a step behind the first that differs is there, was taken, and at a rate as high by about."""
+    if later >= len(view.pairs) or any(one.skipped for one in view.pairs[later]):
+        return False
+    before, rate = (max(view.pairs[at][0].lr or (0.0,)) for at in (later - 1, later))
+    return rate > _MOVED * before
 
 
 def _stays(moves: Moves, at: int) -> bool:
@@ -231,9 +238,7 @@ def _undone(view: View, moves: Moves) -> Iterator[Cause]:
 def _stay(moves: Moves, update: Vector) -> bool:
     """Whether the weights are where they were, within rounding; a rate that is far too small moves them by little."""
     at = moves.view.first
-    return float(np.linalg.norm(moves.apart(at) + update)) <= max(
-        moves.rounding(at, 0.0), _ROUNDED * float(np.linalg.norm(update))
-    )
+    return float(np.linalg.norm(moves.apart(at) + update)) <= moves.rounding(at, 0.0)
 
 
 def _goes_on(view: View, moves: Moves) -> bool:
