@@ -48,6 +48,7 @@ else:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "said"), [([], "built"), (["-O"], "refused: Python runs without assertions")])
 def test_python_without_assertions_is_refused(options, said):
     """DeepSpeed's own are what keeps it from wrong steps."""

@@ -193,6 +193,7 @@ def started(tmp_path, monkeypatch):
     return start
 
 
+@pytest.mark.slow
 class TestWaiting:
     def test_a_compiler_that_runs_is_named_and_taken_for_no_hang(self, started, tmp_path):
         put(tmp_path / "extensions", "async_io")
@@ -226,6 +227,7 @@ os.remove(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 class TestAnotherEnvironmentThatCompiles:
     """It shares the folder with the ranks, and begins after they were started."""
 

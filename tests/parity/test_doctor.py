@@ -187,6 +187,7 @@ class TestRanks:
         assert found.state is State.UNKNOWN
         assert "no port can be opened on 127.0.0.1 (Operation not permitted)" in found.said
 
+    @pytest.mark.slow
     def test_an_interface_that_is_not_there(self):
         found = asking.ranks_talk({**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"})
         assert found.state is State.UNKNOWN

@@ -81,6 +81,7 @@ def furthest(gaps):
     return alone.greatest(known) if known else None
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(traces(), st.sampled_from([1, 2, 3, SIZE]))
 def test_every_verdict_gap_and_limit_of_every_step_and_field(drawn, size):
