@@ -135,12 +135,14 @@ def test_a_rank_that_is_ahead_of_the_first_dies_in_the_call_that_kills_it(tmp_pa
     assert [line["result"] for line in launch.said(job.folder, 0) if "finished" in line] == ["here"]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_function_may_destroy_the_group_as_a_script_does_at_its_end(tmp_path):
     calls = Call("first", "launched:destroy", {}), Call("last", "launched:echo", {"value": "there"})
     assert run_job(Job(calls, tmp_path / "ranks", 2, 120, (HERE,))) == ["destroyed", "there"]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_that_hang_are_ended_when_the_time_is_up(tmp_path):
     with pytest.raises(HarnessError, match=r"did not finish within 60 s \(in 'hang'\): they were ended"):

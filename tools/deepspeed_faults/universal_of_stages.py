@@ -12,9 +12,10 @@ import sys
 
 import deepspeed
 import torch
+from _pipelines import two_stages
 from _places import exit_code, tell
 from _universal import converted
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 
 class Scale(torch.nn.Module):
@@ -35,16 +36,7 @@ def built() -> deepspeed.PipelineEngine:
     layers = [TiedLayerSpec("scale", Scale), LayerSpec(Scale), LayerSpec(Scale), TiedLayerSpec("scale", Scale)]
     for spec in (layers[0], layers[-1]):
         spec.tied_weight_attr = ["weight"]
-    model = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=lambda out, _: out.pow(2).mean())
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 1},
-        "checkpoint": {"load_universal": True},
-    }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return two_stages(layers, universal=True)
 
 
 def apart() -> float:

@@ -13,9 +13,10 @@ from functools import partial
 
 import deepspeed
 import torch
+from _pipelines import two_stages
 from _places import exit_code, tell
 from _universal import converted
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 
 
 class Scale(torch.nn.Module):
@@ -32,29 +33,13 @@ class Scale(torch.nn.Module):
         return x * self.weight * self.frozen + self.mean
 
 
-def built(value: float, universal: bool) -> deepspeed.PipelineEngine:
-    """Return an engine of two stages with two layers each."""
-    layers = [LayerSpec(Scale, value) for _ in range(4)]
-    model = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=lambda out, _: out.pow(2).mean())
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 1},
-        "checkpoint": {"load_universal": universal},
-    }
-    trained = [one for one in model.parameters() if one.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
-
-
 def loaded(universal: bool) -> tuple[float, float]:
     """Save a model of fives, and load it into one of ones: return a buffer of this stage and a frozen weight."""
-    engine = built(5.0, False)
+    engine = two_stages([LayerSpec(Scale, 5.0) for _ in range(4)], universal=False)
     x = torch.ones((1, 8), device=engine.device)
     engine.train_batch(iter([(x, x)]))
     with converted(engine) as folder:
-        other = built(1.0, universal)
+        other = two_stages([LayerSpec(Scale, 1.0) for _ in range(4)], universal=universal)
         other.load_checkpoint(folder, tag="universal" if universal else "saved")
     state = other.module.forward_funcs[0].state_dict()
     return float(state["mean"][0]), float(state["frozen"][0])

@@ -181,20 +181,30 @@ def shared_weights(model: Any, stepped: Iterable[Any]) -> dict[str, bool]:
         model: DeepSpeed's PipelineModule, of which this rank has a stage.
         stepped: the stage's parameters that the optimizer steps.
     """
-    given = {id(one) for one in stepped}
-    shared = ((name, one) for name, one, own, _ in _tied(model) if not own)
+    shared = [(name, one) for name, one, own, _ in _tied(model) if not own]
+    given = {id(one) for one in stepped} if shared else set()
     return {f"tied_modules.{name}": one.requires_grad and id(one) in given for name, one in shared}
 
 
+def shared_by_stages(model: Any, key: str) -> set[int]:
+    """Return the ids of what stages share of a tied layer that this stage has.
+
+    Args:
+        model: DeepSpeed's PipelineModule, of which this rank has a stage.
+        key: of the layer's `TiedLayerSpec`.
+    """
+    # An attribute may be that of an inner module, or a property.
+    return {id(attrgetter(name)(model.tied_modules[key])) for name in model.tied_weight_attrs[key]}
+
+
 def _tied(model: Any) -> Iterator[tuple[str, torch.nn.Parameter, bool, bool]]:
-    """Yield the parameters of the tied layers that this stage has; none where the model is no pipeline's.
+    """Yield the parameters of the tied layers that this stage has, if there are several stages.
 
     Each with its name behind the key of its layer, with whether each of several stages has one of its own, and with
     whether this is the first stage of the layer.
     """
-    for key, tied in getattr(model, "tied_comms", {}).items():
-        # An attribute may be that of an inner module, or a property.
-        shared = {id(attrgetter(name)(tied["module"])) for name in tied["weight_attr"]}
+    for key, tied in model.tied_comms.items():
+        shared = shared_by_stages(model, key)
         several, first = len(tied["ranks"]) > 1, model.global_rank == min(tied["ranks"])
         for name, parameter in tied["module"].named_parameters():
             yield f"{key}.{name}", parameter, several and id(parameter) not in shared, first

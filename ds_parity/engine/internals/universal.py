@@ -116,14 +116,14 @@ def _refuse_other_shapes(held: Mapping[str, Any], own: Mapping[str, Any]) -> Non
 def _saved(path: str) -> dict[str, Any]:
     """The model's state in its file, or files: whole tensors by name; of ZeRO 3 frozen weights and buffers alone."""
     file = Path(path)
-    first = _read(file)
+    first = read(file)
     found: dict[str, Any] = dict(first["module"])
     of_rank = _OF_RANK.fullmatch(file.name)
     if of_rank is None:
         return found
     buffers = set(first.get("buffer_names") or ())
     shapes = first.get("frozen_param_shapes") or {}
-    parts = [_read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
+    parts = [read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
     frozen = dict(_whole(shapes, parts))
     # In place of a parameter the first file has an empty tensor.
     return {name: value for name, value in found.items() if name in buffers or name.endswith(_EXTRA)} | frozen
@@ -140,6 +140,7 @@ def _whole(shapes: Mapping[str, torch.Size], parts: list[Mapping[str, torch.Tens
         yield name, flat[: shape.numel()].view(shape)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
+    """Return what is in a file of a checkpoint; its tensors stay there until they are used."""
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     return state

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+
+from ds_parity.engine.internals.stages import shared_by_stages
+from ds_parity.engine.internals.universal import read
 
 _WITHOUT: Final = (
     "Nothing was loaded; load the checkpoint that was converted, with as many stages and columns, and without "
@@ -32,8 +34,8 @@ def refused(model: Any, folder: Path, stepped: Iterable[Any], *, strict: bool) -
     trained = {id(one) for one in stepped}
     if unlike := _of_another_stage(model, folder, trained):
         return f"{unlike}. {_WITHOUT}"
-    lacking = (_lacking(model, folder, trained) or _without_a_file(model, trained)) if strict else None
-    return lacking or _of_another_shape(model, folder, trained)
+    unlike = _unlike(model, folder, trained, strict=strict)
+    return unlike or (_without_a_file(model, trained) if strict else None)
 
 
 def own_parts(model: Any, stepped: Iterable[Any]) -> dict[str, int]:
@@ -71,7 +73,7 @@ def load_layers(model: Any, folder: Path, stepped: Iterable[Any]) -> None:
     """
     for file, layer, names in _untrained(model, folder, {id(one) for one in stepped}):
         if file.is_file():
-            saved = _read(file)
+            saved = read(file)
             layer.load_state_dict({name: saved[name] for name in names if name in saved}, strict=False)
 
 
@@ -92,7 +94,7 @@ def states(folder: Path) -> list[dict[str, Any]]:
     Args:
         folder: of the tag of a universal checkpoint.
     """
-    return [_read(file) for file in sorted(folder.glob("mp_rank_*_model_states.pt"))]
+    return [read(file) for file in sorted(folder.glob("mp_rank_*_model_states.pt"))]
 
 
 def _own(model: Any, trained: set[int]) -> list[str]:
@@ -101,13 +103,8 @@ def _own(model: Any, trained: set[int]) -> list[str]:
         f"tied_modules.{key}.{name}"
         for key, tied in model.tied_modules.items()
         for name, parameter in tied.named_parameters()
-        if id(parameter) in trained and id(parameter) not in _shared(model, key)
+        if id(parameter) in trained and id(parameter) not in shared_by_stages(model, key)
     ]
-
-
-def _shared(model: Any, key: str) -> set[int]:
-    # An attribute may be that of an inner module, or a property.
-    return {id(attrgetter(name)(model.tied_modules[key])) for name in model.tied_weight_attrs[key]}
 
 
 def _of_another_stage(model: Any, folder: Path, trained: set[int]) -> str | None:
@@ -144,7 +141,7 @@ def _without_a_file(model: Any, trained: set[int]) -> str | None:
     given = trained | {id(one) for layer in layers for one in layer.state_dict(keep_vars=True).values()}
     for key, tied in model.tied_modules.items():
         first = key not in model.tied_comms or model.global_rank == min(model.tied_comms[key]["ranks"])
-        known = given if first else given | _shared(model, key)
+        known = given if first else given | shared_by_stages(model, key)
         lost = [name for name, one in tied.state_dict(keep_vars=True).items() if id(one) not in known]
         if lost:
             return (
@@ -154,29 +151,20 @@ def _without_a_file(model: Any, trained: set[int]) -> str | None:
     return None
 
 
-def _lacking(model: Any, folder: Path, trained: set[int]) -> str | None:
-    for file, _, names in _untrained(model, folder, trained):
-        lost = names[:1] if not file.is_file() else [name for name in names if name not in _read(file)]
-        if lost:
+def _unlike(model: Any, folder: Path, trained: set[int], *, strict: bool) -> str | None:
+    """What the files of layers do not have of this stage, if it must be there, or have in another shape."""
+    for file, layer, names in _untrained(model, folder, trained):
+        own, saved = layer.state_dict(), read(file) if file.is_file() else {}
+        lost = next((name for name in names if name not in saved), None)
+        if strict and lost is not None:
             return (
-                f"it has no {lost[0]} of {file.name}, a frozen weight or a buffer: a conversion copies no files of a "
+                f"it has no {lost} of {file.name}, a frozen weight or a buffer: a conversion copies no files of a "
                 "pipeline's layers. Nothing was loaded; copy the layer_*-model_states.pt of the checkpoint that was "
                 "converted into its folder, or give load_module_strict=False to keep what this engine has"
             )
-    return None
-
-
-def _of_another_shape(model: Any, folder: Path, trained: set[int]) -> str | None:
-    for file, layer, names in _untrained(model, folder, trained):
-        own, saved = layer.state_dict(), _read(file) if file.is_file() else {}
         for name in names:
             pair = own[name], saved.get(name)
             shapes = [tuple(one.shape) for one in pair if isinstance(one, torch.Tensor)]
             if len(shapes) > 1 and shapes[0] != shapes[1]:
                 return f"{name} of {file.name} has the shape {shapes[1]}, and this model's has {shapes[0]}"
     return None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
-    return state
