@@ -47,6 +47,7 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     """
     adapter = choose(engine)
     ours = kept_states.kept(engine, adapter.groups()) | {MEMBERS: members(engine, adapter.groups_of_optimizer())}
+    ours |= {universal_stages.TIED: universal_stages.places(engine.module)}
     return {**own_values(engine, client_state, ours), KEY: ours}
 
 
@@ -85,7 +86,9 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
     """
     adapter = choose(engine)
     stepped, strict = list(chain.from_iterable(adapter.groups())), options["load_module_strict"]
-    refused = partial(universal_stages.refused, engine.module, stepped=stepped, strict=strict)
+    refused = partial(
+        universal_stages.refused, engine.module, stepped=stepped, saved_places=_places_of_tied, strict=strict
+    )
     asked = loading.asked(engine, load_dir, tag, options, refused=refused)
     own = universal_stages.own_parts(engine.module, stepped)
     said = before((asked, members(engine, adapter.groups_of_optimizer()), own))
@@ -97,6 +100,10 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
         if not has_experts(engine):
             _refuse_another_pipeline(load_dir, tag, of_all_stages(one for _, one, _ in said))
     return there
+
+
+def _places_of_tied(stage: Mapping[str, Any]) -> Any:
+    return stage.get(KEY, {}).get(universal_stages.TIED)
 
 
 def _refuse_another_pipeline(load_dir: str, tag: Any, here: list[dict[str, Any]]) -> None:

@@ -13,11 +13,14 @@ from torch import nn
 import ds_parity
 from tests.distributed.continuing import converted
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import at_length_on_two_ranks
+from tests.distributed.sets import at_length_on_four_ranks, at_length_on_two_ranks
 from tests.distributed.test_pipeline_checkpoints import mean_of_all
 from tests.distributed.test_pipelines import alone_in_the_process, config, micro_batches
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+OF_A_STAGE = "tied_modules.scale.bias"
 
 
 class Scale(nn.Module):
@@ -46,7 +49,7 @@ class Shifted(nn.Module):
 def scaled(biased):
     """The layers of a pipeline whose first and last ones share a weight, and may each have a bias."""
     tied = [TiedLayerSpec("scale", Scale, biased=it, tied_weight_attr="weight") for it in biased]
-    return [tied[0], LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.Linear, 6, 6), tied[1]]
+    return [tied[0], *(LayerSpec(nn.Linear, 6, 6) for _ in range(4)), tied[1]]
 
 
 def by_function():
@@ -67,11 +70,13 @@ def linear():
     return [LayerSpec(nn.Linear, 6, 6) for _ in range(5)] + [LayerSpec(Shifted)]
 
 
-def pipeline(layers, stages=2, frozen=(), *, bf16=False):
+def pipeline(layers, stages=2, frozen=(), *, bf16=False, own=None):
+    """A pipeline; `own`: the stages that train the bias of a tied layer, all of them if it is None."""
     torch.manual_seed(0)
     model = deepspeed.PipelineModule(layers, num_stages=stages, partition_method="uniform", loss_fn=mean_of_all)
     for name, one in model.named_parameters():
-        one.requires_grad_(not name.startswith(frozen))
+        others = own is not None and name == OF_A_STAGE and model.stage_id not in own
+        one.requires_grad_(not name.startswith(frozen) and not others)
     keys = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
     keys |= {"bf16": {"enabled": True}} if bf16 else {}
     trained = [one for one in model.parameters() if one.requires_grad]
@@ -81,7 +86,7 @@ def pipeline(layers, stages=2, frozen=(), *, bf16=False):
 
 def saved(engine, path):
     """Train, save and convert."""
-    columns = [[2], [1]] if engine.dp_world_size == 2 else [[2, 1]]
+    columns = [[2, 1]] if engine.dp_world_size == 1 else [[2]] * (engine.dp_world_size - 1) + [[1]]
     for window in range(3):  # the first rate of the warm-up is 0
         engine.train_window(micro_batches(engine, window, columns))
     engine.save_checkpoint(path)
@@ -93,6 +98,17 @@ def copy_layers(path):
     if dist.get_rank() == 0:
         for file in Path(path, "global_step3").glob("layer_*"):
             shutil.copy(file, Path(path, "universal"))
+    dist.barrier()
+
+
+def forget(path, *names):
+    """Take out of a universal checkpoint what releases before have not written."""
+    if dist.get_rank() == 0:
+        for file in Path(path, "universal").glob("mp_rank_*"):
+            state = torch.load(file, weights_only=False)
+            for name in names:
+                del state["ds_parity"][name]
+            torch.save(state, file)
     dist.barrier()
 
 
@@ -162,9 +178,8 @@ def universal_of_parts(folder):
     for name, (before, behind) in TRAINING.items():
         path = f"{folder}/parts-{name}"
         engines = []
-        for stages in (before, behind):
-            frozen = () if dist.get_rank() in stages else ("tied_modules.scale.bias",)
-            engines.append(pipeline(scaled(BIASED["both"]), frozen=frozen))
+        for own in (before, behind):
+            engines.append(pipeline(scaled(BIASED["both"]), own=own))
             if len(engines) == 1:
                 saved(engines[0], path)
                 copy_layers(path)
@@ -172,6 +187,99 @@ def universal_of_parts(folder):
         results[name] = from_all([said, apart(*engines)])
         dist.barrier()
     return results
+
+
+def biases(engine):
+    """The biases of tied layers, by their stages."""
+    found = engine.module.state_dict().get(OF_A_STAGE)
+    return dict(from_all((engine.stage_id, found if found is None else found[0].item())))
+
+
+def on_other_stages(folder, cases):
+    """By case: what loads of copied files end in, and the biases of the save and of the load, by stages.
+
+    Args:
+        folder: for the checkpoints.
+        cases: by name, of the save and of the load, the number of stages and the stages that train their bias.
+    """
+    results = {}
+    for name, ((before, own), (behind, own_then)) in cases.items():
+        path = f"{folder}/{name}"
+        engine = pipeline(scaled(BIASED["both"]), before, own=own)
+        with torch.no_grad():
+            for key, one in engine.module.named_parameters():
+                if not one.requires_grad:
+                    one.fill_(FROZEN[name] * (1 + engine.stage_id) if name in FROZEN else 0.25)
+                assert one.requires_grad or key == OF_A_STAGE
+        saved(engine, path)
+        copy_layers(path)
+        there = biases(engine)
+        deepspeed.utils.groups.mpu = None
+        if name.startswith("without places"):
+            forget(path, "tied")
+        loading = pipeline(scaled(BIASED["both"]), behind, own=own_then)
+        said = refusal(lambda: loading.load_checkpoint(path))  # noqa: B023
+        results[name] = [from_all(said), there, biases(loading)]
+        deepspeed.utils.groups.mpu = None
+        dist.barrier()
+    return results
+
+
+# Frozen biases of the stages that save: alike on all of them where the name is not here.
+FROZEN = {"2 to 1, frozen otherwise": 0.25}
+OF_TWO = {
+    "2 to 1, the first": ((2, [0]), (1, [0])),
+    "2 to 1, the last": ((2, [1]), (1, [0])),
+    "2 to 1, frozen": ((2, []), (1, [])),
+    "2 to 1, frozen otherwise": ((2, []), (1, [])),
+    "1 to 2, the first": ((1, [0]), (2, [0])),
+    "1 to 2, the last": ((1, [0]), (2, [1])),
+    "1 to 2, both": ((1, [0]), (2, [0, 1])),
+    "without places, 2 to 2": ((2, [1]), (2, [1])),
+    "without places, 2 to 2, another": ((2, [1]), (2, [0])),
+    "without places, 1 to 2": ((1, [0]), (2, [0])),
+}
+OF_FOUR = {
+    "4 to 2, the same": ((4, [0]), (2, [0])),
+    "4 to 2, the last": ((4, [3]), (2, [1])),
+    "4 to 2, another": ((4, [0]), (2, [1])),
+    "2 to 4, another": ((2, [1]), (4, [0])),
+}
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def universal_on_other_stages(folder):
+    return on_other_stages(folder, OF_TWO)
+
+
+@at_length_on_four_ranks
+@alone_in_the_process
+def universal_on_four_stages(folder):
+    return on_other_stages(folder, OF_FOUR)
+
+
+class Noted(Scale):
+    """Keeps a value of its own in checkpoints, which is another object each time."""
+
+    def get_extra_state(self):
+        return torch.full((1,), 0.5)
+
+    def set_extra_state(self, state):
+        self.given = float(state)
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def universal_of_an_extra_state(folder):
+    """What a load ends in of a tied layer with extra state, and what each stage is given of it."""
+    tied = TiedLayerSpec("scale", Noted, biased=False)
+    layers = [tied, *(LayerSpec(nn.Linear, 6, 6) for _ in range(4)), tied]
+    saved(pipeline(layers), f"{folder}/extra")
+    copy_layers(f"{folder}/extra")
+    engine = pipeline(layers)
+    said = refusal(lambda: engine.load_checkpoint(f"{folder}/extra"))
+    return from_all([said, getattr(engine.module.tied_modules["scale"], "given", None)])
 
 
 @at_length_on_two_ranks
@@ -265,15 +373,27 @@ def universal_of_other_pipelines(folder):
         pairs = zip(before, engine.module.parameters(), strict=True)
         results[name] = from_all([said, all(torch.equal(one, other) for one, other in pairs)])
         dist.barrier()
+    forget(f"{folder}/one", "members")
+    for name in ("fewer layers", "more layers"):
+        said = refusal(lambda: OTHERS[name]().load_checkpoint(f"{folder}/one"))  # noqa: B023
+        results[f"{name}, by names alone"] = from_all([said, True])
+    said = refusal(lambda: pipeline(plain()).load_checkpoint(f"{folder}/frozen", tag="global_step3"))
+    results["no universal one"] = from_all([said, True])
     return results
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *PARTS])
+@pytest.mark.parametrize("name", [*OTHERS, *PARTS, "fewer layers, by names alone", "more layers, by names alone"])
 def test_another_pipeline_or_a_part_is_refused_before_anything_is_loaded(two_ranks_at_length, name):
     for said, as_it_was in two_ranks_at_length.of(universal_of_other_pipelines)[name]:
         assert said.startswith("CheckpointError")
         assert "universal" in said
         assert as_it_was
+
+
+def test_a_checkpoint_that_was_not_converted_is_said_to_be_none(two_ranks_at_length):
+    for said, _ in two_ranks_at_length.of(universal_of_other_pipelines)["no universal one"]:
+        assert said.startswith("CheckpointError")
+        assert "the tag names no universal checkpoint" in said
 
 
 @pytest.mark.parametrize("name", ["the same", "the same groups"])
@@ -303,7 +423,7 @@ def test_what_two_stages_had_of_their_own_is_none_of_the_one_that_loads_it(two_r
 def test_a_part_of_another_stage_is_refused_in_the_place_of_ones_own(two_ranks_at_length, name):
     for said, _ in two_ranks_at_length.of(universal_of_parts)[name]:
         assert said.startswith("CheckpointError")
-        assert "stage 0 has saved tied_modules.scale.bias of its own, and stage 1 trains it" in said
+        assert "stage 0 of 2 has saved tied_modules.scale.bias of its own, in the layers [0], and stage 1 of 2" in said
 
 
 def test_a_part_of_one_stage_goes_back_to_it(two_ranks_at_length):
@@ -329,3 +449,41 @@ def test_what_no_optimizer_steps_is_refused_without_the_files_of_layers_and_load
     assert [said for said, _ in found["not strict"]] == ["nothing was raised"] * 2
     assert all(off > 0.0 for _, off in found["not strict"])
     assert found["with"] == [["nothing was raised", 0.0]] * 2
+
+
+REFUSED = {
+    "2 to 1, the first": "stage 0 of 2 has saved tied_modules.scale.bias of its own, in the layers [0]",
+    "2 to 1, the last": "stage 1 of 2 has saved tied_modules.scale.bias of its own, in the layers [5]",
+    "2 to 1, frozen otherwise": "bias of a tied layer is one in layer_00-model_states.pt and another in layer_05",
+    "1 to 2, both": "stages 0 and 1 each train tied_modules.scale.bias of their own, of which it has one",
+    "without places, 2 to 2, another": "stage 1 of 2 has saved tied_modules.scale.bias of its own, in layers that it",
+    "without places, 1 to 2": "stage 0 of 1 has saved tied_modules.scale.bias of its own, in layers that it",
+    "4 to 2, another": "stage 0 of 4 has saved tied_modules.scale.bias of its own, in the layers [0], and stage 1 of 2",
+    "2 to 4, another": "stage 1 of 2 has saved tied_modules.scale.bias of its own, in the layers [5], and stage 0 of 4",
+}
+
+
+def in_place_or_refused(said, there, here, refused):
+    """Assert what a load has ended in."""
+    if refused:
+        assert all(one.startswith("CheckpointError") and refused in one for one in said)
+        assert "load the checkpoint that was converted" in said[0]
+        return
+    assert set(said) == {"nothing was raised"}
+    # The first stage has the first layer, and the last one the last.
+    assert here["0"] == there["0"] != 0.0
+    assert list(here.values())[-1] == list(there.values())[-1] != 0.0
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_a_part_of_a_tied_layer_stays_in_its_place_or_is_refused(two_ranks_at_length, name):
+    in_place_or_refused(*two_ranks_at_length.of(universal_on_other_stages)[name], REFUSED.get(name))
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_a_part_of_a_tied_layer_stays_in_its_place_on_four_stages_or_two_or_is_refused(four_ranks_at_length, name):
+    in_place_or_refused(*four_ranks_at_length.of(universal_on_four_stages)[name], REFUSED.get(name))
+
+
+def test_a_tied_layer_with_extra_state_is_loaded(two_ranks_at_length):
+    assert two_ranks_at_length.of(universal_of_an_extra_state) == [["nothing was raised", 0.5]] * 2

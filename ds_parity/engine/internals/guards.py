@@ -67,6 +67,7 @@ CLASSES = {
     "Grid": (RUNTIME + "pipe.topology:PipelineParallelGrid",),
     "Pipeline": (PIPELINE,),
     "Stages": (RUNTIME + "pipe.module:PipelineModule",),
+    "TiedSpec": (RUNTIME + "pipe.module:TiedLayerSpec",),
     "Swapper": (
         RUNTIME + "swap_tensor.partitioned_optimizer_swapper:PartitionedOptimizerSwapper",
         RUNTIME + "swap_tensor.pipelined_optimizer_swapper:PipelinedOptimizerSwapper",

@@ -451,3 +451,13 @@ class Stages(Protocol):
     num_stages: int
     tied_weight_attrs: Mapping[str, Sequence[str]]
     _synchronize_tied_weights: Callable[..., Any]
+    _layer_specs: Sequence[Any]
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has a layer."""
+
+
+class TiedSpec(Protocol):
+    """TiedLayerSpec."""
+
+    key: str

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from deepspeed.pipe import TiedLayerSpec
 
 from ds_parity.engine.internals.stages import shared_by_stages
 from ds_parity.engine.internals.universal import read
+
+TIED: Final = "tied"
+"""Under this name of a stage's state: where it has its tied layers."""
 
 _WITHOUT: Final = (
     "Nothing was loaded; load the checkpoint that was converted, with as many stages and columns, and without "
@@ -17,13 +21,30 @@ _WITHOUT: Final = (
 )
 
 
-def refused(model: Any, folder: Path, stepped: Iterable[Any], *, strict: bool) -> str | None:
+def places(model: Any) -> dict[str, list[int]]:
+    """Return the numbers of the layers of this stage that are tied, by the keys of their `TiedLayerSpec`.
+
+    Args:
+        model: DeepSpeed's PipelineModule, of which this rank has a stage.
+    """
+    found: dict[str, list[int]] = {key: [] for key in model.tied_modules}
+    for number, layer in enumerate(model._layer_specs):
+        if isinstance(layer, TiedLayerSpec) and model.stage_owner(number) == model.stage_id:
+            found[layer.key].append(number)
+    return found
+
+
+def refused(
+    model: Any, folder: Path, stepped: Iterable[Any], saved_places: Callable[[Mapping[str, Any]], Any], *, strict: bool
+) -> str | None:
     """Return why this stage can't be loaded from a universal checkpoint, and the way out; None where it can.
 
     Args:
         model: DeepSpeed's PipelineModule, of which this rank has a stage.
         folder: of the checkpoint's tag, which need not be a universal one: then nothing is said here.
         stepped: the stage's parameters that the optimizer steps.
+        saved_places: returns what `places` was of a stage, of what that has saved beside its layers; None if that is
+            not in it.
         strict: a frozen weight or a buffer that the checkpoint lacks is an error; else it stays as it is.
 
     Raises:
@@ -32,7 +53,7 @@ def refused(model: Any, folder: Path, stepped: Iterable[Any], *, strict: bool) -
     if not (folder / "zero").is_dir():
         return None
     trained = {id(one) for one in stepped}
-    if unlike := _of_another_stage(model, folder, trained):
+    if unlike := _of_another_stage(model, folder, trained, saved_places):
         return f"{unlike}. {_WITHOUT}"
     unlike = _unlike(model, folder, trained, strict=strict)
     return unlike or (_without_a_file(model, trained) if strict else None)
@@ -97,17 +118,19 @@ def states(folder: Path) -> list[dict[str, Any]]:
     return [read(file) for file in sorted(folder.glob("mp_rank_*_model_states.pt"))]
 
 
-def _own(model: Any, trained: set[int]) -> list[str]:
-    """What this stage trains of tied layers beside what stages share."""
-    return [
-        f"tied_modules.{key}.{name}"
+def _own(model: Any, trained: set[int]) -> dict[str, str]:
+    """What this stage trains of tied layers beside what stages share, with the keys of the layers."""
+    return {
+        f"tied_modules.{key}.{name}": key
         for key, tied in model.tied_modules.items()
         for name, parameter in tied.named_parameters()
         if id(parameter) in trained and id(parameter) not in shared_by_stages(model, key)
-    ]
+    }
 
 
-def _of_another_stage(model: Any, folder: Path, trained: set[int]) -> str | None:
+def _of_another_stage(
+    model: Any, folder: Path, trained: set[int], saved_places: Callable[[Mapping[str, Any]], Any]
+) -> str | None:
     """What this stage would get of another one, in the place of a part of its own.
 
     The conversion writes what has one name into one folder, where that of one stage replaces the others'
@@ -116,21 +139,38 @@ def _of_another_stage(model: Any, folder: Path, trained: set[int]) -> str | None
     own = _own(model, trained)
     if not own:
         return None
-    saved = [{name for group in one.get("param_shapes") or () for name in group} for one in states(folder)]
-    for name in own:
-        stages = [number for number, names in enumerate(saved) if name in names]
+    here, saved = places(model), states(folder)
+    for name, key in own.items():
+        stages = [number for number, one in enumerate(saved) if name in _trained_then(one)]
         if len(stages) > 1:
             return f"each of several stages has saved {name} of its own, and the conversion keeps one"
-        if stages and len(saved) == model.num_stages and stages[0] != model.stage_id:
-            return f"stage {stages[0]} has saved {name} of its own, and stage {model.stage_id} trains it"
+        if not stages:
+            continue  # refused as another set of trained parameters
+        stage = stages[0]
+        there = saved_places(saved[stage])
+        if there is None:  # saved by bare DeepSpeed, or a release before this one
+            same, where = len(saved) == model.num_stages and stage == model.stage_id, "in layers that it does not tell"
+        else:
+            layers = there.get(key, [])
+            same, where = set(here[key]) <= set(layers), f"in the layers {layers}"
+        if not same:
+            return (
+                f"stage {stage} of {len(saved)} has saved {name} of its own, {where}, and stage {model.stage_id} of "
+                f"{model.num_stages} trains it, in the layers {here[key]}"
+            )
     return None
+
+
+def _trained_then(stage: Mapping[str, Any]) -> set[str]:
+    return {name for group in stage.get("param_shapes") or () for name in group}
 
 
 def _untrained(model: Any, folder: Path, trained: set[int]) -> Iterator[tuple[Path, torch.nn.Module, list[str]]]:
     """Yield each layer of this stage with frozen weights or buffers, with the file that has it, and their names."""
     for number, layer in enumerate(model.forward_funcs):
         if isinstance(layer, torch.nn.Module):
-            names = [name for name, one in layer.state_dict(keep_vars=True).items() if id(one) not in trained]
+            stepped = {name for name, one in layer.named_parameters(remove_duplicate=False) if id(one) in trained}
+            names = [name for name in layer.state_dict() if name not in stepped]
             if names:
                 yield Path(model.ckpt_layer_path(str(folder), number)), layer, names
 
@@ -140,6 +180,8 @@ def _without_a_file(model: Any, trained: set[int]) -> str | None:
     layers = [layer for layer in model.forward_funcs if isinstance(layer, torch.nn.Module)]
     given = trained | {id(one) for layer in layers for one in layer.state_dict(keep_vars=True).values()}
     for key, tied in model.tied_modules.items():
+        if tied in layers:
+            continue  # its file has all of it, and a module's extra state is another object each time
         first = key not in model.tied_comms or model.global_rank == min(model.tied_comms[key]["ranks"])
         known = given if first else given | shared_by_stages(model, key)
         lost = [name for name, one in tied.state_dict(keep_vars=True).items() if id(one) not in known]
@@ -152,7 +194,11 @@ def _without_a_file(model: Any, trained: set[int]) -> str | None:
 
 
 def _unlike(model: Any, folder: Path, trained: set[int], *, strict: bool) -> str | None:
-    """What the files of layers do not have of this stage, if it must be there, or have in another shape."""
+    """What the files of layers do not have of this stage, if it must be there, or have in another shape.
+
+    Or what two files have otherwise of a tied layer, which was on two stages then and is on one now.
+    """
+    before: dict[int, tuple[str, dict[str, Any]]] = {}
     for file, layer, names in _untrained(model, folder, trained):
         own, saved = layer.state_dict(), read(file) if file.is_file() else {}
         lost = next((name for name in names if name not in saved), None)
@@ -167,4 +213,9 @@ def _unlike(model: Any, folder: Path, trained: set[int], *, strict: bool) -> str
             shapes = [tuple(one.shape) for one in pair if isinstance(one, torch.Tensor)]
             if len(shapes) > 1 and shapes[0] != shapes[1]:
                 return f"{name} of {file.name} has the shape {shapes[1]}, and this model's has {shapes[0]}"
+        other, held = before.setdefault(id(layer), (file.name, saved))
+        for name in names:
+            one, again = held.get(name), saved.get(name)
+            if isinstance(one, torch.Tensor) and isinstance(again, torch.Tensor) and not torch.equal(one, again):
+                return f"{name} of a tied layer is one in {other} and another in {file.name}. {_WITHOUT}"
     return None
