@@ -67,8 +67,9 @@ def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Grou
             if before.get(name, shape) != shape and not (universal and id(one) in parts):
                 raise CheckpointError(
                     f"the parameter {name!r} has the shape {tuple(before[name])} in the checkpoint, and {tuple(shape)} "
-                    "here: it is of another model. DeepSpeed takes weights and states of ZeRO by their number of "
-                    f"elements, and has put them there. Load it into the model that saved it. {HALF_WAY}"
+                    "here: it is of another model, or was saved with another tensor_parallel.autotp_size. DeepSpeed "
+                    "takes weights and states of ZeRO by their number of elements, and has put them there. Load it "
+                    f"into the model that saved it, with that size. {HALF_WAY}"
                 )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_parity.engine.internals.checkpoints import OF_WRAPPERS, REFUSALS
+from ds_parity.engine.internals.checkpoints import OF_WRAPPERS, REFUSALS, parts_of
 from ds_parity.engine.internals.schedule import behind_proxy
 from ds_parity.errors import CheckpointError
 
@@ -32,6 +32,7 @@ _OF_DEEPSPEED = "deepspeed."
 _OF_ZEROS = "filename 'storages' not found"  # torch takes a file of zero bytes for one of its oldest archives
 _OF_A_STATE_DICT = "Error(s) in loading state_dict"  # torch's load_state_dict, of names or sizes
 _OF_UNIVERSAL = "zero"  # the folder of parameters that ds_to_universal makes
+_OF_EXPERTS = "expp_rank_"  # their optimizer's states, of each rank that has some
 _OF_A_TAG = ("_model_states.pt", "_optim_states.pt")
 # torch's word, DeepSpeed's where other parameters make other parts, and torch's where parts have other sizes.
 _OF_GROUPS = ("parameter group", "parameter-alignment layout", "must match the size of tensor")
@@ -211,7 +212,10 @@ def _without_a_part(load_dir: str, error: FileNotFoundError) -> CheckpointError 
     if _is_of_another_precision(error):
         return _of_another_precision(load_dir, error)
     name = Path(error.filename or "").name
-    return _broken_off(load_dir, f"{name} is not there") if name.endswith(_OF_A_TAG) else None
+    if not name.endswith(_OF_A_TAG):
+        return None
+    of_experts = " (if another ep_size saved it, load it with that one)" if _OF_EXPERTS in name else ""
+    return _broken_off(load_dir, f"{name} is not there{of_experts}")
 
 
 def _unlike_universal(stage: int, driver: Loading, load_dir: str, error: Exception) -> CheckpointError | None:
@@ -270,10 +274,27 @@ def _of_other_groups(driver: Loading, load_dir: str, tag: Any, error: Exception)
         return _of_another_model(load_dir, error)
     if not any(word in str(error) for word in _OF_GROUPS):
         return _no_universal(driver, load_dir, tag, error)
+    if other := _of_other_ranks(driver, load_dir, tag, error):
+        return other
     return CheckpointError(
         f"load_checkpoint({load_dir!r}): the parameter groups of the checkpoint are not this engine's ({error}). "
         "Load it with the groups, the trained parameters, and on ZeRO stage 3 the zero_optimization.sub_group_size, "
         f"that saved it, or with load_optimizer_states=False; {_HALF_WAY}"
+    )
+
+
+def _of_other_ranks(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:
+    # Parts of other ranks have other lengths, whatever the groups are. Each rank saved a file of its own.
+    folder = None if driver.engine.load_universal_checkpoint() else folder_of(load_dir, tag)
+    files = () if folder is None else folder.glob("*zero_pp_rank_*_optim_states.pt")
+    saved = len({one.name.partition("zero_pp_rank_")[2].partition("_")[0] for one in files})
+    here = parts_of(driver.engine)
+    if saved in (0, here):
+        return None
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): {saved} data-parallel rank{'s' * (saved > 1)} saved the checkpoint, and "
+        f"{here} load it, with parts of the optimizer's states of another length ({error}). Convert it ({_CONVERT}) "
+        f'and load that with "checkpoint": {{"load_universal": true}} in the configuration; {_HALF_WAY}'
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ds_parity
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, from_all, one_pass, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import on_four_ranks, on_one_rank, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 OPTIONS = ("load_optimizer_states", "load_lr_scheduler_states", "load_module_strict", "load_module_only")
@@ -138,6 +138,35 @@ class _Layer(torch.nn.Module):
     def __init__(self, shape):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(shape))
+
+
+def _partly_frozen():
+    """An engine on ZeRO 3 over a model with a frozen weight whose parts are as long on no other number of ranks."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 1))
+    model[0].bias.requires_grad_(False)
+    keys = config(3, passes=4, optimizer="AdamW", exchange_timeout=60)
+    return ds_parity.initialize(model=model, model_parameters=model.parameters(), config=keys)[0]
+
+
+@on_two_ranks
+def partly_frozen(folder):
+    _partly_frozen().save_checkpoint(f"{folder}/frozen", tag="a")
+
+
+@on_one_rank.after(saved=partly_frozen)
+@on_four_ranks.after(saved=partly_frozen)
+def partly_frozen_elsewhere(folder, saved):
+    """What the load on another number of ranks ends in."""
+    engine = _partly_frozen()
+    return from_all(refusal(lambda: engine.load_checkpoint(f"{saved}/frozen")))
+
+
+def test_parts_of_frozen_weights_say_that_other_ranks_saved_them(one_rank, four_ranks):
+    for launched in (one_rank, four_ranks):
+        for said in launched.of(partly_frozen_elsewhere):
+            assert said.startswith("CheckpointError")
+            assert "ds_to_universal" in said
+            assert "parameter groups" not in said
 
 
 @on_two_ranks

@@ -244,3 +244,31 @@ def test_a_class_that_is_gone_is_no_damage_and_others_files_are_their_own(folder
     assert isinstance(_told(folder, lambda: _reads(path)), AttributeError)
     other = folder / "not_there.pt"
     assert isinstance(_told(folder, lambda: torch.load(other)), FileNotFoundError)
+
+
+OF_PARTS = RuntimeError("The size of tensor a (5) must match the size of tensor b (3) at non-singleton dimension 0")
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "says"), [(2, "2 data-parallel ranks saved the checkpoint, and 1 load it"), (1, "")]
+)
+def test_parts_of_another_length_are_those_of_other_ranks_or_of_other_groups(folder, saved_by, says):
+    for rank in range(saved_by):
+        (folder / "saved" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    driving = driver(stage=3)
+    driving.engine.optimizer = SimpleNamespace(dp_process_group=None)
+    with pytest.raises(CheckpointError) as found, explained(driving, str(folder), "saved"):
+        raise OF_PARTS
+    message = str(found.value)
+    assert (says or "the parameter groups of the checkpoint are not this engine's") in message
+    assert ("ds_to_universal" in message) is bool(says)
+
+
+@pytest.mark.parametrize("of_experts", [True, False])
+def test_a_file_of_experts_that_is_not_there_may_be_of_another_ep_size(folder, of_experts):
+    (folder / "saved" / MODEL).touch()
+    name = "expp_rank_1_mp_rank_00_optim_states.pt" if of_experts else "mp_rank_01_model_states.pt"
+    lost = FileNotFoundError(2, "No such file", str(folder / "saved" / name))
+    message = str(said(folder, lost))
+    assert f"{name} is not there" in message
+    assert ("another ep_size" in message) is of_experts

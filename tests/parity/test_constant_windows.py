@@ -90,3 +90,21 @@ def test_totals_that_vary_prove_a_target_and_no_constant():
 @pytest.mark.parametrize("norm", [5e-324, 1e-300, 1e300])
 def test_a_factor_beyond_all_numbers_ends_no_search(norm):
     assert isinstance(causes(lambda n: {**even(n), "grad_norm": norm}, reference=even, ranks=1), tuple)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "passes"),
+    [
+        ((5, 4, 6, 4, 5, 4), (7, 6, 7, 6, 7, 6)),  # turns of a rollout: no pass but its last finishes it
+        ((8, 7, 9, 8, 7, 9), (8, 7, 9, 8, 7, 9)),  # the caller ends windows, and the target is a nominal one
+        ((5, 4, 6, 4, 5, 4), (3, 2, 3, 2, 3, 2)),
+    ],
+)
+def test_a_target_divides_whatever_the_number_of_passes_is(rollouts, passes):
+    def windows(number):
+        at = number - 1
+        return {"rollouts": rollouts[at], "total": float(rollouts[at]), "passes": passes[at], "idle_passes": 0}
+
+    factor = off(lambda number: rollouts[number - 1] / 4)
+    found = causes(lambda number: {**factor(number), **windows(number)}, reference=windows)
+    assert "target-not-actual" in [cause.name for cause in found if cause.fit is Fit.EVERY_STEP]

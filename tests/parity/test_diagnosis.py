@@ -718,19 +718,35 @@ def test_other_tokens_from_a_step_on_are_other_data():
     assert "first to differ, in step 4: tokens, loss" in found.certain[0]
 
 
-@pytest.mark.parametrize(("size", "named"), [(1.0, True), (1e-4, True), (1e-9, False)])
-def test_a_metric_that_is_short_beside_the_loss_shows_no_log_where_weights_are_not_recorded(size, named):
+@pytest.mark.parametrize("loss", [1.0, 1e6])
+@pytest.mark.parametrize("size", [1.0, 1e-9])
+@pytest.mark.parametrize("nearly", [1.0, 1 + 1e-9])
+def test_a_metric_alone_shows_a_log_where_weights_or_equal_norms_do(size, nearly, loss):
     """A divergence from the first weights is as short as their way from there: another update changes it as well."""
 
-    def logged(by, nearly=1.0):
+    def logged(by, nearly=1.0, *, weights=False):
         def figures(n):
-            shown = {"loss": (n - 0.5) * nearly, "grad_norm": NORMS[n - 1] * nearly}
-            return {"weights": None, "lr": (1e-6,), "metrics": {"kl": by * size * n**2}, **shown}
+            shown = {"loss": (n - 0.5) * nearly * loss, "grad_norm": NORMS[n - 1] * nearly}
+            return {**({} if weights else {"weights": None}), "metrics": {"kl": by * size * n**2}, **shown}
 
         return figures
 
-    found = causes(logged(1.02, 1 + 1e-9), reference=logged(1.0))
-    assert ("reported-metric" in {cause.name for cause in found}) == named, found
+    found = causes(logged(1.02, nearly), reference=logged(1.0))
+    assert ("reported-metric" in {cause.name for cause in found}) == (nearly == 1.0), found
+    found = causes(logged(1.02, nearly, weights=True), reference=logged(1.0, weights=True))
+    assert "reported-metric" in {cause.name for cause in found}
+
+
+def test_a_metric_that_is_off_in_the_first_step_and_as_large_as_later_is_none_of_an_update():
+    def logged(by, nearly=1.0):
+        return lambda n: {
+            "weights": None,
+            "loss": (n - 0.5) * nearly,
+            "grad_norm": NORMS[n - 1] * nearly,
+            "metrics": {"accuracy": by * (0.5 + 0.01 * n)},
+        }
+
+    assert next(cause.name for cause in causes(logged(1.2, 1 + 1e-7), reference=logged(1.0))) == "reported-metric"
 
 
 def test_a_metric_that_keeps_the_step_before_is_named():

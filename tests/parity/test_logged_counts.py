@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from ds_parity.trace import Trace
 from tests.commands import ds_parity
+from tests.parity.test_forgotten_lengths import found, run
 
 NUMBERS = [(2.30123, 1.04217, 80), (4.17442, 2.58109, 85), (2.88071, 1.93466, 87), (3.08592, 2.05318, 81)]
 
@@ -37,3 +39,19 @@ def test_rollouts_alone_are_logged_otherwise(tmp_path, columns, times, digits):
     ran = ds_parity("compare", *paths, "--json", *maps)
     causes = json.loads(ran.stdout)["causes"]
     assert causes[0]["name"] == "reported-counts", causes
+
+
+@pytest.mark.parametrize("change", [{"passes": 2}, {"passes": 8, "idle_passes": 1}])
+def test_passes_alone_may_be_of_micro_batches_of_another_size(change):
+    one = run()
+    other = Trace(one.header, tuple(it.model_copy(update=change) for it in one.steps))
+    diagnosis = found(one, other)
+    assert diagnosis.causes == ()
+    assert diagnosis.classes == ("data", "logging")
+    assert "micro-batches of another size make the same step" in diagnosis.certain[0]
+
+
+def test_passes_beside_rollouts_are_logged_otherwise():
+    one = run()
+    other = Trace(one.header, tuple(it.model_copy(update={"passes": 2, "rollouts": 24}) for it in one.steps))
+    assert [cause.name for cause in found(one, other).causes] == ["reported-counts"]

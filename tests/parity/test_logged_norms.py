@@ -64,3 +64,27 @@ def test_a_gradient_that_is_divided_twice_is_no_wrong_log():
     assert named(run(), run(**DIVIDED)) == {"gas-scaled-twice"}
     one, other = run(), run(**DIVIDED, loss=lambda at: (0.5 + at) * (1.1 if at else 1.0))
     assert named(bare(one), bare(other)) == {"gas-scaled-twice"}
+
+
+def test_norms_that_only_the_bounds_of_more_steps_call_different_are_no_wrong_log():
+    """As where momentum is another: norms creep apart, and losses behind them."""
+    # Long norms in front of the third, and short ones behind it: what norms are relative to is less with all of them.
+    one = bare(run(told=False), grad_norm=lambda step, norm: 4.0 if step < 3 else 1.0 if step == 3 else 0.5)
+    reached = set()
+    for off in range(50, 400, 2):
+        steps = [
+            it.model_copy(
+                update={
+                    "grad_norm": it.grad_norm * (1 + (off * 1e-8 if it.step == 3 else 1e-4)),
+                    "loss": it.loss * (1 + (0.0 if it.step == 3 else 1e-4)),
+                }
+                if it.step > 2
+                else {}
+            )
+            for it in one.steps
+        ]
+        diagnosis = found(one, Trace(one.header, tuple(steps)))
+        assert "reported-norm" not in [cause.name for cause in diagnosis.causes], off
+        reached.add(diagnosis.certain[0])
+    assert any("in step 3: gradient norm" in said for said in reached)
+    assert any("in step 4: loss" in said for said in reached)

@@ -189,3 +189,16 @@ def test_rates_in_fp32_hide_nothing_else_that_differs():
     assert (named(as_logged), as_logged.classes) == (named(beside), beside.classes)
     assert named(beside)
     assert "the learning rates agree to fp32, and are taken for equal" in as_logged.certain
+
+
+@pytest.mark.parametrize("dtype", ["fp32", None])
+@pytest.mark.parametrize("logged", [lambda step: cosine(step + 1), lambda step: cosine(step) / 2])
+def test_a_rate_and_a_loss_that_are_logged_otherwise_are_no_other_training_where_norms_stay(logged, dtype):
+    """Rates that take a loss apart take the gradient norms apart as well."""
+    one, other = trained(dtype=dtype), trained(logged=logged, dtype=dtype)
+    smooth, steps = other.steps[0].loss, []
+    for step in other.steps:
+        smooth = 0.7 * smooth + 0.3 * step.loss
+        steps.append(step.model_copy(update={"loss": smooth}))
+    groups = named(found(one, Trace(other.header, tuple(steps))))
+    assert groups == [] or groups[0] & {"reported-lr", "lr-reported-a-step-off"}, groups

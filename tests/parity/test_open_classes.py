@@ -10,6 +10,7 @@ from ds_parity.trace import Trace, Weights
 from ds_parity.trace.records import Start
 from tests.parity.test_forgotten_lengths import RATE, STEPS, adam, found, run, sgd
 from tests.parity.test_wide_bounds import elsewhere, turned
+from tests.parity.test_without_weights import OF_UPDATE
 
 PLAIN = {"update": lambda gradients: sgd(gradients, momentum=0.0)}
 OPTIMIZERS = {
@@ -246,3 +247,52 @@ def test_one_start_in_the_headers_leaves_no_weights_open(loss):
     one, longer = run(), run(scale=lambda at, gradient: 1.3 * turned(at, gradient))
     pair = [on_policy(it, loss=loss, weights=False) for it in (one, longer)]
     assert "weights" not in found(*pair).classes
+
+
+def shown(trace, **values):
+    """The trace with other values of fields, as functions of the step's number; what a run does not log is None."""
+    return rewritten(trace, lambda number: {name: value(number) for name, value in values.items()})
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_other_data_are_open_where_no_loss_was_recorded(at):
+    one = shown(without_weights(run(told=False)), loss=lambda number: None)
+    other = rewritten(one, lambda number: {"grad_norm": 1.3 + number} if number >= at else {})
+    assert {"data", "gradient", "weights", "logging"} <= set(found(one, other).classes)
+    told = without_weights(run())
+    other = rewritten(told, lambda number: {"grad_norm": 1.3 + number} if number >= at else {})
+    assert "data" not in found(told, other).classes, "losses that agree to the last digit are of the same data"
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_metric_may_show_an_update_that_a_loss_and_a_norm_do_not(at):
+    def apart(trace):
+        """A run whose losses and norms are off within their bounds from a step on, and its metric by much."""
+        new = {"loss": lambda it: it.loss * (1 + 5e-7), "grad_norm": lambda it: it.grad_norm * (1 + 5e-7)}
+        values = [{name: value(it) for name, value in new.items()} for it in trace.steps]
+        return rewritten(trace, lambda n: {"metrics": {"kl": 0.0137 * n}, **values[n - 1]} if n >= at else {})
+
+    one = shown(without_weights(run(told=False)), metrics=lambda number: {"kl": 0.01 * number})
+    other = apart(one)
+    assert found(one, other).certain[0].endswith(f"in step {at}: metrics")
+    # An update lies in front of each step but the first.
+    of_update = OF_UPDATE if at > 1 else {"weights"}
+    assert {"data", "loss", "logging", *of_update} <= set(found(one, other).classes)
+    told = shown(run(), metrics=lambda number: {"kl": 0.01 * number})
+    other = apart(told)
+    assert not OF_UPDATE & set(found(told, other).classes), "the weights agree"
+
+
+@pytest.mark.parametrize("off", [0.0, 3e-6])
+def test_a_start_that_is_off_by_rounding_is_open_where_the_loss_is_off_within_its_bound(off):
+    one = without_weights(run(told=False))
+    other = rewritten(
+        one,
+        lambda number: {
+            "loss": one.steps[number - 1].loss * (1 + off),
+            "grad_norm": one.steps[number - 1].grad_norm * (1 + 2e-5),
+        },
+    )
+    diagnosis = found(one, other)
+    assert ("weights" in diagnosis.classes) is (off > 0)
+    assert diagnosis.certain[0].startswith("first to differ, in step 1: gradient norm")

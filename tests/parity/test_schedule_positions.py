@@ -16,14 +16,14 @@ PASSES, STEPS = 4, 16
 
 
 def trace(rates, passes=(PASSES,) * STEPS, off=(), skipped=()):
-    """A run with these learning rates of each parameter group; `off`: steps whose losses are others."""
+    """A run with these learning rates of each parameter group; `off`: steps whose losses and norms are others."""
     draw = random.Random(1)
     header = Header(scenario="toy", seed=1, versions={}, device="cpu", ranks=1, config_hash="ab", engine="other")
     counts = {"idle_passes": 0, "rollouts": 16, "prompts": 4, "tokens": 900, "total": 900.0}
     steps = []
     for n, (rate, some) in enumerate(zip(rates, passes, strict=True)):
         loss = 2 - 0.03 * n + 0.1 * draw.random() + 0.01 * (n in off)
-        counts |= {"grad_norm": draw.random(), "passes": some, "skipped": n in skipped}
+        counts |= {"grad_norm": draw.random() + 0.01 * (n in off), "passes": some, "skipped": n in skipped}
         steps.append(StepRecord(step=n + 1, loss=loss, lr=rate, **counts))
     return Trace(header, tuple(steps))
 

@@ -26,7 +26,7 @@ def first_group(schedule, faulty, steps, *, start=0, passes=2):
         records = []
         for n in range(start, steps):
             loss = 2 - 0.03 * n + 0.1 * draw.random() + off * (n > other)
-            figures = {"loss": loss, "lr": (rate(n),), "grad_norm": 1 + draw.random()}
+            figures = {"loss": loss, "lr": (rate(n),), "grad_norm": 1 + draw.random() + off * (n > other)}
             records.append(StepRecord(step=n + 1, **figures, passes=passes, **COUNTS))
         sides.append(Trace(header, tuple(records)))
     causes = diagnose(*sides, compare(*sides, Tier.REASSOCIATED)).causes

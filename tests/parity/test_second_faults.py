@@ -235,3 +235,39 @@ def test_a_rate_of_the_last_step_that_nothing_else_gives_is_logged_wrong(weights
         trained(lambda step: 0.05, logged=lambda step: 0.05 * (2 if step == STEPS else 1), weights=weights),
     )
     assert groups == ([{"reported-lr"}] if weights else [])
+
+
+def peaked(step):
+    """A warm-up and a line down to the first rate, which stays."""
+    return 0.01 * (step if step < 5 else max(1, 8 - step))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", None])
+def test_rates_that_were_off_and_back_would_have_shown_between(dtype):
+    """Logs of the next step's rate add up to nothing where a schedule is back at its first rate."""
+    pair = (trained(peaked), trained(peaked, logged=lambda step: peaked(step + 1), others=LATER))
+    one, other = (Trace(it.header.model_copy(update={"dtype": dtype}), it.steps) for it in pair)
+    groups, _ = named(one, other)
+    assert groups[0] & {"reported-lr", "lr-reported-a-step-off"}, groups
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Lion"])
+@pytest.mark.parametrize("since", [1, LATER])
+def test_gradients_at_a_rate_of_0_are_not_shown_by_weights(optimizer, since):
+    """Weights that nothing moves are alike whatever the gradient is: the log of its norm is not proved wrong."""
+
+    def rate(step):
+        return 0.0 if (step == 1 if since == 1 else step >= since) else 0.02
+
+    one = trained(rate, weights=True)
+    one = Trace(one.header.model_copy(update={"optimizer": optimizer}), one.steps)
+    factors = {1: [0.5], LATER: [0.5, 0.7, 0.4, 0.6, 0.3, 0.8, 0.5]}[since]
+    steps = [
+        it.model_copy(update={"grad_norm": it.grad_norm * factors[it.step - since]})
+        if 0 <= it.step - since < len(factors)
+        else it
+        for it in one.steps
+    ]
+    groups, diagnosis = named(one, Trace(one.header, tuple(steps)))
+    assert not {"reported-norm", "another-divisor"} & set().union(*groups), groups
+    assert {"gradient", "logging"} <= set(diagnosis.classes)

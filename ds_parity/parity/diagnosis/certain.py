@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ds_parity.parity.diagnosis import gradient, updates, windows
+from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.view import View, plain
 
 _WORDS = {
@@ -33,6 +34,11 @@ def _sentences(view: View) -> Iterator[str]:
         (step, fields), *rest = order
         said = f"first to differ, in step {step}: {_listed(fields)}"
         yield said + "".join(f"; from step {later} on also {_listed(names)}" for later, names in rest)
+    if view.fields and view.fields <= SPLIT:
+        yield (
+            "windows have other numbers of passes, and nothing else that is recorded differs: micro-batches of another "
+            "size make the same step, and so does a log that counts passes otherwise"
+        )
     yield from windows.facts(view)
     yield from gradient.facts(view)
     yield from updates.facts(view)

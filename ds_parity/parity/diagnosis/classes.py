@@ -11,6 +11,7 @@ import math
 
 from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import CLASSES
+from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
 from ds_parity.parity.diagnosis.reporting import exact_factor
@@ -21,13 +22,17 @@ _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound, or of what a loss is off by: what lies further apart has not agreed, it was let pass.
 _CREPT = 0.1
 _SAME = 1e-3
-_HIDDEN = 1e3  # times as far as a loss's last digit: weights that differ by rounding move a norm by more than a loss
+# Times as far as a loss is off, or as its last digit: weights that differ by rounding move a norm by more than a loss,
+# which is flat where training ends.
+_HIDDEN = 1e3
 _OF_WORDS = 0.3  # a cross-entropy of language is above it; a loss of a policy lies about 0, with a KL term above it
 
 
 def possible(view: View) -> tuple[str, ...]:
     """Return the classes that the record leaves open, in the order of `CLASSES`."""
     if view.trained_alike:
+        if view.fields <= SPLIT:
+            return ("data", "logging")
         # A loss may have the same gradient and another value.
         return ("loss", "logging") if "loss" in view.fields and not exact_factor(view) else ("logging",)
     at = view.at_first or view.fields
@@ -40,8 +45,10 @@ def possible(view: View) -> tuple[str, ...]:
         found |= {"gradient", "loss"} | ({"data"} if "loss" in at else set())
     else:
         found |= _of_counts(at) | _of_figures(view, at)
-    if at & {"loss", "grad_norm", "weights"} and not at & {"rollouts", "step"}:
+    if at & {"loss", "grad_norm", "weights", "metrics"} and not at & {"rollouts", "step"}:
         found |= _of_updates_before(view)
+        if at & {"metrics"} and view.first == 0 and _far_from_the_start(view):
+            found |= {"weights"}  # a KL shows weights more closely than a loss or a norm
     if not _trained_apart(view):
         found |= {"logging"}
     return tuple(name for name in CLASSES if name in found)
@@ -95,15 +102,19 @@ def _loss_tells_nothing(view: View) -> bool:
     # A skipped step may have no loss.
     losses = [(a.loss, b.loss) for a, b in view.pairs[view.first :] if a.loss is not None and b.loss is not None]
     same = view.weights_differ and len(losses) > 1 and all(a == b for a, b in losses)
-    return same or (bool(losses) and max(map(abs, losses[0])) <= EPS[view.comparison.dtype])
+    return not losses or same or max(map(abs, losses[0])) <= EPS[view.comparison.dtype]
 
 
 def _loss_hides_as_much(view: View) -> bool:
-    """Whether a loss of few digits would not show what moves the gradient norm by as little as it is off."""
+    """Whether a loss would not show what moves the gradient norm by as little as it is off.
+
+    It has few digits, or is off within its bound.
+    """
     if view.first == len(view.pairs):
         return False
-    norm = view.ratios("grad_norm")[view.first]
-    return norm is not None and abs(norm - 1) < _HIDDEN * view.loss_digits
+    loss, norm = (view.ratios(name)[view.first] for name in ("loss", "grad_norm"))
+    left_open = max(view.loss_digits, 0.0 if loss is None else abs(loss - 1))
+    return norm is not None and abs(norm - 1) < _HIDDEN * left_open
 
 
 def _may_be_of_advantages(view: View) -> bool:

@@ -13,6 +13,8 @@ _LIMIT = 0.01  # RL clips at 0.1 to 1, as a rule
 Pairs = Sequence[tuple[StepRecord, StepRecord]]
 
 COUNTED = {"rollouts", "tokens", "prompts", "passes", "idle_passes"}
+# How a window is split into micro-batches, which its step does not depend on.
+SPLIT = {"passes", "idle_passes"}
 # What updates follow from: a loss that is off has another gradient, as a rule, and counts are what it is divided by.
 TRAINED_ON = {"loss", "grad_norm", "lr", "rollouts", "tokens", "prompts", "total"}
 
@@ -89,11 +91,8 @@ def _by_rate(pairs: Pairs, later: Sequence[float]) -> float:
 
 def _share(name: str, pair: tuple[StepRecord, StepRecord]) -> float:
     """By what share (0 to 1) the update of a step would be off."""
-    least = 0.0
     if name == "metrics":
         mine, theirs = (one.metrics for one in pair)
-        # Other weights may move a metric as far as they move the loss, which is much of one that is short beside it.
-        least = abs(pair[0].loss or 0.0)
         numbers = [(mine[it], theirs[it]) for it in mine.keys() & theirs.keys()]
     else:
         reference, candidate = (_numbers(getattr(one, name)) for one in pair)
@@ -102,8 +101,7 @@ def _share(name: str, pair: tuple[StepRecord, StepRecord]) -> float:
         numbers = list(zip(reference, candidate, strict=True))
     if any(math.isnan(x) != math.isnan(y) for x, y in numbers):
         return 1.0
-    sizes = [max(abs(x), least) for x, _ in numbers]
-    shares = [abs(y - x) / size if size else float(y != x) for (x, y), size in zip(numbers, sizes, strict=True)]
+    shares = [abs(y - x) / abs(x) if x else float(y != x) for x, y in numbers]
     return max((min(1.0, it) for it in shares if not math.isnan(it)), default=0.0)
 
 

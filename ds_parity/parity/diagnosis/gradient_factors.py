@@ -123,10 +123,10 @@ def _of_a_target(view: View, first: float) -> dict[str, Prediction]:
     plausible = _whole(target) and 0 < totals[0] - target < last_pass
     shares = [_over(total, target) for total in totals]
     found = Prediction(shares, f"total / {target:.6g}", of_first_step=True, plausible=plausible)
-    # Every pass but the last leaves the target unmet, and has one of what is counted at the least.
-    may_be = {} if max(view.passes) > target else {"target-not-actual": found}
-    # A sum that nothing divides.
-    return may_be | ({"another-divisor": found} if near(target, 1.0, _WHOLE) else {})
+    if not near(target, 1.0, _WHOLE):
+        return {"target-not-actual": found}
+    # Or a sum that nothing divides. The first pass that finishes a rollout ends a window of one.
+    return {"another-divisor": found} | ({} if max(view.passes) > 1 else {"target-not-actual": found})
 
 
 def _of_a_target_met(view: View) -> dict[str, Prediction]:

@@ -27,7 +27,7 @@ from ds_parity.parity.diagnosis.schedule_positions import (
 from ds_parity.parity.diagnosis.schedule_rests import without_one_rest, without_rests
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
-from ds_parity.parity.diagnosis.second_fault import not_by_the_rate, proves, too_sudden
+from ds_parity.parity.diagnosis.second_fault import norms_stay, not_by_the_rate, proves, too_sudden
 from ds_parity.parity.diagnosis.view import View, alike, near, told
 from ds_parity.trace import Trace
 
@@ -148,8 +148,12 @@ def _logged_wrong(log: _Log) -> Iterator[Cause]:
         agreed = f"{agreeing(log.if_its_own)} agree up to step {log.if_its_own.step(-1)}"
         said = f"the logged LR alone is another, beside a second fault: {agreed}"
         yield Cause("reported-lr", Fit.SEQUENCE, f"{said}, unless the log is of the rate that the next step uses")
-    elif said := not_by_the_rate(view) or ("" if log.before is None else too_sudden(view, log.before)):
+    elif said := not_by_the_rate(view) or norms_stay(view) or _too_sudden(log):
         yield Cause("reported-lr", Fit.SEQUENCE, f"the logged LR alone is another, beside a second fault: {said}")
+
+
+def _too_sudden(log: _Log) -> str:
+    return "" if log.before is None else too_sudden(log.view, log.before)
 
 
 def _exchanged(groups: Sequence[tuple[list[float], list[float]]]) -> bool:

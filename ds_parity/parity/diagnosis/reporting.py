@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.diagnosis.effects import COUNTED
+from ds_parity.parity.diagnosis.effects import COUNTED, SPLIT
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing, unproven, until
 from ds_parity.parity.diagnosis.gradient import causes as of_gradients
@@ -37,7 +37,7 @@ def causes(view: View) -> Iterator[Cause]:
     if "metrics" in view.fields and not view.fields & {"loss", "grad_norm", "lr"}:
         yield from _metrics(view)
     counts = view.fields & COUNTED
-    if counts and not view.fields & {"loss", "grad_norm", "lr", "metrics"}:
+    if counts - SPLIT and not view.fields & {"loss", "grad_norm", "lr", "metrics"}:
         said = f"{', '.join(sorted(counts))} differ, and {_proof(view)}"
         yield Cause("reported-counts", Fit.ALONE, said)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -135,9 +135,9 @@ def too_sudden(view: View, alone: View) -> str:
     if at >= len(view.pairs):
         return ""
     off = [0.0 if a.skipped else _off(a, b) for a, b in view.pairs[:at]]
-    # The last of these steps shows the rates of those before, and the next step its own, too; unless the log is of the
-    # rates that the schedulers had set for the next step.
-    readings = [(abs(sum(used[:-1])), sum(map(abs, used))) for used in (off, off[:-1])]
+    # Each of these steps shows the rates of those before, also if later ones take weights back, and the next step its
+    # own, too; unless the log is of the rates that the schedulers had set for the next step.
+    readings = [(max(map(abs, accumulate(used[:-1])), default=0.0), sum(map(abs, used))) for used in (off, off[:-1])]
     for name, words in _WORDS.items():
         held = [_apart(view, name, pair) for pair in view.pairs[view.first + 1 : at + 1]]
         known = [it for it in held if it is not None]
@@ -146,6 +146,22 @@ def too_sudden(view: View, alone: View) -> str:
             if all(shown and _OF_OTHER_ROWS * last * shown > max(before) * then for shown, then in readings):
                 return f"in step {view.step(at)} its {words} parts at once, which other rates had not moved before"
     return ""
+
+
+def norms_stay(view: View) -> str:
+    """Return that gradient norms are much nearer than losses, which other weights would take apart alike; "" if not."""
+    if "loss" not in view.fields or not view.agrees("grad_norm"):
+        return ""
+    apart = {}
+    for name in _WORDS:
+        pairs = [pair for pair in view.pairs if not any(one.skipped for one in pair)]
+        greatest = max((abs(getattr(a, name) or 0.0) for a, _ in pairs), default=0.0)
+        held = [_apart(view, name, pair) for pair in pairs]
+        if not greatest or None in held or len({getattr(a, name) for a, _ in pairs}) < len(pairs):
+            return ""
+        apart[name] = max(it for it in held if it is not None) / greatest
+    near = apart["grad_norm"] < _OF_OTHER_ROWS * apart["loss"]
+    return "the gradient norms of every step agree much more closely than the losses" if near else ""
 
 
 def _off(a: StepRecord, b: StepRecord) -> float:

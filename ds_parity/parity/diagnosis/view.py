@@ -24,6 +24,8 @@ _OF_OTHER_ROWS = 0.01
 # Of a loss, which four digits leave open: other initial weights may change it by less, and the norm by a hundredth.
 _WIDE = 2e-5
 _SHOWN_BY = ("loss", "grad_norm")
+# Of its largest value: a divergence from the first weights is below it in the first step.
+_AT_FIRST = 0.5
 _CLOSE, _STEPS = 1e-4, 3  # of a number, and how many of them
 
 
@@ -116,9 +118,11 @@ class View:
     def norms_alone(self) -> View | None:
         """The steps up to the first in which another field differs than gradient norms, side by side on their own.
 
-        The whole view where no other field does; None where another one differs as soon as a norm.
+        The whole view where no other field does; None where another one differs as soon as a norm, or where the norms
+        of these steps lie within the bounds of so few.
         """
-        return self if self.fields == {"grad_norm"} else self.alone("grad_norm")
+        alone = self if self.fields == {"grad_norm"} else self.alone("grad_norm")
+        return alone if alone is not None and "grad_norm" in alone.fields else None
 
     @property
     def rates_differ_behind_norms(self) -> bool:
@@ -298,9 +302,9 @@ class View:
     @property
     def _any_was_taken(self) -> bool:
         """Whether a step that differs in what it trains on was taken: no number moves weights in any other."""
-        steps = {it.step for it in self._differences if plain(it.field) in TRAINED_ON}
-        idle = {a.step for a, b in self.pairs if (a.skipped and b.skipped) or a.grad_norm == b.grad_norm == 0}
-        return not steps or not steps <= idle
+        # A mean over all steps is of none.
+        steps = {it.step for it in self._differences if plain(it.field) in TRAINED_ON} - {None}
+        return not steps or not steps <= {a.step for a, b in self.pairs if _both_idle(a, b)}
 
     @property
     def _steps_taken_alike(self) -> bool:
@@ -345,7 +349,25 @@ class View:
         from_the_start = self.step(0) == 1 and effect("loss", self.pairs[:1], None) > _TELLING * max(effects)
         if "loss" in self.at_first and not from_the_start and max(effects) <= _FAR:
             return False
+        if "metrics" in self.fields and "loss" not in self.fields and self._may_be_a_divergence:
+            return self._norms_apart == 0.0
         return self._norms_apart == 0.0 or self._norms_apart < _TELLING * min(effects)
+
+    @property
+    def _may_be_a_divergence(self) -> bool:
+        """Whether a metric that differs may be one from the first weights, such as a KL.
+
+        An update that is another one changes it by as much as itself, and a norm by less than its last digits. A metric
+        that differs in the first step, where it is as large as later, has nothing in front of it.
+        """
+        if self.first or self.step(0) != 1:
+            return True
+        a, b = (one.metrics for one in self.pairs[0])
+        for name in (it for it in a.keys() & b.keys() if a[it] != b[it]):
+            most = max(abs(one.metrics.get(name, 0.0)) for one, _ in self.pairs)
+            if abs(a[name]) <= _AT_FIRST * most:
+                return True
+        return False
 
     @property
     def _rates_would_show(self) -> bool:
@@ -427,3 +449,9 @@ def _ratio(reference: object, candidate: object) -> float | None:
         return None
     ratio = candidate / reference
     return ratio if math.isfinite(ratio) else None
+
+
+def _both_idle(a: StepRecord, b: StepRecord) -> bool:
+    """Whether no gradient moved the weights in a step: it was skipped, or of no length, or at a rate of 0."""
+    at_rest = bool(a.lr and b.lr) and not any((*(a.lr or ()), *(b.lr or ())))
+    return bool(a.skipped and b.skipped) or a.grad_norm == b.grad_norm == 0 or at_rest
