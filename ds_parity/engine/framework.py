@@ -26,7 +26,7 @@ _DOING = {True: "ends the window with its pass", False: "goes on after its pass"
 _UNHEARD = (
     "install(normalise=...): the trainer's loss can be divided by what its step contains only where the trainer has "
     "divided it itself (scale_wrt_gas=False) and ends windows itself, and ds_parity.boundary is 'rollouts'; leave "
-    "normalise out, or take a release of transformers and accelerate that does so"
+    "normalise out, set ds_parity.boundary to 'rollouts', or take a release of transformers and accelerate that does so"
 )
 
 
