@@ -737,16 +737,28 @@ def test_a_metric_alone_shows_a_log_where_weights_or_equal_norms_do(size, nearly
     assert "reported-metric" in {cause.name for cause in found}
 
 
-def test_a_metric_that_is_off_in_the_first_step_and_as_large_as_later_is_none_of_an_update():
-    def logged(by, nearly=1.0):
+METRICS = {
+    "as large as later": (lambda n: 0.5 + 0.01 * n, lambda n: 1.2 * (0.5 + 0.01 * n), "reported-metric"),
+    "from the third step on": (lambda n: 100.0, lambda n: 100.0 if n < 3 else 50.0, "reported-metric"),
+    "NaN": (lambda n: 0.1 * n, lambda n: 0.1 * n if n < 3 else math.nan, "nan-in-metric-reduce"),
+    "a divergence": (lambda n: 0.1 * n, lambda n: 0.1 * n if n < 3 else 0.12 * n, None),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_a_metric_that_is_no_divergence_is_logged_otherwise_where_norms_are_off_by_rounding(kind):
+    due, logged, name = METRICS[kind]
+
+    def run(metric, nearly):
         return lambda n: {
             "weights": None,
             "loss": (n - 0.5) * nearly,
             "grad_norm": NORMS[n - 1] * nearly,
-            "metrics": {"accuracy": by * (0.5 + 0.01 * n)},
+            "metrics": {"it": metric(n), "other": 1.0},
         }
 
-    assert next(cause.name for cause in causes(logged(1.2, 1 + 1e-7), reference=logged(1.0))) == "reported-metric"
+    found = causes(run(logged, 1 + 1e-7), reference=run(due, 1.0))
+    assert next((cause.name for cause in found), None) == name, found
 
 
 def test_a_metric_that_keeps_the_step_before_is_named():

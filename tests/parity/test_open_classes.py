@@ -296,3 +296,16 @@ def test_a_start_that_is_off_by_rounding_is_open_where_the_loss_is_off_within_it
     diagnosis = found(one, other)
     assert ("weights" in diagnosis.classes) is (off > 0)
     assert diagnosis.certain[0].startswith("first to differ, in step 1: gradient norm")
+
+
+def test_losses_that_agree_exclude_other_data_where_a_mean_over_all_norms_alone_differs():
+    one = without_weights(run())
+    for off in range(4, 40):
+        other = rewritten(
+            one, lambda number, off=off: {"grad_norm": one.steps[number - 1].grad_norm * (1 + off * 1e-7)}
+        )
+        diagnosis = found(one, other)
+        if diagnosis.classes and not diagnosis.certain[0].startswith("first"):
+            break
+    assert not diagnosis.certain[0].startswith("first"), "no mean alone differs"
+    assert "data" not in diagnosis.classes

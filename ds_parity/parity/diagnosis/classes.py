@@ -102,7 +102,9 @@ def _loss_tells_nothing(view: View) -> bool:
     # A skipped step may have no loss.
     losses = [(a.loss, b.loss) for a, b in view.pairs[view.first :] if a.loss is not None and b.loss is not None]
     same = view.weights_differ and len(losses) > 1 and all(a == b for a, b in losses)
-    return not losses or same or max(map(abs, losses[0])) <= EPS[view.comparison.dtype]
+    # Nor do those that nobody recorded.
+    none = not losses and view.first < len(view.pairs)
+    return none or same or (bool(losses) and max(map(abs, losses[0])) <= EPS[view.comparison.dtype])
 
 
 def _loss_hides_as_much(view: View) -> bool:

@@ -26,6 +26,8 @@ _WIDE = 2e-5
 _SHOWN_BY = ("loss", "grad_norm")
 # Of its largest value: a divergence from the first weights is below it in the first step.
 _AT_FIRST = 0.5
+# An update that is another one takes a norm apart by a hundredth of a divergence that is not small, or less.
+_OF_A_METRIC = 1e-4
 _CLOSE, _STEPS = 1e-4, 3  # of a number, and how many of them
 
 
@@ -349,23 +351,25 @@ class View:
         from_the_start = self.step(0) == 1 and effect("loss", self.pairs[:1], None) > _TELLING * max(effects)
         if "loss" in self.at_first and not from_the_start and max(effects) <= _FAR:
             return False
-        if "metrics" in self.fields and "loss" not in self.fields and self._may_be_a_divergence:
-            return self._norms_apart == 0.0
-        return self._norms_apart == 0.0 or self._norms_apart < _TELLING * min(effects)
+        if "metrics" in self.fields and "loss" not in self.fields:
+            telling = 0.0 if self._may_be_a_divergence else _OF_A_METRIC
+        else:
+            telling = _TELLING
+        return self._norms_apart == 0.0 or self._norms_apart < telling * min(effects)
 
     @property
     def _may_be_a_divergence(self) -> bool:
         """Whether a metric that differs may be one from the first weights, such as a KL.
 
-        An update that is another one changes it by as much as itself, and a norm by less than its last digits. A metric
-        that differs in the first step, where it is as large as later, has nothing in front of it.
+        An update that is another one changes it by as much as itself, and a norm by less than its last digits. In the
+        first step it is hardly anything, where other metrics are as large as later. NaN is no other update's.
         """
-        if self.first or self.step(0) != 1:
-            return True
-        a, b = (one.metrics for one in self.pairs[0])
-        for name in (it for it in a.keys() & b.keys() if a[it] != b[it]):
-            most = max(abs(one.metrics.get(name, 0.0)) for one, _ in self.pairs)
-            if abs(a[name]) <= _AT_FIRST * most:
+        for name in self.reference.steps[0].metrics:
+            pairs = [(a.metrics.get(name, math.nan), b.metrics.get(name, math.nan)) for a, b in self.pairs]
+            known = [(x, y) for x, y in pairs if not math.isnan(x) and not math.isnan(y)]
+            if all(x == y for x, y in known):
+                continue
+            if self.step(0) != 1 or abs(known[0][0]) <= _AT_FIRST * max(abs(x) for x, _ in known):
                 return True
         return False
 
