@@ -1,5 +1,6 @@
 """Universal checkpoints of pipelines: what stages have under one name, and what no file of a conversion has."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ds_parity
 from tests.distributed.continuing import converted
@@ -282,6 +284,49 @@ def universal_of_an_extra_state(folder):
     return from_all([said, getattr(engine.module.tied_modules["scale"], "given", None)])
 
 
+class Masked(nn.Module):
+    """Has a buffer of what is no number, which it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([math.nan, -math.inf]))
+
+    def forward(self, x):
+        return x
+
+
+class Wrapped(nn.Module):
+    """Its state has other names than its parameters, as activation checkpointing has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = checkpoint_wrapper(nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+ODD = {"a mask": (Masked, True), "a wrapper": (Wrapped, False)}
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def universal_of_odd_layers(folder):
+    """By layer: what a load ends in, and how far it is off; of trained layers alone, without their files."""
+    results = {}
+    for name, (layer, copied) in ODD.items():
+        layers = [*(LayerSpec(nn.Linear, 6, 6) for _ in range(5)), LayerSpec(layer)]
+        engine = pipeline(layers)
+        saved(engine, f"{folder}/{name}")
+        if copied:
+            copy_layers(f"{folder}/{name}")
+        other = pipeline(layers)
+        said = refusal(lambda: other.load_checkpoint(f"{folder}/{name}"))  # noqa: B023
+        pairs = zip(engine.module.parameters(), other.module.parameters(), strict=True)
+        results[name] = from_all([said, all(torch.equal(one, its) for one, its in pairs)])
+    return results
+
+
 @at_length_on_two_ranks
 @alone_in_the_process
 def universal_by_functions(folder):
@@ -487,3 +532,8 @@ def test_a_part_of_a_tied_layer_stays_in_its_place_on_four_stages_or_two_or_is_r
 
 def test_a_tied_layer_with_extra_state_is_loaded(two_ranks_at_length):
     assert two_ranks_at_length.of(universal_of_an_extra_state) == [["nothing was raised", 0.5]] * 2
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_layers_with_numbers_that_are_none_and_with_other_names_are_loaded(two_ranks_at_length, name):
+    assert two_ranks_at_length.of(universal_of_odd_layers)[name] == [["nothing was raised", True]] * 2

@@ -304,6 +304,26 @@ def test_a_rate_in_use_that_is_one_over_the_ranks_looks_like_clipping_at_a_wrong
     assert {cause.name for cause in group} == {"clip-at-wrong-scale", "lr-in-use"}
 
 
+class LimitedAtTimes(Limited):
+    """Gradients of some steps are far longer than the limit; those of the others lie below it, and above its half."""
+
+    def gradient(self, at, gradient):
+        return gradient * (1.0, 0.15, 0.12)[at % 3]
+
+    def entering(self, at, gradient):
+        return gradient * min(1.0, self.limit / np.linalg.norm(gradient))
+
+
+class AtTimesOfHalfTheLimit(LimitedAtTimes):
+    limit = 2.0
+
+
+def test_half_a_limit_that_does_not_halve_every_update_is_no_rate_in_use():
+    a, b = started(LimitedAtTimes, START), started(AtTimesOfHalfTheLimit, START)
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert {cause.name for cause in found.causes} == {"clip-at-wrong-scale"}
+
+
 class NotZeroed(Run):
     """Every gradient is added to those of all steps before."""
 
@@ -332,18 +352,54 @@ class LosesStateBeforeARest(Rests):
         return 0 * buffer if at == 3 else buffer
 
 
-def resting(run, momentum):
+class OlderStartBeforeARest(Rests, OlderStart):
+    pass
+
+
+AT_REST = {"a rate of 0": {"lr": (0.0,)}, "a skipped step": {"skipped": True, "grad_norm": None}}
+
+
+def resting(run, momentum, rest="a rate of 0"):
     """A run whose log tells of the rest."""
     trace = with_momentum(run, momentum)().trace()
-    steps = [one.model_copy(update={"lr": (0.0 if one.step == 5 else 0.01,)}) for one in trace.steps]
+    changes = {5: AT_REST[rest]}
+    steps = [one.model_copy(update={"lr": (0.01,)} | changes.get(one.step, {})) for one in trace.steps]
     return Trace(trace.header, tuple(steps))
 
 
+@pytest.mark.parametrize("rest", AT_REST)
 @pytest.mark.parametrize(("momentum", "others"), [(0.9, set()), (0.99, {"weights-of-the-step-before"})])
-def test_a_momentum_that_is_lost_before_a_step_without_an_update_is_named(momentum, others):
-    a, b = (resting(run, momentum) for run in (Rests, LosesStateBeforeARest))
+def test_a_momentum_that_is_lost_before_a_step_without_an_update_is_named(momentum, others, rest):
+    a, b = (resting(run, momentum, rest) for run in (Rests, LosesStateBeforeARest))
     (group,) = grouped(diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes)
     assert {cause.name for cause in group} == {"resume-loses-optimizer", "momentum", *others}
+
+
+@pytest.mark.parametrize("rest", AT_REST)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_weights_of_the_step_before_are_no_lost_momentum_before_a_step_without_an_update(momentum, rest):
+    """The whole update before is missing: the momentum would be 1, which no run has."""
+    a, b = (resting(run, momentum, rest) for run in (Rests, OlderStartBeforeARest))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert {cause.name for cause in found.causes} == {"weights-of-the-step-before"}
+
+
+class Steady(Run):
+    def rate(self, at):
+        return 0.01
+
+
+class SteadyLostState(Steady, LostState):
+    pass
+
+
+@pytest.mark.parametrize("momentum", [0.985, 0.99])
+def test_a_momentum_near_one_that_is_lost_is_told_from_weights_of_the_step_before_by_the_next_step(momentum):
+    """Weights of the step before stay as far apart."""
+    a, b = (with_momentum(run, momentum)().trace() for run in (Steady, SteadyLostState))
+    a, b = (Trace(it.header, tuple(one.model_copy(update={"lr": (0.01,)}) for one in it.steps)) for it in (a, b))
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert {cause.name for cause in found.causes} == {"resume-loses-optimizer"}
 
 
 def diagnosed(fault):

@@ -6,7 +6,7 @@ from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.trace import Trace
-from tests.parity.test_diagnosis_of_weights import MOMENTUM, START, STEPS, Run, started
+from tests.parity.test_diagnosis_of_weights import MOMENTUM, START, STEPS, Run, started, with_momentum
 
 BOTH = {"resume-loses-optimizer", "momentum"}
 
@@ -39,6 +39,13 @@ def named(fault, *, steps=STEPS):
 @pytest.mark.parametrize("momentum", [0.8, 0.5, 0.0, 0.95])
 def test_another_momentum_is_no_lost_state(momentum, since):
     assert named(other_momentum(momentum, since)) == {"momentum"}
+
+
+def test_a_momentum_near_one_in_place_of_none_keeps_no_gradients_where_norms_agree():
+    """Gradients that are not set to zero are longer."""
+    a, b = (started(with_momentum(Run, momentum), START) for momentum in (0.0, 0.99))
+    causes = diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes
+    assert {cause.name for cause in causes} == {"momentum"}
 
 
 @pytest.mark.parametrize("since", [1, 3])

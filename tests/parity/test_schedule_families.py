@@ -135,6 +135,16 @@ def test_a_schedule_without_its_warm_up_is_as_many_steps_ahead(kind, warm_up):
 
 
 @KINDS
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_step_ahead_or_behind_is_no_warm_up_of_one_step(kind, by):
+    """One that begins at its highest rate is as well none."""
+    a = schedule(kind, 100)
+    named = first_group(a, lambda n: a(max(0, n + by)), steps=12)
+    assert "schedule-off-by-steps" in named
+    assert "another-warm-up" not in named
+
+
+@KINDS
 @pytest.mark.parametrize("warm_up", [3, 5])
 def test_no_warm_up_is_named_where_rates_are_those_of_the_next_step(kind, warm_up):
     a, b = (schedule(kind, 100, steps) for steps in (warm_up, 0))

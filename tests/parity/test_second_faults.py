@@ -28,7 +28,7 @@ def exponential(step):
 def trained(
     rate=cosine, *, logged=None, weights=False, others=STEPS + 1, skipped=(), limit=math.inf, momentum=0.0, start=None
 ):
-    """A regression by SGD in fp64, on other rows in every step.
+    """A regression by SGD in fp64, on other rows in every step; checksums are of weights in fp32.
 
     Args:
         rate: of a step.
@@ -54,9 +54,8 @@ def trained(
             "grad_norm": float(np.linalg.norm(gradient)),
             "lr": ((logged or rate)(step),),
         }
-        kept = Weights(
-            checksum=hashlib.sha256(now.tobytes()).hexdigest(), norm=float(np.linalg.norm(now)), sketch=tuple(now)
-        )
+        checksum = hashlib.sha256(now.astype(np.float32).tobytes()).hexdigest()
+        kept = Weights(checksum=checksum, norm=float(np.linalg.norm(now)), sketch=tuple(now))
         if step in skipped:
             figures |= {"grad_norm": None, "skipped": True}
         steps.append(StepRecord(step=step, **COUNTS, **figures, weights=kept if weights else None))
@@ -219,6 +218,31 @@ def test_equal_weights_behind_the_first_step_show_a_wrong_log_beside_another_mom
     assert ("reported-lr" in groups[0]) == logged_wrong
 
 
+def behind_no_gradient(trace):
+    """The same run with a first step whose micro-batches have no gradient, such as those of equal advantages."""
+    first, *others = trace.steps
+    return replace(trace, steps=(first.model_copy(update={"grad_norm": 0.0, "skipped": False}), *others))
+
+
+@pytest.mark.parametrize("rate", [slowly, cosine])
+def test_equal_weights_behind_a_step_without_a_gradient_show_no_wrong_log(rate):
+    one, other = (trained(it, weights=True, skipped=(1,)) for it in (rate, lambda step: rate(step + 1)))
+    groups, _ = named(behind_no_gradient(one), behind_no_gradient(other))
+    assert "schedule-off-by-steps" in groups[0]
+    assert "reported-lr" not in groups[0]
+
+
+def test_equal_weights_show_no_wrong_log_where_a_rate_differs_by_its_last_digit():
+    """The schedule is half as long, and its first rate is computed in another order."""
+
+    def half(step):
+        return cosine(min(STEPS, 2 * step - 2)) if step > 1 else math.nextafter(cosine(0), 1.0)
+
+    groups, _ = named(trained(lambda step: cosine(step - 1), weights=True), trained(half, weights=True))
+    assert "schedule-too-short" in groups[0]
+    assert "reported-lr" not in groups[0]
+
+
 @pytest.mark.parametrize("rate", [slowly, warmed, cosine])
 @pytest.mark.parametrize("limit", [1.0, math.inf])
 def test_a_rate_of_the_next_step_that_was_trained_with_needs_no_second_fault(rate, limit):
@@ -271,3 +295,16 @@ def test_gradients_at_a_rate_of_0_are_not_shown_by_weights(optimizer, since):
     groups, diagnosis = named(one, Trace(one.header, tuple(steps)))
     assert not {"reported-norm", "another-divisor"} & set().union(*groups), groups
     assert {"gradient", "logging"} <= set(diagnosis.classes)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("at", [1, STEPS])
+@pytest.mark.parametrize(
+    ("field", "value", "name"), [("tokens", 1800, "reported-counts"), ("loss", 90.0, "reported-loss")]
+)
+def test_a_step_at_a_rate_of_0_that_is_logged_otherwise_is_named_by_norms(field, value, name, at, weights):
+    """Weights say nothing of it, and take nothing away from what losses and norms show."""
+    one = trained(lambda step: 0.0 if step == at else 0.02, weights=weights)
+    steps = [it.model_copy(update={field: value} if it.step == at else {}) for it in one.steps]
+    groups, _ = named(one, Trace(one.header, tuple(steps)))
+    assert name in groups[0], groups

@@ -169,8 +169,10 @@ def _untrained(model: Any, folder: Path, trained: set[int]) -> Iterator[tuple[Pa
     """Yield each layer of this stage with frozen weights or buffers, with the file that has it, and their names."""
     for number, layer in enumerate(model.forward_funcs):
         if isinstance(layer, torch.nn.Module):
+            # A hook of a module may give the state other names, or copies of what is in it.
             stepped = {name for name, one in layer.named_parameters(remove_duplicate=False) if id(one) in trained}
-            names = [name for name in layer.state_dict() if name not in stepped]
+            state = layer.state_dict(keep_vars=True)
+            names = [name for name, one in state.items() if id(one) not in trained and name not in stepped]
             if names:
                 yield Path(model.ckpt_layer_path(str(folder), number)), layer, names
 
@@ -213,9 +215,15 @@ def _unlike(model: Any, folder: Path, trained: set[int], *, strict: bool) -> str
             shapes = [tuple(one.shape) for one in pair if isinstance(one, torch.Tensor)]
             if len(shapes) > 1 and shapes[0] != shapes[1]:
                 return f"{name} of {file.name} has the shape {shapes[1]}, and this model's has {shapes[0]}"
-        other, held = before.setdefault(id(layer), (file.name, saved))
-        for name in names:
-            one, again = held.get(name), saved.get(name)
-            if isinstance(one, torch.Tensor) and isinstance(again, torch.Tensor) and not torch.equal(one, again):
-                return f"{name} of a tied layer is one in {other} and another in {file.name}. {_WITHOUT}"
+        other, held = before.get(id(layer), (file.name, {}))
+        parted = next((name for name in names if not _alike(held.get(name), saved.get(name))), None)
+        if parted is not None:
+            return f"{parted} of a tied layer is one in {other} and another in {file.name}. {_WITHOUT}"
+        before[id(layer)] = file.name, saved
     return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return True  # a file is not there, or this is extra state
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -45,10 +45,12 @@ def possible(view: View) -> tuple[str, ...]:
         found |= {"gradient", "loss"} | ({"data"} if "loss" in at else set())
     else:
         found |= _of_counts(at) | _of_figures(view, at)
-    if at & {"loss", "grad_norm", "weights", "metrics"} and not at & {"rollouts", "step"}:
+    # A KL shows weights more closely than a loss or a norm.
+    metric = "metrics" in at and _is_another_metric(view)
+    if (metric or at & {"loss", "grad_norm", "weights"}) and not at & {"rollouts", "step"}:
         found |= _of_updates_before(view)
-        if at & {"metrics"} and view.first == 0 and _far_from_the_start(view):
-            found |= {"weights"}  # a KL shows weights more closely than a loss or a norm
+        if metric and view.first == 0 and _far_from_the_start(view):
+            found |= {"weights"}
     if not _trained_apart(view):
         found |= {"logging"}
     return tuple(name for name in CLASSES if name in found)
@@ -82,6 +84,14 @@ def _of_figures(view: View, at: set[str]) -> set[str]:
 def _of_counts(at: set[str]) -> set[str]:
     found = {"data", "loss"} if at & {"tokens", "prompts", "metrics"} else set()
     return found | ({"gradient", "data"} if at & {"total", "passes", "idle_passes"} else set())
+
+
+def _is_another_metric(view: View) -> bool:
+    """Whether both sides have a number for a metric that differs in the first step that does."""
+    if view.first == len(view.pairs):
+        return False
+    a, b = (one.metrics for one in view.pairs[view.first])
+    return any(a[it] != b[it] and math.isfinite(a[it]) and math.isfinite(b[it]) for it in a.keys() & b.keys())
 
 
 def _of_loss(view: View) -> set[str]:

@@ -266,8 +266,15 @@ class View:
             return False
         if "skipped" in self.fields:
             return self._steps_taken_alike
-        if self.recorded("weights"):
-            return (self.weights_alike and not self.forgetting) or self._norms_tell
+        if not self.recorded("weights"):
+            return self._shown_without_weights
+        if (self.weights_alike and not self.forgetting) or self._norms_tell:
+            return True
+        # Where a rate of 0 moves no weights, norms and losses show what they do without weights.
+        return self.weights_apart == 0.0 and self._shown_without_weights
+
+    @property
+    def _shown_without_weights(self) -> bool:
         rounded = self.reference.precision.keys() | self.candidate.precision.keys()
         equal = self.fields <= COUNTED and self._equal_in_every_digit
         if not self.agrees("grad_norm") or ("grad_norm" in rounded and not equal):
@@ -362,11 +369,11 @@ class View:
         """Whether a metric that differs may be one from the first weights, such as a KL.
 
         An update that is another one changes it by as much as itself, and a norm by less than its last digits. In the
-        first step it is hardly anything, where other metrics are as large as later. NaN is no other update's.
+        first step it is hardly anything, where other metrics are as large as later. NaN and inf are no other update's.
         """
         for name in self.reference.steps[0].metrics:
             pairs = [(a.metrics.get(name, math.nan), b.metrics.get(name, math.nan)) for a, b in self.pairs]
-            known = [(x, y) for x, y in pairs if not math.isnan(x) and not math.isnan(y)]
+            known = [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
             if all(x == y for x, y in known):
                 continue
             if self.step(0) != 1 or abs(known[0][0]) <= _AT_FIRST * max(abs(x) for x, _ in known):
