@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from ds_parity.parity.diagnosis.certain import OTHER_SPLIT
 from ds_parity.trace import Trace
 from tests.commands import ds_parity
-from tests.parity.test_forgotten_lengths import found, run
+from tests.parity.test_forgotten_lengths import found, run, times
 
 NUMBERS = [(2.30123, 1.04217, 80), (4.17442, 2.58109, 85), (2.88071, 1.93466, 87), (3.08592, 2.05318, 81)]
 
@@ -55,3 +56,22 @@ def test_passes_beside_rollouts_are_logged_otherwise():
     one = run()
     other = Trace(one.header, tuple(it.model_copy(update={"passes": 2, "rollouts": 24}) for it in one.steps))
     assert [cause.name for cause in found(one, other).causes] == ["reported-counts"]
+
+
+@pytest.mark.parametrize("options", [{"scale": times(2.0)}, {"logged": lambda at, norm: norm / 4}, {"decay": 0.1}])
+def test_passes_of_another_split_hide_no_other_fault(options):
+    """What differs beside them is named as it is where passes are the same."""
+    one, other = run(told=False), run(told=False, **options)
+    halves = Trace(other.header, tuple(it.model_copy(update={"passes": 8, "idle_passes": 1}) for it in other.steps))
+    alike, split = found(one, other), found(one, halves)
+    assert [cause.name for cause in split.causes] == [cause.name for cause in alike.causes]
+    assert split.classes == alike.classes
+    assert split.certain == (*alike.certain, OTHER_SPLIT)
+
+
+def test_passes_beside_other_totals_are_no_other_split():
+    """Windows whose shares are passes have another total with other passes."""
+    one = run()
+    changed = {"passes": 2, "total": 2.0, "loss": 9.0}
+    other = Trace(one.header, tuple(it.model_copy(update=changed) for it in one.steps))
+    assert OTHER_SPLIT not in found(one, other).certain

@@ -148,8 +148,10 @@ def _of_another_stage(
             continue  # refused as another set of trained parameters
         stage = stages[0]
         there = saved_places(saved[stage])
-        if there is None:  # saved by bare DeepSpeed, or a release before this one
-            same, where = len(saved) == model.num_stages and stage == model.stage_id, "in layers that it does not tell"
+        if there is None:  # saved by bare DeepSpeed, or a release before this one: by the layers beside it
+            beside = _numbers(_trained_then(saved[stage])) == _numbers(_trained_now(model, trained))
+            same = len(saved) == model.num_stages and stage == model.stage_id and beside
+            where = "in layers that it does not tell"
         else:
             layers = there.get(key, [])
             same, where = set(here[key]) <= set(layers), f"in the layers {layers}"
@@ -159,6 +161,15 @@ def _of_another_stage(
                 f"{model.num_stages} trains it, in the layers {here[key]}"
             )
     return None
+
+
+def _trained_now(model: Any, trained: set[int]) -> set[str]:
+    return {name for name, one in model.named_parameters() if id(one) in trained}
+
+
+def _numbers(names: Iterable[str]) -> set[str]:
+    """The numbers of the layers that parameters are of, but for tied ones."""
+    return {number for name in names if (number := name.partition(".")[0]).isdigit()}
 
 
 def _trained_then(stage: Mapping[str, Any]) -> set[str]:

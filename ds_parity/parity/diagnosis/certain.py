@@ -22,6 +22,11 @@ _WORDS = {
     "weights": "weights",
 }  # in the order in which a step comes to them
 
+OTHER_SPLIT = (
+    "windows of the same rollouts have other numbers of passes: micro-batches of another size make the same step, and "
+    "so does a log that counts passes otherwise"
+)
+
 
 def certain(view: View) -> tuple[str, ...]:
     """Return what the record shows, in sentences."""
@@ -35,10 +40,7 @@ def _sentences(view: View) -> Iterator[str]:
         said = f"first to differ, in step {step}: {_listed(fields)}"
         yield said + "".join(f"; from step {later} on also {_listed(names)}" for later, names in rest)
     if view.fields and view.fields <= SPLIT:
-        yield (
-            "windows have other numbers of passes, and nothing else that is recorded differs: micro-batches of another "
-            "size make the same step, and so does a log that counts passes otherwise"
-        )
+        yield OTHER_SPLIT
     yield from windows.facts(view)
     yield from gradient.facts(view)
     yield from updates.facts(view)

@@ -34,7 +34,9 @@ def possible(view: View) -> tuple[str, ...]:
         if view.fields <= SPLIT:
             return ("data", "logging")
         # A loss may have the same gradient and another value.
-        return ("loss", "logging") if "loss" in view.fields and not exact_factor(view) else ("logging",)
+        # So may a term of it that a metric tells of, and that has a small coefficient.
+        another = ("loss" in view.fields and not exact_factor(view)) or "metrics" in view.fields
+        return ("loss", "logging") if another else ("logging",)
     at = view.at_first or view.fields
     found: set[str] = set()
     if at & {"rollouts", "step"}:

@@ -20,8 +20,9 @@ from ds_parity.parity.diagnosis import (
 )
 from ds_parity.parity.diagnosis.alike import not_excluded
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.diagnosis.certain import certain
+from ds_parity.parity.diagnosis.certain import OTHER_SPLIT, certain
 from ds_parity.parity.diagnosis.classes import possible
+from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
 from ds_parity.parity.diagnosis.learning_rate import without_rounding_of_rates
 from ds_parity.parity.diagnosis.next_step import telling
@@ -55,6 +56,10 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
     view = View(_seen(reference, stretch), _seen(candidate, stretch), comparison, begin)
     if not view.pairs:
         return NOTHING
+    split = _split_alike(view)
+    if split is not None:
+        found = diagnose(split, view.candidate, compare(split, view.candidate, comparison.tier, comparison.dtype))
+        return replace(found, certain=(*found.certain, OTHER_SPLIT))
     rates = without_rounding_of_rates(view)
     if rates is not None:
         # One side wrote its rates as numbers of fp32, which is no reason for anything else that differs.
@@ -69,6 +74,22 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
         not_excluded=() if causes else tuple(name for name in not_excluded(view) if name not in named),
         next="" if causes else telling(view, classes),
     )
+
+
+def _split_alike(view: View) -> Trace | None:
+    """Return the reference with the candidate's passes, where windows of the same rollouts have others.
+
+    Micro-batches of another size are no reason for anything else that differs.
+
+    Returns:
+        None where nothing else does, or windows are not known to be the same.
+    """
+    others = view.fields - SPLIT
+    if not view.fields & SPLIT or not others or others & {"step", "rollouts", "total"} or not view.recorded("rollouts"):
+        return None
+    passes = {b.step: {name: getattr(b, name) for name in SPLIT} for _, b in view.pairs}
+    steps = [it.model_copy(update=passes.get(it.step, {})) for it in view.reference.steps]
+    return replace(view.reference, steps=tuple(steps))
 
 
 def _causes(view: View) -> tuple[Cause, ...]:

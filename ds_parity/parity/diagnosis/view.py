@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +27,7 @@ _WIDE = 2e-5
 _SHOWN_BY = ("loss", "grad_norm")
 # Of its largest value: a divergence from the first weights is below it in the first step.
 _AT_FIRST = 0.5
+_MADE_UP = 1e-4
 # An update that is another one takes a norm apart by a hundredth of a divergence that is not small, or less.
 _OF_A_METRIC = 1e-4
 _CLOSE, _STEPS = 1e-4, 3  # of a number, and how many of them
@@ -303,10 +305,23 @@ class View:
         """
         if self.fields & {"step", "skipped", "weights"} or len(self.pairs) < 2 or not self.recorded("weights"):
             return False
+        if self._make_up_for_each_other:
+            return False
         apart = self.weights_apart
         if apart == 0.0:
             return self._any_was_taken
         return apart is not None and apart < _TELLING * min(self._effects)
+
+    @property
+    def _make_up_for_each_other(self) -> bool:
+        """Whether gradients are longer by what rates are smaller by, in every step: SGD takes the same steps then."""
+        if not {"lr", "grad_norm"} <= self.fields:
+            return False
+        taken = [(a, b) for a, b in self.pairs if not (a.skipped and b.skipped)]
+        if not all(a.lr and b.lr and len(a.lr) == len(b.lr) and a.grad_norm and b.grad_norm for a, b in taken):
+            return False
+        moved = [(x * (a.grad_norm or 0.0), y * (b.grad_norm or 0.0)) for a, b in taken for x, y in _paired(a.lr, b.lr)]
+        return all(near(y, x, _MADE_UP) for x, y in moved)
 
     @property
     def _any_was_taken(self) -> bool:
@@ -460,6 +475,10 @@ def _ratio(reference: object, candidate: object) -> float | None:
         return None
     ratio = candidate / reference
     return ratio if math.isfinite(ratio) else None
+
+
+def _paired(one: tuple[float, ...] | None, other: tuple[float, ...] | None) -> Iterator[tuple[float, float]]:
+    return zip(one or (), other or (), strict=True)
 
 
 def _both_idle(a: StepRecord, b: StepRecord) -> bool:
