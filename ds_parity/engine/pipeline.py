@@ -39,6 +39,7 @@ from ds_parity.engine.internals.stages import (
     count_none,
     count_what_is_not_shared,
     lost_by_a_load,
+    norms_over_stages,
     reduce_kept_sums,
     shared_weights,
 )
@@ -73,6 +74,7 @@ class _Column:
         rates: learning rates of its coming step, one for each parameter group.
         plans: numbers of the plans that it has begun in this window (`MicroBatch.plan_number`).
         ties: whether it trains each weight that its stage shares with others, by its name.
+        norms: how many norms its step adds up over the stages (`norms_over_stages`).
     """
 
     number: int
@@ -82,6 +84,7 @@ class _Column:
     rates: tuple[str, ...] = field(default=(), compare=False)
     plans: tuple[int, ...] = field(default=(), compare=False)
     ties: Mapping[str, bool] = field(default_factory=dict, compare=False)
+    norms: int = field(default=0, compare=False)
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -329,7 +332,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         plans = read.tell()
         rates = rates_in_digits(self.__wrapped__)
         ties = shared_weights(self.module, chain.from_iterable(choose(self.__wrapped__).groups()))
-        said = _Column(self._own_column, counts, runs, stage, rates, plans, ties)
+        norms = norms_over_stages(self.__wrapped__)
+        said = _Column(self._own_column, counts, runs, stage, rates, plans, ties, norms)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
             if any(one.plans != plans for one in gathered):
@@ -450,7 +454,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
 
 
 def _refuse_parted(gathered: Sequence[_Column]) -> None:
-    """Raise RankDesyncError where stages of a column differ, or learning rates, or what is trained of a tied layer."""
+    """Raise RankDesyncError where stages of a column differ, learning rates, groups, or what is trained of a tie."""
     for rank, one in enumerate(gathered):
         first = next(other for other in gathered if other.number == one.number)
         if first != one:
@@ -465,6 +469,13 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
                 f"rank {rank} has the learning rates {', '.join(one.rates)}, and another column of its stage has "
                 f"{', '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
                 "rates on all ranks alike, by the same metric"
+            )
+        if one.norms != gathered[0].norms:
+            raise RankDesyncError(
+                f"rank {rank}, of stage {one.stage} of the pipeline, has parameters in {one.norms} parameter groups, "
+                f"and stage {gathered[0].stage} in {gathered[0].norms}: on ZeRO 1 stages add up a norm for each group, "
+                "and would wait for each other for ever. The weights are as they were. Give each stage a parameter in "
+                "each group, or all of them one group, or take ZeRO 0"
             )
         for name, trained in one.ties.items():
             first = next(other for other in gathered if name in other.ties)

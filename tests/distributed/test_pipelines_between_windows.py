@@ -28,12 +28,16 @@ class Broken(lr_scheduler.LambdaLR):
         return None + 1 if self.last_epoch > 0 else super().step(epoch)
 
 
-def build(cell, stages=2, frozen=(), loss_fn=squares, scheduler=None, given=lambda one: one.requires_grad):
+def build(
+    cell, stages=2, frozen=(), loss_fn=squares, scheduler=None, given=lambda one: one.requires_grad, by_stage=False
+):
     stage, more = CELLS[cell]
     pipeline = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
     for name, one in pipeline.named_parameters():
         one.requires_grad_(name not in frozen)
     trained = [one for one in pipeline.parameters() if given(one)]
+    if by_stage and pipeline.stage_id:
+        trained = [{"params": [one for one in trained if one.dim() == dim]} for dim in (1, 2)]
     extended = config(stage, **more)
     if scheduler is not None:
         del extended["scheduler"]
@@ -101,6 +105,7 @@ def trained(cell, found):
     engine = build(cell, given=lambda one: one.dim() > 1)
     trains(engine)
     found["a part is given"] = trains(engine, 1)
+    found["groups of a stage"] = trains(build(cell, by_stage=True))
     with torch.no_grad():
         found["no_grad"] = trains(build(cell))
 
@@ -223,6 +228,13 @@ SAID = {
 def test_what_is_done_between_windows(found, cell, case):
     for one in found:
         assert re.search(SAID[case], one[case], re.DOTALL), one[case]
+
+
+@pytest.mark.parametrize("cell", MARKED)
+def test_stages_with_other_numbers_of_groups_are_refused_where_they_add_up_a_norm_for_each(found, cell):
+    said = "RankDesyncError: rank ., of stage 1 of the pipeline, has parameters in 2 parameter groups"
+    for one in found:
+        assert re.search(said if cell[0] == "1" else GOES_ON, one["groups of a stage"]), one["groups of a stage"]
 
 
 @pytest.mark.parametrize("cell", MARKED)

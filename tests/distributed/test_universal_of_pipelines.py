@@ -103,13 +103,17 @@ def copy_layers(path):
     dist.barrier()
 
 
-def forget(path, *names):
-    """Take out of a universal checkpoint what releases before have not written."""
+def forget(path, *names, others=False):
+    """Take out of a universal checkpoint what releases before have not written; `others`: and a layer of each stage."""
     if dist.get_rank() == 0:
         for file in Path(path, "universal").glob("mp_rank_*"):
             state = torch.load(file, weights_only=False)
             for name in names:
                 del state["ds_parity"][name]
+            if others:
+                for shapes in state["param_shapes"]:
+                    for name in [name for name in shapes if name.startswith(("1.", "4."))]:
+                        del shapes[name]
             torch.save(state, file)
     dist.barrier()
 
@@ -218,7 +222,7 @@ def on_other_stages(folder, cases):
         there = biases(engine)
         deepspeed.utils.groups.mpu = None
         if name.startswith("without places"):
-            forget(path, "tied")
+            forget(path, "tied", others="other layers" in name)
         loading = pipeline(scaled(BIASED["both"]), behind, own=own_then)
         said = refusal(lambda: loading.load_checkpoint(path))  # noqa: B023
         results[name] = [from_all(said), there, biases(loading)]
@@ -238,6 +242,7 @@ OF_TWO = {
     "1 to 2, the last": ((1, [0]), (2, [1])),
     "1 to 2, both": ((1, [0]), (2, [0, 1])),
     "without places, 2 to 2": ((2, [1]), (2, [1])),
+    "without places, 2 to 2, other layers": ((2, [1]), (2, [1])),
     "without places, 2 to 2, another": ((2, [1]), (2, [0])),
     "without places, 1 to 2": ((1, [0]), (2, [0])),
 }
@@ -502,6 +507,7 @@ REFUSED = {
     "2 to 1, frozen otherwise": "bias of a tied layer is one in layer_00-model_states.pt and another in layer_05",
     "1 to 2, both": "stages 0 and 1 each train tied_modules.scale.bias of their own, of which it has one",
     "without places, 2 to 2, another": "stage 1 of 2 has saved tied_modules.scale.bias of its own, in layers that it",
+    "without places, 2 to 2, other layers": "stage 1 of 2 has saved tied_modules.scale.bias of its own, in layers that",
     "without places, 1 to 2": "stage 0 of 1 has saved tied_modules.scale.bias of its own, in layers that it",
     "4 to 2, another": "stage 0 of 4 has saved tied_modules.scale.bias of its own, in the layers [0], and stage 1 of 2",
     "2 to 4, another": "stage 1 of 2 has saved tied_modules.scale.bias of its own, in the layers [5], and stage 0 of 4",

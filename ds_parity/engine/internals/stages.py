@@ -174,6 +174,21 @@ def layer_without_a_file(model: Any, folder: Path) -> str | None:
     return None
 
 
+def norms_over_stages(engine: Any) -> int:
+    """Return how many norms a step on ZeRO 1 adds up over the stages: one for each parameter group of a stage.
+
+    A stage with fewer of them leaves the others waiting for ever (runtime/zero/stage_1_and_2.py,
+    get_grad_norm_direct, 0.19.8).
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+
+    Returns:
+        0 where an optimizer adds up one norm for all groups.
+    """
+    return len(getattr(engine.optimizer, "bit16_groups", ()))
+
+
 def shared_weights(model: Any, stepped: Iterable[Any]) -> dict[str, bool]:
     """Return whether each weight is trained that this stage shares with others, by its name.
 
