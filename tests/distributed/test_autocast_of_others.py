@@ -9,7 +9,7 @@ from ds_parity.engine.internals.autocast import torch_autocast
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, from_all, perceptron
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 
 pytestmark = [
     pytest.mark.ranks,
@@ -46,12 +46,11 @@ def _trained(engine):
     return engine.global_steps, engine.skipped_steps, weights
 
 
-@on_two_ranks
-def autocast_of_others(folder):
+def of_others(stages):
     """By stage and kind: alone, behind an engine that was built before, and in front of one that is built since."""
     found = {}
     with fp16_allowed():
-        for stage in STAGES:
+        for stage in stages:
             for kind, given in KINDS.items():
                 # DeepSpeed has no sums in fp32 on ZeRO 0.
                 keys = given if stage else {key: value for key, value in given.items() if key != "data_types"}
@@ -67,13 +66,38 @@ def autocast_of_others(folder):
     return from_all(found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_trains_as_it_does_alone(two_ranks, stage, kind):
-    for found in two_ranks.of(autocast_of_others):
-        alone, behind, before = found[f"{stage}-{kind}"]
+OFTEN, SELDOM = (1, 3), (0, 2)
+
+
+@on_two_ranks
+def autocast_of_others(folder):
+    return of_others(OFTEN)
+
+
+@at_length_on_two_ranks
+def autocast_of_others_at_length(folder):
+    return of_others(SELDOM)
+
+
+def trains_as_alone(every, name):
+    for found in every:
+        alone, behind, before = found[name]
         assert alone[:2] == [3, 0]
         assert behind == alone
         assert before == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", OFTEN)
+def test_an_engine_trains_as_it_does_alone(two_ranks, stage, kind):
+    trains_as_alone(two_ranks.of(autocast_of_others), f"{stage}-{kind}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", SELDOM)
+def test_an_engine_of_the_other_stages_trains_as_it_does_alone(two_ranks_at_length, stage, kind):
+    trains_as_alone(two_ranks_at_length.of(autocast_of_others_at_length), f"{stage}-{kind}")
 
 
 @on_two_ranks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_parity
 from tests.distributed.cells import config
 from tests.distributed.engines import build, from_all, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 CELLS = {
@@ -50,11 +50,10 @@ def _is_stale(file, which):
     return which in own and own[which] in file
 
 
-@on_two_ranks
-def stale_files(folder):
+def stale_files_in(cells, folder):
     """By cell and what is left of an earlier save under the tag: what a load ends in; then with weights alone."""
     results = {}
-    for cell in CELLS:
+    for cell in cells:
         path = Path(folder) / cell.replace(" ", "-")
         engine = _trained(cell, 1)
         engine.save_checkpoint(str(path), tag="best")
@@ -79,10 +78,36 @@ def stale_files(folder):
     return results
 
 
+OFTEN, SELDOM = ("1 bf16 summed in fp32", "2 fp32", "3 fp32"), ("1 fp32", "2 bf16")
+
+
+@on_two_ranks
+def stale_files(folder):
+    return stale_files_in(OFTEN, folder)
+
+
+@at_length_on_two_ranks
+def stale_files_at_length(folder):
+    return stale_files_in(SELDOM, folder)
+
+
+MARKED = [
+    *(pytest.param(one, marks=pytest.mark.waits_for("two_ranks")) for one in OFTEN),
+    *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.waits_for("two_ranks_at_length")]) for one in SELDOM),
+]
+
+
+@pytest.fixture
+def of_cell(request, cell):
+    """What loads of a cell have ended in."""
+    fixture, task = ("two_ranks", stale_files) if cell in OFTEN else ("two_ranks_at_length", stale_files_at_length)
+    return request.getfixturevalue(fixture).of(task)
+
+
 @pytest.mark.parametrize("which", STALE[1:])
-@pytest.mark.parametrize("cell", CELLS)
-def test_files_of_two_saves_are_refused_on_every_rank(two_ranks, cell, which):
-    answers = two_ranks.of(stale_files)[f"{cell} {which}"]
+@pytest.mark.parametrize("cell", MARKED)
+def test_files_of_two_saves_are_refused_on_every_rank(of_cell, cell, which):
+    answers = of_cell[f"{cell} {which}"]
     assert all(
         said.startswith(("CheckpointError: load_checkpoint(", "RankDesyncError: load_checkpoint(")) for said in answers
     )
@@ -90,13 +115,12 @@ def test_files_of_two_saves_are_refused_on_every_rank(two_ranks, cell, which):
     assert len(set(answers)) == 1
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_one_save_is_loaded_and_so_are_its_weights_alone_beside_an_optimizer_of_before(two_ranks, cell):
-    results = two_ranks.of(stale_files)
+@pytest.mark.parametrize("cell", MARKED)
+def test_one_save_is_loaded_and_so_are_its_weights_alone_beside_an_optimizer_of_before(of_cell, cell):
     for which in ("none", "none, weights alone", *(f"{one}, weights alone" for one in STALE[1:4])):
         if cell.startswith("3") and which != "none":
             continue  # ZeRO 3 has the weights in the optimizer's files
-        assert set(results[f"{cell} {which}"]) == {"nothing was raised"}, which
+        assert set(of_cell[f"{cell} {which}"]) == {"nothing was raised"}, which
 
 
 class Named(torch.nn.Module):

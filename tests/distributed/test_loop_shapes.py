@@ -12,7 +12,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 import ds_parity
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import from_all, perceptron, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 from tests.older_refusals import may_run
 
 pytestmark = pytest.mark.ranks
@@ -193,16 +193,29 @@ def oracle():
     return [p.detach().flatten().tolist() for p in model.parameters()]
 
 
-@on_two_ranks
-def loops_of_other_shapes(folder):
+def of_other_shapes(cells):
     """By cell and shape: the weights, and the last step's loss; the usual loop and the oracle beside them."""
     results = {"oracle": oracle()}
-    for stage, kind in CELLS:
+    for stage, kind in cells:
         cell = {"usual": run(stage, kind, usual)}
         for name in shapes(kind):
             cell[name] = run(stage, kind, SHAPES[name])
         results[f"{stage} {kind}"] = cell
     return results
+
+
+OFTEN = [cell for cell in CELLS if cell[1] in ("fp32", "bf16")]
+SELDOM = [cell for cell in CELLS if cell not in OFTEN]
+
+
+@on_two_ranks
+def loops_of_other_shapes(folder):
+    return of_other_shapes(OFTEN)
+
+
+@at_length_on_two_ranks
+def loops_of_other_shapes_at_length(folder):
+    return of_other_shapes(SELDOM)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -212,9 +225,16 @@ def test_the_usual_loop_steps_as_the_oracle_does(two_ranks, stage):
         assert own == pytest.approx(right, abs=2e-7)
 
 
-@pytest.mark.parametrize(("stage", "kind", "shape"), [(*cell, shape) for cell in CELLS for shape in shapes(cell[1])])
+@pytest.mark.parametrize(("stage", "kind", "shape"), [(*cell, shape) for cell in OFTEN for shape in shapes(cell[1])])
 def test_a_loop_of_another_shape_takes_the_same_steps_bit_for_bit(two_ranks, stage, kind, shape):
     cell = two_ranks.of(loops_of_other_shapes)[f"{stage} {kind}"]
+    assert cell[shape] == cell["usual"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind", "shape"), [(*cell, shape) for cell in SELDOM for shape in shapes(cell[1])])
+def test_so_it_does_where_gradients_lie_in_other_buffers(two_ranks_at_length, stage, kind, shape):
+    cell = two_ranks_at_length.of(loops_of_other_shapes_at_length)[f"{stage} {kind}"]
     assert cell[shape] == cell["usual"]
 
 
@@ -313,17 +333,30 @@ STRAY_CELLS = [
 STRAY_CELLS.remove((3, "fp32", on_one_rank))
 
 
-@on_two_ranks
-def gradients_from_elsewhere(folder):
+def from_elsewhere(cells):
     """By cell and place: what each rank is answered."""
     results = {}
-    for stage, kind, place in STRAY_CELLS:
+    for stage, kind, place in cells:
         engine, _ = engine_of(stage, kind, Tiled() if place is tiled else None)
         alone = place is on_one_rank and stage == 2
         said = _answer(place, engine, _stray(engine, alone))
         results[f"{stage} {kind} {place.__name__}"] = from_all(said)
         engine.destroy()
     return results
+
+
+STRAY_OFTEN = [cell for cell in STRAY_CELLS if cell[:2] in OFTEN]
+STRAY_SELDOM = [cell for cell in STRAY_CELLS if cell[:2] in SELDOM]
+
+
+@on_two_ranks
+def gradients_from_elsewhere(folder):
+    return from_elsewhere(STRAY_OFTEN)
+
+
+@at_length_on_two_ranks
+def gradients_from_elsewhere_at_length(folder):
+    return from_elsewhere(STRAY_SELDOM)
 
 
 def _answer(place, engine, stray):
@@ -346,10 +379,20 @@ def _stray(engine, alone):
     return stray_alone if alone else stray
 
 
-@pytest.mark.parametrize(("stage", "kind", "place"), [cell for cell in STRAY_CELLS if cell[2] is not on_one_rank])
-def test_a_gradient_from_elsewhere_is_refused_on_every_rank(two_ranks, stage, kind, place):
-    for said in two_ranks.of(gradients_from_elsewhere)[f"{stage} {kind} {place.__name__}"]:
+def _refused_on_every_rank(every, stage, kind, place):
+    for said in every[f"{stage} {kind} {place.__name__}"]:
         assert said.startswith(REFUSED) or said.startswith(NOTICED_BY_DEEPSPEED), said
+
+
+@pytest.mark.parametrize(("stage", "kind", "place"), [cell for cell in STRAY_OFTEN if cell[2] is not on_one_rank])
+def test_a_gradient_from_elsewhere_is_refused_on_every_rank(two_ranks, stage, kind, place):
+    _refused_on_every_rank(two_ranks.of(gradients_from_elsewhere), stage, kind, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind", "place"), STRAY_SELDOM)
+def test_so_it_is_where_gradients_lie_in_other_buffers(two_ranks_at_length, stage, kind, place):
+    _refused_on_every_rank(two_ranks_at_length.of(gradients_from_elsewhere_at_length), stage, kind, place)
 
 
 @pytest.mark.parametrize("stage", STAGES[:3])

@@ -111,6 +111,7 @@ def test_a_function_that_ends_its_process_is_no_result(tmp_path, way):
     assert not left_behind(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_ends_in_a_clear_error_inside_the_time_limit(tmp_path):
     begun = time.monotonic()

@@ -152,6 +152,7 @@ def test_the_run_of_another_trainer_is_read_packed_and_from_a_pipe(tmp_path, tex
         assert (found.header.engine, [one.loss for one in found.steps]) == (engine, [0.5, 0.25])
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_what_comes_through_a_pipe(tmp_path, plain):
     head, *lines = plain.read_bytes().splitlines(keepends=True)
     code = (

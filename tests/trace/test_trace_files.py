@@ -258,6 +258,7 @@ def test_good_steps_before_a_fault_are_still_streamed(tmp_path):
         next(steps)
 
 
+@pytest.mark.slow
 def test_a_long_trace_streams_in_flat_memory(tmp_path):
     path = tmp_path / "t"
     line = record(1).model_dump_json()

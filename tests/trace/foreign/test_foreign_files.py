@@ -425,6 +425,7 @@ def test_reading_imports_neither_torch_nor_tensorboard_where_no_event_file_asks_
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_a_long_file_with_many_columns_is_streamed(tmp_path, kind):
     names = ["step", "loss", *(f"layer {n}" for n in range(100))]
