@@ -3,6 +3,8 @@
 What takes longer than it is worth in every run is in a set of its own, for tests marked as slow.
 """
 
+import pytest
+
 from tests.beside import begun_with_the_session
 from tests.rank_sets import RankSet
 
@@ -29,3 +31,18 @@ def _begin(name, rank_set):
 
 for _name, _set in SETS.items():
     _begin(_name, _set)
+
+
+def by_length(often, seldom, fixture):
+    """Return cells for `parametrize`: those of every run, and slow ones whose set of ranks is `fixture` at length.
+
+    Args:
+        often: cells whose results the set of the fixture has.
+        seldom: those of the set that is called so with `_at_length`.
+        fixture: such as "two_ranks".
+    """
+    of_slow = [pytest.mark.slow, pytest.mark.waits_for(f"{fixture}_at_length")]
+    return [
+        *(pytest.param(cell, marks=pytest.mark.waits_for(fixture)) for cell in often),
+        *(pytest.param(cell, marks=of_slow) for cell in seldom),
+    ]

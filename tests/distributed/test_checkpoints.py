@@ -28,7 +28,7 @@ from tests.distributed.continuing import (
     stands,
 )
 from tests.distributed.engines import from_all
-from tests.distributed.sets import at_length_on_two_ranks, on_four_ranks, on_one_rank, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, on_four_ranks, on_one_rank, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -97,11 +97,9 @@ def collected(path, masters):
 
 
 def _marked(cells):
-    at_length = [pytest.mark.slow, pytest.mark.waits_for("two_ranks_at_length")]
-    return [
-        pytest.param(cell, marks=at_length if cell in AT_LENGTH else pytest.mark.waits_for("two_ranks"))
-        for cell in cells
-    ]
+    return by_length(
+        [cell for cell in cells if cell not in AT_LENGTH], [cell for cell in cells if cell in AT_LENGTH], "two_ranks"
+    )
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_parity
 from tests.distributed.cells import config
 from tests.distributed.engines import build, from_all, refusal
-from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 CELLS = {
@@ -91,10 +91,7 @@ def stale_files_at_length(folder):
     return stale_files_in(SELDOM, folder)
 
 
-MARKED = [
-    *(pytest.param(one, marks=pytest.mark.waits_for("two_ranks")) for one in OFTEN),
-    *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.waits_for("two_ranks_at_length")]) for one in SELDOM),
-]
+MARKED = by_length(OFTEN, SELDOM, "two_ranks")
 
 
 @pytest.fixture

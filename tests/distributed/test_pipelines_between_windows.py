@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import ds_parity
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import at_length_on_four_ranks, on_four_ranks
+from tests.distributed.sets import at_length_on_four_ranks, by_length, on_four_ranks
 from tests.distributed.test_pipelines import alone_in_the_process, config, layers, micro_batches, squares
 
 pytestmark = pytest.mark.ranks
@@ -175,10 +175,7 @@ def found_in(cells, folder):
     return from_all(results)
 
 
-MARKED = [
-    *(pytest.param(one, marks=pytest.mark.waits_for("four_ranks")) for one in OFTEN),
-    *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.waits_for("four_ranks_at_length")]) for one in SELDOM),
-]
+MARKED = by_length(OFTEN, SELDOM, "four_ranks")
 
 
 @pytest.fixture

@@ -79,6 +79,7 @@ def test_results_come_back_in_order_and_progress_is_told(tmp_path, monkeypatch):
     assert not left_behind(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_exception_on_one_rank_is_named_with_its_rank_and_ends_the_others(tmp_path, monkeypatch):
     port = launch.free_port()

@@ -308,3 +308,39 @@ def test_a_step_at_a_rate_of_0_that_is_logged_otherwise_is_named_by_norms(field,
     steps = [it.model_copy(update={field: value} if it.step == at else {}) for it in one.steps]
     groups, _ = named(one, Trace(one.header, tuple(steps)))
     assert name in groups[0], groups
+
+
+@pytest.mark.parametrize(("steps", "left"), [(2, False), (3, True)])
+def test_losses_that_are_equal_in_every_digit_leave_a_wrong_log_open(steps, left):
+    """A second fault that hardly shows is none of the rates, if these show nothing in some steps."""
+    one = trained(cosine)
+    late = {it.step: 1 + (5e-6 if it.step > steps + 1 else 0.0) for it in one.steps}
+    changed = [
+        it.model_copy(
+            update={
+                "lr": (cosine(it.step + 1),), "loss": it.loss * late[it.step], "grad_norm": it.grad_norm * late[it.step]
+            }
+        )
+        for it in one.steps
+    ]  # fmt: skip
+    pair = (one, Trace(one.header, tuple(changed)))
+    groups, _ = named(*(Trace(it.header.model_copy(update={"dtype": None}), it.steps) for it in pair))
+    assert ("reported-lr" in groups[0]) is left, groups
+
+
+@pytest.mark.parametrize("idle", [None, 5])
+@pytest.mark.parametrize("since", [1, 4])
+@pytest.mark.parametrize("factor", [0.5, 4.0])
+def test_gradients_that_rates_make_up_for_are_no_wrong_log_of_the_rate_alone(factor, since, idle):
+    """SGD takes the same steps with gradients twice as long at half the rate; a window may have no gradient."""
+    one = trained(cosine, weights=True)
+    none = {"grad_norm": 0.0}
+    steps, others = [], []
+    for it in one.steps:
+        rests = it.model_copy(update=none if it.step == idle else {})
+        made_up = {"lr": (it.lr[0] / factor,), "grad_norm": rests.grad_norm * factor}
+        steps.append(rests)
+        others.append(rests.model_copy(update=made_up if it.step >= since else {}))
+    groups, diagnosis = named(Trace(one.header, tuple(steps)), Trace(one.header, tuple(others)))
+    assert groups != [{"reported-lr"}]
+    assert {"gradient", "schedule"} <= set(diagnosis.classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -20,6 +21,7 @@ _WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
 # Of the weights a sketch is known: a tenth of what a rate changes in an update tells another one.
 _TELLING, _ALIGNED = 0.1, 0.15
 _CLEAR = 10.0
+_STEPS = 3
 
 
 def proves(view: View) -> bool:
@@ -145,7 +147,17 @@ def too_sudden(view: View, alone: View) -> str:
             *before, last = known
             if all(shown and _OF_OTHER_ROWS * last * shown > max(before) * then for shown, then in readings):
                 return f"in step {view.step(at)} its {words} parts at once, which other rates had not moved before"
+    if _equal_in_every_digit(view.pairs[view.first + 1 : at]):
+        return f"what other rates would have moved is equal in every digit up to step {alone.step(-1)}"
     return ""
+
+
+def _equal_in_every_digit(pairs: Sequence[tuple[StepRecord, StepRecord]]) -> bool:
+    """Whether losses and norms of some steps are equal, as far as they are recorded, and each step's are others."""
+    kept = [[(getattr(a, name), getattr(b, name)) for a, b in pairs] for name in _WORDS]
+    known = [of_name for of_name in kept if all(None not in pair for pair in of_name)]
+    same = all(x == y for of_name in known for x, y in of_name)
+    return same and any(len({x for x, _ in of_name}) == len(pairs) >= _STEPS for of_name in known)
 
 
 def norms_stay(view: View) -> str:

@@ -317,11 +317,14 @@ class View:
         """Whether gradients are longer by what rates are smaller by, in every step: SGD takes the same steps then."""
         if not {"lr", "grad_norm"} <= self.fields:
             return False
-        taken = [(a, b) for a, b in self.pairs if not (a.skipped and b.skipped)]
+        # Neither a skipped step nor one without a gradient takes one.
+        taken = [
+            (a, b) for a, b in self.pairs if not (a.skipped and b.skipped) and (a.grad_norm, b.grad_norm) != (0, 0)
+        ]
         if not all(a.lr and b.lr and len(a.lr) == len(b.lr) and a.grad_norm and b.grad_norm for a, b in taken):
             return False
         moved = [(x * (a.grad_norm or 0.0), y * (b.grad_norm or 0.0)) for a, b in taken for x, y in _paired(a.lr, b.lr)]
-        return all(near(y, x, _MADE_UP) for x, y in moved)
+        return bool(moved) and all(near(y, x, _MADE_UP) for x, y in moved)
 
     @property
     def _any_was_taken(self) -> bool:
