@@ -66,12 +66,31 @@ def test_passes_of_another_split_hide_no_other_fault(options):
     alike, split = found(one, other), found(one, halves)
     assert [cause.name for cause in split.causes] == [cause.name for cause in alike.causes]
     assert split.classes == alike.classes
-    assert split.certain == (*alike.certain, OTHER_SPLIT)
+    *others, said = split.certain
+    assert tuple(others) == alike.certain
+    assert said.startswith(
+        f"{len(one.steps)} windows of the same rollouts have another number of passes, from step 1 on"
+    )
 
 
-def test_passes_beside_other_totals_are_no_other_split():
-    """Windows whose shares are passes have another total with other passes."""
+def test_a_window_that_alone_has_other_passes_is_said():
     one = run()
-    changed = {"passes": 2, "total": 2.0, "loss": 9.0}
-    other = Trace(one.header, tuple(it.model_copy(update=changed) for it in one.steps))
-    assert OTHER_SPLIT not in found(one, other).certain
+    other = Trace(one.header, tuple(it.model_copy(update={"passes": 3} if it.step == 4 else {}) for it in one.steps))
+    assert (
+        found(one, other)
+        .certain[0]
+        .startswith("a window of the same rollouts has another number of passes, from step 4 on")
+    )
+
+
+@pytest.mark.parametrize(("totals", "split"), [((8.0, 4.0), False), ((900.0, 901.0), True)])
+def test_passes_that_windows_are_divided_by_are_no_other_split(totals, split):
+    """With the weight `pass` another split is another mean; a total of tokens that differs is of another fault."""
+    sides = [
+        Trace(
+            run().header,
+            tuple(it.model_copy(update={"passes": passes, "total": total, "loss": loss}) for it in run().steps),
+        )
+        for passes, total, loss in zip((4, 2), totals, (1.0, 9.0), strict=True)
+    ]
+    assert any(OTHER_SPLIT in said for said in found(*sides).certain) is split

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import gradient, updates, windows
 from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.view import View, plain
@@ -22,10 +23,19 @@ _WORDS = {
     "weights": "weights",
 }  # in the order in which a step comes to them
 
-OTHER_SPLIT = (
-    "windows of the same rollouts have other numbers of passes: micro-batches of another size make the same step, and "
-    "so does a log that counts passes otherwise"
-)
+OTHER_SPLIT = "micro-batches of another size make the same step, and so does a log that counts passes otherwise"
+
+
+def other_split(comparison: Comparison) -> str:
+    """Return that windows were split otherwise, in a sentence.
+
+    Args:
+        comparison: in which passes differ.
+    """
+    found = [it for it in comparison.found if plain(it.name) in SPLIT]
+    steps, first = max(it.count for it in found), min(it.first.step or 0 for it in found)
+    said = f"{steps} windows of the same rollouts have" if steps > 1 else "a window of the same rollouts has"
+    return f"{said} another number of passes, from step {first} on: {OTHER_SPLIT}"
 
 
 def certain(view: View) -> tuple[str, ...]:
@@ -40,7 +50,7 @@ def _sentences(view: View) -> Iterator[str]:
         said = f"first to differ, in step {step}: {_listed(fields)}"
         yield said + "".join(f"; from step {later} on also {_listed(names)}" for later, names in rest)
     if view.fields and view.fields <= SPLIT:
-        yield OTHER_SPLIT
+        yield other_split(view.comparison)
     yield from windows.facts(view)
     yield from gradient.facts(view)
     yield from updates.facts(view)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import (
     computed,
@@ -20,18 +20,19 @@ from ds_parity.parity.diagnosis import (
 )
 from ds_parity.parity.diagnosis.alike import not_excluded
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.diagnosis.certain import OTHER_SPLIT, certain
+from ds_parity.parity.diagnosis.certain import certain, other_split
 from ds_parity.parity.diagnosis.classes import possible
 from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
 from ds_parity.parity.diagnosis.learning_rate import without_rounding_of_rates
 from ds_parity.parity.diagnosis.next_step import telling
-from ds_parity.parity.diagnosis.view import View
+from ds_parity.parity.diagnosis.view import View, near, plain
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile, columns_of
 
 _ROOMS = (computed, trainers_division, learning_rate, gradient, data, term_factors, updates, reporting)
 _BEFORE, _LOOKED_AT = 250, 1000  # steps
+_WHOLE = 1e-9
 
 
 def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, comparison: Comparison) -> Diagnosis:
@@ -51,45 +52,101 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
     """
     if comparison.equal:
         return NOTHING
-    begin = _begins(reference), _begins(candidate)
-    stretch = _stretch(comparison, begin)
-    view = View(_seen(reference, stretch), _seen(candidate, stretch), comparison, begin)
+    view, said = _looked_at(reference, candidate, comparison)
     if not view.pairs:
         return NOTHING
-    split = _split_alike(view)
-    if split is not None:
-        found = diagnose(split, view.candidate, compare(split, view.candidate, comparison.tier, comparison.dtype))
-        return replace(found, certain=(*found.certain, OTHER_SPLIT))
-    rates = without_rounding_of_rates(view)
-    if rates is not None:
-        # One side wrote its rates as numbers of fp32, which is no reason for anything else that differs.
-        found = diagnose(view.reference, rates, compare(view.reference, rates, comparison.tier, comparison.dtype))
-        return replace(found, certain=(*found.certain, "the learning rates agree to fp32, and are taken for equal"))
     causes, classes = _causes(view), possible(view)
     named = {cause.name for cause in causes}
     return Diagnosis(
         causes=causes,
-        certain=certain(view),
+        certain=(*certain(view), *said),
         classes=classes,
         not_excluded=() if causes else tuple(name for name in not_excluded(view) if name not in named),
         next="" if causes else telling(view, classes),
     )
 
 
-def _split_alike(view: View) -> Trace | None:
-    """Return the reference with the candidate's passes, where windows of the same rollouts have others.
+@dataclass(frozen=True)
+class _NoReason:
+    """Fields that may differ and be no reason for anything else that does.
 
-    Micro-batches of another size are no reason for anything else that differs.
-
-    Returns:
-        None where nothing else does, or windows are not known to be the same.
+    Attributes:
+        fields: their names.
+        taken_away: returns both sides without that difference; None where it may be a reason.
+        said: returns what is certain of them, in a sentence.
     """
-    others = view.fields - SPLIT
-    if not view.fields & SPLIT or not others or others & {"step", "rollouts", "total"} or not view.recorded("rollouts"):
+
+    fields: set[str]
+    taken_away: Callable[[View], tuple[Trace, Trace] | None]
+    said: Callable[[Comparison], str]
+
+
+def _looked_at(
+    reference: Trace | TraceFile, candidate: Trace | TraceFile, comparison: Comparison
+) -> tuple[View, tuple[str, ...]]:
+    """What the rules look at, without differences that are no reason, and what is said of these.
+
+    All of both traces was compared, of which files show a stretch: so no comparison is made anew.
+    """
+    begin = _begins(reference), _begins(candidate)
+
+    def view_of(kept: Comparison, taken: Sequence[_NoReason]) -> View | None:
+        stretch = _stretch(kept, begin)
+        sides: tuple[Trace, Trace] | None = _seen(reference, stretch), _seen(candidate, stretch)
+        for one in taken:
+            sides = one.taken_away(View(*sides, comparison, begin)) if sides is not None else None
+        return None if sides is None else View(*sides, kept, begin)
+
+    taken: tuple[_NoReason, ...] = ()
+    view = view_of(comparison, taken)
+    assert view is not None, "nothing is taken away"
+    for one in _NO_REASONS:
+        kept = _without(one.fields, view.comparison)
+        if kept.found and kept.found != view.comparison.found:
+            without = view_of(kept, (*taken, one))
+            if without is not None:
+                view, taken = without, (*taken, one)
+    return view, tuple(one.said(comparison) for one in reversed(taken))
+
+
+def _with_passes_alike(view: View) -> tuple[Trace, Trace] | None:
+    """Micro-batches of another size make other passes of the same windows, which may be divided by them."""
+    fields = {plain(it.name) for it in view.comparison.found}
+    if fields & {"step", "rollouts"} or not view.recorded("rollouts") or ("total" in fields and _counts_passes(view)):
         return None
     passes = {b.step: {name: getattr(b, name) for name in SPLIT} for _, b in view.pairs}
     steps = [it.model_copy(update=passes.get(it.step, {})) for it in view.reference.steps]
-    return replace(view.reference, steps=tuple(steps))
+    return replace(view.reference, steps=tuple(steps)), view.candidate
+
+
+def _with_rates_alike(view: View) -> tuple[Trace, Trace] | None:
+    """One side may have written its rates as numbers of fp32."""
+    rates = without_rounding_of_rates(view) if view.pairs else None
+    return None if rates is None else (view.reference, rates)
+
+
+_NO_REASONS = (
+    _NoReason(SPLIT, _with_passes_alike, other_split),
+    _NoReason({"lr"}, _with_rates_alike, lambda _: "the learning rates agree to fp32, and are taken for equal"),
+)
+
+
+def _without(fields: set[str], comparison: Comparison) -> Comparison:
+    return replace(
+        comparison,
+        differences=tuple(it for it in comparison.differences if plain(it.field) not in fields),
+        found=tuple(it for it in comparison.found if plain(it.name) not in fields),
+    )
+
+
+def _counts_passes(view: View) -> bool:
+    """Whether the denominator of each window is how many micro-batches it has, as with the weight `pass`."""
+    totals = [(one.total, one.passes, one.idle_passes or 0) for pair in view.pairs for one in pair]
+    ranks = [one.header.ranks or 1 for _ in view.pairs for one in (view.reference, view.candidate)]
+    return all(
+        total is not None and passes is not None and near(total, passes * of - idle, _WHOLE)
+        for (total, passes, idle), of in zip(totals, ranks, strict=True)
+    )
 
 
 def _causes(view: View) -> tuple[Cause, ...]:

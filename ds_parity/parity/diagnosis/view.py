@@ -324,7 +324,8 @@ class View:
         if not all(a.lr and b.lr and len(a.lr) == len(b.lr) and a.grad_norm and b.grad_norm for a, b in taken):
             return False
         moved = [(x * (a.grad_norm or 0.0), y * (b.grad_norm or 0.0)) for a, b in taken for x, y in _paired(a.lr, b.lr)]
-        return bool(moved) and all(near(y, x, _MADE_UP) for x, y in moved)
+        rounding = max(_MADE_UP, 2 * EPS[self.comparison.dtype])
+        return bool(moved) and all(near(y, x, rounding) for x, y in moved)
 
     @property
     def _any_was_taken(self) -> bool:

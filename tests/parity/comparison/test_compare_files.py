@@ -141,6 +141,24 @@ def test_a_file_that_begins_behind_a_thousand_steps_is_looked_at_from_there_on(f
     assert ahead is None or {"schedule", "logging"} <= {*found.classes}
 
 
+@pytest.mark.parametrize("rate", [1e-3, float(np.float32(1e-3))])
+@pytest.mark.parametrize("split", [range(1, 1401), [3], []])
+def test_what_is_no_reason_hides_no_fault_behind_a_thousand_steps(folder, split, rate):
+    due = trace(*(record(n, weights=None, lr=(1e-3,)) for n in range(1, 1401)))
+    own = trace(
+        *(
+            record(n, weights=None, lr=(rate,), loss=0.5 if n < 1200 else 0.7, **({"passes": 9} if n in split else {}))
+            for n in range(1, 1401)
+        )
+    )
+    files = [on_disk(folder / side, one) for side, one in zip("ab", (due, own), strict=True)]
+    found = diagnose(*files, compare(*files, REASSOCIATED))
+    assert found.certain[0] == "first to differ, in step 1200: loss"
+    assert not any("agree in every common step" in said and "loss" in said for said in found.certain)
+    assert any("another number of passes" in said for said in found.certain) is bool(split)
+    assert any("agree to fp32" in said for said in found.certain) is (rate != 1e-3)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("side", ["reference", "candidate"])
 @pytest.mark.parametrize("size", [1, columns.BYTES])
