@@ -49,7 +49,7 @@ def asked(
         tag: likewise; None for that of the file `latest`.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
         stepped: the parameters of which a universal checkpoint must have a folder, by their names.
-        refused: of a universal checkpoint's folder, returns why it can't be loaded, with the way out; None: it can.
+        refused: of a checkpoint's folder, returns why it can't be loaded, with the way out; None: it can.
     """
     universal = bool(engine.load_universal_checkpoint())
     flags = {name: bool(value) for name, value in options.items() if name != "custom_load_fn"}
@@ -59,7 +59,7 @@ def asked(
         lacking = incomplete(engine, folder, stepped) if universal else None
         why = damaged(engine, folder, options) if lacking is None else f"it has no {lacking}"
         if why is None:
-            return refused(folder) if universal else None
+            return refused(folder)
         return f"{why}, as where {_OF_CONVERSION if universal else _OF_SAVING}"
 
     found = _found(load_dir, tag, broken, universal=universal)

@@ -26,6 +26,9 @@ from ds_parity.engine.saving import IDENTITY, KEY, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
+_SETTINGS = "settings"
+"""Under this name of a stage's state: learning rate, weight decay and the like of its parameter groups."""
+
 
 @dataclass(frozen=True)
 class _Loading:
@@ -47,7 +50,7 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     """
     adapter = choose(engine)
     ours = kept_states.kept(engine, adapter.groups()) | {MEMBERS: members(engine, adapter.groups_of_optimizer())}
-    ours |= {universal_stages.TIED: universal_stages.places(engine.module)}
+    ours |= {universal_stages.TIED: universal_stages.places(engine.module), _SETTINGS: _settings(engine)}
     return {**own_values(engine, client_state, ours), KEY: ours}
 
 
@@ -86,9 +89,11 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
     """
     adapter = choose(engine)
     stepped, strict = list(chain.from_iterable(adapter.groups())), options["load_module_strict"]
-    refused = partial(
-        universal_stages.refused, engine.module, stepped=stepped, saved_places=_places_of_tied, strict=strict
-    )
+    refused = partial(universal_stages.refused_as_it_is, engine.module, stepped=stepped)
+    if engine.load_universal_checkpoint():
+        refused = partial(
+            universal_stages.refused, engine.module, stepped=stepped, saved_places=_places_of_tied, strict=strict
+        )
     asked = loading.asked(engine, load_dir, tag, options, refused=refused)
     own = universal_stages.own_parts(engine.module, stepped)
     said = before((asked, members(engine, adapter.groups_of_optimizer()), own))
@@ -113,11 +118,34 @@ def _refuse_another_pipeline(load_dir: str, tag: Any, here: list[dict[str, Any]]
     if folder is None or not (folder / "zero").is_dir():
         return
     saved = universal_stages.states(folder)
+    _refuse_apart(load_dir, [state.get(KEY, {}).get(_SETTINGS) for state in saved])
     there = [state[KEY][MEMBERS] for state in saved if MEMBERS in state.get(KEY, {})]
     if len(there) == len(saved):
         refuse_other_pipeline(of_all_stages(there), here)
     else:
         refuse_other_names({one.name for one in (folder / "zero").iterdir() if one.is_dir()}, here)
+
+
+def _settings(engine: Any) -> list[dict[str, Any]]:
+    # A step is the optimizer's own count.
+    plain, own = (bool, int, float, tuple, list), {"params", "step"}
+    groups = engine.optimizer.param_groups
+    return [{name: it for name, it in one.items() if name not in own and isinstance(it, plain)} for one in groups]
+
+
+def _refuse_apart(load_dir: str, stages: list[list[dict[str, Any]] | None]) -> None:
+    """Raise where stages have saved other settings: a universal load gives all of them those of the first."""
+    for stage, settings in enumerate(stages):
+        if settings is None or stages[0] is None or settings == stages[0]:
+            continue
+        pairs = [(a, b) for a, b in zip(stages[0], settings, strict=False) if a != b]
+        names = [name for a, b in pairs for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+        raise CheckpointError(
+            f"load_checkpoint({load_dir!r}), with load_universal: the parameter groups of stage {stage} were saved "
+            f"with another {', '.join(dict.fromkeys(names)) or 'number of them'} than those of stage 0, and DeepSpeed "
+            "gives each stage those of the first. Nothing was loaded; load the checkpoint that was converted, with as "
+            "many stages and columns, and without load_universal"
+        )
 
 
 def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather) -> tuple[Any, Any]:

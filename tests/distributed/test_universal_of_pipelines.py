@@ -72,7 +72,7 @@ def linear():
     return [LayerSpec(nn.Linear, 6, 6) for _ in range(5)] + [LayerSpec(Shifted)]
 
 
-def pipeline(layers, stages=2, frozen=(), *, bf16=False, own=None):
+def pipeline(layers, stages=2, frozen=(), *, bf16=False, own=None, universal=True):
     """A pipeline; `own`: the stages that train the bias of a tied layer, all of them if it is None."""
     torch.manual_seed(0)
     model = deepspeed.PipelineModule(layers, num_stages=stages, partition_method="uniform", loss_fn=mean_of_all)
@@ -82,7 +82,7 @@ def pipeline(layers, stages=2, frozen=(), *, bf16=False, own=None):
     keys = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
     keys |= {"bf16": {"enabled": True}} if bf16 else {}
     trained = [one for one in model.parameters() if one.requires_grad]
-    keys = config(1, **keys, checkpoint={"load_universal": True})
+    keys = config(1, **keys, checkpoint={"load_universal": universal})
     return ds_parity.initialize(model=model, model_parameters=trained, config=keys)[0]
 
 
@@ -225,6 +225,67 @@ def on_other_stages(folder, cases):
             forget(path, "tied", others="other layers" in name)
         loading = pipeline(scaled(BIASED["both"]), behind, own=own_then)
         said = refusal(lambda: loading.load_checkpoint(path))  # noqa: B023
+        results[name] = [from_all(said), there, biases(loading)]
+        deepspeed.utils.groups.mpu = None
+        dist.barrier()
+    return results
+
+
+def by_stage(stages=2, *, apart):
+    """A pipeline whose stages have one parameter group each, with another rate if they are `apart`."""
+    torch.manual_seed(0)
+    model = deepspeed.PipelineModule(linear(), num_stages=stages, partition_method="uniform", loss_fn=mean_of_all)
+    group = {"params": list(model.parameters()), "lr": 0.01 * (1 + apart * model.stage_id)}
+    optimizer = torch.optim.AdamW([group])
+    keys = config(1, checkpoint={"load_universal": True})
+    del keys["optimizer"], keys["scheduler"]
+    return ds_parity.initialize(model=model, optimizer=optimizer, config=keys)[0]
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def universal_of_settings(folder):
+    """By whether rates of stages are apart: what a load ends in, and what rates each stage has."""
+    results = {}
+    for apart in (False, True):
+        path = f"{folder}/{apart}"
+        saved(by_stage(apart=apart), path)
+        copy_layers(path)
+        loading = by_stage(apart=apart)
+        said = refusal(lambda: loading.load_checkpoint(path))  # noqa: B023
+        results[str(apart)] = from_all([said, loading.get_lr()])
+    return results
+
+
+def by_function_biased():
+    """The last layer uses the first one's weight by a function, with a bias of its own."""
+    tied = [TiedLayerSpec("scale", Scale, biased=True, forward_fn=it) for it in (None, lambda m, x: m(x))]
+    return [tied[0], *(LayerSpec(nn.Linear, 6, 6) for _ in range(4)), tied[1]]
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def weights_alone(folder):
+    """By case: what the load of weights alone on another number of stages ends in."""
+    results = {}
+    cases = {
+        "two biases": (lambda: scaled(BIASED["both"]), 2, 1),
+        "the same": (lambda: scaled(BIASED["both"]), 2, 2),
+        "one bias": (lambda: scaled(BIASED["both"]), 1, 2),
+        "none": (lambda: scaled(BIASED["none"]), 2, 1),
+        "by a function": (by_function_biased, 1, 2),
+    }
+    for name, (layers, before, behind) in cases.items():
+        path = f"{folder}/{name}"
+        engine = pipeline(layers(), before, universal=False)
+        columns = [[2], [1]] if engine.dp_world_size == 2 else [[2, 1]]
+        for window in range(3):
+            engine.train_window(micro_batches(engine, window, columns))
+        engine.save_checkpoint(path)
+        there = biases(engine)
+        deepspeed.utils.groups.mpu = None
+        loading = pipeline(layers(), behind, universal=False)
+        said = refusal(lambda: loading.load_checkpoint(path, load_optimizer_states=False))  # noqa: B023
         results[name] = [from_all(said), there, biases(loading)]
         deepspeed.utils.groups.mpu = None
         dist.barrier()
@@ -543,3 +604,30 @@ def test_a_tied_layer_with_extra_state_is_loaded(two_ranks_at_length):
 @pytest.mark.parametrize("name", ODD)
 def test_layers_with_numbers_that_are_none_and_with_other_names_are_loaded(two_ranks_at_length, name):
     assert two_ranks_at_length.of(universal_of_odd_layers)[name] == [["nothing was raised", True]] * 2
+
+
+def test_stages_with_settings_of_their_own_are_not_given_those_of_the_first(two_ranks_at_length):
+    found = two_ranks_at_length.of(universal_of_settings)
+    assert [said for said, _ in found["False"]] == ["nothing was raised"] * 2
+    for said, _ in found["True"]:
+        assert said.startswith("CheckpointError")
+        assert "the parameter groups of stage 1 were saved with another" in said
+    assert [rates for _, rates in found["True"]] == [[0.01], [0.02]]
+
+
+ALONE = {
+    "two biases": "bias of a tied layer is one in layer_00-model_states.pt and another in layer_05",
+    "by a function": "no file of a layer has tied_modules.scale.bias, which this stage trains",
+}
+
+
+@pytest.mark.parametrize("name", ["two biases", "the same", "one bias", "none", "by a function"])
+def test_weights_alone_on_other_stages_keep_parts_of_tied_layers_or_are_refused(two_ranks_at_length, name):
+    said, there, here = two_ranks_at_length.of(weights_alone)[name]
+    if name in ALONE:
+        assert any(ALONE[name] in one for one in said)
+        assert all(one.startswith("CheckpointError") for one in said)
+        return
+    assert set(said) == {"nothing was raised"}
+    first_and_last = [[list(one.values())[at] for at in (0, -1)] for one in (here, there)]
+    assert first_and_last[0] == first_and_last[1]

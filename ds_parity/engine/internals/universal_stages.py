@@ -15,6 +15,7 @@ from ds_parity.engine.internals.universal import read
 TIED: Final = "tied"
 """Under this name of a stage's state: where it has its tied layers."""
 
+_AS_IT_WAS: Final = "Nothing was loaded; load the checkpoint on as many stages, with the layers that each one had"
 _WITHOUT: Final = (
     "Nothing was loaded; load the checkpoint that was converted, with as many stages and columns, and without "
     "load_universal"
@@ -57,6 +58,38 @@ def refused(
         return f"{unlike}. {_WITHOUT}"
     unlike = _unlike(model, folder, trained, strict=strict)
     return unlike or (_without_a_file(model, trained) if strict else None)
+
+
+def refused_as_it_is(model: Any, folder: Path, stepped: Iterable[Any]) -> str | None:
+    """Return why this stage can't be loaded from a checkpoint that was not converted; None where it can.
+
+    Weights alone are loaded on another number of stages. Each layer is read from its own file there, the last one of a
+    tied layer on top of the others.
+
+    Args:
+        model: DeepSpeed's PipelineModule, of which this rank has a stage.
+        folder: of the checkpoint's tag.
+        stepped: the stage's parameters that the optimizer steps.
+
+    Raises:
+        OSError: a file of the checkpoint can't be read.
+    """
+    before: dict[int, tuple[str, dict[str, Any]]] = {}
+    layers = [one for one in model.forward_funcs if isinstance(one, torch.nn.Module)]
+    for number, layer in enumerate(model.forward_funcs):
+        file = Path(model.ckpt_layer_path(str(folder), number))
+        if layer not in model.tied_modules.values() or not file.is_file():
+            continue
+        saved = read(file)
+        other, held = before.setdefault(id(layer), (file.name, saved))
+        parted = next((name for name in saved if not _alike(held.get(name), saved[name])), None)
+        if parted is not None:
+            return f"{parted} of a tied layer is one in {other} and another in {file.name}. {_AS_IT_WAS}"
+    own = _own(model, {id(one) for one in stepped}).items()
+    lost = next((name for name, key in own if model.tied_modules[key] not in layers), None)
+    if lost is None or len(list(folder.glob("mp_rank_*_model_states.pt"))) in (0, model.num_stages):
+        return None
+    return f"no file of a layer has {lost}, which this stage trains, and uses by a forward_fn. {_AS_IT_WAS}"
 
 
 def own_parts(model: Any, stepped: Iterable[Any]) -> dict[str, int]:
