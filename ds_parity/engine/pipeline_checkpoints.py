@@ -26,6 +26,7 @@ from ds_parity.engine.saving import IDENTITY, KEY, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
+_USUAL = ("lr", "weight_decay", "betas", "eps", "momentum")
 _SETTINGS = "settings"
 """Under this name of a stage's state: learning rate, weight decay and the like of its parameter groups."""
 
@@ -89,7 +90,7 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
     """
     adapter = choose(engine)
     stepped, strict = list(chain.from_iterable(adapter.groups())), options["load_module_strict"]
-    refused = partial(universal_stages.refused_as_it_is, engine.module, stepped=stepped)
+    refused = partial(universal_stages.refused_as_it_is, engine.module, stepped=stepped, saved_places=_places_of_tied)
     if engine.load_universal_checkpoint():
         refused = partial(
             universal_stages.refused, engine.module, stepped=stepped, saved_places=_places_of_tied, strict=strict
@@ -126,14 +127,20 @@ def _refuse_another_pipeline(load_dir: str, tag: Any, here: list[dict[str, Any]]
         refuse_other_names({one.name for one in (folder / "zero").iterdir() if one.is_dir()}, here)
 
 
-def _settings(engine: Any) -> list[dict[str, Any]]:
-    # A step is the optimizer's own count.
-    plain, own = (bool, int, float, tuple, list), {"params", "step"}
+def _settings(engine: Any) -> list[dict[str, str]]:
+    """What the optimizer steps each parameter group by, in words that can be compared, whatever they are."""
+    names = getattr(getattr(engine.optimizer, "optimizer", engine.optimizer), "defaults", _USUAL)
     groups = engine.optimizer.param_groups
-    return [{name: it for name, it in one.items() if name not in own and isinstance(it, plain)} for one in groups]
+    return [{name: _in_digits(one[name]) for name in sorted(names) if name in one} for one in groups]
 
 
-def _refuse_apart(load_dir: str, stages: list[list[dict[str, Any]] | None]) -> None:
+def _in_digits(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    return repr([_in_digits(one) for one in value]) if isinstance(value, (tuple, list)) else repr(value)
+
+
+def _refuse_apart(load_dir: str, stages: list[list[dict[str, str]] | None]) -> None:
     """Raise where stages have saved other settings: a universal load gives all of them those of the first."""
     for stage, settings in enumerate(stages):
         if settings is None or stages[0] is None or settings == stages[0]:

@@ -231,11 +231,13 @@ def on_other_stages(folder, cases):
     return results
 
 
-def by_stage(stages=2, *, apart):
-    """A pipeline whose stages have one parameter group each, with another rate if they are `apart`."""
+def by_stage(apart):
+    """A pipeline whose stages have one parameter group each, which what is no setting tells apart, or a rate."""
     torch.manual_seed(0)
-    model = deepspeed.PipelineModule(linear(), num_stages=stages, partition_method="uniform", loss_fn=mean_of_all)
-    group = {"params": list(model.parameters()), "lr": 0.01 * (1 + apart * model.stage_id)}
+    model = deepspeed.PipelineModule(linear(), num_stages=2, partition_method="uniform", loss_fn=mean_of_all)
+    rate = 0.01 * (1 + (apart != "names") * model.stage_id)
+    group = {"params": list(model.parameters()), "lr": torch.tensor(rate) if apart == "tensors" else rate}
+    group |= {"param_names": [str(model.stage_id)], "own": [torch.ones(2)], "none": math.nan}
     optimizer = torch.optim.AdamW([group])
     keys = config(1, checkpoint={"load_universal": True})
     del keys["optimizer"], keys["scheduler"]
@@ -245,15 +247,15 @@ def by_stage(stages=2, *, apart):
 @at_length_on_two_ranks
 @alone_in_the_process
 def universal_of_settings(folder):
-    """By whether rates of stages are apart: what a load ends in, and what rates each stage has."""
+    """By what tells groups of stages apart: what a load ends in, and what rates each stage has."""
     results = {}
-    for apart in (False, True):
+    for apart in ("names", "rates", "tensors"):
         path = f"{folder}/{apart}"
-        saved(by_stage(apart=apart), path)
+        saved(by_stage(apart), path)
         copy_layers(path)
-        loading = by_stage(apart=apart)
+        loading = by_stage(apart)
         said = refusal(lambda: loading.load_checkpoint(path))  # noqa: B023
-        results[str(apart)] = from_all([said, loading.get_lr()])
+        results[apart] = from_all([said, [round(float(one), 6) for one in loading.get_lr()]])
     return results
 
 
@@ -608,11 +610,12 @@ def test_layers_with_numbers_that_are_none_and_with_other_names_are_loaded(two_r
 
 def test_stages_with_settings_of_their_own_are_not_given_those_of_the_first(two_ranks_at_length):
     found = two_ranks_at_length.of(universal_of_settings)
-    assert [said for said, _ in found["False"]] == ["nothing was raised"] * 2
-    for said, _ in found["True"]:
-        assert said.startswith("CheckpointError")
-        assert "the parameter groups of stage 1 were saved with another" in said
-    assert [rates for _, rates in found["True"]] == [[0.01], [0.02]]
+    assert [said for said, _ in found["names"]] == ["nothing was raised"] * 2
+    for apart in ("rates", "tensors"):
+        for said, _ in found[apart]:
+            assert said.startswith("CheckpointError")
+            assert "the parameter groups of stage 1 were saved with another lr than those of stage 0" in said
+        assert [rates for _, rates in found[apart]] == [[0.01], [0.02]]
 
 
 ALONE = {

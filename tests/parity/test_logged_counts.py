@@ -83,14 +83,23 @@ def test_a_window_that_alone_has_other_passes_is_said():
     )
 
 
-@pytest.mark.parametrize(("totals", "split"), [((8.0, 4.0), False), ((900.0, 901.0), True)])
-def test_passes_that_windows_are_divided_by_are_no_other_split(totals, split):
+@pytest.mark.parametrize(
+    ("changes", "split"),
+    [
+        (({"total": 8.0}, {"total": 4.0}), False),
+        (({"total": 7.0, "idle_passes": 1}, {"total": 3.0, "idle_passes": 1}), False),
+        (({"total": 900.0}, {"total": 901.0}), True),
+        (({"rollouts": 12}, {"rollouts": 13}), False),
+        (({"rollouts": None}, {"rollouts": None}), False),
+    ],
+)
+def test_passes_of_other_windows_or_that_these_are_divided_by_are_no_other_split(changes, split):
     """With the weight `pass` another split is another mean; a total of tokens that differs is of another fault."""
     sides = [
         Trace(
             run().header,
-            tuple(it.model_copy(update={"passes": passes, "total": total, "loss": loss}) for it in run().steps),
+            tuple(it.model_copy(update={"passes": passes, "loss": loss, **change}) for it in run().steps),
         )
-        for passes, total, loss in zip((4, 2), totals, (1.0, 9.0), strict=True)
+        for passes, loss, change in zip((4, 2), (1.0, 9.0), changes, strict=True)
     ]
     assert any(OTHER_SPLIT in said for said in found(*sides).certain) is split

@@ -60,16 +60,19 @@ def refused(
     return unlike or (_without_a_file(model, trained) if strict else None)
 
 
-def refused_as_it_is(model: Any, folder: Path, stepped: Iterable[Any]) -> str | None:
+def refused_as_it_is(
+    model: Any, folder: Path, stepped: Iterable[Any], saved_places: Callable[[Mapping[str, Any]], Any]
+) -> str | None:
     """Return why this stage can't be loaded from a checkpoint that was not converted; None where it can.
 
-    Weights alone are loaded on another number of stages. Each layer is read from its own file there, the last one of a
-    tied layer on top of the others.
+    Weights alone are loaded on another number of stages, or with other layers on them. Each layer is read from its own
+    file there, the last one of a tied layer on top of the others.
 
     Args:
         model: DeepSpeed's PipelineModule, of which this rank has a stage.
         folder: of the checkpoint's tag.
         stepped: the stage's parameters that the optimizer steps.
+        saved_places: as in `refused`.
 
     Raises:
         OSError: a file of the checkpoint can't be read.
@@ -87,7 +90,11 @@ def refused_as_it_is(model: Any, folder: Path, stepped: Iterable[Any]) -> str | 
             return f"{parted} of a tied layer is one in {other} and another in {file.name}. {_AS_IT_WAS}"
     own = _own(model, {id(one) for one in stepped}).items()
     lost = next((name for name, key in own if model.tied_modules[key] not in layers), None)
-    if lost is None or len(list(folder.glob("mp_rank_*_model_states.pt"))) in (0, model.num_stages):
+    if lost is None:
+        return None
+    # As they were, stages have saved such a part, or it had no gradient yet.
+    stages = states(folder)
+    if len(stages) == model.num_stages and saved_places(stages[model.stage_id]) in (None, places(model)):
         return None
     return f"no file of a layer has {lost}, which this stage trains, and uses by a forward_fn. {_AS_IT_WAS}"
 
@@ -270,4 +277,6 @@ def _unlike(model: Any, folder: Path, trained: set[int], *, strict: bool) -> str
 def _alike(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True  # a file is not there, or this is extra state
+    if one.shape != other.shape:
+        return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

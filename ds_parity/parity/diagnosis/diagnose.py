@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import (
     computed,
@@ -120,8 +121,10 @@ def _with_passes_alike(view: View) -> tuple[Trace, Trace] | None:
 
 
 def _with_rates_alike(view: View) -> tuple[Trace, Trace] | None:
-    """One side may have written its rates as numbers of fp32."""
-    rates = without_rounding_of_rates(view) if view.pairs else None
+    """One side may have written its rates as numbers of fp32, all of them, also those that no stretch shows."""
+    apart = [it.furthest for it in view.comparison.found if plain(it.name) == "lr"]
+    rounded = all(it is not None and it <= EPS["fp32"] for it in apart)
+    rates = without_rounding_of_rates(view) if view.pairs and rounded else None
     return None if rates is None else (view.reference, rates)
 
 
@@ -141,12 +144,18 @@ def _without(fields: set[str], comparison: Comparison) -> Comparison:
 
 def _counts_passes(view: View) -> bool:
     """Whether the denominator of each window is how many micro-batches it has, as with the weight `pass`."""
-    totals = [(one.total, one.passes, one.idle_passes or 0) for pair in view.pairs for one in pair]
-    ranks = [one.header.ranks or 1 for _ in view.pairs for one in (view.reference, view.candidate)]
-    return all(
-        total is not None and passes is not None and near(total, passes * of - idle, _WHOLE)
-        for (total, passes, idle), of in zip(totals, ranks, strict=True)
-    )
+    headers = view.reference.header, view.candidate.header
+    known = [
+        (one.total, one.passes, one.idle_passes or 0, header.ranks)
+        for pair in view.pairs
+        for one, header in zip(pair, headers, strict=True)
+        if one.total is not None and one.passes
+    ]
+    if not known:
+        return False
+    # Of unknown ranks it is one whole number of times.
+    times = max(1, round(known[0][0] / known[0][1]))
+    return all(near(total, passes * (ranks or times) - idle, _WHOLE) for total, passes, idle, ranks in known)
 
 
 def _causes(view: View) -> tuple[Cause, ...]:
