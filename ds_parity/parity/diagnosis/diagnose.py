@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from ds_parity.parity.comparison.bounds import EPS
 from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.parity.diagnosis import (
     computed,
@@ -122,9 +121,7 @@ def _with_passes_alike(view: View) -> tuple[Trace, Trace] | None:
 
 def _with_rates_alike(view: View) -> tuple[Trace, Trace] | None:
     """One side may have written its rates as numbers of fp32, all of them, also those that no stretch shows."""
-    apart = [it.furthest for it in view.comparison.found if plain(it.name) == "lr"]
-    rounded = all(it is not None and it <= EPS["fp32"] for it in apart)
-    rates = without_rounding_of_rates(view) if view.pairs and rounded else None
+    rates = without_rounding_of_rates(view) if view.pairs and view.rates_agree_to_fp32 else None
     return None if rates is None else (view.reference, rates)
 
 

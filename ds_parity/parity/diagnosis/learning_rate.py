@@ -84,7 +84,8 @@ def causes(view: View) -> Iterator[Cause]:
     # Lists are compared by identity first: a NaN that both share would be equal to itself.
     other = [(a, b) for a, b in groups if any(x != y for x, y in zip(a, b, strict=True))]
     if all(as_fp32(a, b) for a, b in other):
-        yield from _rounded_to_fp32(view, *other[0])
+        if view.rates_agree_to_fp32:
+            yield from _rounded_to_fp32(view, *other[0])
         return
     kept = [a for a, b in groups if all(x == y for x, y in zip(a, b, strict=True))]
     # Weights that agree say nothing of the one group whose rates are others, if it holds little of the gradient.

@@ -313,6 +313,12 @@ class View:
         return apart is not None and apart < _TELLING * min(self._effects)
 
     @property
+    def rates_agree_to_fp32(self) -> bool:
+        """Whether no rate of the whole record is off by more than rounding, also where no stretch shows it."""
+        apart = [it.furthest for it in self.comparison.found if plain(it.name) == "lr"]
+        return all(it is not None and it <= EPS["fp32"] for it in apart)
+
+    @property
     def _make_up_for_each_other(self) -> bool:
         """Whether gradients are longer by what rates are smaller by, in every step: SGD takes the same steps then."""
         if not {"lr", "grad_norm"} <= self.fields:

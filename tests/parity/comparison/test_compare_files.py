@@ -177,6 +177,7 @@ def test_rates_that_are_others_where_nothing_is_looked_at_are_not_taken_for_roun
     ]
     found = diagnose(*files, compare(*files, REASSOCIATED))
     assert not any("agree to fp32" in said for said in found.certain)
+    assert "lr-rounded" not in [cause.name for cause in found.causes]
     assert found.certain[0].startswith("first to differ, in step 1: LR")
 
 
