@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -90,11 +90,9 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
     """
     adapter = choose(engine)
     stepped, strict = list(chain.from_iterable(adapter.groups())), options["load_module_strict"]
-    refused = partial(universal_stages.refused_as_it_is, engine.module, stepped=stepped, saved_places=_places_of_tied)
-    if engine.load_universal_checkpoint():
-        refused = partial(
-            universal_stages.refused, engine.module, stepped=stepped, saved_places=_places_of_tied, strict=strict
-        )
+    universal, as_it_is = partial(universal_stages.refused, strict=strict), universal_stages.refused_as_it_is
+    asking: Callable[..., str | None] = universal if engine.load_universal_checkpoint() else as_it_is
+    refused = partial(asking, engine.module, stepped=stepped, saved_places=_places_of_tied)
     asked = loading.asked(engine, load_dir, tag, options, refused=refused)
     own = universal_stages.own_parts(engine.module, stepped)
     said = before((asked, members(engine, adapter.groups_of_optimizer()), own))

@@ -152,12 +152,20 @@ def lost_by_a_load(engine: Any) -> set[str]:
     """
     trained: set[str] = set()
     model = engine.module
-    layers = [one for one in model.forward_funcs if isinstance(one, torch.nn.Module)]
-    saved = {id(one) for layer in layers for one in layer.parameters()}
+    saved = {id(one) for layer in modules_of(model) for one in layer.parameters()}
     for name, parameter, own, first in _tied(model):
         if parameter.requires_grad and id(parameter) not in saved and (own or first):
             parameter.register_hook(lambda _, name=name: trained.add(name))  # type: ignore[no-untyped-call]
     return trained
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """Return the layers of this stage that have files: those that are modules, and no functions of one.
+
+    Args:
+        model: DeepSpeed's PipelineModule, of which this rank has a stage.
+    """
+    return [one for one in model.forward_funcs if isinstance(one, torch.nn.Module)]
 
 
 def layer_without_a_file(model: Any, folder: Path) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from deepspeed.pipe import TiedLayerSpec
 
-from ds_parity.engine.internals.stages import shared_by_stages
+from ds_parity.engine.internals.stages import modules_of, shared_by_stages
 from ds_parity.engine.internals.universal import read
 
 TIED: Final = "tied"
@@ -77,17 +77,15 @@ def refused_as_it_is(
     Raises:
         OSError: a file of the checkpoint can't be read.
     """
-    before: dict[int, tuple[str, dict[str, Any]]] = {}
-    layers = [one for one in model.forward_funcs if isinstance(one, torch.nn.Module)]
+    before: dict[tuple[int, str], tuple[str, Any]] = {}
     for number, layer in enumerate(model.forward_funcs):
         file = Path(model.ckpt_layer_path(str(folder), number))
         if layer not in model.tied_modules.values() or not file.is_file():
             continue
         saved = read(file)
-        other, held = before.setdefault(id(layer), (file.name, saved))
-        parted = next((name for name in saved if not _alike(held.get(name), saved[name])), None)
-        if parted is not None:
-            return f"{parted} of a tied layer is one in {other} and another in {file.name}. {_AS_IT_WAS}"
+        if parted := _parted(before, layer, file, saved, saved):
+            return f"{parted}. {_AS_IT_WAS}"
+    layers = modules_of(model)
     own = _own(model, {id(one) for one in stepped}).items()
     lost = next((name for name, key in own if model.tied_modules[key] not in layers), None)
     if lost is None:
@@ -180,8 +178,9 @@ def _of_another_stage(
     if not own:
         return None
     here, saved = places(model), states(folder)
+    then = [_trained_then(one) for one in saved]
     for name, key in own.items():
-        stages = [number for number, one in enumerate(saved) if name in _trained_then(one)]
+        stages = [number for number, names in enumerate(then) if name in names]
         if len(stages) > 1:
             return f"each of several stages has saved {name} of its own, and the conversion keeps one"
         if not stages:
@@ -189,7 +188,7 @@ def _of_another_stage(
         stage = stages[0]
         there = saved_places(saved[stage])
         if there is None:  # saved by bare DeepSpeed, or a release before this one: by the layers beside it
-            beside = _numbers(_trained_then(saved[stage])) == _numbers(_trained_now(model, trained))
+            beside = _numbers(then[stage]) == _numbers(_trained_now(model, trained))
             same = len(saved) == model.num_stages and stage == model.stage_id and beside
             where = "in layers that it does not tell"
         else:
@@ -230,7 +229,7 @@ def _untrained(model: Any, folder: Path, trained: set[int]) -> Iterator[tuple[Pa
 
 def _without_a_file(model: Any, trained: set[int]) -> str | None:
     """What no file has of tied layers that this stage uses by a `forward_fn`; the first one gives what is shared."""
-    layers = [layer for layer in model.forward_funcs if isinstance(layer, torch.nn.Module)]
+    layers = modules_of(model)
     given = trained | {id(one) for layer in layers for one in layer.state_dict(keep_vars=True).values()}
     for key, tied in model.tied_modules.items():
         if tied in layers:
@@ -251,7 +250,7 @@ def _unlike(model: Any, folder: Path, trained: set[int], *, strict: bool) -> str
 
     Or what two files have otherwise of a tied layer, which was on two stages then and is on one now.
     """
-    before: dict[int, tuple[str, dict[str, Any]]] = {}
+    before: dict[tuple[int, str], tuple[str, Any]] = {}
     for file, layer, names in _untrained(model, folder, trained):
         own, saved = layer.state_dict(), read(file) if file.is_file() else {}
         lost = next((name for name in names if name not in saved), None)
@@ -266,17 +265,30 @@ def _unlike(model: Any, folder: Path, trained: set[int], *, strict: bool) -> str
             shapes = [tuple(one.shape) for one in pair if isinstance(one, torch.Tensor)]
             if len(shapes) > 1 and shapes[0] != shapes[1]:
                 return f"{name} of {file.name} has the shape {shapes[1]}, and this model's has {shapes[0]}"
-        other, held = before.get(id(layer), (file.name, {}))
-        parted = next((name for name in names if not _alike(held.get(name), saved.get(name))), None)
-        if parted is not None:
-            return f"{parted} of a tied layer is one in {other} and another in {file.name}. {_WITHOUT}"
-        before[id(layer)] = file.name, saved
+        if parted := _parted(before, layer, file, saved, names):
+            return f"{parted}. {_WITHOUT}"
+    return None
+
+
+def _parted(
+    before: dict[tuple[int, str], tuple[str, Any]],
+    layer: torch.nn.Module,
+    file: Path,
+    saved: Mapping[str, Any],
+    names: Iterable[str],
+) -> str | None:
+    """What a layer's file has otherwise than the first one of the same layer that has it, which `before` keeps."""
+    for name in names:
+        if name in saved:
+            other, held = before.setdefault((id(layer), name), (file.name, saved[name]))
+            if other != file.name and not _alike(held, saved[name]):
+                return f"{name} of a tied layer is one in {other} and another in {file.name}"
     return None
 
 
 def _alike(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return True  # a file is not there, or this is extra state
+        return True  # extra state
     if one.shape != other.shape:
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -329,7 +328,11 @@ class View:
         ]
         if not all(a.lr and b.lr and len(a.lr) == len(b.lr) and a.grad_norm and b.grad_norm for a, b in taken):
             return False
-        moved = [(x * (a.grad_norm or 0.0), y * (b.grad_norm or 0.0)) for a, b in taken for x, y in _paired(a.lr, b.lr)]
+        moved = [
+            (x * (a.grad_norm or 0.0), y * (b.grad_norm or 0.0))
+            for a, b in taken
+            for x, y in zip(a.lr or (), b.lr or (), strict=True)
+        ]
         rounding = max(_MADE_UP, 2 * EPS[self.comparison.dtype])
         return bool(moved) and all(near(y, x, rounding) for x, y in moved)
 
@@ -485,10 +488,6 @@ def _ratio(reference: object, candidate: object) -> float | None:
         return None
     ratio = candidate / reference
     return ratio if math.isfinite(ratio) else None
-
-
-def _paired(one: tuple[float, ...] | None, other: tuple[float, ...] | None) -> Iterator[tuple[float, float]]:
-    return zip(one or (), other or (), strict=True)
 
 
 def _both_idle(a: StepRecord, b: StepRecord) -> bool:
