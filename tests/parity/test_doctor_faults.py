@@ -140,6 +140,7 @@ BESIDE = {
     "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},
     "sparse_gradients_zero0": {"sparse_gradients": True},
     "fused_adam_count": {"optimizer": {"type": "AdamW"}},
+    "settings_of_stages": {"checkpoint": {"load_universal": True}},
     "universal_of_others": {"checkpoint": {"load_universal": True}},
     "universal_empty_partition": {"checkpoint": {"load_universal": True}},
     "universal_of_stages": {"checkpoint": {"load_universal": True}},

@@ -185,8 +185,7 @@ def layer_without_a_file(model: Any, folder: Path) -> str | None:
 def norms_over_stages(engine: Any) -> int:
     """Return how many norms a step on ZeRO 1 adds up over the stages: one for each parameter group of a stage.
 
-    A stage with fewer of them leaves the others waiting for ever (runtime/zero/stage_1_and_2.py,
-    get_grad_norm_direct, 0.19.8).
+    A stage with fewer of them leaves the others waiting for ever (tools/deepspeed_faults/norms_of_stages.py, 0.19.8).
 
     Args:
         engine: DeepSpeed's PipelineEngine.

@@ -309,6 +309,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the model is a PipelineModule with a tied layer that is alone on its stage",
     ),
     DeepSpeedFault(
+        "norms_of_stages",
+        "a step waits for ever: stages add up one norm for each parameter group, and have other numbers of them",
+        "give each stage as many groups",
+        lambda c: c.stage == 1 and (c.offloads or not c.sums_in_fp32),
+        "the model is a PipelineModule, and a stage has no parameter of a group that another one has, such as a bias",
+    ),
+    DeepSpeedFault(
         "checkpoint_bf16_pipeline",
         "load_checkpoint() raises a KeyError; with load_optimizer_states=False the next step undoes what was loaded",
         "use ZeRO 1",
@@ -440,6 +447,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "load the checkpoint itself, with as many stages and columns",
         lambda c: c.stage == 1 and c.on("checkpoint.load_universal"),
         "the model is a PipelineModule with a tied layer that has more than its stages share",
+    ),
+    DeepSpeedFault(
+        "settings_of_stages",
+        "a universal checkpoint gives every stage the settings of the first stage's parameter groups",
+        "load the checkpoint itself, with as many stages and columns",
+        lambda c: c.stage == 1 and c.on("checkpoint.load_universal"),
+        "the model is a PipelineModule whose stages have groups with other learning rates or weight decays",
     ),
     DeepSpeedFault(
         "first_dtype_for_all",
