@@ -59,8 +59,9 @@ def asked(
         lacking = incomplete(engine, folder, stepped) if universal else None
         why = damaged(engine, folder, options) if lacking is None else f"it has no {lacking}"
         if why is None:
-            return refused(folder)
-        return f"{why}, as where {_OF_CONVERSION if universal else _OF_SAVING}"
+            why = refused(folder)
+            return why and f"can't be loaded here: {why}"
+        return f"is not whole: {why}, as where {_OF_CONVERSION if universal else _OF_SAVING}"
 
     found = _found(load_dir, tag, broken, universal=universal)
     return {**found, **flags, "custom_load_fn": "one" if custom else "none"}
@@ -116,7 +117,7 @@ def refuse_unlike_loads(load_dir: str, gathered: Sequence[Mapping[str, Any]]) ->
         )
     for rank, one in enumerate(gathered):
         if one[_BROKEN] is not None:
-            raise CheckpointError(f"{where}, on rank {rank}: the checkpoint {one['tag']} is not whole: {one[_BROKEN]}")
+            raise CheckpointError(f"{where}, on rank {rank}: the checkpoint {one['tag']} {one[_BROKEN]}")
     return bool(found)
 
 

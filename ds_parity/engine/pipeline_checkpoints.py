@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -126,31 +127,66 @@ def _refuse_another_pipeline(load_dir: str, tag: Any, here: list[dict[str, Any]]
 
 
 def _settings(engine: Any) -> list[dict[str, str]]:
-    """What the optimizer steps each parameter group by, in words that can be compared, whatever they are."""
-    names = getattr(getattr(engine.optimizer, "optimizer", engine.optimizer), "defaults", _USUAL)
-    groups = engine.optimizer.param_groups
-    return [{name: _in_digits(one[name]) for name in sorted(names) if name in one} for one in groups]
+    """What the optimizer steps each parameter group by, in words that can be compared.
+
+    A universal load copies each key of a group but its parameters. What is not named by the optimizer, and is no number
+    is a label, such as the names of parameters.
+    """
+    named = {*_USUAL, *getattr(getattr(engine.optimizer, "optimizer", engine.optimizer), "defaults", ())}
+    return [
+        {
+            name: _in_words(value)
+            for name, value in sorted(group.items())
+            if name != "params" and (name in named or _of_numbers(value))
+        }
+        for group in engine.optimizer.param_groups
+    ]
 
 
-def _in_digits(value: Any) -> str:
+def _of_numbers(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(_of_numbers, value))
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _in_words(value: Any) -> str:
+    """A number as it counts, whatever its type; of a function or an object its kind: it is another in each process."""
     if isinstance(value, torch.Tensor):
-        return repr(value.tolist())
-    return repr([_in_digits(one) for one in value]) if isinstance(value, (tuple, list)) else repr(value)
+        return _in_words(value.tolist())
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_in_words, value))}]"
+    if isinstance(value, Real):
+        return repr(float(value) + 0.0)  # -0.0 is 0.0
+    if value is None or isinstance(value, str):
+        return repr(value)
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _refuse_apart(load_dir: str, stages: list[list[dict[str, str]] | None]) -> None:
-    """Raise where stages have saved other settings: a universal load gives all of them those of the first."""
+    """Raise where stages have saved other settings: a universal load gives all of them those of the first.
+
+    It does so in DeepSpeed too (tools/deepspeed_faults/settings_of_stages.py, 0.19.8).
+    """
+    first = stages[0] if stages else None
     for stage, settings in enumerate(stages):
-        if settings is None or stages[0] is None or settings == stages[0]:
+        if first is None or settings is None or settings == first:
             continue
-        pairs = [(a, b) for a, b in zip(stages[0], settings, strict=False) if a != b]
-        names = [name for a, b in pairs for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
         raise CheckpointError(
-            f"load_checkpoint({load_dir!r}), with load_universal: the parameter groups of stage {stage} were saved "
-            f"with another {', '.join(dict.fromkeys(names)) or 'number of them'} than those of stage 0, and DeepSpeed "
+            f"load_checkpoint({load_dir!r}), with load_universal: {_apart(stage, settings, first)}, and DeepSpeed "
             "gives each stage those of the first. Nothing was loaded; load the checkpoint that was converted, with as "
             "many stages and columns, and without load_universal"
         )
+
+
+def _apart(stage: int, settings: list[dict[str, str]], first: list[dict[str, str]]) -> str:
+    """Which settings of a stage are not those of the first one, in words."""
+    if len(settings) != len(first):
+        return f"stage {stage} was saved with {len(settings)} parameter groups, and stage 0 with {len(first)}"
+    group, ours, others = next((at, a, b) for at, (a, b) in enumerate(zip(settings, first, strict=True)) if a != b)
+    names = [name for name in sorted(ours.keys() | others.keys()) if ours.get(name) != others.get(name)]
+    told = (", ".join(f"{name} {one.get(name, 'missing')}" for name in names) for one in (ours, others))
+    return f"parameter group {group} of stage {stage} was saved with {next(told)}, that of stage 0 with {next(told)}"
 
 
 def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather) -> tuple[Any, Any]:

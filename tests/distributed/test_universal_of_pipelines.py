@@ -2,9 +2,11 @@
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,10 +74,26 @@ def linear():
     return [LayerSpec(nn.Linear, 6, 6) for _ in range(5)] + [LayerSpec(Shifted)]
 
 
-def pipeline(layers, stages=2, frozen=(), *, bf16=False, own=None, universal=True):
+class Cut(deepspeed.PipelineModule):
+    """Two stages, of which the second begins with a layer of a given number."""
+
+    def __init__(self, layers, second, **options):
+        self._second = second
+        super().__init__(layers, num_stages=2, **options)
+
+    def _partition_layers(self, method="uniform"):
+        self.parts = [0, self._second, len(self._layer_specs)]
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+def pipeline(layers, stages=2, frozen=(), *, bf16=False, own=None, universal=True, second=None):
     """A pipeline; `own`: the stages that train the bias of a tied layer, all of them if it is None."""
     torch.manual_seed(0)
-    model = deepspeed.PipelineModule(layers, num_stages=stages, partition_method="uniform", loss_fn=mean_of_all)
+    if second is None:
+        model = deepspeed.PipelineModule(layers, num_stages=stages, partition_method="uniform", loss_fn=mean_of_all)
+    else:
+        model = Cut(layers, second, loss_fn=mean_of_all)
     for name, one in model.named_parameters():
         others = own is not None and name == OF_A_STAGE and model.stage_id not in own
         one.requires_grad_(not name.startswith(frozen) and not others)
@@ -103,10 +121,10 @@ def copy_layers(path):
     dist.barrier()
 
 
-def forget(path, *names, others=False):
-    """Take out of a universal checkpoint what releases before have not written; `others`: and a layer of each stage."""
+def forget(path, *names, others=False, tag="universal"):
+    """Take out of a checkpoint what releases before have not written; `others`: and a layer of each stage."""
     if dist.get_rank() == 0:
-        for file in Path(path, "universal").glob("mp_rank_*"):
+        for file in Path(path, tag).glob("mp_rank_*"):
             state = torch.load(file, weights_only=False)
             for name in names:
                 del state["ds_parity"][name]
@@ -231,14 +249,76 @@ def on_other_stages(folder, cases):
     return results
 
 
-def by_stage(apart):
-    """A pipeline whose stages have one parameter group each, which what is no setting tells apart, or a rate."""
+class Scaled(torch.optim.AdamW):
+    """Has a rate of each group multiplied by a number that is not among its settings, as with a decay by layers."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= group["lr_scale"]
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= group["lr_scale"]
+
+
+class Unnamed(torch.optim.Optimizer):
+    """Tells torch no settings, as Muon's reference code: they are in the groups alone."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    names = ("exp_avg", "exp_avg_sq")  # a conversion takes no others
+                    mean, squares = (self.state[one].setdefault(name, torch.zeros_like(one)) for name in names)
+                    squares.lerp_(one.grad**2, 0.1)
+                    one.sub_(group["lr"] * mean.lerp_(one.grad, 0.1) / (squares.sqrt() + 1e-8))
+
+
+class Policy:
+    """Anything that an optimizer may be set by."""
+
+
+def by_object(groups):
+    """An optimizer one of whose settings is an object, which is another one on each rank, and another a function."""
+    optimizer = torch.optim.AdamW(groups)
+    for name, value in {"policy": Policy(), "rate_of": mean_of_all}.items():
+        optimizer.defaults[name] = value
+        for group in optimizer.param_groups:
+            group[name] = value
+    return optimizer
+
+
+# By what tells the groups of two stages apart: how they are optimized, and what the second stage has in its group.
+SETTINGS = {
+    "names": (torch.optim.AdamW, {"param_names": ["1"]}),
+    "types": (torch.optim.AdamW, {"lr": np.float64(0.01), "weight_decay": 0, "betas": [0.9, 0.99], "amsgrad": 0}),
+    "objects": (by_object, {}),
+    "rates": (torch.optim.AdamW, {"lr": 0.02}),
+    "tensors": (torch.optim.AdamW, {"lr": torch.tensor(0.02)}),
+    "scales": (Scaled, {"lr_scale": 0.5}),
+    "unnamed": (Unnamed, {"lr": 0.02}),
+}
+APART = {
+    "rates": "parameter group 0 of stage 1 was saved with lr 0.02, that of stage 0 with lr 0.01, and",
+    "tensors": "was saved with lr 0.0199",
+    "scales": "was saved with lr_scale 0.5, that of stage 0 with lr_scale 1.0, and",
+    "unnamed": "was saved with lr 0.02, that of stage 0 with lr 0.01, and",
+}
+
+
+def by_stage(name):
+    """A pipeline whose stages have one parameter group each."""
     torch.manual_seed(0)
     model = deepspeed.PipelineModule(linear(), num_stages=2, partition_method="uniform", loss_fn=mean_of_all)
-    rate = 0.01 * (1 + (apart != "names") * model.stage_id)
-    group = {"params": list(model.parameters()), "lr": torch.tensor(rate) if apart == "tensors" else rate}
-    group |= {"param_names": [str(model.stage_id)], "own": [torch.ones(2)], "none": math.nan}
-    optimizer = torch.optim.AdamW([group])
+    of_name, of_the_second = SETTINGS[name]
+    group = {"params": list(model.parameters()), "lr": 0.01, "weight_decay": -0.0, "betas": (0.9, 0.99), "lr_scale": 1}
+    group |= {"param_names": ["0"], "own": [torch.ones(1)], "none": math.nan}
+    if name == "tensors":
+        group["lr"] = torch.tensor(0.01)
+    optimizer = of_name([{**group, **(of_the_second if model.stage_id else {})}])
     keys = config(1, checkpoint={"load_universal": True})
     del keys["optimizer"], keys["scheduler"]
     return ds_parity.initialize(model=model, optimizer=optimizer, config=keys)[0]
@@ -247,15 +327,16 @@ def by_stage(apart):
 @at_length_on_two_ranks
 @alone_in_the_process
 def universal_of_settings(folder):
-    """By what tells groups of stages apart: what a load ends in, and what rates each stage has."""
+    """By what tells groups of stages apart: what a load ends in, and what rates and scales each stage has."""
     results = {}
-    for apart in ("names", "rates", "tensors"):
-        path = f"{folder}/{apart}"
-        saved(by_stage(apart), path)
+    for name in SETTINGS:
+        path = f"{folder}/{name}"
+        saved(by_stage(name), path)
         copy_layers(path)
-        loading = by_stage(apart)
+        loading = by_stage(name)
         said = refusal(lambda: loading.load_checkpoint(path))  # noqa: B023
-        results[apart] = from_all([said, [round(float(one), 6) for one in loading.get_lr()]])
+        (group,) = loading.optimizer.param_groups
+        results[name] = from_all([said, [round(float(group[it]), 6) for it in ("lr", "lr_scale")]])
     return results
 
 
@@ -265,28 +346,50 @@ def by_function_biased():
     return [tied[0], *(LayerSpec(nn.Linear, 6, 6) for _ in range(4)), tied[1]]
 
 
+def in_the_middle():
+    """As `by_function_biased`, with the function between the other layers."""
+    first, *others, last = by_function_biased()
+    return [first, *others[:2], last, *others[2:]]
+
+
+def of_two_keys():
+    """Two tied layers, of one of which the last stage has a bias that no forward reads."""
+    first, last = (
+        TiedLayerSpec("scale", Scale, biased=True, forward_fn=it) for it in (None, lambda m, x: x * m.weight)
+    )
+    other = TiedLayerSpec("other", Scale, biased=False)
+    return [first, LayerSpec(nn.Linear, 6, 6), other, other, LayerSpec(nn.Linear, 6, 6), last]
+
+
 @at_length_on_two_ranks
 @alone_in_the_process
 def weights_alone(folder):
     """By case: what the load of weights alone on another number of stages ends in."""
     results = {}
+    both, none = partial(scaled, BIASED["both"]), partial(scaled, BIASED["none"])
     cases = {
-        "two biases": (lambda: scaled(BIASED["both"]), 2, 1),
-        "the same": (lambda: scaled(BIASED["both"]), 2, 2),
-        "one bias": (lambda: scaled(BIASED["both"]), 1, 2),
-        "none": (lambda: scaled(BIASED["none"]), 2, 1),
-        "by a function": (by_function_biased, 1, 2),
+        "two biases": (both, {"stages": 2}, both, {"stages": 1}),
+        "the same": (both, {"stages": 2}, both, {"stages": 2}),
+        "one bias": (both, {"stages": 1}, both, {"stages": 2}),
+        "none": (none, {"stages": 2}, none, {"stages": 1}),
+        "by a function": (by_function_biased, {"stages": 1}, by_function_biased, {"stages": 2}),
+        "by a function now": (both, {"stages": 2}, by_function_biased, {"stages": 2}),
+        "on another stage": (in_the_middle, {"second": 4}, in_the_middle, {"second": 3}),
+        "on another stage, not told": (in_the_middle, {"second": 4}, in_the_middle, {"second": 3}),
+        "beside another": (of_two_keys, {"second": 3}, of_two_keys, {"second": 2}),
     }
-    for name, (layers, before, behind) in cases.items():
+    for name, (layers, before, layers_behind, behind) in cases.items():
         path = f"{folder}/{name}"
-        engine = pipeline(layers(), before, universal=False)
+        engine = pipeline(layers(), universal=False, **before)
         columns = [[2], [1]] if engine.dp_world_size == 2 else [[2, 1]]
         for window in range(3):
             engine.train_window(micro_batches(engine, window, columns))
         engine.save_checkpoint(path)
+        if "not told" in name:
+            forget(path, "tied", tag="global_step3")
         there = biases(engine)
         deepspeed.utils.groups.mpu = None
-        loading = pipeline(layers(), behind, universal=False)
+        loading = pipeline(layers_behind(), universal=False, **behind)
         said = refusal(lambda: loading.load_checkpoint(path, load_optimizer_states=False))  # noqa: B023
         results[name] = [from_all(said), there, biases(loading)]
         deepspeed.utils.groups.mpu = None
@@ -608,23 +711,30 @@ def test_layers_with_numbers_that_are_none_and_with_other_names_are_loaded(two_r
     assert two_ranks_at_length.of(universal_of_odd_layers)[name] == [["nothing was raised", True]] * 2
 
 
-def test_stages_with_settings_of_their_own_are_not_given_those_of_the_first(two_ranks_at_length):
-    found = two_ranks_at_length.of(universal_of_settings)
-    assert [said for said, _ in found["names"]] == ["nothing was raised"] * 2
-    for apart in ("rates", "tensors"):
-        for said, _ in found[apart]:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_stages_with_settings_of_their_own_are_not_given_those_of_the_first(two_ranks_at_length, name):
+    found = two_ranks_at_length.of(universal_of_settings)[name]
+    for said, _ in found:
+        if name in APART:
             assert said.startswith("CheckpointError")
-            assert "the parameter groups of stage 1 were saved with another lr than those of stage 0" in said
-        assert [rates for _, rates in found[apart]] == [[0.01], [0.02]]
+            assert APART[name] in said
+        else:
+            assert said == "nothing was raised"
+    scale = 1 / 2 if name == "scales" else 1
+    assert [own for _, own in found] == [[0.01, 1.0], [0.02 if name in APART and scale == 1 else 0.01, scale]]
 
 
 ALONE = {
     "two biases": "bias of a tied layer is one in layer_00-model_states.pt and another in layer_05",
-    "by a function": "no file of a layer has tied_modules.scale.bias, which this stage trains",
+    "by a function": "no load gives tied_modules.scale.bias back, which this stage trains, and uses by a forward_fn: 1 "
+    "stages have saved the checkpoint, and 2 load it",
+    "by a function now": "a forward_fn: layer_05-model_states.pt has it, which DeepSpeed reads for a module alone",
+    "on another stage": "stage 1 had the tied layer 'scale' as the layers [], and has it as [3]",
+    "on another stage, not told": "stage 1 of the checkpoint has trained no tied_modules.scale.bias, or",
 }
 
 
-@pytest.mark.parametrize("name", ["two biases", "the same", "one bias", "none", "by a function"])
+@pytest.mark.parametrize("name", [*ALONE, "the same", "one bias", "none", "beside another"])
 def test_weights_alone_on_other_stages_keep_parts_of_tied_layers_or_are_refused(two_ranks_at_length, name):
     said, there, here = two_ranks_at_length.of(weights_alone)[name]
     if name in ALONE:

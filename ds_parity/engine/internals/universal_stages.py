@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,16 +85,14 @@ def refused_as_it_is(
         saved = read(file)
         if parted := _parted(before, layer, file, saved, saved):
             return f"{parted}. {_AS_IT_WAS}"
-    layers = modules_of(model)
-    own = _own(model, {id(one) for one in stepped}).items()
-    lost = next((name for name, key in own if model.tied_modules[key] not in layers), None)
-    if lost is None:
-        return None
-    # As they were, stages have saved such a part, or it had no gradient yet.
-    stages = states(folder)
-    if len(stages) == model.num_stages and saved_places(stages[model.stage_id]) in (None, places(model)):
-        return None
-    return f"no file of a layer has {lost}, which this stage trains, and uses by a forward_fn. {_AS_IT_WAS}"
+    trained = {id(one) for one in stepped}
+    own = [name for name, key in _own(model, trained).items() if model.tied_modules[key] not in modules_of(model)]
+    stages = states(folder) if own else []
+    for name in own:
+        why = _kept_elsewhere(model, folder, name) or _had_elsewhere(model, trained, stages, saved_places, name)
+        if why is not None:
+            return f"no load gives {name} back, which this stage trains, and uses by a forward_fn: {why}. {_AS_IT_WAS}"
+    return None
 
 
 def own_parts(model: Any, stepped: Iterable[Any]) -> dict[str, int]:
@@ -164,6 +162,46 @@ def _own(model: Any, trained: set[int]) -> dict[str, str]:
         for name, parameter in tied.named_parameters()
         if id(parameter) in trained and id(parameter) not in shared_by_stages(model, key)
     }
+
+
+def _kept_elsewhere(model: Any, folder: Path, name: str) -> str | None:
+    """Which file has such a part, where the layer was a module, and its file is not read any more."""
+    _, key, own = name.split(".", 2)
+    tied = places(model)[key]
+    own_layers = (number for number in range(len(model._layer_specs)) if model.stage_owner(number) == model.stage_id)
+    for at, number in enumerate(own_layers):
+        file = Path(model.ckpt_layer_path(str(folder), at))
+        if number in tied and file.is_file() and own in read(file):
+            return f"{file.name} has it, which DeepSpeed reads for a module alone"
+    return None
+
+
+def _had_elsewhere(
+    model: Any,
+    trained: set[int],
+    stages: Sequence[Mapping[str, Any]],
+    saved_places: Callable[[Mapping[str, Any]], Any],
+    name: str,
+) -> str | None:
+    """Where a stage had the layer of a part, if not where this one has it.
+
+    Else no gradient has reached the part, or it would not have been saved: it is what a new engine has.
+    What it was saved in is not told by bare DeepSpeed, or a release before: the layers beside it are then.
+    """
+    key = name.split(".")[1]
+    if len(stages) != model.num_stages:
+        return f"{len(stages)} stages have saved the checkpoint, and {model.num_stages} load it"
+    saved, here = stages[model.stage_id], places(model)[key]
+    there = saved_places(saved)
+    if there is None:
+        then = _trained_then(saved)
+        beside = name in then and _numbers(then) == _numbers(_trained_now(model, trained))
+        why = f"stage {model.stage_id} of the checkpoint has trained no {name}, or had other layers"
+        return None if beside else why
+    layers = there.get(key, [])
+    if layers == here:
+        return None
+    return f"stage {model.stage_id} had the tied layer {key!r} as the layers {layers}, and has it as {here}"
 
 
 def _of_another_stage(
