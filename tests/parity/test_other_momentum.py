@@ -60,3 +60,29 @@ def test_both_are_named_where_no_step_is_behind_it(fault):
 
 def test_more_of_the_update_before_is_no_lost_state_in_the_last_step_either():
     assert named(other_momentum(0.95, 3), steps=4) == {"momentum"}
+
+
+def averaged(share, at_step):
+    """Weights that are once averaged with those of the step before: they move back by a share of its update."""
+
+    class Averaged(Run):
+        def trace(self):
+            self.updates = []
+            return super().trace()
+
+        def after(self, at, weights, before):
+            self.updates.append(weights - before)
+            return weights - (share * self.updates[at - 1] if at == at_step else 0.0)
+
+    return Averaged
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
+def test_weights_that_move_back_once_are_no_momentum(share, at, momentum):
+    """The next update is whole."""
+    a, b = (started(with_momentum(run, momentum), START) for run in (Run, averaged(share, at)))
+    diagnosis = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert not BOTH & {cause.name for cause in diagnosis.causes}
+    assert "weights" in diagnosis.classes

@@ -140,22 +140,48 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class FieldFound:
-    """What one field's differences come to: how many, the first, and the furthest apart (None: nothing to subtract)."""
+    """What one field's differences come to.
+
+    Attributes:
+        name: of the field.
+        count: how many there are.
+        first: the first of them.
+        furthest: how far apart two values are at most; None where there is nothing to subtract.
+        of_one_side: in how many steps one side alone has a value.
+        of_both: the first difference of two values; None where one side alone has one each time.
+    """
 
     name: str
     count: int
     first: Difference
     furthest: float | None
+    of_one_side: int = 0
+    of_both: Difference | None = None
 
     @classmethod
     def of(cls, difference: Difference) -> FieldFound:
-        """A single one."""
-        return cls(difference.field, 1, difference, difference.difference)
+        """A single one, of no single step."""
+        return cls(difference.field, 1, difference, difference.difference, 0, difference)
 
     def and_also(self, other: FieldFound) -> FieldFound:
         """Together with later ones."""
         known = [it.furthest for it in (self, other) if it.furthest is not None]
-        return replace(self, count=self.count + other.count, furthest=greatest(known) if known else None)
+        return replace(
+            self,
+            count=self.count + other.count,
+            furthest=greatest(known) if known else None,
+            of_one_side=self.of_one_side + other.of_one_side,
+            of_both=self.of_both or other.of_both,
+        )
+
+    @property
+    def without_those_of_one_side(self) -> FieldFound | None:
+        """The differences of two values; None where there are none."""
+        if not self.of_one_side:
+            return self
+        if self.of_both is None:
+            return None
+        return replace(self, count=self.count - self.of_one_side, first=self.of_both, of_one_side=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,14 +232,24 @@ class Tally:
         """Count the differences of each field, in the order in which fields first differ."""
         places = {name: int(apart.differs.argmax()) for name, apart in judged.items() if apart.differs.any()}
         for name, first in sorted(places.items(), key=lambda item: item[1]):
+
+            def difference(at: int, name: str = name) -> Difference:
+                (found,) = (it for it in worded(at).differences if it.field == name)
+                return found
+
             apart, known = judged[name], self._fields.get(name)
-            gaps = apart.gap[apart.differs & apart.known]
-            furthest, count = float(gaps.max()) if len(gaps) else None, int(apart.differs.sum())
-            if known is not None:
-                self._fields[name] = known.and_also(FieldFound(name, count, known.first, furthest))
-            else:
-                (difference,) = (it for it in worded(first).differences if it.field == name)
-                self._fields[name] = FieldFound(name, count, difference, furthest)
+            both = apart.differs & apart.known
+            gaps, count = apart.gap[both], int(apart.differs.sum())
+            furthest = float(gaps.max()) if len(gaps) else None
+            # A step that one side leaves out is no value that one side has.
+            of_one_side = 0 if name == "step" else count - len(gaps)
+            of_both = None
+            if known is None or known.of_both is None:
+                at = int(both.argmax()) if both.any() else first
+                of_both = difference(at) if both.any() or name == "step" else None
+            begin = known.first if known is not None else difference(first)
+            found = FieldFound(name, count, begin, furthest, of_one_side, of_both)
+            self._fields[name] = found if known is None else known.and_also(found)
 
     def _measure(self, name: str, block: Block, apart: Apart) -> None:
         places = np.flatnonzero(apart.known)

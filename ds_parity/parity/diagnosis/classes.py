@@ -211,9 +211,12 @@ def _of_updates_before(view: View) -> set[str]:
     """What may be wrong in an update that lies in front of the first difference, and in steps that do."""
     if view.steps_left_out:
         return {*_OF_UPDATE, "data", "loss", "gradient"}
+    # Where weights are not recorded, nothing tells of an update's gradient; nor does it where norms are not.
     if view.unseen:
         return _OF_UPDATE | {"gradient"}
-    return _OF_UPDATE if _crept(view) else set()
+    if not _crept(view):
+        return set()
+    return _OF_UPDATE if view.recorded("grad_norm") else {*_OF_UPDATE, "gradient", "loss"}
 
 
 def _trained_apart(view: View) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import chain
 
 from ds_parity.parity.comparison.fields import Comparison
@@ -20,13 +19,12 @@ from ds_parity.parity.diagnosis import (
 )
 from ds_parity.parity.diagnosis.alike import not_excluded
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.diagnosis.certain import certain, other_split
+from ds_parity.parity.diagnosis.certain import certain
 from ds_parity.parity.diagnosis.classes import possible
-from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
-from ds_parity.parity.diagnosis.learning_rate import without_rounding_of_rates
 from ds_parity.parity.diagnosis.next_step import telling
-from ds_parity.parity.diagnosis.view import View, near, plain
+from ds_parity.parity.diagnosis.no_reason import NO_REASONS, NoReason
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile, columns_of
 
@@ -66,21 +64,6 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
     )
 
 
-@dataclass(frozen=True)
-class _NoReason:
-    """Fields that may differ and be no reason for anything else that does.
-
-    Attributes:
-        fields: their names.
-        taken_away: returns both sides without that difference; None where it may be a reason.
-        said: returns what is certain of them, in a sentence.
-    """
-
-    fields: set[str]
-    taken_away: Callable[[View], tuple[Trace, Trace] | None]
-    said: Callable[[Comparison], str]
-
-
 def _looked_at(
     reference: Trace | TraceFile, candidate: Trace | TraceFile, comparison: Comparison
 ) -> tuple[View, tuple[str, ...]]:
@@ -90,69 +73,23 @@ def _looked_at(
     """
     begin = _begins(reference), _begins(candidate)
 
-    def view_of(kept: Comparison, taken: Sequence[_NoReason]) -> View | None:
+    def view_of(kept: Comparison, taken: Sequence[NoReason]) -> View | None:
         stretch = _stretch(kept, begin)
         sides: tuple[Trace, Trace] | None = _seen(reference, stretch), _seen(candidate, stretch)
         for one in taken:
             sides = one.taken_away(View(*sides, comparison, begin)) if sides is not None else None
         return None if sides is None else View(*sides, kept, begin)
 
-    taken: tuple[_NoReason, ...] = ()
+    taken: tuple[NoReason, ...] = ()
     view = view_of(comparison, taken)
     assert view is not None, "nothing is taken away"
-    for one in _NO_REASONS:
-        kept = _without(one.fields, view.comparison)
+    for one in NO_REASONS:
+        kept = one.without(view.comparison)
         if kept.found and kept.found != view.comparison.found:
             without = view_of(kept, (*taken, one))
             if without is not None:
                 view, taken = without, (*taken, one)
     return view, tuple(one.said(comparison) for one in reversed(taken))
-
-
-def _with_passes_alike(view: View) -> tuple[Trace, Trace] | None:
-    """Micro-batches of another size make other passes of the same windows, which may be divided by them."""
-    fields = {plain(it.name) for it in view.comparison.found}
-    if fields & {"step", "rollouts"} or not view.recorded("rollouts") or ("total" in fields and _counts_passes(view)):
-        return None
-    passes = {b.step: {name: getattr(b, name) for name in SPLIT} for _, b in view.pairs}
-    steps = [it.model_copy(update=passes.get(it.step, {})) for it in view.reference.steps]
-    return replace(view.reference, steps=tuple(steps)), view.candidate
-
-
-def _with_rates_alike(view: View) -> tuple[Trace, Trace] | None:
-    """One side may have written its rates as numbers of fp32, all of them, also those that no stretch shows."""
-    rates = without_rounding_of_rates(view) if view.pairs and view.rates_agree_to_fp32 else None
-    return None if rates is None else (view.reference, rates)
-
-
-_NO_REASONS = (
-    _NoReason(SPLIT, _with_passes_alike, other_split),
-    _NoReason({"lr"}, _with_rates_alike, lambda _: "the learning rates agree to fp32, and are taken for equal"),
-)
-
-
-def _without(fields: set[str], comparison: Comparison) -> Comparison:
-    return replace(
-        comparison,
-        differences=tuple(it for it in comparison.differences if plain(it.field) not in fields),
-        found=tuple(it for it in comparison.found if plain(it.name) not in fields),
-    )
-
-
-def _counts_passes(view: View) -> bool:
-    """Whether the denominator of each window is how many micro-batches it has, as with the weight `pass`."""
-    headers = view.reference.header, view.candidate.header
-    known = [
-        (one.total, one.passes, one.idle_passes or 0, header.ranks)
-        for pair in view.pairs
-        for one, header in zip(pair, headers, strict=True)
-        if one.total is not None and one.passes
-    ]
-    if not known:
-        return False
-    # Of unknown ranks it is one whole number of times.
-    times = max(1, round(known[0][0] / known[0][1]))
-    return all(near(total, passes * (ranks or times) - idle, _WHOLE) for total, passes, idle, ranks in known)
 
 
 def _causes(view: View) -> tuple[Cause, ...]:

@@ -117,7 +117,7 @@ def without_rounding_of_rates(view: View) -> Trace | None:
     """
     if "lr" not in view.fields or not view.fields & TRAINED_ON - {"lr"} or not view.same_windows:
         return None
-    rates = [(x.lr, y.lr) for x, y in view.pairs]
+    rates = [(x.lr, y.lr) for x, y in view.pairs if x.lr is not None or y.lr is not None]
     if any(not x or not y or len(x) != len(y) for x, y in rates) or len({len(x) for x, _ in rates if x}) > 1:
         return None
     if not as_fp32(*(list(chain.from_iterable(pair[side] or () for pair in rates)) for side in (0, 1))):

@@ -157,7 +157,7 @@ def _of_state(view: View, moves: Moves) -> Iterator[Cause]:
         momentum = -share * rates[at - 1] / rates[at]
         word = "missing" if momentum > 0 else "added"
         said = f"{_said(view)}: what is {word} is {abs(momentum):.3g} of the update before, a part that momentum adds"
-        found += [Cause(name, Fit.DIRECTION, said) for name in _of_momentum(moves, momentum)]
+        found += [Cause(name, Fit.DIRECTION, said) for name in _of_momentum(moves, momentum, behind=told)]
         # A gradient that is added to the next one is a momentum of 1, and its norm tells it.
         if near(momentum, -1.0, _SHARE) and not view.recorded("grad_norm"):
             found.append(Cause("gradient-not-zeroed", Fit.DIRECTION, said))
@@ -181,20 +181,24 @@ def _stays(moves: Moves, at: int) -> bool:
     return not last and bool(np.linalg.norm(moves.widened(at + 1)) < _STAYS * np.linalg.norm(moves.apart(at)))
 
 
-def _of_momentum(moves: Moves, less: float) -> Iterator[str]:
+def _of_momentum(moves: Moves, less: float, *, behind: bool) -> Iterator[str]:
     """Yield what explains an update with less of the one before: a state that was lost, or another momentum.
 
     In the first step that differs they look alike. In the next one a lost state is missed once more, and less of it;
-    another momentum then takes as much less of the update that came between.
+    another momentum then takes as much less of the update that came between. Where it is neither, the weights
+    themselves were moved: by an average with those of the step before, for example.
 
     Args:
         moves: the weights of both runs.
         less: how much less of the update before is in the first that differs; below 0: more of it.
+        behind: there is a next step, at a rate as high by about.
     """
     if not -1 < less <= _WHOLE:
         return
     lost, other = _off_in_the_next(moves, less)
     told = min(lost, other) < ABOUT
+    if behind and not told:
+        return
     # All of the momentum is lost with the state, and no more than that.
     if less > 0 and (lost < ABOUT or not told):
         yield "resume-loses-optimizer"
