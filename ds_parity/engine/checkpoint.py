@@ -28,6 +28,7 @@ from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
+from ds_parity.engine.internals.schedule import follow_the_schedule, rates_now
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.universal import load_untrained
 from ds_parity.engine.kept_states import (
@@ -48,6 +49,8 @@ from ds_parity.errors import CheckpointError, RankDesyncError
 _LOG = logging.getLogger("ds_parity")
 _MOST_SECONDS: Final = 5.0
 _SETTINGS = ("count", "lr_progress")
+_GRAD_SCALER: Final = "grad_scaler"
+"""Under this name of our state: that of the GradScaler of `torch_autocast` in fp16."""
 # By which load_checkpoint() is asked for a part.
 _PART = (("load_optimizer_states", False), ("load_module_only", True))
 
@@ -77,7 +80,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     """
     with naming_lost_ranks("load_checkpoint()"):
         before, there = driver.state.half_loaded, _refuse_to_begin(driver, load_dir, tag, options)
-        driver.state.half_loaded = str(load_dir) if there else before
+        driver.state.half_loaded, rates = str(load_dir) if there else before, rates_now(driver.engine)
         path, state = _loaded_by_all(driver, load_dir, tag, options)
     if path is None:
         driver.state.half_loaded = before
@@ -99,6 +102,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             if not named:
                 driver.adapter.show_stepped_weights()
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
+        follow_the_schedule(driver.engine, rates, scheduler=scheduler, optimizer=optimizer)
     # A part that is loaded over another leaves what the other was.
     driver.state.half_loaded = None if is_whole(driver.engine, options) else before
     return path, state
@@ -201,6 +205,8 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())
+        if (scaler := driver.adapter.grad_scaler()) is not None:
+            ours[_GRAD_SCALER] = scaler.state_dict()
     except Exception as error:
         driver.refuse_saving(error)
         raise
@@ -339,6 +345,8 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     driver.boundary.counters.settle(driver.ledger)
     if optimizer and driver.engine.load_universal_checkpoint():
         driver.adapter.repair_universal_checkpoint(state.get("groups", []))
+    if optimizer:
+        driver.adapter.load_grad_scaler(state.get(_GRAD_SCALER))
     schedule = driver.boundary.schedule()
     if schedule is not None and scheduler:
         schedule.resume_at(driver.ledger.progress)

@@ -35,14 +35,15 @@ from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.internals.stages import (
     averaged_over,
     buffers_of_every_type,
+    checkpoint_what_needs_no_gradient,
     clip_over_stages,
     count_none,
     count_what_is_not_shared,
     lost_by_a_load,
     norms_over_stages,
-    reduce_kept_sums,
     shared_weights,
 )
+from ds_parity.engine.internals.tied_sums import reduce_tied_gradients
 from ds_parity.engine.pipeline_checkpoints import load, refuse_to_begin, save, with_states
 from ds_parity.engine.planned import PlansRead, Read, refuse_different_plans, refuse_plan_of_others
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
@@ -114,7 +115,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
         count_none(engine)
-        reduce_kept_sums(engine)
+        reduce_tied_gradients(engine)
+        checkpoint_what_needs_no_gradient(engine)
         self._self_lost = lost_by_a_load(engine)
         self._self_between = BetweenWindows(choose(engine))
         self._self_settings, self._self_number = settings, number

@@ -20,6 +20,7 @@ from ds_parity.engine.internals.checkpoints import has_experts, own_clipping
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
+from ds_parity.engine.internals.schedule import follow_the_schedule, rates_now
 from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
 from ds_parity.engine.members import MEMBERS, members, of_all_stages, refuse_other_names, refuse_other_pipeline
 from ds_parity.engine.ranks.agreement import in_short
@@ -235,10 +236,14 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             literal_paths(),
             empty_partitions(engine),
         ):
+            rates = rates_now(engine)
             path, state = engine.load_checkpoint(load_dir, tag, **options)
             if path is not None and engine.load_universal_checkpoint():
                 stepped = chain.from_iterable(choose(engine).groups())
                 universal_stages.load_layers(engine.module, Path(path).parent, stepped)
+        if path is not None and not options["load_module_only"]:
+            scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
+            follow_the_schedule(engine, rates, scheduler=scheduler, optimizer=optimizer)
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

@@ -31,7 +31,7 @@ def driver():
         say_to_save=lambda value: [value],
         refuse_saving=lambda error: None,
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),
-        adapter=SimpleNamespace(groups=list, groups_of_optimizer=list),
+        adapter=SimpleNamespace(groups=list, groups_of_optimizer=list, grad_scaler=lambda: None),
         engine=SimpleNamespace(
             optimizer=SimpleNamespace(param_groups=[{"params": [], "lr": 0.1}]),
             basic_optimizer=None,

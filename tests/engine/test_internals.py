@@ -144,6 +144,9 @@ OTHERS = {
         "empty_like",
         "is_sparse",
     ),
+    *("MAX", "ReduceOp", "int32", "keeps", "of", "tolist"),
+    *("_hp_grad", "grad_accum"),  # of parameters: guards name them
+    *("fill_", "last_batch_iteration"),  # the latter of DeepSpeed's schedulers
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),
     *("SGD", "Tensor", "VALID_LR_SCHEDULES", "__name__", "clone", "count"),
     *("fromkeys", "full_like", "get", "get_process_group_ranks", "get_rank"),

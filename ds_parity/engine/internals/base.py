@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -264,6 +264,19 @@ class Adapter(ABC):
         """Return the GradScaler of `torch_autocast` in fp16: the wrapper keeps it on ZeRO 1 to 3, the engine on 0."""
         kept = getattr(self.engine.optimizer, "torch_autocast_gradscaler", None)
         return kept or self.engine.torch_autocast_z0_gradscaler
+
+    def load_grad_scaler(self, state: Mapping[str, Any] | None) -> None:
+        """Let the GradScaler go on as one that was saved, which DeepSpeed does not do.
+
+        One that begins anew skips a step for each halving down to a scale that fits
+        (tools/deepspeed_faults/autocast_fp16_scale_not_saved.py).
+
+        Args:
+            state: its `state_dict()`; None or empty where none was saved.
+        """
+        scaler = self.grad_scaler()
+        if scaler is not None and state:
+            scaler.load_state_dict(dict(state))
 
     @functools.cached_property
     def _trained(self) -> list[Parameter]:

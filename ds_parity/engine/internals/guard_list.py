@@ -184,6 +184,13 @@ GUARDS: tuple[Guard, ...] = (
         ),
     ),
     Guard(
+        "deepspeed.runtime.pipe.module:PipelineModule",
+        "forward",
+        "internals/stages.py",
+        "layers whose activations are checkpointed are called by one function of the module",
+        ("self.activation_checkpoint_func(exec_range_func(start_idx, end_idx), *x)",),
+    ),
+    Guard(
         "deepspeed.runtime.pipe.engine:PipelineEngine",
         "_exec_reduce_tied_grads",
         "internals/stages.py",

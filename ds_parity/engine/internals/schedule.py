@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 import wrapt
 from deepspeed.runtime import lr_schedules
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -96,6 +97,51 @@ def rates_in_digits(engine: Engine) -> tuple[str, ...]:
     Ranks compare them, and a NaN is not equal to another.
     """
     return tuple(repr(float(rate)) for rate in engine.get_lr())
+
+
+def rates_now(engine: Engine) -> list[float | None]:
+    """Return the learning rates of the optimizer's groups, as numbers that no load changes; None of one that has none.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+    """
+    rates = [group.get("lr") for group in engine.optimizer.param_groups]
+    return [None if rate is None else float(rate) for rate in rates]
+
+
+def follow_the_schedule(engine: Engine, before: Sequence[float | None], *, scheduler: bool, optimizer: bool) -> None:
+    """Give the groups the rates of the schedule behind a load of the scheduler's state, or of the optimizer's, alone.
+
+    Rates are kept in the groups of the optimizer. Most of torch's schedulers go on from the rate that they find there,
+    so that one which is another's stays wrong for ever: behind such a load StepLR, ExponentialLR and CosineAnnealingLR
+    give a multiple of what they are due (runtime/engine.py, _load_checkpoint, 0.19.8).
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not, behind the load.
+        before: what `rates_now` was in front of it.
+        scheduler: the scheduler's state was loaded.
+        optimizer: the optimizer's states were loaded.
+    """
+    if engine.lr_scheduler is None or scheduler == optimizer:
+        return
+    rates = _rates_due(behind_proxy(engine.lr_scheduler)) if scheduler else before
+    groups = engine.optimizer.param_groups
+    if rates is None or len(rates) != len(groups):
+        return
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group.get("lr"), torch.Tensor) and rate is not None:
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _rates_due(scheduler: Any) -> Sequence[float | None] | None:
+    """The rates at which a scheduler stands that was loaded; None of one that keeps none, or has not begun."""
+    if isinstance(scheduler, _BY_ITERATION):
+        rates: list[float] | None = scheduler.get_lr() if scheduler.last_batch_iteration >= 0 else None
+        return rates
+    kept = scheduler.state_dict().get("_last_lr")
+    return None if kept is None else [float(rate) for rate in kept]
 
 
 class _Loud(wrapt.ObjectProxy[Any]):

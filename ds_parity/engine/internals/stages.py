@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.engine.internals.literal_paths import literal_paths
@@ -76,6 +76,27 @@ def clip_over_stages(engine: Any) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
+def checkpoint_what_needs_no_gradient(engine: Any) -> None:
+    """Let trained layers whose activations are checkpointed have a gradient where what comes to them needs none.
+
+    By the function that is DeepSpeed's default, what layers return needs a gradient where one of their inputs does, and
+    never for their weights' sake: the first layers behind ids of tokens, or behind what is frozen, stay untrained
+    (tools/deepspeed_faults/checkpointed_over_ids.py). Its other function is right there.
+
+    Args:
+        engine: DeepSpeed's PipelineEngine.
+    """
+    if engine.module.activation_checkpoint_func is not checkpoint:
+        return
+
+    def whatever_comes(layers: Any, *inputs: Any) -> Any:
+        reached = any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs)
+        by = checkpoint if reached or not torch.is_grad_enabled() else non_reentrant_checkpoint
+        return by(layers, *inputs)
+
+    engine.module.activation_checkpoint_func = whatever_comes
+
+
 def count_what_is_not_shared(engine: Any) -> None:
     """Let the norm count what a tied layer has beside the weights that its stages share.
 
@@ -111,33 +132,6 @@ def count_none(engine: Any) -> None:
         return usual or [torch.zeros(1, device=engine.device)], of_experts
 
     engine.optimizer.get_grads_for_norm = get_grads_for_norm
-
-
-def reduce_kept_sums(engine: Any) -> None:
-    """Let the stages of a tied layer add up its gradients where the optimizer keeps their sums beside the weights.
-
-    With bf16, fp32 accumulation and CPU offload on ZeRO 1 a gradient is moved from `grad` to `grad_accum` behind each
-    backward, and DeepSpeed adds up `grad` over the stages (runtime/pipe/engine.py, _exec_reduce_tied_grads, 0.19.8),
-    which is None by then: each stage steps the weight by its own part (tools/deepspeed_faults/tied_sums_apart.py).
-    Without offload it adds up the sums of its optimizer for bf16. Neither optimizer keeps one of a weight that was
-    frozen when the engine was built, which is then an AttributeError.
-
-    Args:
-        engine: DeepSpeed's PipelineEngine.
-    """
-    optimizer, given = engine.optimizer, engine.module.get_tied_weights_and_groups
-
-    def kept_by_it() -> list[tuple[Any, Any]]:
-        return [one for one in given() if hasattr(one[0], "_hp_grad")]
-
-    def kept_beside() -> list[tuple[Any, Any]]:
-        kept = [(weight, group) for weight, group in given() if hasattr(weight, "grad_accum")]
-        return [(SimpleNamespace(grad=optimizer.get_gradient_for_reduction(weight)), group) for weight, group in kept]
-
-    if isinstance(optimizer, BF16_Optimizer):
-        engine.module.get_tied_weights_and_groups = kept_by_it
-    elif getattr(optimizer, "use_grad_accum_attribute", False):
-        engine.module.get_tied_weights_and_groups = kept_beside
 
 
 def lost_by_a_load(engine: Any) -> set[str]:

@@ -77,6 +77,12 @@ class GradScaler(Protocol):
     def update(self) -> None:
         """Move the scale: down after an overflow, up after many steps without one."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, and what moves it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a scale, also where none was used yet."""
+
 
 class Engine(Protocol):
     """A DeepSpeed engine."""
@@ -377,6 +383,7 @@ class Bf16Optimizer(Protocol):
     backward_prologue: Callable[[], None]
     immediate_grad_update: bool
     bf16_groups: Iterable[Iterable[Parameter]]
+    fp32_groups_gradients: Sequence[Sequence[torch.Tensor]]
     fp32_groups_gradients_flat: Iterable[torch.Tensor]
     fp32_groups_has_gradients: list[list[bool]]
 
@@ -451,6 +458,7 @@ class Stages(Protocol):
     num_stages: int
     tied_weight_attrs: Mapping[str, Sequence[str]]
     _synchronize_tied_weights: Callable[..., Any]
+    activation_checkpoint_func: Callable[..., Any]
     _layer_specs: Sequence[Any]
 
     def stage_owner(self, layer_idx: int) -> int:

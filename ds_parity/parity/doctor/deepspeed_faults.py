@@ -130,6 +130,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the optimizer has several parameter groups, or ZeRO 3 several sub-groups",
     ),
     DeepSpeedFault(
+        "autocast_fp16_scale_not_saved",
+        "behind a load the loss scale is 65536 again, and a step is skipped for each halving to where it was",
+        "save the state of the GradScaler beside the checkpoint",
+        lambda c: c.autocast_fp16,
+        "a run goes on from a checkpoint",
+    ),
+    DeepSpeedFault(
         "autocast_fp16_zero0_skip",
         "a skipped step is counted as taken, and the learning rate moves",
         "use bf16 in torch_autocast",
@@ -302,11 +309,25 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the model is a PipelineModule with a tied layer",
     ),
     DeepSpeedFault(
+        "tied_weights_unused",
+        "a weight that a stage does not use gets the gradient of another one, or a stage waits for ever",
+        "let each stage of the tied layer use all weights that it shares",
+        lambda c: c.stage in (0, 1),
+        "the model is a PipelineModule with a tied layer that shares several weights",
+    ),
+    DeepSpeedFault(
         "stage_of_tied_weights",
         "a stage that has nothing but tied weights of the first one raises in its first step, and the others wait",
         "give each stage a weight of its own (partition_method)",
         lambda c: (c.bf16 and c.stage == 0) or (c.sums_in_fp32 and c.stage == 1 and not c.offloads),
         "the model is a PipelineModule with a tied layer that is alone on its stage",
+    ),
+    DeepSpeedFault(
+        "checkpointed_over_ids",
+        "the first trained layers behind ids, or behind what is frozen, have no gradient, or torch raises",
+        "give PipelineModule activation_checkpoint_func=deepspeed.checkpointing.non_reentrant_checkpoint",
+        lambda c: c.stage in (0, 1),
+        "the model is a PipelineModule that checkpoints activations by the reentrant function",
     ),
     DeepSpeedFault(
         "norms_of_stages",
@@ -384,6 +405,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "give the model the frozen weights before the engine is built",
         lambda c: c.stage == 3 and (whole(c.raw("zero_optimization.zero_hpz_partition_size")) or 1) > 1,
         "parameters are frozen, and a checkpoint is loaded",
+    ),
+    DeepSpeedFault(
+        "rates_of_others",
+        "the learning rate is not that of the schedule, and most of torch's schedulers go on from it for ever",
+        "set the lr of each group to the scheduler's get_last_lr() behind the load",
+        lambda c: True,
+        "a checkpoint is loaded with load_optimizer_states=False or load_lr_scheduler_states=False",
     ),
     DeepSpeedFault(
         "module_only_zero3",

@@ -1,0 +1,168 @@
+"""Pipelines that checkpoint the activations of layers whose inputs need no gradient, such as ids of tokens."""
+
+import functools
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+import ds_parity
+from tests.distributed.engines import from_all
+from tests.distributed.sets import on_two_ranks
+from tests.distributed.test_pipelines import alone_in_the_process, config
+
+pytestmark = pytest.mark.ranks
+
+WORDS, WIDTH = 11, 6
+WINDOWS = [[[2, 1], [3]], [[1], [2, 2]], [[3, 1], [1, 1]]]
+
+
+class Words(nn.Embedding):
+    """Turns ids into vectors."""
+
+    def __init__(self, *, frozen=False):
+        torch.manual_seed(0)
+        super().__init__(WORDS, WIDTH)
+        self.weight.requires_grad_(not frozen)
+
+
+class Linear(nn.Linear):
+    """Begins with numbers of its own, whichever stage builds it."""
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        super().__init__(WIDTH, WIDTH)
+
+
+class Gain(nn.Module):
+    """A layer that nobody checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        return x * self.by
+
+
+def scores(words, x):
+    return x @ words.weight.t()
+
+
+def linear(count):
+    return [LayerSpec(Linear, seed) for seed in range(1, count + 1)]
+
+
+def tied():
+    """A language model whose head is the embedding, used by a function."""
+    first, head = (TiedLayerSpec("words", Words, forward_fn=it) for it in (None, scores))
+    return [first, *linear(2), head]
+
+
+def frozen():
+    return [LayerSpec(Words, frozen=True), *linear(2), LayerSpec(Gain)]
+
+
+def longer():
+    """On two stages the first ends with a layer that is not checkpointed."""
+    first, *others = linear(4)
+    return [LayerSpec(Words), first, LayerSpec(Gain), *others]
+
+
+# By case: layers, stages, after how many layers an activation is kept, and which layers are checkpointed.
+CASES = {
+    "a tied head, each layer": (tied, 1, 1, None),
+    "a tied head, three layers": (tied, 1, 3, None),
+    "a tied head, all of a stage": (tied, 2, 1, None),
+    "a frozen embedding": (frozen, 1, 1, ["Linear"]),
+    "a frozen embedding, all of a stage": (frozen, 2, 1, None),
+    "a layer that is left out": (longer, 2, 1, ["Words", "Linear"]),
+    "nothing is checkpointed": (longer, 2, 0, None),
+}
+
+
+class Alone:
+    """The model in fp64, in one process."""
+
+    def __init__(self, layers, rate=0.1):
+        self.weights, self._run, self._rate, tied_ones = {}, [], rate, {}
+        for number, spec in enumerate(layers):
+            key = getattr(spec, "key", None)
+            layer = tied_ones.get(key) or spec.build().double()
+            if key is not None:
+                tied_ones[key] = layer
+            name = f"tied_modules.{key}" if key else str(number)
+            self.weights |= {f"{name}.{own}": one for own, one in layer.named_parameters()}
+            by = getattr(spec, "forward_fn", None)
+            self._run.append(layer if by is None else functools.partial(by, layer))
+        self._trained = [one for one in self.weights.values() if one.requires_grad]
+
+    def step(self, number, columns):
+        """Step by a window; returns its loss and the norm of its gradient."""
+        total, summed = sum(map(sum, columns)), 0.0
+        for column, sizes in enumerate(columns):
+            for index, size in enumerate(sizes):
+                x, y = sample(column, number, index, size)
+                for layer in self._run:
+                    x = layer(x)
+                loss = squares(x, y) * size / total
+                loss.backward()
+                summed += float(loss.detach())
+        reached = [one for one in self._trained if one.grad is not None]
+        norm = float(torch.stack([one.grad.pow(2).sum() for one in reached]).sum().sqrt())
+        with torch.no_grad():
+            for one in reached:
+                one.sub_(self._rate * one.grad)
+                one.grad = None
+        return summed, norm
+
+
+def sample(column, window, index, size):
+    draw = torch.Generator().manual_seed(1000 * column + 100 * window + index)
+    return torch.randint(0, WORDS, (size, 4), generator=draw), torch.randn(size, generator=draw)
+
+
+def squares(outputs, labels):
+    return (outputs.mean((-1, -2)) - labels).pow(2).mean()
+
+
+def micro_batches(engine, window, sizes):
+    device, column = get_accelerator().current_device_name(), engine.grid.get_data_parallel_id()
+    for index, size in enumerate(sizes[column]):
+        x, y = (one.to(device) for one in sample(column, window, index, size))
+        yield ds_parity.MicroBatch({"inputs": x, "labels": y}, rollouts=size)
+
+
+def distances(layers, stages, interval, checkpointed):
+    """How far losses, norms and the weights of this rank's stage are at most from those of the whole model."""
+    model = deepspeed.PipelineModule(
+        layers(), num_stages=stages, partition_method="uniform", loss_fn=squares, checkpointable_layers=checkpointed
+    )
+    keys = config(1, pipeline={"activation_checkpoint_interval": interval}, gradient_clipping=0.0)
+    keys["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    del keys["scheduler"]
+    trained = [one for one in model.parameters() if one.requires_grad]
+    engine = ds_parity.initialize(model=model, model_parameters=trained, config=keys)[0]
+    alone, off = Alone(layers()), []
+    for number, columns in enumerate(WINDOWS):
+        sizes = columns if stages == 1 else [[one for column in columns for one in column]]
+        record, (loss, norm) = engine.train_window(micro_batches(engine, number, sizes)), alone.step(number, sizes)
+        off += [abs(record.loss - loss), abs(record.grad_norm - norm)]
+        named = engine.module.named_parameters()
+        off += [float((one.double().cpu() - alone.weights[name]).abs().max()) for name, one in named]
+    return max(off)
+
+
+@on_two_ranks
+@alone_in_the_process
+def checkpointed_activations(folder):
+    return {name: from_all(distances(*case)) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trained_layers_have_their_gradient_whatever_comes_to_them(two_ranks, name):
+    """See tools/deepspeed_faults/checkpointed_over_ids.py."""
+    assert max(two_ranks.of(checkpointed_activations)[name]) <= 1e-6

@@ -1,0 +1,106 @@
+"""Learning rates behind a load of the scheduler's state, or of the optimizer's, alone: they follow the schedule."""
+
+import deepspeed
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import ds_parity
+from tests.distributed.engines import from_all
+from tests.distributed.sets import on_two_ranks
+from tests.distributed.test_pipelines import alone_in_the_process, micro_batches, squares
+
+pytestmark = pytest.mark.ranks
+
+RATE = 0.02
+
+
+def warm_up(optimizer):
+    first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.StepLR(optimizer, 2)], milestones=[3])
+
+
+def _halved(step):
+    return 0.5**step
+
+
+SCHEDULERS = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 7, 0.001),
+    "SequentialLR": warm_up,
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, _halved),
+    "WarmupCosineLR": {"total_num_steps": 9, "warmup_num_steps": 2},
+    "none": None,
+}
+# By name: a scheduler, and the ZeRO stage, or "pipeline" or "tensor", which are on ZeRO 1.
+CASES = {f"{name} on {stage}": (name, stage) for name, stage in [(name, 1) for name in SCHEDULERS]}
+CASES |= {f"StepLR on {stage}": ("StepLR", stage) for stage in (0, 2, 3)}
+CASES["StepLR by a tensor"] = ("StepLR", "tensor")
+CASES["StepLR in a pipeline"] = ("StepLR", "pipeline")
+CASES["WarmupCosineLR in a pipeline"] = ("WarmupCosineLR", "pipeline")
+
+
+def build(name, stage):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)]
+    piped = stage == "pipeline"
+    model = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=squares) if piped else torch.nn.Sequential(*layers)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage if isinstance(stage, int) else 1},
+    }
+    config |= {"ds_parity": {"boundary": "caller"}} if piped else {"gradient_accumulation_passes": 2}
+    made = SCHEDULERS[name]
+    if isinstance(made, dict):
+        config["scheduler"], made = {"type": name, "params": made}, None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(RATE) if stage == "tensor" else RATE)
+    return ds_parity.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        lr_scheduler=None if made is None else made(optimizer),
+    )[0]
+
+
+def train(engine, windows):
+    """The rates of some steps."""
+    rates = []
+    for number in windows:
+        if isinstance(engine.module, deepspeed.PipelineModule):
+            rates.append(engine.train_window(micro_batches(engine, number, [[2, 1]])).lr[0])
+        else:
+            x = torch.randn(1, 6, generator=torch.Generator().manual_seed(number)).to(engine.device)
+            engine.backward(engine(x).pow(2).mean(), rollouts=1)
+            engine.step()
+            rates.append(engine.last_step.lr[0])
+    return [round(rate, 9) for rate in rates]
+
+
+@on_two_ranks
+@alone_in_the_process
+def rates_behind_loads(folder):
+    """By case: rates from the start, of the run that goes on, and behind loads of the scheduler and optimizer alone."""
+    results = {}
+    for case, (name, stage) in CASES.items():
+        saving = build(name, stage)
+        begins = train(saving, range(3))
+        saving.save_checkpoint(f"{folder}/{case}")
+        found = [train(saving, range(3, 6))]
+        for option in ("load_optimizer_states", "load_lr_scheduler_states"):
+            deepspeed.utils.groups.mpu = None
+            engine = build(name, stage)
+            engine.load_checkpoint(f"{folder}/{case}", **{option: False})
+            found.append(train(engine, range(3, 6)))
+        results[case] = from_all([begins, *found])
+        deepspeed.utils.groups.mpu = None
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rates_follow_the_schedule_whatever_is_loaded_of_it(two_ranks, case):
+    for begins, goes_on, behind_scheduler, behind_optimizer in two_ranks.of(rates_behind_loads)[case]:
+        assert behind_scheduler == goes_on
+        assert behind_optimizer == begins
+        assert "none" in case or begins != goes_on

@@ -1,0 +1,98 @@
+"""Pipelines whose stages share several weights of a tied layer, and do not all use each."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from torch import nn
+
+import ds_parity
+from tests.distributed.engines import from_all
+from tests.distributed.sets import on_two_ranks
+from tests.distributed.test_pipelines import HALVES, SHARDED, alone_in_the_process, config
+from tests.distributed.test_pipelines_of_ids import WIDTH, WINDOWS, WORDS, Alone, linear, micro_batches, squares
+
+pytestmark = pytest.mark.ranks
+
+
+class Two(nn.Module):
+    """An embedding with a second table of the same shape."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(WORDS, WIDTH)) for _ in range(2))
+
+    def forward(self, x):
+        return nn.functional.embedding(x, self.a)
+
+
+def by_b(tied, x):
+    return x @ tied.b.t()
+
+
+def by_both(tied, x):
+    return x @ (tied.a + tied.b).t()
+
+
+def by_a(tied, x):
+    return x @ tied.a.t()
+
+
+def between(head, first=None):
+    shared = {"tied_weight_attr": ["a", "b"]}
+    tied = [TiedLayerSpec("two", Two, forward_fn=it, **shared) for it in (first, head)]
+    return [tied[0], *linear(2), tied[1]]
+
+
+def both_tables(tied, x):
+    return nn.functional.embedding(x, tied.a + tied.b)
+
+
+# By what the stages use.
+USES = {"a and b": (by_b, None), "a and both": (by_both, None), "both and a": (by_a, both_tables), "a": (by_a, None)}
+KINDS = {
+    "fp32 on 0": (0, {}),
+    "fp32": (1, {}),
+    "bf16 on 0": (0, HALVES),
+    **{kind: (1, it) for kind, it in SHARDED.items()},
+}
+RATE = 1.0  # so that another gradient shows beside the rounding of bf16
+# A gradient in bf16 is off by a hundredth, and a weight by 0.004.
+BOUNDS = {"bf16 on 0": 0.04, "fp32-sums": 0.04}
+
+
+def distance(uses, kind):
+    """How far losses, norms and weights of this rank's stage are at most from those of the whole model."""
+    stage, more = KINDS[kind]
+    model = deepspeed.PipelineModule(between(*USES[uses]), num_stages=2, partition_method="uniform", loss_fn=squares)
+    keys = config(stage, **{"gradient_clipping": 1e6, **more})
+    keys["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
+    del keys["scheduler"]
+    engine = ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=keys)[0]
+    alone, off = Alone(between(*USES[uses]), RATE), []
+    for number, columns in enumerate(WINDOWS):
+        sizes = [[one for column in columns for one in column]]
+        record, (loss, norm) = engine.train_window(micro_batches(engine, number, sizes)), alone.step(number, sizes)
+        off += [abs(record.loss / loss - 1), abs(record.grad_norm / norm - 1)]
+        named = engine.module.named_parameters()
+        off += [float((one.double().cpu() - alone.weights[name]).abs().max()) for name, one in named]
+    return max(off)
+
+
+@on_two_ranks
+@alone_in_the_process
+def weights_that_some_stages_use(folder):
+    results = {}
+    for kind in KINDS:
+        for uses in USES:
+            results[f"{uses}, {kind}"] = from_all(distance(uses, kind))
+            deepspeed.utils.groups.mpu = None
+    return results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("uses", USES)
+def test_what_some_stages_use_of_a_tied_layer_has_its_own_gradient(two_ranks, uses, kind):
+    """See tools/deepspeed_faults/tied_weights_unused.py."""
+    assert max(two_ranks.of(weights_that_some_stages_use)[f"{uses}, {kind}"]) <= BOUNDS.get(kind, 1e-5)
