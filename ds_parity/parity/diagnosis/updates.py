@@ -197,7 +197,8 @@ def _of_momentum(moves: Moves, less: float, *, behind: bool) -> Iterator[str]:
         return
     lost, other = _off_in_the_next(moves, less)
     told = min(lost, other) < ABOUT
-    if behind and not told:
+    # What predicts the next step no better than that nothing is missing of it predicts nothing.
+    if behind and min(lost, other) >= 1.0:
         return
     # All of the momentum is lost with the state, and no more than that.
     if less > 0 and (lost < ABOUT or not told):
