@@ -3,13 +3,14 @@
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
-from ds_parity.trace import Header, StepRecord, Trace
+from ds_parity.trace import Header, Precision, StepRecord, Trace
 
 Schedule = Callable[[float], float]
 PEAK, PASSES, RESUMED = 1e-3, 4, 9
@@ -196,6 +197,44 @@ def test_another_highest_rate_is_named_where_the_lowest_is_recorded(name):
     schedule = lambda n: 0.1 + SCHEDULES[name](n) - lowest  # noqa: E731
     (group,) = named(schedule, lambda n: 0.1 + 0.7 * (schedule(n) - 0.1), 17)
     assert group == {"another-highest-lr"}
+
+
+@pytest.mark.parametrize("falls", [True, False])
+@pytest.mark.parametrize("each", [1, 2, 4])
+@pytest.mark.parametrize(("base", "decimals"), [(2e-2, 2), (2e-4, 4), (2e-5, 5), (3e-5, 5), (2e-6, 6)])
+def test_digits_leave_no_other_highest_rate_open_that_they_contradict(base, decimals, each, falls):
+    """A warm-up that rests at its second rate: decimals leave open half a unit of each, and no three."""
+    rates = [round(base * min(n + 1, 5), 12) for n in range(16)]
+    if falls:
+        rates[13:] = [rates[12] * share for share in (0.775, 0.55, 0.325)]
+    sides = [lambda n: rates[n // each] / PEAK, lambda n: rates[min(n // each, 1)] / PEAK]
+    assert not any(
+        "another-highest-lr" in group for group in in_decimals(sides, [None if falls else decimals, decimals])
+    )
+
+
+@pytest.mark.parametrize("decimals", [5, 6])
+@pytest.mark.parametrize("share", [0.25, 0.7, 0.9, 2])
+@pytest.mark.parametrize("of", [0, 1])
+def test_another_highest_rate_is_named_whichever_side_has_few_decimals(of, share, decimals):
+    rates = [0.1 + SCHEDULES["cosine"](n) for n in range(17)]
+    faulty = [min(rates) + share * (rate - min(rates)) for rate in rates]
+    sides = [
+        [round(PEAK * rate, decimals) / PEAK if at == of else rate for rate in side]
+        for at, side in enumerate((rates, faulty))
+    ]
+    found = in_decimals([side.__getitem__ for side in sides], [decimals if at == of else None for at in (0, 1)], 17)
+    assert "another-highest-lr" in found[0]
+
+
+def in_decimals(sides, decimals, steps=16):
+    """The names that are given where rates were logged in so many decimals, the reference's first; None: in all."""
+    pair = [
+        side if some is None else replace(side, precision={"lr": Precision(decimals=some)})
+        for side, some in zip(traces(*sides, steps), decimals, strict=True)
+    ]
+    found = diagnose(*pair, compare(*pair, Tier.REASSOCIATED))
+    return [{cause.name for cause in group} for group in grouped(found.causes)]
 
 
 def test_no_other_warm_up_rests_below_a_rate_to_which_the_reference_rises():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, product
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
@@ -16,7 +16,7 @@ from ds_parity.trace import Precision
 # Of what the rates come to: what is read between two steps of a curve is not exact.
 _BETWEEN = 1e-5
 _ROUNDED = 1e-7  # rates in fp32
-_WRITTEN = 4  # numbers that a predicted rate is computed of, each off by its last digit
+_WRITTEN = 4  # numbers that a predicted rate is computed of, each off by its last digit at most
 _POINTS = 6
 _SLOWEST = 1e3
 _CLEAR = 10  # times what a prediction may be off by: a shape explains rates that are further apart
@@ -209,12 +209,12 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     """The highest or the lowest rate of the reference, and all others a share as far from it."""
     # Behind a warm-up that both have, the rest alone has another lowest rate.
     rise = _tops(a)[-1]
-    # The share is that of two rates, which are written as all others are.
-    written = _WRITTEN * digits(view, a, b)
+    off = _digits_of_sides(view, a, b)
+    written = _WRITTEN * max(off)
     if rise and all(near(y, x, SAME) for x, y in zip(a[: rise + 1], b[: rise + 1], strict=True)):
         a, b = a[rise:], b[rise:]
-    within = _within(a, SAME) + written
-    if _unchanged(a, b, _within(a, SAME), written):
+    within = _within(a, SAME)
+    if _unchanged(a, b, within, written):
         return
     for end, word, others in ((max, "most", "lowest"), (min, "least", "highest")):
         kept = end(a)
@@ -223,7 +223,8 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
         if not tells(a) or not kept or (of_candidate - kept) * (far - kept) <= 0:
             continue
         share = (of_candidate - kept) / (far - kept)
-        if _all_due([kept + share * (x - kept) for x in a], b, within):
+        bounds = [within + min(it, written) for it in _left_open(a, (kept, far, of_candidate), off)]
+        if all(abs(kept + share * (x - kept) - y) <= it for x, y, it in zip(a, b, bounds, strict=True)):
             said = f"the LR is at {word} {kept:.4g} in both, and {told(share)} times as far from it as the reference's "
             said += "in every step"
             # A lowest rate below 0 is none: the reference's lies as high as this, and no higher than it was recorded.
@@ -238,6 +239,33 @@ def ends(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
                 yield Cause(name, Fit.SEQUENCE, said)
 
 
+def _left_open(a: list[float], ends: tuple[float, float, float], off: tuple[float, float]) -> list[float]:
+    """By how much each rate may lie from a share of the way between two of the reference's, by the digits of all.
+
+    With the share s and a rate at t of the way, what digits change of the rate is (1 - t)(1 - s) times what they change
+    of the near end, t times what they do of the candidate's far end, s times what they do of the reference's rate, and
+    s t times what they do of its far end. The share is that of the changed ends.
+
+    Args:
+        a: the reference's rates.
+        ends: of the way, the near one first, and the candidate's rate where the reference is at the far one.
+        off: by how much the reference's rates and the candidate's may be off.
+    """
+    kept, far, of_candidate = ends
+    # Ends that digits don't part have no share between them.
+    if abs(far - kept) <= 2 * off[0]:
+        return [0.0] * len(a)
+    corners = product((kept - off[0], kept + off[0]), (far - off[0], far + off[0]), (-off[1], off[1]))
+    shares = [(of_candidate + by - near_end) / (far_end - near_end) for near_end, far_end, by in corners]
+    least, most = max(min(shares), 0.0), max(shares)
+    ways = [(x - kept) / (far - kept) for x in a]
+    # Most is left open at one of the two shares that lie farthest apart.
+    return [
+        max(off[0] * ((1 - way) * abs(1 - it) + it * (1 + way)) for it in (least, most)) + off[1] * (1 + way)
+        for way in ways
+    ]
+
+
 def digits(view: View, a: list[float], b: list[float], rate: float | None = None) -> float:
     """By how much a rate may be off by the digits in which both sides have written theirs; 0 where they are whole.
 
@@ -248,19 +276,26 @@ def digits(view: View, a: list[float], b: list[float], rate: float | None = None
         rate: the rate; by default the highest of the reference's.
     """
     most = max(a) if rate is None else rate
-    return max((how.slack(most) for how in _rounded(view, a, b, most)), default=0.0)
+    return max((how.slack(most) for how in _rounded(view, a, b, most) if how is not None), default=0.0)
 
 
 def digits_of_rates(view: View, a: list[float], b: list[float], rates: list[float]) -> list[float]:
     """The same for each of some rates: in so many significant digits a low rate is written more closely."""
     rounded = _rounded(view, a, b, max(a))
-    return [max((how.slack(rate) for how in rounded), default=0.0) for rate in rates]
+    return [max((how.slack(rate) for how in rounded if how is not None), default=0.0) for rate in rates]
 
 
-def _rounded(view: View, a: list[float], b: list[float], most: float) -> list[Precision]:
-    """How the sides have written their rates that have rounded them."""
+def _digits_of_sides(view: View, a: list[float], b: list[float]) -> tuple[float, float]:
+    """The same for the highest rate of the reference, by the digits of each side, the reference's first."""
+    most = max(a)
+    one, other = (0.0 if how is None else how.slack(most) for how in _rounded(view, a, b, most))
+    return one, other
+
+
+def _rounded(view: View, a: list[float], b: list[float], most: float) -> list[Precision | None]:
+    """How the sides have written their rates, the reference's first; None of one that has not rounded them."""
     sides = ((view.reference.precision.get("lr"), a), (view.candidate.precision.get("lr"), b))
-    return [how for how, own in sides if how is not None and not _are_round(own, how.slack(most))]
+    return [how if how is not None and not _are_round(own, how.slack(most)) else None for how, own in sides]
 
 
 def _are_round(rates: list[float], slack: float) -> bool:
