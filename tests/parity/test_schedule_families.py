@@ -9,6 +9,8 @@ import pytest
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
+from ds_parity.parity.diagnosis.schedule_rests import without_repeats
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Precision
 from tests.parity.test_schedule_excerpts import first_group, traces
 
@@ -59,6 +61,62 @@ def test_another_number_of_steps_is_named_beside_another_lowest_rate(kind, share
 @pytest.mark.parametrize("low", [0.1, 1 / 30])
 def test_another_lowest_rate_is_named(kind, low):
     assert "another-lowest-lr" in first_group(schedule(kind, 60), schedule(kind, 60, low=low), steps=40)
+
+
+EACH = pytest.mark.parametrize("each", [2, 3, 4])
+
+
+def held(schedule, each):
+    """A scheduler that moves once in so many updates, as where several epochs are trained on the same rollouts."""
+    return lambda n: schedule(n // each)
+
+
+@KINDS
+@EACH
+@pytest.mark.parametrize("warm_up", [0, 3])
+@pytest.mark.parametrize(("total", "moves", "share"), [(20, 20, 1.5), (20, 10, 0.75), (60, 24, 1.5), (100, 10, 0.75)])
+def test_another_length_is_named_where_both_move_once_in_several_steps(kind, each, warm_up, total, moves, share):
+    sides = [held(schedule(kind, length, warm_up), each) for length in (total, round(share * total))]
+    named = first_group(*sides, steps=each * moves)
+    assert ("schedule-too-long" if share > 1 else "schedule-too-short") in named
+
+
+@KINDS
+@EACH
+@pytest.mark.parametrize(("total", "moves"), [(20, 10), (60, 24), (100, 10)])
+def test_more_moves_are_named_where_both_move_once_in_several_steps(kind, each, total, moves):
+    a = schedule(kind, total)
+    sides = held(a, each), held(lambda n: a(2 * n), each)
+    assert {"scheduler-stepped-often", "schedule-too-short"} <= first_group(*sides, steps=each * moves)
+
+
+@EACH
+@pytest.mark.parametrize("digits", [4, 6])
+@pytest.mark.parametrize("share", [0.75, 1.5])
+def test_another_length_of_rates_that_are_held_is_named_in_few_digits(share, digits, each):
+    sides = [held(schedule("line", length), each) for length in (20, round(20 * share))]
+    assert ("schedule-too-long" if share > 1 else "schedule-too-short") in in_digits(sides, digits, each * 10)
+
+
+@EACH
+@pytest.mark.parametrize("begin", [8, 9, 10, 13])
+@pytest.mark.parametrize("share", [0.75, 1.5])
+def test_another_length_of_rates_that_are_held_is_named_in_an_excerpt(share, begin, each):
+    """The first rate may be held for fewer steps in it."""
+    warm_up = 1 + begin // each
+    sides = [held(schedule("line", length, warm_up), each) for length in (40, round(40 * share))]
+    named = first_group(*sides, begin=begin, steps=each * 12)
+    assert ("schedule-too-long" if share > 1 else "schedule-too-short") in named
+
+
+@pytest.mark.parametrize(("units", "known"), [(1, False), (2, True), (5, True)])
+def test_steps_in_which_few_digits_may_hide_a_move_are_no_rests(units, known):
+    """A rate that moves by half a unit of its last digit in each step moves by one in every second step."""
+    sides = [[lambda n, by=by: 1 - by * units * (n // 2) / 100] for by in (1, 2)]
+    pair = [replace(it, precision={"lr": Precision(decimals=5)}) for it in traces(*sides, 0, 16)]
+    view = View(*pair, compare(*pair, Tier.REASSOCIATED))
+    rates = [[step.lr[0] for step in it.steps] for it in pair]
+    assert (without_repeats(view, *rates) is not None) == known
 
 
 @pytest.mark.parametrize("digits", [4, 5, 6])

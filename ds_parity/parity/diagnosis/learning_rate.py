@@ -24,7 +24,7 @@ from ds_parity.parity.diagnosis.schedule_positions import (
     not_begun,
     slower,
 )
-from ds_parity.parity.diagnosis.schedule_rests import without_one_rest, without_rests
+from ds_parity.parity.diagnosis.schedule_rests import without_one_rest, without_repeats, without_rests
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
 from ds_parity.parity.diagnosis.second_fault import norms_stay, not_by_the_rate, proves, too_sudden
@@ -242,9 +242,10 @@ def _of_all(log: _Log, a: list[float], b: list[float], *, known: bool) -> list[C
     if known and not log.alone_wrong and not equal(a, b):
         found += [*_skipped(view, a, b), *_still(view, a, b)]
         found += _of_a_schedule(*without_rests(view, a, b), beside=bool(found))
-        # What a skipped step left may not be told as one.
-        if (rested := without_one_rest(view, a, b)) is not None:
-            found += _of_a_schedule(*rested, beside=bool(found))
+        # What a skipped step left may not be told as one, nor in how many steps a scheduler moves once by intention.
+        for rested in (without_one_rest(view, a, b), without_repeats(view, a, b)):
+            if rested is not None:
+                found += _of_a_schedule(*rested, beside=bool(found))
     return list({cause.name: cause for cause in reversed(found)}.values())[::-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -69,6 +70,32 @@ def without_one_rest(view: View, a: list[float], b: list[float]) -> tuple[View, 
     if digits(view, a, b) or any(one.skipped for pair in view.pairs for one in pair):
         return None
     return _only(view, a, b, [at for at in range(len(a)) if at != rests[0]])
+
+
+def without_repeats(view: View, a: list[float], b: list[float]) -> tuple[View, list[float], list[float]] | None:
+    """Return the same with one step for each rate, where both schedules move once in as many steps.
+
+    So they do where a scheduler is stepped once for several updates with the same rollouts.
+
+    Args:
+        view: two traces side by side.
+        a: the reference's rates, of every common step.
+        b: the candidate's.
+
+    Returns:
+        None where one moves in other steps, where most of such steps show no move, where these may be rests that few
+        digits leave of a rate that moves in every step, or where some steps were skipped.
+    """
+    moved = [at for at in range(1, len(a)) if not same(a[at], a[at - 1]) or not same(b[at], b[at - 1])]
+    each = math.gcd(*(y - x for x, y in pairwise(moved)))
+    if each < 2 or any(one.skipped for pair in view.pairs for one in pair):
+        return None
+    first = moved[0] % each or each
+    lasting = [*range(first - 1, len(a) - 1, each), len(a) - 1]
+    most = max(abs(y - x) for of in (a, b) for x, y in pairwise(of))
+    if len(lasting) < _FEW or 2 * len(moved) < len(lasting) or most <= 2 * each * digits(view, a, b):
+        return None
+    return _only(view, a, b, lasting)
 
 
 def _only(view: View, a: list[float], b: list[float], lasting: list[int]) -> tuple[View, list[float], list[float]]:
