@@ -354,3 +354,11 @@ def test_tokens_that_come_again_show_the_data_however_far_weights_have_moved():
     pair = counted(losses, [*TOKENS, *OTHERS]), counted([*losses[:4], 1.35, 1.31, 1.21, 1.21], 2 * TOKENS)
     (cause,) = diagnose(*pair, compare(*pair, Tier.REASSOCIATED)).causes
     assert (cause.name, "have the tokens of step 1" in cause.evidence) == ("resume-repeats-data", True)
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("end", [20, 60])
+@pytest.mark.parametrize("lowest", [0.07, 0.3])
+def test_a_line_whose_highest_rate_lies_in_front_of_an_excerpt_may_end_higher(lowest, end, each):
+    sides = [lambda n, low=low: 1 - (1 - low) * (n // each) / end for low in (0.0, lowest)]
+    assert {"schedule-too-long", "another-lowest-lr"} <= first_group(*sides, begin=each, steps=each * 12)

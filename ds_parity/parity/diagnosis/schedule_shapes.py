@@ -72,6 +72,9 @@ def stretched(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
     yield Cause("schedule-too-long", Fit.SEQUENCE, said)
     if of_roots:
         yield Cause("another-warm-up", Fit.SEQUENCE, said)
+    # The highest rate of a line may lie in front of an excerpt, and from there on one that ends later ends higher.
+    if view.is_excerpt and a[-1] < a[0] and _is_straight(a, 0.0):
+        yield Cause("another-lowest-lr", Fit.SEQUENCE, said)
     # Rates that hold for several steps show it in these alone.
     gaps = {y.step - x.step for (x, _), (y, _) in pairwise(view.pairs)}
     if max(gaps, default=1) > 1 and near(pace, round(pace), SAME) and round(pace) <= min(gaps):
