@@ -28,7 +28,7 @@ from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
-from ds_parity.engine.internals.schedule import follow_the_schedule, rates_now
+from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.universal import load_untrained
 from ds_parity.engine.kept_states import (
@@ -80,7 +80,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     """
     with naming_lost_ranks("load_checkpoint()"):
         before, there = driver.state.half_loaded, _refuse_to_begin(driver, load_dir, tag, options)
-        driver.state.half_loaded, rates = str(load_dir) if there else before, rates_now(driver.engine)
+        driver.state.half_loaded, rates = str(load_dir) if there else before, moved_by_the_schedule(driver.engine)
         path, state = _loaded_by_all(driver, load_dir, tag, options)
     if path is None:
         driver.state.half_loaded = before

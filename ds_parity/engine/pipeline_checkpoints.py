@@ -20,7 +20,7 @@ from ds_parity.engine.internals.checkpoints import has_experts, own_clipping
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
-from ds_parity.engine.internals.schedule import follow_the_schedule, rates_now
+from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
 from ds_parity.engine.members import MEMBERS, members, of_all_stages, refuse_other_names, refuse_other_pipeline
 from ds_parity.engine.ranks.agreement import in_short
@@ -236,7 +236,7 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             literal_paths(),
             empty_partitions(engine),
         ):
-            rates = rates_now(engine)
+            rates = moved_by_the_schedule(engine)
             path, state = engine.load_checkpoint(load_dir, tag, **options)
             if path is not None and engine.load_universal_checkpoint():
                 stepped = chain.from_iterable(choose(engine).groups())

@@ -144,7 +144,7 @@ OTHERS = {
         "empty_like",
         "is_sparse",
     ),
-    *("MAX", "ReduceOp", "int32", "keeps", "of", "tolist"),
+    *("MAX", "ReduceOp", "as_tensor", "int32", "keeps", "of", "tolist"),
     *("_hp_grad", "grad_accum"),  # of parameters: guards name them
     *("fill_", "last_batch_iteration"),  # the latter of DeepSpeed's schedulers
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),

@@ -86,3 +86,12 @@ def test_weights_that_move_back_once_are_no_momentum(share, at, momentum):
     diagnosis = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
     assert not BOTH & {cause.name for cause in diagnosis.causes}
     assert "weights" in diagnosis.classes
+
+
+@pytest.mark.parametrize("name", ["lost", "averaged"])
+def test_a_rate_that_is_not_recorded_behind_it_is_about_that_before(name):
+    fault, right = {"lost": (lost_state(3), {"resume-loses-optimizer"}), "averaged": (averaged(0.5, 3), set())}[name]
+    a, b = (started(run, START) for run in (Run, fault))
+    steps = tuple(it.model_copy(update={"lr": None}) if it.step == 5 else it for it in b.steps)
+    found = diagnose(a, Trace(b.header, steps), compare(a, Trace(b.header, steps), Tier.REASSOCIATED))
+    assert {cause.name for cause in found.causes} == right

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from ds_parity.parity.comparison.bounds import Tier
@@ -53,6 +54,39 @@ def test_a_value_of_one_side_excludes_no_class(fault, field, where, side):
     assert diagnosis.classes == both.classes
     assert diagnosis.causes == both.causes
     assert f"one side alone has a value, which is taken for no reason of what differs: {field}" in diagnosis.certain[-1]
+
+
+@pytest.mark.parametrize("lost", ["reference", "candidate"])
+def test_a_loss_that_is_not_there_where_norms_part_does_not_tell_that_data_agree(lost):
+    """Of the step in which the fault begins."""
+    pair = [run(), FAULTS["data"]()]
+    holes = [rewritten(one, lambda step: {"weights": None}) for one in pair]
+    at = lost == "candidate"
+    holes[at] = rewritten(holes[at], lambda step: {"loss": None} if step == SINCE else {})
+    assert {"data", "weights"} <= set(found(*holes).classes)
+
+
+COUNTS = ("rollouts", "total", "tokens", "passes")
+
+
+@pytest.mark.parametrize("field", COUNTS)
+def test_rates_that_are_rounded_are_no_cause_beside_a_hole(field):
+    one = rewritten(run(), lambda step: {"lr": (0.001,)})
+    other = rewritten(
+        run(), lambda step: {"lr": (float(np.float32(0.001)),), **({"loss": 9.0, "grad_norm": 3.0} if step > 3 else {})}
+    )
+    diagnosis = found(one, rewritten(other, lambda step: {field: None} if step == 1 else {}))
+    assert "reported-lr" not in {cause.name for cause in diagnosis.causes}
+    assert any("the learning rates agree to fp32" in said for said in diagnosis.certain)
+
+
+def test_passes_of_another_split_are_counted_without_the_hole():
+    one = run()
+    other = rewritten(
+        one, lambda step: {"passes": None if step == 1 else 2, "loss": 9.0 if step > 3 else one.steps[step - 1].loss}
+    )
+    (said,) = [said for said in found(one, other).certain if OTHER_SPLIT in said]
+    assert f"{STEPS - 1} windows of the same rollouts have another number of passes, from step 2 on" in said
 
 
 @pytest.mark.parametrize("field", HOLES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,15 @@ from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import ConfigError, WindowError
 from ds_parity.window import Progress
 
+_LOG = logging.getLogger("ds_parity")
+
 # DeepSpeed's schedulers are functions of `last_batch_iteration`, which stands one behind the steps taken
 # (lr_schedules.py, 0.19.8: -1 before the first).
 _BY_ITERATION = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
+
+# What torch's schedulers (OneCycleLR, CyclicLR, SWALR) keep in the optimizer's groups, and what some of them cycle.
+_OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+_CYCLED = ("betas", "momentum")
 
 # Megatron's schedulers count samples, and DeepSpeed gives them its batch size: `step(increment)`.
 _SAMPLES: Final = "increment"
@@ -99,49 +106,65 @@ def rates_in_digits(engine: Engine) -> tuple[str, ...]:
     return tuple(repr(float(rate)) for rate in engine.get_lr())
 
 
-def rates_now(engine: Engine) -> list[float | None]:
-    """Return the learning rates of the optimizer's groups, as numbers that no load changes; None of one that has none.
+def moved_by_the_schedule(engine: Engine) -> list[dict[str, Any]]:
+    """Return what schedulers keep in the optimizer's groups, such as the rate of each, as values that no load changes.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
     """
-    rates = [group.get("lr") for group in engine.optimizer.param_groups]
-    return [None if rate is None else float(rate) for rate in rates]
+    cycled = _CYCLED if getattr(behind_proxy(engine.lr_scheduler), "cycle_momentum", False) else ()
+    names = {*_OF_SCHEDULERS, *cycled}
+    return [
+        {name: _copied(value) for name, value in group.items() if name in names}
+        for group in engine.optimizer.param_groups
+    ]
 
 
-def follow_the_schedule(engine: Engine, before: Sequence[float | None], *, scheduler: bool, optimizer: bool) -> None:
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def follow_the_schedule(
+    engine: Engine, before: Sequence[Mapping[str, Any]], *, scheduler: bool, optimizer: bool
+) -> None:
     """Give the groups the rates of the schedule behind a load of the scheduler's state, or of the optimizer's, alone.
 
     Rates are kept in the groups of the optimizer. Most of torch's schedulers go on from the rate that they find there,
     so that one which is another's stays wrong for ever: behind such a load StepLR, ExponentialLR and CosineAnnealingLR
-    give a multiple of what they are due (runtime/engine.py, _load_checkpoint, 0.19.8).
+    give a multiple of what they are due (tools/deepspeed_faults/rates_of_others.py). OneCycleLR keeps its bounds there.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not, behind the load.
-        before: what `rates_now` was in front of it.
+        before: what `moved_by_the_schedule` was in front of it.
         scheduler: the scheduler's state was loaded.
         optimizer: the optimizer's states were loaded.
     """
-    if engine.lr_scheduler is None or scheduler == optimizer:
-        return
-    rates = _rates_due(behind_proxy(engine.lr_scheduler)) if scheduler else before
     groups = engine.optimizer.param_groups
-    if rates is None or len(rates) != len(groups):
+    if engine.lr_scheduler is None or scheduler == optimizer or len(before) != len(groups):
         return
-    for group, rate in zip(groups, rates, strict=True):
-        if isinstance(group.get("lr"), torch.Tensor) and rate is not None:
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+    due = before if optimizer else _due(behind_proxy(engine.lr_scheduler), len(groups))
+    for group, values in zip(groups, due, strict=True):
+        for name, value in values.items():
+            if isinstance(group.get(name), torch.Tensor):
+                group[name].copy_(torch.as_tensor(value))
+            else:
+                group[name] = value
 
 
-def _rates_due(scheduler: Any) -> Sequence[float | None] | None:
-    """The rates at which a scheduler stands that was loaded; None of one that keeps none, or has not begun."""
+def _due(scheduler: Any, groups: int) -> Sequence[Mapping[str, Any]]:
+    """The rates at which a scheduler stands that was loaded; nothing of one that has not begun."""
     if isinstance(scheduler, _BY_ITERATION):
-        rates: list[float] | None = scheduler.get_lr() if scheduler.last_batch_iteration >= 0 else None
-        return rates
-    kept = scheduler.state_dict().get("_last_lr")
-    return None if kept is None else [float(rate) for rate in kept]
+        rates = scheduler.get_lr() if scheduler.last_batch_iteration >= 0 else None
+    else:
+        rates = scheduler.state_dict().get("_last_lr")
+        if rates is None or len(rates) != groups:
+            _LOG.warning(
+                "the state of the scheduler %s has no rate for each parameter group (_last_lr), and the optimizer's "
+                "states were not loaded: the learning rates stay as they are until its next step. Set the lr of each "
+                "group to what the schedule has there, if that step goes on from it",
+                type(scheduler).__name__,
+            )
+    return [{}] * groups if rates is None or len(rates) != groups else [{"lr": float(rate)} for rate in rates]
 
 
 class _Loud(wrapt.ObjectProxy[Any]):

@@ -22,6 +22,7 @@ _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound, or of what a loss is off by: what lies further apart has not agreed, it was let pass.
 _CREPT = 0.1
 _SAME = 1e-3
+_FIGURES = ("loss", "grad_norm", "weights")
 # Times as far as a loss is off, or as its last digit: weights that differ by rounding move a norm by more than a loss,
 # which is flat where training ends.
 _HIDDEN = 1e3
@@ -37,7 +38,7 @@ def possible(view: View) -> tuple[str, ...]:
         # So may a term of it that a metric tells of, and that has a small coefficient.
         another = ("loss" in view.fields and not exact_factor(view)) or "metrics" in view.fields
         return ("loss", "logging") if another else ("logging",)
-    at = view.at_first or view.fields
+    at = _may_differ_at_first(view)
     found: set[str] = set()
     if at & {"rollouts", "step"}:
         found |= {"data", "gradient"}  # windows end where gradients stop to accumulate; all else follows
@@ -56,6 +57,15 @@ def possible(view: View) -> tuple[str, ...]:
     if not _trained_apart(view):
         found |= {"logging"}
     return tuple(name for name in CLASSES if name in found)
+
+
+def _may_differ_at_first(view: View) -> set[str]:
+    """The fields that differ in the first step that does, and those that do later and are not recorded there."""
+    if view.first == len(view.pairs):
+        return view.fields
+    sides = view.pairs[view.first]
+    lacking = {name for name in _FIGURES if any(getattr(one, name) is None for one in sides)}
+    return view.at_first | (lacking & view.fields)
 
 
 def _of_rate(view: View, at: set[str]) -> set[str]:
@@ -109,14 +119,22 @@ def _loss_tells_nothing(view: View) -> bool:
     """Whether losses say nothing of the weights and of the data that they are of.
 
     Where each token has the ratio 1 they are means of advantages: the same in every digit behind weights that differ.
-    Advantages that add up to nothing leave no more than rounding.
+    Advantages that add up to nothing leave no more than rounding. Nor does one tell that was not recorded in the step
+    that parts.
     """
+    if _lacks_loss(view):
+        return True
     # A skipped step may have no loss.
     losses = [(a.loss, b.loss) for a, b in view.pairs[view.first :] if a.loss is not None and b.loss is not None]
     same = view.weights_differ and len(losses) > 1 and all(a == b for a, b in losses)
     # Nor do those that nobody recorded.
     none = not losses and view.first < len(view.pairs)
     return none or same or (bool(losses) and max(map(abs, losses[0])) <= EPS[view.comparison.dtype])
+
+
+def _lacks_loss(view: View) -> bool:
+    """Whether a side has no loss in the first step that differs."""
+    return view.first < len(view.pairs) and None in (one.loss for one in view.pairs[view.first])
 
 
 def _loss_hides_as_much(view: View) -> bool:
@@ -186,7 +204,7 @@ def _of_update(view: View) -> set[str]:
     moves, a = Moves(view), view.pairs[view.first][0] if view.first < len(view.pairs) else None
     found = {"clipping", "optimizer settings", "weights"}
     # Where a loss may be another and pass, that it agrees says nothing of it, nor of the data that it is of.
-    of_gradient = {"gradient"} | ({"loss", "data"} if view.loose else set())
+    of_gradient = {"gradient"} | ({"loss", "data"} if view.loose or _lacks_loss(view) else set())
     if not view.recorded("grad_norm"):
         return found | {"schedule", "loss"} | of_gradient
     turned = a is not None and (multiple(view, moves) is False or moves.turned(view.first))

@@ -76,11 +76,14 @@ def _looked_at(
     def view_of(kept: Comparison, taken: Sequence[NoReason]) -> View | None:
         stretch = _stretch(kept, begin)
         sides: tuple[Trace, Trace] | None = _seen(reference, stretch), _seen(candidate, stretch)
+        left = comparison
         for one in taken:
-            sides = one.taken_away(View(*sides, comparison, begin)) if sides is not None else None
+            sides = one.taken_away(View(*sides, left, begin)) if sides is not None else None
+            left = one.without(left)
         return None if sides is None else View(*sides, kept, begin)
 
     taken: tuple[NoReason, ...] = ()
+    said: list[str] = []
     view = view_of(comparison, taken)
     assert view is not None, "nothing is taken away"
     for one in NO_REASONS:
@@ -88,8 +91,9 @@ def _looked_at(
         if kept.found and kept.found != view.comparison.found:
             without = view_of(kept, (*taken, one))
             if without is not None:
+                said.insert(0, one.said(view.comparison))
                 view, taken = without, (*taken, one)
-    return view, tuple(one.said(comparison) for one in reversed(taken))
+    return view, tuple(said)
 
 
 def _causes(view: View) -> tuple[Cause, ...]:

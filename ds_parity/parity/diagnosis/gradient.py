@@ -292,8 +292,9 @@ def _denominator(view: View) -> Iterator[Cause]:
     if view.ranks > 1 and by_ranks and near(loss, factor, 1e-3) and near(norm, factor, 1e-3):
         times = f"loss and gradient norm are {factor:.4g} times the reference's"
         yield Cause("sum-over-ranks", Fit.CONSTANT, f"{said}, and {times}: the number of ranks is {view.ranks}")
-    # A total that is no count is a sum of weights that micro-batches bring.
-    elif a.total not in (a.rollouts, a.tokens, a.prompts):
+    # A total that is no count is a sum of weights that micro-batches bring. A whole one may count tokens that nobody
+    # recorded.
+    elif a.total not in (a.rollouts, a.tokens, a.prompts) and not (a.tokens is None and a.total.is_integer()):
         yield Cause("weight-left-out", Fit.PATTERN, f"{said}{_counts(view)}")
 
 

@@ -168,8 +168,14 @@ def _is_like_this_one(view: View, later: int) -> bool:
     """Whether a step behind the first that differs is there, was taken, and at a rate as high by about."""
     if later >= len(view.pairs) or any(one.skipped for one in view.pairs[later]):
         return False
-    before, rate = (max(view.pairs[at][0].lr or (0.0,)) for at in (later - 1, later))
+    before, rate = (_rate(view, at) for at in (later - 1, later))
     return rate > _MOVED * before
+
+
+def _rate(view: View, at: int) -> float:
+    """The highest rate of a step, or where it was not recorded, that of the last step in which it was; 0 of none."""
+    known = (view.pairs[step][0].lr for step in range(at, -1, -1))
+    return max(next((rates for rates in known if rates), (0.0,)))
 
 
 def _stays(moves: Moves, at: int) -> bool:
@@ -213,7 +219,7 @@ def _off_in_the_next(moves: Moves, less: float) -> tuple[float, float]:
     As shares of what that step changed; infinite where it isn't known.
     """
     at, view = moves.view.first, moves.view
-    rates = [max(pair[0].lr or (0.0,)) for pair in view.pairs[at - 1 : at + 2]]
+    rates = [_rate(view, step) for step in range(at - 1, min(at + 2, len(view.pairs)))]
     updates = moves.update(at - 1), moves.update(at)
     if len(rates) < 3 or not all(rates) or updates[0] is None or updates[1] is None:
         return math.inf, math.inf

@@ -1,0 +1,114 @@
+"""What a load of the scheduler, or of the optimizer, alone leaves in the groups, with torch's own load in its place."""
+
+import copy
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
+
+BOTH = ("scheduler", "optimizer")
+
+
+class Own:
+    """Multiplies the rate that it finds, and saves no rate."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def one_cycle(highest):
+    return lambda optimizer: lr_scheduler.OneCycleLR(optimizer, highest, total_steps=9)
+
+
+def engine_of(made, **options):
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "lr": 0.05}]
+    optimizer = torch.optim.AdamW(groups, **{"lr": 0.1, **options})
+    return SimpleNamespace(optimizer=optimizer, lr_scheduler=None if made is None else made(optimizer))
+
+
+def stepped(engine, steps):
+    found = []
+    for _ in range(steps):
+        found.append([(round(float(one["lr"]), 9), one["betas"]) for one in engine.optimizer.param_groups])
+        engine.optimizer.step()
+        engine.lr_scheduler.step()
+    return found
+
+
+def loaded(engine, saved, part):
+    before = moved_by_the_schedule(engine)
+    one = "lr_scheduler" if part == "scheduler" else "optimizer"
+    getattr(engine, one).load_state_dict(copy.deepcopy(getattr(saved, one).state_dict()))
+    follow_the_schedule(engine, before, scheduler=part == "scheduler", optimizer=part == "optimizer")
+    return engine
+
+
+def halved(optimizer):
+    return lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def test_a_schedule_that_is_not_loaded_begins_with_its_own_bounds():
+    """OneCycleLR keeps them in the groups, which are loaded, and cycles a beta there."""
+    saved = engine_of(one_cycle(0.1))
+    stepped(saved, 3)
+    engine = loaded(engine_of(one_cycle(0.2)), saved, "optimizer")
+    assert stepped(engine, 5) == stepped(engine_of(one_cycle(0.2)), 5)
+
+
+@pytest.mark.parametrize("made", [halved, lambda it: lr_scheduler.CosineAnnealingLR(it, 7)])
+def test_each_group_has_the_rate_of_the_schedule_that_is_loaded(made):
+    saved = engine_of(made)
+    stepped(saved, 3)
+    assert stepped(loaded(engine_of(made), saved, "scheduler"), 4) == stepped(saved, 4)
+
+
+def test_a_rate_that_is_a_tensor_stays_one():
+    saved, engine = (engine_of(halved, lr=torch.tensor(0.1), foreach=False) for _ in range(2))
+    stepped(saved, 3)
+    rate = engine.optimizer.param_groups[0]["lr"]
+    loaded(engine, saved, "scheduler")
+    assert engine.optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.0125)
+
+
+def test_a_scheduler_that_saves_no_rate_is_told_of(caplog):
+    saved, engine = engine_of(Own), engine_of(Own)
+    stepped(saved, 3)
+    with caplog.at_level(logging.WARNING, "ds_parity"):
+        loaded(engine, saved, "scheduler")
+    assert "the state of the scheduler Own has no rate for each parameter group" in caplog.text
+    assert engine.optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("part", BOTH)
+def test_without_a_scheduler_rates_are_as_they_were_loaded(part, caplog):
+    engine = engine_of(None)
+    before = moved_by_the_schedule(engine)
+    engine.optimizer.param_groups[0]["lr"] = 7.0
+    follow_the_schedule(engine, before, scheduler=part == "scheduler", optimizer=part == "optimizer")
+    assert engine.optimizer.param_groups[0]["lr"] == 7.0
+    assert not caplog.text
+
+
+def test_a_load_of_both_leaves_what_was_loaded():
+    engine = engine_of(halved)
+    before = moved_by_the_schedule(engine)
+    engine.optimizer.param_groups[0]["lr"] = 7.0
+    follow_the_schedule(engine, before, scheduler=True, optimizer=True)
+    assert engine.optimizer.param_groups[0]["lr"] == 7.0
