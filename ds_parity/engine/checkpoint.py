@@ -42,7 +42,7 @@ from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, Place
-from ds_parity.engine.saving import IDENTITY, KEY, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError, RankDesyncError
 
@@ -102,7 +102,8 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             if not named:
                 driver.adapter.show_stepped_weights()
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
-        follow_the_schedule(driver.engine, rates, scheduler=scheduler, optimizer=optimizer)
+        saved = (state or {}).get(KEY, {}).get(SCHEDULE)
+        follow_the_schedule(driver.engine, rates, saved, scheduler=scheduler, optimizer=optimizer)
     # A part that is loaded over another leaves what the other was.
     driver.state.half_loaded = None if is_whole(driver.engine, options) else before
     return path, state
@@ -205,6 +206,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())
+        ours[SCHEDULE] = moved_by_the_schedule(driver.engine)
         if (scaler := driver.adapter.grad_scaler()) is not None:
             ours[_GRAD_SCALER] = scaler.state_dict()
     except Exception as error:

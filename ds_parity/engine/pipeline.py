@@ -35,7 +35,7 @@ from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.internals.stages import (
     averaged_over,
     buffers_of_every_type,
-    checkpoint_what_needs_no_gradient,
+    checkpoint_activations,
     clip_over_stages,
     count_none,
     count_what_is_not_shared,
@@ -115,8 +115,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
         count_none(engine)
-        reduce_tied_gradients(engine)
-        checkpoint_what_needs_no_gradient(engine)
+        reduce_tied_gradients(engine, chain.from_iterable(choose(engine).groups()))
+        checkpoint_activations(engine)
         self._self_lost = lost_by_a_load(engine)
         self._self_between = BetweenWindows(choose(engine))
         self._self_settings, self._self_number = settings, number

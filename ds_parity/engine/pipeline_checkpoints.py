@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from itertools import chain
 from numbers import Real
@@ -24,11 +27,12 @@ from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_th
 from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
 from ds_parity.engine.members import MEMBERS, members, of_all_stages, refuse_other_names, refuse_other_pipeline
 from ds_parity.engine.ranks.agreement import in_short
-from ds_parity.engine.saving import IDENTITY, KEY, Gather, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
 _USUAL = ("lr", "weight_decay", "betas", "eps", "momentum")
+_TOLD = (str, bytes, int, complex, range, Fraction, torch.dtype, torch.device)
 _SETTINGS = "settings"
 """Under this name of a stage's state: learning rate, weight decay and the like of its parameter groups."""
 
@@ -54,6 +58,7 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     adapter = choose(engine)
     ours = kept_states.kept(engine, adapter.groups()) | {MEMBERS: members(engine, adapter.groups_of_optimizer())}
     ours |= {universal_stages.TIED: universal_stages.places(engine.module), _SETTINGS: _settings(engine)}
+    ours[SCHEDULE] = moved_by_the_schedule(engine)
     return {**own_values(engine, client_state, ours), KEY: ours}
 
 
@@ -147,21 +152,28 @@ def _settings(engine: Any) -> list[dict[str, str]]:
 def _of_numbers(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return bool(value) and all(map(_of_numbers, value))
-    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (Real, Decimal)) or getattr(value, "size", None) == 1  # an array of numpy
 
 
 def _in_words(value: Any) -> str:
     """A number as it counts, whatever its type; of a function or an object its kind: it is another in each process."""
-    if isinstance(value, torch.Tensor):
-        return _in_words(value.tolist())
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_in_words, value))}]"
-    if isinstance(value, Real):
-        return repr(float(value) + 0.0)  # -0.0 is 0.0
-    if value is None or isinstance(value, str):
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_in_words(key)}: {_in_words(one)}' for key, one in value.items()))}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_in_words, value)))}}}"
+    if isinstance(value, (Real, Decimal)):
+        with suppress(OverflowError):
+            return repr(float(value) + 0.0)  # -0.0 is 0.0
+    if value is None or isinstance(value, _TOLD):
         return repr(value)
     kind = value if hasattr(value, "__qualname__") else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
 
 
 def _refuse_apart(load_dir: str, stages: list[list[dict[str, str]] | None]) -> None:
@@ -243,7 +255,8 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
                 universal_stages.load_layers(engine.module, Path(path).parent, stepped)
         if path is not None and not options["load_module_only"]:
             scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
-            follow_the_schedule(engine, rates, scheduler=scheduler, optimizer=optimizer)
+            saved = (state or {}).get(KEY, {}).get(SCHEDULE)
+            follow_the_schedule(engine, rates, saved, scheduler=scheduler, optimizer=optimizer)
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

@@ -21,6 +21,8 @@ from ds_parity.errors import CheckpointError
 Gather = Callable[[Any], list[Any]]
 KEY: Final = "ds_parity"
 """Under this name of the client state: that of the windows."""
+SCHEDULE: Final = "schedule"
+"""Under this name of our state: what schedulers keep in the groups of the optimizer, such as the rate of each."""
 IDENTITY: Final = "identity"
 """Under this name of the window's state: what tells one save from all others."""
 

@@ -12,7 +12,7 @@ from torch import nn
 import ds_parity
 from tests.distributed.engines import from_all
 from tests.distributed.sets import on_two_ranks
-from tests.distributed.test_pipelines import alone_in_the_process, config
+from tests.distributed.test_pipelines import SHARDED, alone_in_the_process, config
 
 pytestmark = pytest.mark.ranks
 
@@ -166,3 +166,106 @@ def checkpointed_activations(folder):
 def test_trained_layers_have_their_gradient_whatever_comes_to_them(two_ranks, name):
     """See tools/deepspeed_faults/checkpointed_over_ids.py."""
     assert max(two_ranks.of(checkpointed_activations)[name]) <= 1e-6
+
+
+class InAList(nn.Module):
+    """Takes and gives a list with a dict in it."""
+
+    def __init__(self, seed, role=""):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.own, self.role = nn.Embedding(WORDS, WIDTH) if role == "first" else nn.Linear(WIDTH, WIDTH), role
+
+    def forward(self, x):
+        if self.role == "first":
+            found = self.own(x)
+            return [found, {"mean": found.mean(-1, keepdim=True)}]
+        found, beside = torch.tanh(self.own(x[0])), x[1]["mean"]
+        return found + beside if self.role == "last" else [found, {"mean": 1.1 * beside}]
+
+
+class InTwo(nn.Module):
+    """Takes and gives two activations."""
+
+    def __init__(self, seed, role=""):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.own, self.role = nn.Embedding(WORDS, WIDTH) if role == "first" else nn.Linear(WIDTH, WIDTH), role
+
+    def forward(self, x):
+        found = self.own(x) if self.role == "first" else torch.tanh(self.own(x[0])) + x[1]
+        return found if self.role == "last" else (found, 0.5 * found)
+
+
+class Dropped(Linear):
+    """Drops a part."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+def of_kind(layer):
+    def layers():
+        return [LayerSpec(layer, 0, "first"), LayerSpec(layer, 1), LayerSpec(layer, 2), LayerSpec(layer, 3, "last")]
+
+    return layers
+
+
+def dropped():
+    return [LayerSpec(Words), *(LayerSpec(Dropped, seed) for seed in (1, 2)), LayerSpec(Gain)]
+
+
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+# By case: layers, stages, and what else is in the configuration.
+SAME = {
+    "in a list": (of_kind(InAList), 1, {}),
+    "in two": (of_kind(InTwo), 2, {}),
+    "in two, bf16": (of_kind(InTwo), 2, {"bf16": {"enabled": True}}),
+    "autocast": (longer, 2, AUTOCAST),
+    "autocast, tied": (tied, 1, AUTOCAST),
+    "dropped": (dropped, 1, {}),
+    "dropped, two stages": (dropped, 2, {}),
+    "dropped, fp32 sums": (dropped, 1, SHARDED["fp32-sums"]),
+}
+
+
+def weights_after(layers, stages, more, interval):
+    """Some windows' weights."""
+    deepspeed.utils.groups.mpu = None
+    model = deepspeed.PipelineModule(layers(), num_stages=stages, partition_method="uniform", loss_fn=squares)
+    keys = config(1, pipeline={"activation_checkpoint_interval": interval}, **more)
+    engine = ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=keys)[0]
+    torch.manual_seed(5)
+    for number, columns in enumerate(WINDOWS):
+        sizes = columns if stages == 1 else [[one for column in columns for one in column]]
+        engine.train_window(micro_batches(engine, number, sizes))
+    return {name: one.detach().clone() for name, one in engine.module.named_parameters()}
+
+
+@on_two_ranks
+@alone_in_the_process
+def checkpointed_or_not(folder):
+    """By case: how far weights are from those without checkpointing, and how far these have moved."""
+    results = {}
+    for name, case in SAME.items():
+        due, begins = weights_after(*case, 0), dict(whole_of(*case[:2]))
+        moved = max(float((due[it].float() - begins[it]).abs().max()) for it in due)
+        for interval in (1, 2):
+            found = weights_after(*case, interval)
+            off = max(float((due[it] - found[it]).abs().max()) for it in due)
+            results[f"{name}, {interval}"] = from_all([off, moved])
+    return results
+
+
+def whole_of(layers, stages):
+    deepspeed.utils.groups.mpu = None
+    model = deepspeed.PipelineModule(layers(), num_stages=stages, partition_method="uniform", loss_fn=squares)
+    return ((name, one.detach().float()) for name, one in model.named_parameters())
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("name", SAME)
+def test_checkpointing_changes_no_bit_of_a_step(two_ranks, name, interval):
+    for off, moved in two_ranks.of(checkpointed_or_not)[f"{name}, {interval}"]:
+        assert off == 0.0
+        assert moved > 1e-4

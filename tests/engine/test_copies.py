@@ -35,6 +35,7 @@ def driver():
         engine=SimpleNamespace(
             optimizer=SimpleNamespace(param_groups=[{"params": [], "lr": 0.1}]),
             basic_optimizer=None,
+            lr_scheduler=None,
             module=Module(),
             fp16_enabled=lambda: False,
             global_steps=5,

@@ -145,6 +145,7 @@ OTHERS = {
         "is_sparse",
     ),
     *("MAX", "ReduceOp", "as_tensor", "int32", "keeps", "of", "tolist"),
+    *("checkpoint", "get_cuda_rng_tracker", "get_states", "non_reentrant_checkpoint"),  # of activations
     *("_hp_grad", "grad_accum"),  # of parameters: guards name them
     *("fill_", "last_batch_iteration"),  # the latter of DeepSpeed's schedulers
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),

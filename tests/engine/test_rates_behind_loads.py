@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler
 
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
@@ -51,11 +52,12 @@ def stepped(engine, steps):
     return found
 
 
-def loaded(engine, saved, part):
+def loaded(engine, saved, part, *, told=True):
     before = moved_by_the_schedule(engine)
     one = "lr_scheduler" if part == "scheduler" else "optimizer"
     getattr(engine, one).load_state_dict(copy.deepcopy(getattr(saved, one).state_dict()))
-    follow_the_schedule(engine, before, scheduler=part == "scheduler", optimizer=part == "optimizer")
+    kept = moved_by_the_schedule(saved) if told else None
+    follow_the_schedule(engine, before, kept, scheduler=part == "scheduler", optimizer=part == "optimizer")
     return engine
 
 
@@ -71,8 +73,32 @@ def test_a_schedule_that_is_not_loaded_begins_with_its_own_bounds():
     assert stepped(engine, 5) == stepped(engine_of(one_cycle(0.2)), 5)
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("made", [halved, lambda it: lr_scheduler.CosineAnnealingLR(it, 7)])
-def test_each_group_has_the_rate_of_the_schedule_that_is_loaded(made):
+def test_each_group_has_the_rate_of_the_schedule_that_is_loaded(made, told):
+    saved = engine_of(made)
+    stepped(saved, 3)
+    assert stepped(loaded(engine_of(made), saved, "scheduler", told=told), 4) == stepped(saved, 4)
+
+
+class InATuple(Own):
+    """Saves what is no mapping."""
+
+    def state_dict(self):
+        return (self.steps,)
+
+    def load_state_dict(self, state):
+        (self.steps,) = state
+
+
+def lookahead(optimizer):
+    """DeepSpeed's, whose rates are a function of its step and of the configuration."""
+    return WarmupLR(optimizer, warmup_min_lr=0.0, warmup_max_lr=[0.1, 0.2], warmup_num_steps=9, warmup_type="linear")
+
+
+@pytest.mark.parametrize("made", [one_cycle(0.1), Own, InATuple, lookahead])
+def test_what_schedulers_move_is_that_of_the_checkpoint(made):
+    """Also a beta that is cycled, and the rate of a scheduler that saves none."""
     saved = engine_of(made)
     stepped(saved, 3)
     assert stepped(loaded(engine_of(made), saved, "scheduler"), 4) == stepped(saved, 4)
@@ -87,12 +113,14 @@ def test_a_rate_that_is_a_tensor_stays_one():
     assert float(rate) == pytest.approx(0.0125)
 
 
-def test_a_scheduler_that_saves_no_rate_is_told_of(caplog):
-    saved, engine = engine_of(Own), engine_of(Own)
+@pytest.mark.parametrize("made", [Own, InATuple])
+def test_a_scheduler_that_saves_no_rate_is_told_of(made, caplog):
+    """Behind a checkpoint of bare DeepSpeed."""
+    saved, engine = engine_of(made), engine_of(made)
     stepped(saved, 3)
     with caplog.at_level(logging.WARNING, "ds_parity"):
-        loaded(engine, saved, "scheduler")
-    assert "the state of the scheduler Own has no rate for each parameter group" in caplog.text
+        loaded(engine, saved, "scheduler", told=False)
+    assert f"nor the state of the scheduler {made.__name__} has a rate for each parameter group" in caplog.text
     assert engine.optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -101,7 +129,7 @@ def test_without_a_scheduler_rates_are_as_they_were_loaded(part, caplog):
     engine = engine_of(None)
     before = moved_by_the_schedule(engine)
     engine.optimizer.param_groups[0]["lr"] = 7.0
-    follow_the_schedule(engine, before, scheduler=part == "scheduler", optimizer=part == "optimizer")
+    follow_the_schedule(engine, before, None, scheduler=part == "scheduler", optimizer=part == "optimizer")
     assert engine.optimizer.param_groups[0]["lr"] == 7.0
     assert not caplog.text
 
@@ -110,5 +138,5 @@ def test_a_load_of_both_leaves_what_was_loaded():
     engine = engine_of(halved)
     before = moved_by_the_schedule(engine)
     engine.optimizer.param_groups[0]["lr"] = 7.0
-    follow_the_schedule(engine, before, scheduler=True, optimizer=True)
+    follow_the_schedule(engine, before, before, scheduler=True, optimizer=True)
     assert engine.optimizer.param_groups[0]["lr"] == 7.0

@@ -125,7 +125,12 @@ def _copied(value: Any) -> Any:
 
 
 def follow_the_schedule(
-    engine: Engine, before: Sequence[Mapping[str, Any]], *, scheduler: bool, optimizer: bool
+    engine: Engine,
+    before: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]] | None,
+    *,
+    scheduler: bool,
+    optimizer: bool,
 ) -> None:
     """Give the groups the rates of the schedule behind a load of the scheduler's state, or of the optimizer's, alone.
 
@@ -136,13 +141,14 @@ def follow_the_schedule(
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not, behind the load.
         before: what `moved_by_the_schedule` was in front of it.
+        saved: what it was of the engine that saved; None where the checkpoint does not tell.
         scheduler: the scheduler's state was loaded.
         optimizer: the optimizer's states were loaded.
     """
     groups = engine.optimizer.param_groups
     if engine.lr_scheduler is None or scheduler == optimizer or len(before) != len(groups):
         return
-    due = before if optimizer else _due(behind_proxy(engine.lr_scheduler), len(groups))
+    due = before if optimizer else _due(behind_proxy(engine.lr_scheduler), saved, len(groups))
     for group, values in zip(groups, due, strict=True):
         for name, value in values.items():
             if isinstance(group.get(name), torch.Tensor):
@@ -151,20 +157,25 @@ def follow_the_schedule(
                 group[name] = value
 
 
-def _due(scheduler: Any, groups: int) -> Sequence[Mapping[str, Any]]:
-    """The rates at which a scheduler stands that was loaded; nothing of one that has not begun."""
+def _due(scheduler: Any, saved: Sequence[Mapping[str, Any]] | None, groups: int) -> Sequence[Mapping[str, Any]]:
+    """What the groups have where a scheduler stands that was loaded; nothing of one that has not begun."""
+    known = [{}] * groups if saved is None or len(saved) != groups else saved
     if isinstance(scheduler, _BY_ITERATION):
+        # A function of its step and of what this configuration says.
         rates = scheduler.get_lr() if scheduler.last_batch_iteration >= 0 else None
     else:
-        rates = scheduler.state_dict().get("_last_lr")
-        if rates is None or len(rates) != groups:
+        state = scheduler.state_dict()
+        rates = state.get("_last_lr") if isinstance(state, Mapping) else None
+        if (rates is None or len(rates) != groups) and not all("lr" in one for one in known):
             _LOG.warning(
-                "the state of the scheduler %s has no rate for each parameter group (_last_lr), and the optimizer's "
-                "states were not loaded: the learning rates stay as they are until its next step. Set the lr of each "
-                "group to what the schedule has there, if that step goes on from it",
+                "neither the checkpoint nor the state of the scheduler %s has a rate for each parameter group, and the "
+                "optimizer's states were not loaded: the learning rates stay as they are until its next step. Set the "
+                "lr of each group to what the schedule has there, if that step goes on from it",
                 type(scheduler).__name__,
             )
-    return [{}] * groups if rates is None or len(rates) != groups else [{"lr": float(rate)} for rate in rates]
+    if rates is None or len(rates) != groups:
+        return known
+    return [{**one, "lr": float(rate)} for one, rate in zip(known, rates, strict=True)]
 
 
 class _Loud(wrapt.ObjectProxy[Any]):

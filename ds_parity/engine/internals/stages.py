@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
+import torch.utils.checkpoint
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.engine.internals.literal_paths import literal_paths
@@ -76,25 +77,38 @@ def clip_over_stages(engine: Any) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
-def checkpoint_what_needs_no_gradient(engine: Any) -> None:
-    """Let trained layers whose activations are checkpointed have a gradient where what comes to them needs none.
+def checkpoint_activations(engine: Any) -> None:
+    """Let trained layers whose activations are checkpointed have their gradient, whatever comes to them, and goes.
 
     By the function that is DeepSpeed's default, what layers return needs a gradient where one of their inputs does, and
     never for their weights' sake: the first layers behind ids of tokens, or behind what is frozen, stay untrained
-    (tools/deepspeed_faults/checkpointed_over_ids.py). Its other function is right there.
+    (tools/deepspeed_faults/checkpointed_over_ids.py). Nor does it look into a list or a dict, it computes a forward
+    anew outside of the autocast in which it was, and raises where a stage passes on two activations
+    (CheckpointFunction in runtime/activation_checkpointing/checkpointing.py, 0.19.8). torch's, which is not reentrant,
+    is right in all of these. It has no part in what DeepSpeed's may do beside: to partition activations or move them
+    off the device, and to keep a tracker of random states.
 
     Args:
         engine: DeepSpeed's PipelineEngine.
     """
-    if engine.module.activation_checkpoint_func is not checkpoint:
+    if engine.module.activation_checkpoint_func is not checkpointing.checkpoint:
         return
 
-    def whatever_comes(layers: Any, *inputs: Any) -> Any:
-        reached = any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs)
-        by = checkpoint if reached or not torch.is_grad_enabled() else non_reentrant_checkpoint
-        return by(layers, *inputs)
+    def computed_anew(layers: Any, *inputs: Any) -> Any:
+        if not _has_ways_of_its_own():
+            return torch.utils.checkpoint.checkpoint(layers, *inputs, use_reentrant=False)
+        if torch.is_grad_enabled() and not any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs):
+            return checkpointing.non_reentrant_checkpoint(layers, *inputs)
+        return checkpointing.checkpoint(layers, *inputs)
 
-    engine.module.activation_checkpoint_func = whatever_comes
+    engine.module.activation_checkpoint_func = computed_anew
+
+
+def _has_ways_of_its_own() -> bool:
+    names = ("PARTITION_ACTIVATIONS", "CPU_CHECKPOINT", "CONTIGUOUS_CHECKPOINTING")
+    return any(getattr(checkpointing, name) for name in names) or bool(
+        checkpointing.get_cuda_rng_tracker().get_states()
+    )
 
 
 def count_what_is_not_shared(engine: Any) -> None:

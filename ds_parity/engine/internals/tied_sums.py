@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 
-def reduce_tied_gradients(engine: Any) -> None:
+def reduce_tied_gradients(engine: Any, stepped: Iterable[Any]) -> None:
     """Let the stages of a tied layer add up the gradients of each weight, wherever the optimizer keeps them.
 
     DeepSpeed adds up what a stage has, and passes over what it has not (runtime/pipe/engine.py,
@@ -25,9 +26,10 @@ def reduce_tied_gradients(engine: Any) -> None:
 
     Args:
         engine: DeepSpeed's PipelineEngine.
+        stepped: the stage's parameters that the optimizer steps.
     """
     optimizer, given = engine.optimizer, engine.module.get_tied_weights_and_groups
-    sums: _Sums | _SumsBeside | _SumsOfBf16 = _Sums()
+    sums: _Sums | _SumsBeside | _SumsOfBf16 = _Sums(stepped)
     if isinstance(optimizer, BF16_Optimizer):
         sums = _SumsOfBf16(optimizer)
     elif getattr(optimizer, "use_grad_accum_attribute", False):
@@ -55,9 +57,12 @@ def reduce_tied_gradients(engine: Any) -> None:
 class _Sums:
     """The gradients of a window, where torch leaves them."""
 
+    def __init__(self, stepped: Iterable[Any]) -> None:
+        self._stepped = {id(one) for one in stepped}
+
     def keeps(self, weight: Any) -> bool:
         """Whether it is trained."""
-        return bool(weight.requires_grad)
+        return bool(weight.requires_grad) and id(weight) in self._stepped
 
     def of(self, weight: Any) -> torch.Tensor | None:
         """The sum of a weight; None where no backward has reached it."""

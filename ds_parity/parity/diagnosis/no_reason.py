@@ -68,10 +68,12 @@ def _with_what_both_have(a: StepRecord, b: StepRecord) -> tuple[StepRecord, Step
 
 
 def _of_one_side(comparison: Comparison) -> str:
-    steps = max(it.of_one_side for it in comparison.found)
-    names = dict.fromkeys(plain(it.name) for it in comparison.found if it.of_one_side)
-    where = f"in {steps} steps" if steps > 1 else "in a step"
-    return f"{where} one side alone has a value, which is taken for no reason of what differs: {', '.join(names)}"
+    steps: dict[str, int] = {}
+    for it in comparison.found:
+        if it.of_one_side:
+            steps[plain(it.name)] = max(it.of_one_side, steps.get(plain(it.name), 0))
+    told = ", ".join(f"{name} in {count} step{'s' * (count > 1)}" for name, count in steps.items())
+    return f"one side alone has {told}, which is taken for no reason of what differs"
 
 
 def _with_passes_alike(view: View) -> tuple[Trace, Trace] | None:
