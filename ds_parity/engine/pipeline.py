@@ -115,10 +115,12 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
         count_none(engine)
-        reduce_tied_gradients(engine, chain.from_iterable(choose(engine).groups()))
+        adapter = choose(engine)
+        adapter.prepare_pipeline()
+        reduce_tied_gradients(engine, chain.from_iterable(adapter.groups()))
         checkpoint_activations(engine)
         self._self_lost = lost_by_a_load(engine)
-        self._self_between = BetweenWindows(choose(engine))
+        self._self_between = BetweenWindows(adapter)
         self._self_settings, self._self_number = settings, number
         self._self_columns: int = engine.dp_world_size
         self._self_weighting = weighting_of(settings, self._self_columns)

@@ -7,14 +7,14 @@ import ds_parity
 from ds_parity.engine.internals.autocast import torch_autocast
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 from tests.distributed.engines import from_all
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
 
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(torch_autocast is None, reason="this DeepSpeed has no torch_autocast"),
 ]
 
-STAGES = (0, 1, 2, 3)
+OFTEN, SELDOM = (1,), (0, 2, 3)
 
 
 def build(stage):
@@ -44,12 +44,11 @@ def train(engine, windows):
     return found
 
 
-@on_two_ranks
-def loss_scales_behind_loads(folder):
+def behind_loads(stages, folder):
     """By stage: what the run does that goes on, and what a new engine and a used one do behind a load."""
     results = {}
     with fp16_allowed():
-        for stage in STAGES:
+        for stage in stages:
             whole = build(stage)
             begins = train(whole, range(10))
             whole.save_checkpoint(f"{folder}/{stage}")
@@ -67,10 +66,22 @@ def loss_scales_behind_loads(folder):
     return results
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_scale_goes_on_as_it_was_saved(two_ranks, stage):
+@on_two_ranks
+def loss_scales_behind_loads(folder):
+    return behind_loads(OFTEN, folder)
+
+
+@at_length_on_two_ranks
+def loss_scales_behind_loads_at_length(folder):
+    return behind_loads(SELDOM, folder)
+
+
+@pytest.mark.parametrize("stage", by_length(OFTEN, SELDOM, "two_ranks"))
+def test_a_loss_scale_goes_on_as_it_was_saved(request, stage):
     """See tools/deepspeed_faults/autocast_fp16_scale_not_saved.py."""
-    for begins, right, behind in two_ranks.of(loss_scales_behind_loads)[str(stage)]:
+    sets = ("two_ranks", loss_scales_behind_loads), ("two_ranks_at_length", loss_scales_behind_loads_at_length)
+    fixture, task = sets[stage in SELDOM]
+    for begins, right, behind in request.getfixturevalue(fixture).of(task)[str(stage)]:
         assert begins[0][0], "the scale has to come down"
         assert not any(skipped for skipped, _ in right)
         assert behind == [right, right]

@@ -140,7 +140,9 @@ def alone_in_the_process(task):
                 engine.destroy()
                 vars(engine).clear()
             gc.collect()
-            for group in [one for one in _world.pg_map if one not in before | set(hostgroups._GROUPS.values())]:
+            # Of DeepSpeed's own it holds that of all ranks for every later engine.
+            kept = before | set(hostgroups._GROUPS.values()) | {deepspeed.utils.groups._WORLD_GROUP}
+            for group in [one for one in _world.pg_map if one not in kept]:
                 dist.destroy_process_group(group)
 
     return run

@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 
 import ds_parity
 from tests.distributed.engines import from_all
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
 from tests.distributed.test_pipelines import alone_in_the_process, micro_batches, squares
 
 pytestmark = pytest.mark.ranks
@@ -78,12 +78,11 @@ def train(engine, windows):
     return [round(rate, 9) for rate in rates]
 
 
-@on_two_ranks
-@alone_in_the_process
-def rates_behind_loads(folder):
+def behind_loads(cases, folder):
     """By case: rates from the start, of the run that goes on, and behind loads of the scheduler and optimizer alone."""
     results = {}
-    for case, (name, stage) in CASES.items():
+    for case in cases:
+        name, stage = CASES[case]
         saving = build(name, stage)
         begins = train(saving, range(3))
         saving.save_checkpoint(f"{folder}/{case}")
@@ -98,9 +97,27 @@ def rates_behind_loads(folder):
     return results
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_rates_follow_the_schedule_whatever_is_loaded_of_it(two_ranks, case):
-    for begins, goes_on, behind_scheduler, behind_optimizer in two_ranks.of(rates_behind_loads)[case]:
+OFTEN = ("StepLR on 1", "StepLR on 3", "StepLR in a pipeline")
+SELDOM = tuple(case for case in CASES if case not in OFTEN)
+
+
+@on_two_ranks
+@alone_in_the_process
+def rates_behind_loads(folder):
+    return behind_loads(OFTEN, folder)
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def rates_behind_loads_at_length(folder):
+    return behind_loads(SELDOM, folder)
+
+
+@pytest.mark.parametrize("case", by_length(OFTEN, SELDOM, "two_ranks"))
+def test_rates_follow_the_schedule_whatever_is_loaded_of_it(request, case):
+    sets = ("two_ranks", rates_behind_loads), ("two_ranks_at_length", rates_behind_loads_at_length)
+    fixture, task = sets[case in SELDOM]
+    for begins, goes_on, behind_scheduler, behind_optimizer in request.getfixturevalue(fixture).of(task)[case]:
         assert behind_scheduler == goes_on
         assert behind_optimizer == begins
         assert "none" in case or begins != goes_on

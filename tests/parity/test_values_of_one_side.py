@@ -41,8 +41,10 @@ def without(trace, field, steps):
     return rewritten(trace, lambda step: {field: HOLES[field]} if step in steps else {})
 
 
-@pytest.mark.parametrize("side", ["reference", "candidate"])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("side", [pytest.param("reference", marks=pytest.mark.slow), "candidate"])
+@pytest.mark.parametrize(
+    "where", [next(iter(WHERE)), *(pytest.param(it, marks=pytest.mark.slow) for it in list(WHERE)[1:])]
+)
 @pytest.mark.parametrize("field", HOLES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_value_of_one_side_excludes_no_class(fault, field, where, side):

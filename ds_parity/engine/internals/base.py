@@ -133,6 +133,9 @@ class Adapter(ABC):
         """Whether some gradient is there that is not zero; waits for the device, so it is asked in doubt only."""
         return any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self._trained)
 
+    def prepare_pipeline(self) -> None:  # noqa: B027  # most wrappers need nothing here
+        """Get ready to reduce what a stage of a pipeline has trained; in place of `prepare`."""
+
     def forget_last_window(self, boundary: bool) -> None:  # noqa: B027  # most wrappers need nothing here
         """Clear what the last window left of parameters that this one's first pass did not use.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.kept import note_gradients
@@ -58,6 +59,16 @@ class Bf16(Adapter):
 
             optimizer.accumulate_hp_grads_and_remove_lp = accumulated  # type: ignore[method-assign]
         note_gradients(self._trained, self._note)
+
+    def prepare_pipeline(self) -> None:
+        """Let the columns of a pipeline clip by one norm, whatever each has used."""
+        given = self._optimizer.get_grads_for_norm
+
+        def get_grads_for_norm(*args: Any, **kwargs: Any) -> Any:
+            self.complete()
+            return given(*args, **kwargs)
+
+        self._optimizer.get_grads_for_norm = get_grads_for_norm  # type: ignore[method-assign]
 
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""

@@ -393,6 +393,9 @@ class Bf16Optimizer(Protocol):
     def accumulate_hp_grads_and_remove_lp(self, lp_param: Parameter, group_idx: int, param_idx: int) -> None:
         """Add the bf16 gradient that has just come in to the fp32 one."""
 
+    def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
+        """The fp32 gradients that count in the norm, or all that are clipped: of those that have one."""
+
     def clear_hp_grads(self) -> None:
         """Clear the fp32 gradients."""
 

@@ -101,6 +101,33 @@ class Zero12(Zero):
 
         self._optimizer.reduce_gradients = reduce_gradients  # type: ignore[method-assign]
 
+    def prepare_pipeline(self) -> None:
+        """Let a stage of a pipeline reduce zeros for what its window has not used, in each of its columns alike.
+
+        Else buckets of different parameters are added up over columns, and with CPU offload the last gradient of such a
+        parameter is applied again (tools/deepspeed_faults/ranks_use_other_parameters.py and stale_gradient.py).
+        """
+        optimizer, reduce = self._optimizer, self._optimizer.reduce_gradients
+
+        def reduce_gradients(*args: Any, **kwargs: Any) -> None:
+            self._fill_zeros()
+            reduce(*args, **kwargs)
+            if optimizer.cpu_offload:
+                self._forget_frozen()
+
+        optimizer.reduce_gradients = reduce_gradients  # type: ignore[method-assign]
+
+    def _forget_frozen(self) -> None:
+        """Clear the gradients of what was frozen after it was trained."""
+        for index, group in enumerate(self._optimizer.params_in_partition):
+            for parameter in group:
+                if not parameter.requires_grad:
+                    self._clear(index, self._optimizer.get_param_id(parameter))
+
+    def _clear(self, index: int, number: int) -> None:
+        _, _, offset, length = self._optimizer.grad_position[number]
+        self._optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, length).zero_()
+
     def _fill_zeros(self) -> None:
         optimizer = self._optimizer
         # The hooks of a backward do this; a rank may have run none in a window that its caller has ended.
@@ -192,8 +219,7 @@ class Zero12(Zero):
         optimizer = self._optimizer
         if number not in optimizer._offload_accumulated_param_ids:
             # No pass of the window used it, so its gradient is 0 and not what the last window left.
-            _, _, offset, length = optimizer.grad_position[number]
-            optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, length).zero_()
+            self._clear(index, number)
         elif optimizer._use_compact_grad_partition_buffer(index):
             optimizer.copy_grads_in_partition(parameter, index)
         else:  # as _finalize_cpu_offload_gradient_accumulation does for every parameter

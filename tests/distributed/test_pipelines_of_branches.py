@@ -1,0 +1,93 @@
+"""Pipelines in which columns, or whole windows, leave out parameters: what a micro-batch uses goes by its data."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+import ds_parity
+from tests.distributed.engines import from_all
+from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
+from tests.distributed.test_pipelines import HALVES, SHARDED, alone_in_the_process, config
+from tests.distributed.test_pipelines_of_ids import WIDTH, Alone, Linear, Words, micro_batches, squares
+
+pytestmark = pytest.mark.ranks
+
+
+class Branches(nn.Module):
+    """Uses one of three layers, by the number of samples."""
+
+    def __init__(self):
+        torch.manual_seed(7)
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return torch.tanh(self.branches[len(x) - 1](x))
+
+
+def layers():
+    return [LayerSpec(Words), LayerSpec(Branches), LayerSpec(Linear, 1), LayerSpec(Branches)]
+
+
+# The sizes of micro-batches of each column: in the first window columns use other branches, later ones leave some out.
+WINDOWS = [[[1, 1], [2]], [[3], [1, 3]], [[2, 2], [2]], [[1], [3]], [[3, 1], [3]]]
+SUMS = {**SHARDED["fp32-sums"], **SHARDED["offloaded"]}
+KINDS = {"fp32 on 0": (0, {}), "fp32": (1, {}), "bf16 on 0": (0, HALVES), "fp32-sums-offloaded": (1, SUMS)}
+KINDS |= {kind: (1, more) for kind, more in SHARDED.items()}
+RATE = 0.5
+# A gradient in bf16 is off by a hundredth, and a weight by 0.004.
+BOUNDS = {"bf16 on 0": 0.04, "fp32-sums": 0.04, "fp32-sums-offloaded": 0.04}
+
+
+def distance(kind, stages):
+    """How far losses, norms and weights of this rank's stage are at most from those of the whole model."""
+    stage, more = KINDS[kind]
+    model = deepspeed.PipelineModule(layers(), num_stages=stages, partition_method="uniform", loss_fn=squares)
+    keys = config(stage, **{"gradient_clipping": 1e6, **more})
+    keys["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
+    del keys["scheduler"]
+    engine = ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=keys)[0]
+    alone, off = Alone(layers(), RATE), []
+    for number, columns in enumerate(WINDOWS):
+        sizes = columns if stages == 1 else [[one for column in columns for one in column]]
+        record, (loss, norm) = engine.train_window(micro_batches(engine, number, sizes)), alone.step(number, sizes)
+        off += [abs(record.loss / loss - 1), abs(record.grad_norm / norm - 1)]
+        named = engine.module.named_parameters()
+        off += [float((one.double().cpu() - alone.weights[name]).abs().max()) for name, one in named]
+    return max(off)
+
+
+def distances(cells):
+    results = {}
+    for cell in cells:
+        kind, stages = cell.split(", ")
+        results[cell] = from_all(distance(kind, int(stages)))
+        deepspeed.utils.groups.mpu = None
+    return results
+
+
+OFTEN = ("fp32, 1", "fp32-sums, 1", "offloaded, 2")
+SELDOM = tuple(cell for kind in KINDS for cell in (f"{kind}, 1", f"{kind}, 2") if cell not in OFTEN)
+
+
+@on_two_ranks
+@alone_in_the_process
+def columns_that_use_other_parameters(folder):
+    return distances(OFTEN)
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def columns_that_use_other_parameters_at_length(folder):
+    return distances(SELDOM)
+
+
+@pytest.mark.parametrize("cell", by_length(OFTEN, SELDOM, "two_ranks"))
+def test_what_a_window_leaves_out_has_no_gradient(request, cell):
+    """By kind and number of stages; see tools/deepspeed_faults/ranks_use_other_parameters.py and stale_gradient.py."""
+    usual, at_length = columns_that_use_other_parameters, columns_that_use_other_parameters_at_length
+    fixture, task = (("two_ranks", usual), ("two_ranks_at_length", at_length))[cell in SELDOM]
+    off = request.getfixturevalue(fixture).of(task)[cell]
+    assert max(off) <= BOUNDS.get(cell.split(", ")[0], 1e-5)
