@@ -6,11 +6,10 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-import ds_parity
 from tests.distributed.engines import from_all
 from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
 from tests.distributed.test_pipelines import HALVES, SHARDED, alone_in_the_process, config
-from tests.distributed.test_pipelines_of_ids import WIDTH, Alone, Linear, Words, micro_batches, squares
+from tests.distributed.test_pipelines_of_ids import WIDTH, Linear, Words, off_from_alone, squares
 
 pytestmark = pytest.mark.ranks
 
@@ -42,21 +41,10 @@ BOUNDS = {"bf16 on 0": 0.04, "fp32-sums": 0.04, "fp32-sums-offloaded": 0.04}
 
 
 def distance(kind, stages):
-    """How far losses, norms and weights of this rank's stage are at most from those of the whole model."""
     stage, more = KINDS[kind]
     model = deepspeed.PipelineModule(layers(), num_stages=stages, partition_method="uniform", loss_fn=squares)
     keys = config(stage, **{"gradient_clipping": 1e6, **more})
-    keys["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
-    del keys["scheduler"]
-    engine = ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=keys)[0]
-    alone, off = Alone(layers(), RATE), []
-    for number, columns in enumerate(WINDOWS):
-        sizes = columns if stages == 1 else [[one for column in columns for one in column]]
-        record, (loss, norm) = engine.train_window(micro_batches(engine, number, sizes)), alone.step(number, sizes)
-        off += [abs(record.loss / loss - 1), abs(record.grad_norm / norm - 1)]
-        named = engine.module.named_parameters()
-        off += [float((one.double().cpu() - alone.weights[name]).abs().max()) for name, one in named]
-    return max(off)
+    return off_from_alone(model, layers, keys, rate=RATE, windows=WINDOWS)
 
 
 def distances(cells):

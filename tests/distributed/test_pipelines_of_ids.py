@@ -136,24 +136,36 @@ def micro_batches(engine, window, sizes):
         yield ds_parity.MicroBatch({"inputs": x, "labels": y}, rollouts=size)
 
 
-def distances(layers, stages, interval, checkpointed):
-    """How far losses, norms and the weights of this rank's stage are at most from those of the whole model."""
-    model = deepspeed.PipelineModule(
-        layers(), num_stages=stages, partition_method="uniform", loss_fn=squares, checkpointable_layers=checkpointed
-    )
-    keys = config(1, pipeline={"activation_checkpoint_interval": interval}, gradient_clipping=0.0)
-    keys["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-    del keys["scheduler"]
+def off_from_alone(model, layers, keys, *, rate=0.1, windows=WINDOWS):
+    """How far losses and norms are from those of the whole model, as shares, or this rank's weights, at most.
+
+    Args:
+        model: a PipelineModule of one stage or two.
+        layers: returns the layers that it was made of.
+        keys: a configuration with any optimizer, in whose place SGD steps.
+        rate: its learning rate.
+        windows: by window and column, the size of each micro-batch.
+    """
+    keys = {name: value for name, value in keys.items() if name != "scheduler"}
+    keys["optimizer"] = {"type": "SGD", "params": {"lr": rate}}
     trained = [one for one in model.parameters() if one.requires_grad]
     engine = ds_parity.initialize(model=model, model_parameters=trained, config=keys)[0]
-    alone, off = Alone(layers()), []
-    for number, columns in enumerate(WINDOWS):
-        sizes = columns if stages == 1 else [[one for column in columns for one in column]]
+    alone, off = Alone(layers(), rate), []
+    for number, columns in enumerate(windows):
+        sizes = columns if model.num_stages == 1 else [[one for column in columns for one in column]]
         record, (loss, norm) = engine.train_window(micro_batches(engine, number, sizes)), alone.step(number, sizes)
-        off += [abs(record.loss - loss), abs(record.grad_norm - norm)]
+        off += [abs(record.loss / loss - 1), abs(record.grad_norm / norm - 1)]
         named = engine.module.named_parameters()
         off += [float((one.double().cpu() - alone.weights[name]).abs().max()) for name, one in named]
     return max(off)
+
+
+def distances(layers, stages, interval, checkpointed):
+    model = deepspeed.PipelineModule(
+        layers(), num_stages=stages, partition_method="uniform", loss_fn=squares, checkpointable_layers=checkpointed
+    )
+    keys = config(1, pipeline={"activation_checkpoint_interval": interval}, gradient_clipping=1e6)
+    return off_from_alone(model, layers, keys)
 
 
 OFTEN = ("a tied head, each layer", "a layer that is left out")

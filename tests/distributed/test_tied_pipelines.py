@@ -1,16 +1,17 @@
 """Pipelines whose stages share several weights of a tied layer, and do not all use each."""
 
+import functools
+
 import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
-import ds_parity
 from tests.distributed.engines import from_all
 from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
 from tests.distributed.test_pipelines import HALVES, SHARDED, alone_in_the_process, config
-from tests.distributed.test_pipelines_of_ids import WIDTH, WINDOWS, WORDS, Alone, linear, micro_batches, squares
+from tests.distributed.test_pipelines_of_ids import WIDTH, WORDS, linear, off_from_alone, squares
 
 pytestmark = pytest.mark.ranks
 
@@ -63,21 +64,10 @@ BOUNDS = {"bf16 on 0": 0.04, "fp32-sums": 0.04}
 
 
 def distance(uses, kind):
-    """How far losses, norms and weights of this rank's stage are at most from those of the whole model."""
     stage, more = KINDS[kind]
-    model = deepspeed.PipelineModule(between(*USES[uses]), num_stages=2, partition_method="uniform", loss_fn=squares)
-    keys = config(stage, **{"gradient_clipping": 1e6, **more})
-    keys["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
-    del keys["scheduler"]
-    engine = ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=keys)[0]
-    alone, off = Alone(between(*USES[uses]), RATE), []
-    for number, columns in enumerate(WINDOWS):
-        sizes = [[one for column in columns for one in column]]
-        record, (loss, norm) = engine.train_window(micro_batches(engine, number, sizes)), alone.step(number, sizes)
-        off += [abs(record.loss / loss - 1), abs(record.grad_norm / norm - 1)]
-        named = engine.module.named_parameters()
-        off += [float((one.double().cpu() - alone.weights[name]).abs().max()) for name, one in named]
-    return max(off)
+    layers = functools.partial(between, *USES[uses])
+    model = deepspeed.PipelineModule(layers(), num_stages=2, partition_method="uniform", loss_fn=squares)
+    return off_from_alone(model, layers, config(stage, **{"gradient_clipping": 1e6, **more}), rate=RATE)
 
 
 def distances(cells):
