@@ -22,9 +22,9 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.certain import certain
 from ds_parity.parity.diagnosis.classes import possible
 from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
-from ds_parity.parity.diagnosis.next_step import telling
+from ds_parity.parity.diagnosis.next_step import recording, telling
 from ds_parity.parity.diagnosis.no_reason import NO_REASONS, NoReason
-from ds_parity.parity.diagnosis.view import View
+from ds_parity.parity.diagnosis.view import View, plain
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile, columns_of
 
@@ -53,6 +53,12 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
     view, said = _looked_at(reference, candidate, comparison)
     if not view.pairs:
         return NOTHING
+    of_one_side = dict.fromkeys(plain(it.name) for it in comparison.found if it.of_both is None)
+    # A loss that is not logged has a name of its own.
+    if "loss" not in of_one_side and all(it.of_both is None for it in comparison.found):
+        # What both sides have is equal: one of them tells less than the other.
+        next_step = recording(of_one_side)
+        return Diagnosis(causes=(), certain=certain(view), classes=("logging",), not_excluded=(), next=next_step)
     causes, classes = _causes(view), possible(view)
     named = {cause.name for cause in causes}
     return Diagnosis(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ds_parity.parity.diagnosis.view import View
 
 _PROBE = (
@@ -14,6 +16,11 @@ _VERIFY = "`ds-parity verify CONFIG --train your_module:train --windows 1` runs 
 _COUNTS = "record rollouts and tokens in both runs (`--map tokens=...`), and run `ds-parity compare` again"
 _WEIGHTS = "record weights in both runs, as `ds-parity verify` does, and run `ds-parity compare` again"
 _LOGS = "read how each run computes and writes the fields that differ: the updates were the same"
+
+
+def recording(names: Iterable[str]) -> str:
+    """Return what to do where nothing differs but that one side alone has values of some fields."""
+    return f"record {', '.join(names)} in both runs, and run `ds-parity compare` again"
 
 
 def telling(view: View, classes: tuple[str, ...]) -> str:
