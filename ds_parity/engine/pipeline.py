@@ -76,6 +76,7 @@ class _Column:
         plans: numbers of the plans that it has begun in this window (`MicroBatch.plan_number`).
         ties: whether it trains each weight that its stage shares with others, by its name.
         norms: how many norms its step adds up over the stages (`norms_over_stages`).
+        frozen: a checksum of what its optimizer steps and is frozen now (`Adapter.frozen_parameters`).
     """
 
     number: int
@@ -86,6 +87,7 @@ class _Column:
     plans: tuple[int, ...] = field(default=(), compare=False)
     ties: Mapping[str, bool] = field(default_factory=dict, compare=False)
     norms: int = field(default=0, compare=False)
+    frozen: int = field(default=0, compare=False)
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -231,7 +233,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                     "it; put what stages do not share into a layer of its own, or name it in tied_weight_attr, and use "
                     "the layer without a forward_fn on the first of its stages"
                 )
-        except (CheckpointError, WindowError) as error:
+        except Exception as error:  # whatever it is, the others come to save
             self._tell(SAVES, error)
             raise
         options = {"names_latest": save_latest, "without_frozen": exclude_frozen_parameters}
@@ -335,9 +337,10 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             read.read(Read(batch), self._self_columns)
         plans = read.tell()
         rates = rates_in_digits(self.__wrapped__)
-        ties = shared_weights(self.module, chain.from_iterable(choose(self.__wrapped__).groups()))
-        norms = norms_over_stages(self.__wrapped__)
-        said = _Column(self._own_column, counts, runs, stage, rates, plans, ties, norms)
+        adapter = choose(self.__wrapped__)
+        ties = shared_weights(self.module, chain.from_iterable(adapter.groups()))
+        norms, frozen = norms_over_stages(self.__wrapped__), adapter.frozen_parameters()
+        said = _Column(self._own_column, counts, runs, stage, rates, plans, ties, norms, frozen)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
             if any(one.plans != plans for one in gathered):
@@ -473,6 +476,12 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
                 f"rank {rank} has the learning rates {', '.join(one.rates)}, and another column of its stage has "
                 f"{', '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
                 "rates on all ranks alike, by the same metric"
+            )
+        if first.frozen != one.frozen:
+            raise RankDesyncError(
+                f"rank {rank}, of stage {one.stage} of the pipeline, has frozen other parameters than another column "
+                "of its stage: gradients of different ones would be added up. The weights are as they were. Freeze the "
+                "same ones on all columns"
             )
         if one.norms != gathered[0].norms:
             raise RankDesyncError(

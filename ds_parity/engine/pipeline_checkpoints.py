@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 from functools import partial
 from itertools import chain
@@ -32,7 +33,7 @@ from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
 _USUAL = ("lr", "weight_decay", "betas", "eps", "momentum")
-_TOLD = (str, bytes, int, complex, range, Fraction, torch.dtype, torch.device)
+_TOLD = (str, bytes, int, complex, range, Decimal, Enum, Fraction, torch.dtype, torch.device)
 _SETTINGS = "settings"
 """Under this name of a stage's state: learning rate, weight decay and the like of its parameter groups."""
 
@@ -159,17 +160,20 @@ def _of_numbers(value: Any) -> bool:
 
 def _in_words(value: Any) -> str:
     """A number as it counts, whatever its type; of a function or an object its kind: it is another in each process."""
-    if hasattr(value, "tolist"):
+    if hasattr(value, "tolist") and not isinstance(value, type):
         value = value.tolist()
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_in_words, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{_in_words(key)}: {_in_words(one)}' for key, one in value.items()))}}}"
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_in_words, value)))}}}"
-    if isinstance(value, (Real, Decimal)):
-        with suppress(OverflowError):
-            return repr(float(value) + 0.0)  # -0.0 is 0.0
+    if isinstance(value, (Real, Decimal)) and not isinstance(value, Enum):
+        with suppress(OverflowError, ValueError):
+            if (number := float(value)) == value or not isinstance(value, int):
+                return repr(number + 0.0)  # -0.0 is 0.0
     if value is None or isinstance(value, _TOLD):
         return repr(value)
     kind = value if hasattr(value, "__qualname__") else type(value)
@@ -248,7 +252,7 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             literal_paths(),
             empty_partitions(engine),
         ):
-            rates = moved_by_the_schedule(engine)
+            rates = moved_by_the_schedule(engine, whatever_moves=True)
             path, state = engine.load_checkpoint(load_dir, tag, **options)
             if path is not None and engine.load_universal_checkpoint():
                 stepped = chain.from_iterable(choose(engine).groups())

@@ -6,10 +6,11 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from tests.distributed.engines import from_all
+import ds_parity
+from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
 from tests.distributed.test_pipelines import HALVES, SHARDED, alone_in_the_process, config
-from tests.distributed.test_pipelines_of_ids import WIDTH, Linear, Words, off_from_alone, squares
+from tests.distributed.test_pipelines_of_ids import WIDTH, Linear, Words, micro_batches, off_from_alone, squares
 
 pytestmark = pytest.mark.ranks
 
@@ -79,3 +80,35 @@ def test_what_a_window_leaves_out_has_no_gradient(request, cell):
     fixture, task = (("two_ranks", usual), ("two_ranks_at_length", at_length))[cell in SELDOM]
     off = request.getfixturevalue(fixture).of(task)[cell]
     assert max(off) <= BOUNDS.get(cell.split(", ")[0], 1e-5)
+
+
+@on_two_ranks
+@alone_in_the_process
+def columns_that_freeze_others(folder):
+    """By stage: what a window ends in where columns have frozen other layers, and all the same, and how it goes on."""
+    results = {}
+    for stage in (0, 1):
+        deepspeed.utils.groups.mpu = None
+        model = deepspeed.PipelineModule(layers(), num_stages=1, partition_method="uniform", loss_fn=squares)
+        engine = ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=config(stage))[0]
+        branches = model.forward_funcs[1].branches
+        engine.train_window(micro_batches(engine, 0, WINDOWS[0]))
+        own = branches[engine.grid.get_data_parallel_id()].weight
+        own.requires_grad_(False)
+        before = own.detach().clone()
+        said = refusal(lambda: engine.train_window(micro_batches(engine, 1, WINDOWS[1])))  # noqa: B023
+        kept = bool((own == before).all())
+        for one in branches[:2]:
+            one.weight.requires_grad_(False)
+        alike = refusal(lambda: engine.train_window(micro_batches(engine, 1, WINDOWS[1])))  # noqa: B023
+        results[stage] = from_all([said, kept, alike])
+    return results
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_columns_that_freeze_other_parameters_are_refused(two_ranks, stage):
+    for said, kept, alike in two_ranks.of(columns_that_freeze_others)[stage]:
+        assert "RankDesyncError" in said
+        assert "has frozen other parameters than another column of its stage" in said
+        assert kept
+        assert alike == "nothing was raised"

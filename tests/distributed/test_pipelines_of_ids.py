@@ -253,6 +253,7 @@ SAME = {
     "in two, bf16": (of_kind(InTwo), 2, {"bf16": {"enabled": True}}),
     "autocast": (longer, 2, AUTOCAST),
     "autocast, tied": (tied, 1, AUTOCAST),
+    "autocast, not reentrant": (longer, 2, {**AUTOCAST, "pipeline": {"use_reentrant": False}}),
     "dropped": (dropped, 1, {}),
     "dropped, two stages": (dropped, 2, {}),
     "dropped, fp32 sums": (dropped, 1, SHARDED["fp32-sums"]),
@@ -263,7 +264,8 @@ def weights_after(layers, stages, more, interval):
     """Some windows' weights."""
     deepspeed.utils.groups.mpu = None
     model = deepspeed.PipelineModule(layers(), num_stages=stages, partition_method="uniform", loss_fn=squares)
-    keys = config(1, pipeline={"activation_checkpoint_interval": interval}, **more)
+    checkpointed = {"activation_checkpoint_interval": interval, **more.get("pipeline", {})}
+    keys = {**config(1, **more), "pipeline": checkpointed}
     engine = ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=keys)[0]
     torch.manual_seed(5)
     for number, columns in enumerate(WINDOWS):

@@ -53,7 +53,7 @@ def stepped(engine, steps):
 
 
 def loaded(engine, saved, part, *, told=True):
-    before = moved_by_the_schedule(engine)
+    before = moved_by_the_schedule(engine, whatever_moves=True)
     one = "lr_scheduler" if part == "scheduler" else "optimizer"
     getattr(engine, one).load_state_dict(copy.deepcopy(getattr(saved, one).state_dict()))
     kept = moved_by_the_schedule(saved) if told else None
@@ -127,7 +127,7 @@ def test_a_scheduler_that_saves_no_rate_is_told_of(made, caplog):
 @pytest.mark.parametrize("part", BOTH)
 def test_without_a_scheduler_rates_are_as_they_were_loaded(part, caplog):
     engine = engine_of(None)
-    before = moved_by_the_schedule(engine)
+    before = moved_by_the_schedule(engine, whatever_moves=True)
     engine.optimizer.param_groups[0]["lr"] = 7.0
     follow_the_schedule(engine, before, None, scheduler=part == "scheduler", optimizer=part == "optimizer")
     assert engine.optimizer.param_groups[0]["lr"] == 7.0
@@ -136,7 +136,34 @@ def test_without_a_scheduler_rates_are_as_they_were_loaded(part, caplog):
 
 def test_a_load_of_both_leaves_what_was_loaded():
     engine = engine_of(halved)
-    before = moved_by_the_schedule(engine)
+    before = moved_by_the_schedule(engine, whatever_moves=True)
     engine.optimizer.param_groups[0]["lr"] = 7.0
     follow_the_schedule(engine, before, before, scheduler=True, optimizer=True)
     assert engine.optimizer.param_groups[0]["lr"] == 7.0
+
+
+def test_what_another_scheduler_has_cycled_stays_as_it_is_here():
+    saved, engine = engine_of(one_cycle(0.1)), engine_of(halved)
+    stepped(saved, 3)
+    before = moved_by_the_schedule(engine, whatever_moves=True)
+    follow_the_schedule(engine, before, moved_by_the_schedule(saved), scheduler=True, optimizer=False)
+    assert [group["betas"] for group in engine.optimizer.param_groups] == [(0.9, 0.999)] * 2
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(2)], lr=0.1, momentum=0.9)
+    sgd.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    engine = SimpleNamespace(optimizer=sgd, lr_scheduler=one_cycle(0.2)(sgd))
+    follow_the_schedule(
+        engine,
+        moved_by_the_schedule(engine, whatever_moves=True),
+        moved_by_the_schedule(saved),
+        scheduler=True,
+        optimizer=False,
+    )
+    assert not any("betas" in group for group in sgd.param_groups)
+
+
+@pytest.mark.parametrize("made", [halved, lookahead])
+def test_what_another_scheduler_has_cycled_is_not_loaded_with_the_optimizer(made):
+    saved = engine_of(one_cycle(0.1))
+    stepped(saved, 3)
+    engine = loaded(engine_of(made), saved, "optimizer")
+    assert stepped(engine, 4) == stepped(engine_of(made), 4)

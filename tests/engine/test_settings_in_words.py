@@ -1,5 +1,7 @@
 """Settings of parameter groups, as checkpoints of pipelines keep them to be compared: alike where they count alike."""
 
+import dataclasses
+import enum
 import fractions
 from decimal import Decimal
 
@@ -12,6 +14,19 @@ from ds_parity.engine.pipeline_checkpoints import _in_words, _of_numbers
 
 class Policy:
     """Anything."""
+
+
+class Kind(enum.Enum):
+    """One of two."""
+
+    SLOW, FAST = 1, 2
+
+
+@dataclasses.dataclass
+class Plan:
+    """Has numbers."""
+
+    steps: int
 
 
 ALIKE = [
@@ -27,6 +42,9 @@ ALIKE = [
     ({"a": 1, "b": 2}, {"b": 2.0, "a": 1}),
     ({1, 2}, {2, 1}),
     (0.1, Decimal("0.1")),
+    (Kind.FAST, Kind.FAST),
+    (Plan(1), Plan(1)),
+    (torch.Tensor, torch.Tensor),
 ]
 APART = [
     (0.1, 0.2),
@@ -42,6 +60,11 @@ APART = [
     ("a", "b"),
     (None, 0),
     (10**400, 10**401),
+    (2**53, 2**53 + 1),
+    (Kind.SLOW, Kind.FAST),
+    (Plan(1), Plan(2)),
+    (np.float32, np.float64),
+    (Decimal("sNaN"), Decimal(1)),
     (len, max),
     (torch.Tensor.add, torch.Tensor.mul),
 ]

@@ -106,18 +106,23 @@ def rates_in_digits(engine: Engine) -> tuple[str, ...]:
     return tuple(repr(float(rate)) for rate in engine.get_lr())
 
 
-def moved_by_the_schedule(engine: Engine) -> list[dict[str, Any]]:
-    """Return what schedulers keep in the optimizer's groups, such as the rate of each, as values that no load changes.
+def moved_by_the_schedule(engine: Engine, *, whatever_moves: bool = False) -> list[dict[str, Any]]:
+    """Return what the scheduler keeps in the optimizer's groups, such as the rate of each, as values of their own.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
+        whatever_moves: also what this scheduler does not move, and others do.
     """
-    cycled = _CYCLED if getattr(behind_proxy(engine.lr_scheduler), "cycle_momentum", False) else ()
-    names = {*_OF_SCHEDULERS, *cycled}
+    names = {*_OF_SCHEDULERS, *_CYCLED} if whatever_moves else _moved_by(engine.lr_scheduler)
     return [
         {name: _copied(value) for name, value in group.items() if name in names}
         for group in engine.optimizer.param_groups
     ]
+
+
+def _moved_by(scheduler: Any) -> set[str]:
+    cycled = _CYCLED if getattr(behind_proxy(scheduler), "cycle_momentum", False) else ()
+    return {*_OF_SCHEDULERS, *cycled}
 
 
 def _copied(value: Any) -> Any:
@@ -140,21 +145,27 @@ def follow_the_schedule(
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not, behind the load.
-        before: what `moved_by_the_schedule` was in front of it.
-        saved: what it was of the engine that saved; None where the checkpoint does not tell.
+        before: what `moved_by_the_schedule` was in front of it, with what other schedulers move.
+        saved: what it was, without that, of the engine that saved; None where the checkpoint does not tell.
         scheduler: the scheduler's state was loaded.
         optimizer: the optimizer's states were loaded.
     """
     groups = engine.optimizer.param_groups
     if engine.lr_scheduler is None or scheduler == optimizer or len(before) != len(groups):
         return
-    due = before if optimizer else _due(behind_proxy(engine.lr_scheduler), saved, len(groups))
-    for group, values in zip(groups, due, strict=True):
-        for name, value in values.items():
+    due, moved = before, _moved_by(engine.lr_scheduler)
+    if optimizer:
+        # What another scheduler had moved was loaded with the optimizer.
+        moved |= {name for group in saved or () for name in group}
+    else:
+        due = _due(behind_proxy(engine.lr_scheduler), saved, len(groups))
+    for group, own, values in zip(groups, before, due, strict=True):
+        # Another scheduler, or another optimizer, may have been saved, which moved what none moves here.
+        for name in own.keys() & values.keys() & moved:
             if isinstance(group.get(name), torch.Tensor):
-                group[name].copy_(torch.as_tensor(value))
+                group[name].fill_(float(values[name]))
             else:
-                group[name] = value
+                group[name] = values[name]
 
 
 def _due(scheduler: Any, saved: Sequence[Mapping[str, Any]] | None, groups: int) -> Sequence[Mapping[str, Any]]:
