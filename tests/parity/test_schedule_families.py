@@ -74,7 +74,14 @@ def held(schedule, each):
 @KINDS
 @EACH
 @pytest.mark.parametrize("warm_up", [0, 3])
-@pytest.mark.parametrize(("total", "moves", "share"), [(20, 20, 1.5), (20, 10, 0.75), (60, 24, 1.5), (100, 10, 0.75)])
+@pytest.mark.parametrize(
+    ("total", "moves", "share"),
+    [
+        (20, 20, 1.5),
+        (20, 10, 0.75),
+        *(pytest.param(*it, marks=pytest.mark.slow) for it in [(60, 24, 1.5), (100, 10, 0.75)]),
+    ],
+)
 def test_another_length_is_named_where_both_move_once_in_several_steps(kind, each, warm_up, total, moves, share):
     sides = [held(schedule(kind, length, warm_up), each) for length in (total, round(share * total))]
     named = first_group(*sides, steps=each * moves)
