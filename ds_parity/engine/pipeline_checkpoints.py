@@ -33,6 +33,7 @@ from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
 _USUAL = ("lr", "weight_decay", "betas", "eps", "momentum")
+_OWN = ("params", "step")  # some optimizers count their steps there
 _TOLD = (str, bytes, int, complex, range, Decimal, Enum, Fraction, torch.dtype, torch.device)
 _SETTINGS = "settings"
 """Under this name of a stage's state: learning rate, weight decay and the like of its parameter groups."""
@@ -144,7 +145,7 @@ def _settings(engine: Any) -> list[dict[str, str]]:
         {
             name: _in_words(value)
             for name, value in sorted(group.items())
-            if name != "params" and (name in named or _of_numbers(value))
+            if name not in _OWN and (name in named or _of_numbers(value))
         }
         for group in engine.optimizer.param_groups
     ]

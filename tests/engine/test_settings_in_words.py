@@ -4,12 +4,13 @@ import dataclasses
 import enum
 import fractions
 from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from ds_parity.engine.pipeline_checkpoints import _in_words, _of_numbers
+from ds_parity.engine.pipeline_checkpoints import _in_words, _of_numbers, _settings
 
 
 class Policy:
@@ -78,6 +79,12 @@ def test_what_counts_alike_has_the_same_words(one, other):
 @pytest.mark.parametrize(("one", "other"), APART)
 def test_what_counts_otherwise_has_other_words(one, other):
     assert _in_words(one) != _in_words(other)
+
+
+def test_a_count_of_steps_is_no_setting():
+    groups = [{"params": [], "lr": 0.1, "lr_scale": 2, "name": "a", "step": 3}]
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
+    assert _settings(engine) == [{"lr": "0.1", "lr_scale": "2.0"}]
 
 
 @pytest.mark.parametrize("value", [1, 0.5, True, np.float32(1), np.array(1.0), torch.tensor(1.0), (1, 2.0), Decimal(1)])
