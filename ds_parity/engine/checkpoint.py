@@ -80,10 +80,8 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     """
     with naming_lost_ranks("load_checkpoint()"):
         before, there = driver.state.half_loaded, _refuse_to_begin(driver, load_dir, tag, options)
-        driver.state.half_loaded, rates = (
-            str(load_dir) if there else before,
-            moved_by_the_schedule(driver.engine, whatever_moves=True),
-        )
+        driver.state.half_loaded = str(load_dir) if there else before
+        rates = moved_by_the_schedule(driver.engine, whatever_moves=True)
         path, state = _loaded_by_all(driver, load_dir, tag, options)
     if path is None:
         driver.state.half_loaded = before

@@ -117,12 +117,12 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
         count_none(engine)
-        adapter = choose(engine)
-        adapter.prepare_pipeline()
-        reduce_tied_gradients(engine, chain.from_iterable(adapter.groups()))
+        self._self_adapter = choose(engine)
+        self._self_adapter.prepare_pipeline()
+        reduce_tied_gradients(engine, chain.from_iterable(self._self_adapter.groups()))
         checkpoint_activations(engine)
         self._self_lost = lost_by_a_load(engine)
-        self._self_between = BetweenWindows(adapter)
+        self._self_between = BetweenWindows(self._self_adapter)
         self._self_settings, self._self_number = settings, number
         self._self_columns: int = engine.dp_world_size
         self._self_weighting = weighting_of(settings, self._self_columns)
@@ -337,9 +337,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
             read.read(Read(batch), self._self_columns)
         plans = read.tell()
         rates = rates_in_digits(self.__wrapped__)
-        adapter = choose(self.__wrapped__)
-        ties = shared_weights(self.module, chain.from_iterable(adapter.groups()))
-        norms, frozen = norms_over_stages(self.__wrapped__), adapter.frozen_parameters()
+        ties = shared_weights(self.module, chain.from_iterable(self._self_adapter.groups()))
+        norms, frozen = norms_over_stages(self.__wrapped__), self._self_adapter.frozen_parameters()
         said = _Column(self._own_column, counts, runs, stage, rates, plans, ties, norms, frozen)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))

@@ -33,6 +33,19 @@ for _name, _set in SETS.items():
     _begin(_name, _set)
 
 
+def either(request, usual, at_length, *, seldom, fixture="two_ranks"):
+    """Return what a task has found for a cell of `by_length`: that of the fixture's set, or that of the one at length.
+
+    Args:
+        request: pytest's.
+        usual: the task of the cells of every run.
+        at_length: that of the slow ones.
+        seldom: whether the cell is one of these.
+        fixture: as in `by_length`.
+    """
+    return request.getfixturevalue(f"{fixture}_at_length" if seldom else fixture).of(at_length if seldom else usual)
+
+
 def by_length(often, seldom, fixture):
     """Return cells for `parametrize`: those of every run, and slow ones whose set of ranks is `fixture` at length.
 

@@ -7,7 +7,7 @@ import ds_parity
 from ds_parity.engine.internals.autocast import torch_autocast
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
 from tests.distributed.engines import from_all
-from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 
 pytestmark = [
     pytest.mark.ranks,
@@ -79,9 +79,8 @@ def loss_scales_behind_loads_at_length(folder):
 @pytest.mark.parametrize("stage", by_length(OFTEN, SELDOM, "two_ranks"))
 def test_a_loss_scale_goes_on_as_it_was_saved(request, stage):
     """See tools/deepspeed_faults/autocast_fp16_scale_not_saved.py."""
-    sets = ("two_ranks", loss_scales_behind_loads), ("two_ranks_at_length", loss_scales_behind_loads_at_length)
-    fixture, task = sets[stage in SELDOM]
-    for begins, right, behind in request.getfixturevalue(fixture).of(task)[str(stage)]:
+    found = either(request, loss_scales_behind_loads, loss_scales_behind_loads_at_length, seldom=stage in SELDOM)
+    for begins, right, behind in found[str(stage)]:
         assert begins[0][0], "the scale has to come down"
         assert not any(skipped for skipped, _ in right)
         assert behind == [right, right]

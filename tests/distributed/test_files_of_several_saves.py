@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_parity
 from tests.distributed.cells import config
 from tests.distributed.engines import build, from_all, refusal
-from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 CELLS = {
@@ -97,8 +97,7 @@ MARKED = by_length(OFTEN, SELDOM, "two_ranks")
 @pytest.fixture
 def of_cell(request, cell):
     """What loads of a cell have ended in."""
-    fixture, task = ("two_ranks", stale_files) if cell in OFTEN else ("two_ranks_at_length", stale_files_at_length)
-    return request.getfixturevalue(fixture).of(task)
+    return either(request, stale_files, stale_files_at_length, seldom=cell in SELDOM)
 
 
 @pytest.mark.parametrize("which", STALE[1:])

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import ds_parity
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import at_length_on_four_ranks, by_length, on_four_ranks
+from tests.distributed.sets import at_length_on_four_ranks, by_length, either, on_four_ranks
 from tests.distributed.test_pipelines import alone_in_the_process, config, layers, micro_batches, squares
 
 pytestmark = pytest.mark.ranks
@@ -181,10 +181,7 @@ MARKED = by_length(OFTEN, SELDOM, "four_ranks")
 @pytest.fixture
 def found(request, cell):
     """What each rank has found in a cell."""
-    if cell in OFTEN:
-        every = request.getfixturevalue("four_ranks").of(between_windows)
-    else:
-        every = request.getfixturevalue("four_ranks_at_length").of(between_windows_of_others)
+    every = either(request, between_windows, between_windows_of_others, seldom=cell in SELDOM, fixture="four_ranks")
     return [one[cell] for one in every]
 
 

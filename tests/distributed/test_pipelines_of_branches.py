@@ -8,7 +8,7 @@ from torch import nn
 
 import ds_parity
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 from tests.distributed.test_pipelines import HALVES, SHARDED, alone_in_the_process, config
 from tests.distributed.test_pipelines_of_ids import WIDTH, Linear, Words, micro_batches, off_from_alone, squares
 
@@ -77,8 +77,7 @@ def columns_that_use_other_parameters_at_length(folder):
 def test_what_a_window_leaves_out_has_no_gradient(request, cell):
     """By kind and number of stages; see tools/deepspeed_faults/ranks_use_other_parameters.py and stale_gradient.py."""
     usual, at_length = columns_that_use_other_parameters, columns_that_use_other_parameters_at_length
-    fixture, task = (("two_ranks", usual), ("two_ranks_at_length", at_length))[cell in SELDOM]
-    off = request.getfixturevalue(fixture).of(task)[cell]
+    off = either(request, usual, at_length, seldom=cell in SELDOM)[cell]
     assert max(off) <= BOUNDS.get(cell.split(", ")[0], 1e-5)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ds_parity
 from tests.distributed.engines import from_all
-from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 from tests.distributed.test_pipelines import SHARDED, alone_in_the_process, config
 
 pytestmark = pytest.mark.ranks
@@ -187,9 +187,8 @@ def checkpointed_activations_at_length(folder):
 @pytest.fixture
 def of_cell(request, cell):
     """How far off the ranks of a case are."""
-    often = ("two_ranks", checkpointed_activations), ("two_ranks_at_length", checkpointed_activations_at_length)
-    fixture, task = often[cell in SELDOM]
-    return request.getfixturevalue(fixture).of(task)[cell]
+    usual, at_length = checkpointed_activations, checkpointed_activations_at_length
+    return either(request, usual, at_length, seldom=cell in SELDOM)[cell]
 
 
 @pytest.mark.parametrize("cell", by_length(OFTEN, SELDOM, "two_ranks"))

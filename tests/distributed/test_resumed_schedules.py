@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 
 import ds_parity
 from tests.distributed.engines import from_all
-from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 from tests.distributed.test_pipelines import alone_in_the_process, micro_batches, squares
 
 pytestmark = pytest.mark.ranks
@@ -115,9 +115,8 @@ def rates_behind_loads_at_length(folder):
 
 @pytest.mark.parametrize("case", by_length(OFTEN, SELDOM, "two_ranks"))
 def test_rates_follow_the_schedule_whatever_is_loaded_of_it(request, case):
-    sets = ("two_ranks", rates_behind_loads), ("two_ranks_at_length", rates_behind_loads_at_length)
-    fixture, task = sets[case in SELDOM]
-    for begins, goes_on, behind_scheduler, behind_optimizer in request.getfixturevalue(fixture).of(task)[case]:
+    found = either(request, rates_behind_loads, rates_behind_loads_at_length, seldom=case in SELDOM)
+    for begins, goes_on, behind_scheduler, behind_optimizer in found[case]:
         assert behind_scheduler == goes_on
         assert behind_optimizer == begins
         assert "none" in case or begins != goes_on

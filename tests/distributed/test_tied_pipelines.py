@@ -9,7 +9,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 from tests.distributed.engines import from_all
-from tests.distributed.sets import at_length_on_two_ranks, by_length, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 from tests.distributed.test_pipelines import HALVES, SHARDED, alone_in_the_process, config
 from tests.distributed.test_pipelines_of_ids import WIDTH, WORDS, linear, off_from_alone, squares
 
@@ -99,6 +99,6 @@ def weights_that_some_stages_use_at_length(folder):
 @pytest.mark.parametrize("kind", by_length(OFTEN, SELDOM, "two_ranks"))
 def test_what_some_stages_use_of_a_tied_layer_has_its_own_gradient(request, kind, uses):
     """See tools/deepspeed_faults/tied_weights_unused.py."""
-    sets = ("two_ranks", weights_that_some_stages_use), ("two_ranks_at_length", weights_that_some_stages_use_at_length)
-    fixture, task = sets[kind in SELDOM]
-    assert max(request.getfixturevalue(fixture).of(task)[f"{uses}, {kind}"]) <= BOUNDS.get(kind, 1e-5)
+    usual, at_length = weights_that_some_stages_use, weights_that_some_stages_use_at_length
+    off = either(request, usual, at_length, seldom=kind in SELDOM)[f"{uses}, {kind}"]
+    assert max(off) <= BOUNDS.get(kind, 1e-5)

@@ -91,10 +91,10 @@ def checkpoint_activations(engine: Any) -> None:
     Args:
         engine: DeepSpeed's PipelineEngine.
     """
-    asked, own = engine.module.activation_checkpoint_func, [checkpointing.checkpoint]
+    replaced_ones = [checkpointing.checkpoint]
     if engine.torch_autocast_enabled():
-        own.append(checkpointing.non_reentrant_checkpoint)  # it leaves the autocast, too, and raises
-    if not any(asked is one for one in own):
+        replaced_ones.append(checkpointing.non_reentrant_checkpoint)  # it leaves the autocast, too, and raises
+    if engine.module.activation_checkpoint_func not in replaced_ones:
         return
 
     def computed_anew(layers: Any, *inputs: Any) -> Any:

@@ -29,10 +29,16 @@ def places(model: Any) -> dict[str, list[int]]:
         model: DeepSpeed's PipelineModule, of which this rank has a stage.
     """
     found: dict[str, list[int]] = {key: [] for key in model.tied_modules}
-    for number, layer in enumerate(model._layer_specs):
-        if isinstance(layer, TiedLayerSpec) and model.stage_owner(number) == model.stage_id:
+    for number in _own_numbers(model):
+        layer = model._layer_specs[number]
+        if isinstance(layer, TiedLayerSpec):
             found[layer.key].append(number)
     return found
+
+
+def _own_numbers(model: Any) -> list[int]:
+    """The numbers of this stage's layers."""
+    return [number for number in range(len(model._layer_specs)) if model.stage_owner(number) == model.stage_id]
 
 
 def refused(
@@ -168,8 +174,7 @@ def _kept_elsewhere(model: Any, folder: Path, name: str) -> str | None:
     """Which file has such a part, where the layer was a module, and its file is not read any more."""
     _, key, own = name.split(".", 2)
     tied = places(model)[key]
-    own_layers = (number for number in range(len(model._layer_specs)) if model.stage_owner(number) == model.stage_id)
-    for at, number in enumerate(own_layers):
+    for at, number in enumerate(_own_numbers(model)):
         file = Path(model.ckpt_layer_path(str(folder), at))
         if number in tied and file.is_file() and own in read(file):
             return f"{file.name} has it, which DeepSpeed reads for a module alone"

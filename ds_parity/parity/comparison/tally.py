@@ -242,13 +242,11 @@ class Tally:
             gaps, count = apart.gap[both], int(apart.differs.sum())
             furthest = float(gaps.max()) if len(gaps) else None
             # A step that one side leaves out is no value that one side has.
-            of_one_side = 0 if name == "step" else count - len(gaps)
-            of_both = None
-            if known is None or known.of_both is None:
-                at = int(both.argmax()) if both.any() else first
-                of_both = difference(at) if both.any() or name == "step" else None
+            told = apart.differs if name == "step" else both
+            wanted = told.any() and (known is None or known.of_both is None)
+            of_both = difference(int(told.argmax())) if wanted else None
             begin = known.first if known is not None else difference(first)
-            found = FieldFound(name, count, begin, furthest, of_one_side, of_both)
+            found = FieldFound(name, count, begin, furthest, count - int(told.sum()), of_both)
             self._fields[name] = found if known is None else known.and_also(found)
 
     def _measure(self, name: str, block: Block, apart: Apart) -> None:
