@@ -103,7 +103,8 @@ def _is_another_metric(view: View) -> bool:
     if view.first == len(view.pairs):
         return False
     a, b = (one.metrics for one in view.pairs[view.first])
-    return any(a[it] != b[it] and math.isfinite(a[it]) and math.isfinite(b[it]) for it in a.keys() & b.keys())
+    both = a.keys() & b.keys() & view.other_metrics
+    return any(a[it] != b[it] and math.isfinite(a[it]) and math.isfinite(b[it]) for it in both)
 
 
 def _of_loss(view: View) -> set[str]:

@@ -219,14 +219,13 @@ def _pattern_of_norms(view: View) -> str:
 
 
 def _metrics(view: View) -> Iterator[Cause]:
-    for name in sorted({name for a, b in view.pairs for name in a.metrics.keys() & b.metrics.keys()}):
+    held = {name for a, b in view.pairs for name in a.metrics.keys() & b.metrics.keys()}
+    for name in sorted(held & view.other_metrics):
         values = [(a.metrics.get(name), b.metrics.get(name), a.rollouts or 0) for a, b in view.pairs]
         known = [(x, y, count) for x, y, count in values if x is not None and y is not None]
         if any(math.isnan(y) and not math.isnan(x) for x, y, _ in known):
             said = f"{name} is NaN where the reference has a number; {_proof(view)}"
             yield Cause("nan-in-metric-reduce", Fit.ALONE, said)
-            continue
-        if all(x == y for x, y, _ in known):
             continue
         listed = ", ".join(f"{y:.4g} for {x:.4g}" for x, y, _ in known[:4])
         if _accumulates(known):

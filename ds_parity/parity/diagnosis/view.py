@@ -85,6 +85,12 @@ class View:
         return {plain(difference.name) for difference in self.comparison.found}
 
     @cached_property
+    def other_metrics(self) -> set[str]:
+        """The names of metrics that differ in any step: more than rounding changes them."""
+        found = (it.name for it in self.comparison.found if it.name.startswith(METRIC))
+        return {name.removeprefix(METRIC) for name in found}
+
+    @cached_property
     def first(self) -> int:
         """Index into `pairs` of the first step that differs; their number where none does."""
         steps = {d.step for d in self._differences if d.step is not None}
@@ -399,7 +405,7 @@ class View:
         An update that is another one changes it by as much as itself, and a norm by less than its last digits. In the
         first step it is hardly anything, where other metrics are as large as later. NaN and inf are no other update's.
         """
-        for name in self.reference.steps[0].metrics:
+        for name in self.reference.steps[0].metrics.keys() & self.other_metrics:
             pairs = [(a.metrics.get(name, math.nan), b.metrics.get(name, math.nan)) for a, b in self.pairs]
             known = [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
             if all(x == y for x, y in known):
