@@ -20,6 +20,9 @@ BINARY = 1e-6
 class Ruler:
     """What bounds depend on. Losses and metrics can be near 0, so `floors` are the greatest of the reference.
 
+    They are no less than `LEAST_LOSS` for losses and `LEAST_METRIC` for metrics, which may be differences of terms that
+    are as large; a metric that is a learning rate has no such least.
+
     A gradient can be near 0 too, where the rollouts of a window cancel, and is as exact as they are: its norm's floor
     is the median of the reference's.
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison import blocks
-from ds_parity.parity.comparison.bounds import EPS, LEAST_LOSS, Bound, C, Tier, greatest, has_nan
+from ds_parity.parity.comparison.bounds import EPS, LEAST_LOSS, LEAST_METRIC, Bound, C, Tier, greatest, has_nan
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import BOUNDED
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import SIZE
-from tests.parity.comparison.comparing import HEADER, record, trace, two_traces, weights
+from tests.parity.comparison.comparing import HEADER, on_disk, record, trace, two_traces, weights
 
 EXACT, REASSOCIATED = Tier.EXACT, Tier.REASSOCIATED
 BOTH = pytest.mark.parametrize("tier", [EXACT, REASSOCIATED])
@@ -252,6 +252,24 @@ def test_a_metric_is_bounded_like_a_loss_over_no_less_than_its_greatest():
     assert fields(compare(trace(), changed(metrics={"reward": math.nan}), REASSOCIATED)) == [(2, "metrics.reward")]
 
 
+@pytest.mark.parametrize("as_files", [False, True])
+def test_a_metric_near_0_is_as_exact_as_the_terms_that_cancel_in_it(as_files, tmp_path):
+    """A KL of 1e-5 is a mean of exp(d) - d - 1, whose terms are of the order 1."""
+    bound = C["fp32"]["loss"] * EPS["fp32"] * math.sqrt(4) * LEAST_METRIC
+
+    def compared(name, off):
+        pair = [trace(record(1, metrics={name: value})) for value in (1e-5, 1e-5 + off * bound)]
+        if as_files:
+            pair = [on_disk(tmp_path / f"{side}.jsonl", it) for side, it in zip("ab", pair, strict=True)]
+        return compare(*pair, REASSOCIATED)
+
+    assert compared("kl", 0.9).equal
+    assert fields(compared("kl", 1.1)) == [(1, "metrics.kl")]
+    for rate in ("lr", "train/lr", "opt.lr", "base_lr", "learning_rate", "learning_rate_0"):
+        assert fields(compared(rate, 0.9)) == [(1, f"metrics.{rate}")]
+    assert compared("slr", 0.9).equal
+
+
 def test_every_bounded_field_has_a_constant_for_every_dtype_and_a_short_type_none_that_is_greater():
     assert C.keys() == EPS.keys()
     assert all(tuple(C[dtype]) == BOUNDED for dtype in C)
@@ -452,7 +470,7 @@ def all_within_bounds(reference, candidate, tier):
         return False
     losses = [abs(r.loss) for r in reference.steps if r.loss is not None and math.isfinite(r.loss)]
     scales = {
-        k: max([abs(r.metrics[k]) for r in reference.steps if math.isfinite(r.metrics.get(k, math.inf))], default=0.0)
+        k: max([LEAST_METRIC, *(abs(r.metrics[k]) for r in reference.steps if math.isfinite(r.metrics.get(k, math.inf)))])
         for k in "xy"
     }
     norms = [abs(r.grad_norm) for r in reference.steps if r.grad_norm is not None and math.isfinite(r.grad_norm)]
