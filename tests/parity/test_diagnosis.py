@@ -226,7 +226,7 @@ UNKNOWN = {
         {"data", "loss", "gradient", "weights"},
     ),
     "implicit-clip": (
-        lambda n: {"weights": weights(n, 1.0)} if n > 2 else {},
+        lambda n: {"weights": weights(n, 1.0), "loss": step(n).loss * (1 + 1e-9 * (n > 3))} if n > 2 else {},
         {"gradient", "clipping", "optimizer settings", "weights"},
     ),
 }

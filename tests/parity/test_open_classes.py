@@ -8,7 +8,7 @@ import pytest
 
 from ds_parity.trace import Trace, Weights
 from ds_parity.trace.records import Start
-from tests.parity.test_forgotten_lengths import RATE, STEPS, adam, found, run, sgd
+from tests.parity.test_forgotten_lengths import RATE, STEPS, adam, found, run, sgd, times
 from tests.parity.test_wide_bounds import elsewhere, turned
 from tests.parity.test_without_weights import OF_UPDATE
 
@@ -217,6 +217,15 @@ def test_a_loss_of_nothing_in_the_first_step_alone_excludes_neither_weights_nor_
         for it, times in ((run(told=False), 1e-6), (begun(run(), 50.0, told=False), 3e-6))
     ]
     assert {"weights", "data"} <= set(found(*pair).classes)
+
+
+@pytest.mark.parametrize("loss", [1.4e-17, -3e-9, -0.125])
+def test_negated_advantages_that_add_up_to_nothing_leave_loss_and_data_open(loss):
+    """Every token has the ratio 1: the loss is a mean of advantages, or rounding, and each norm is the right one."""
+    pair = [on_policy(run(scale=times(by)), loss=loss) for by in (1.0, -1.0)]
+    assert {"loss", "data", "gradient"} <= set(found(*pair).classes)
+    pair = [run(scale=times(by), loss=lambda at: 0.5 + at) for by in (1.0, -1.0)]
+    assert not {"loss", "data"} & set(found(*pair).classes)
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,9 @@ def _of_update(view: View) -> set[str]:
     """
     moves, a = Moves(view), view.pairs[view.first][0] if view.first < len(view.pairs) else None
     found = {"clipping", "optimizer settings", "weights"}
-    # Where a loss may be another and pass, that it agrees says nothing of it, nor of the data that it is of.
-    of_gradient = {"gradient"} | ({"loss", "data"} if view.loose or _lacks_loss(view) else set())
+    # Where a loss may be another and pass, that it agrees says nothing of it, nor of the data that it is of: negated
+    # advantages of groups, which add up to nothing, leave the loss of the right ones.
+    of_gradient = {"gradient"} | ({"loss", "data"} if view.loose or _loss_tells_nothing(view) else set())
     if not view.recorded("grad_norm"):
         return found | {"schedule", "loss"} | of_gradient
     turned = a is not None and (multiple(view, moves) is False or moves.turned(view.first))
