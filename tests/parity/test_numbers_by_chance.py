@@ -6,6 +6,7 @@ from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.trace import Header, StepRecord, Trace
+from ds_parity.trace.foreign import open_pair
 
 HEADER = Header(
     scenario="toy", seed=1, versions={}, device="cpu", ranks=4, config_hash="ab", engine="other", optimizer="AdamW"
@@ -91,3 +92,26 @@ def test_windows_of_other_data_are_those_of_no_late_boundary_in_an_excerpt(first
         sides.append(Trace(HEADER, held))
     _, groups = found(*sides)
     assert "data-or-seed" in groups[0]
+
+
+def of_digits(folder, *sides):
+    paths = [folder / f"{side}.jsonl" for side in "ab"]
+    for path, losses in zip(paths, sides, strict=True):
+        lines = (f'{{"step": {n}, "loss": {loss!r}, "lr": {0.01 / n:.4f}}}\n' for n, loss in enumerate(losses, 1))
+        path.write_text("".join(lines))
+    one, other = open_pair(*paths)
+    return found(one, other)[1]
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0])
+def test_losses_of_a_last_digit_do_not_tell_that_they_are_those_of_the_step_before(size, tmp_path):
+    """0, 0, 0, 0.0001, 0 against 0, 0, 0, 0, 0.0001: a policy gradient's loss with four decimals."""
+    groups = of_digits(tmp_path, [0.0, 0.0, 0.0, size, 0.0], [0.0, 0.0, 0.0, 0.0, size])
+    assert groups == []
+
+
+@pytest.mark.parametrize("off", [0.0, 0.0003])
+def test_losses_that_are_well_apart_tell_that_those_of_the_step_before_come_again(off, tmp_path):
+    losses = [1.2345, 0.8642, 1.1357, 0.7913, 1.4689]
+    groups = of_digits(tmp_path, losses, [*losses[:3], *(round(loss - off, 4) for loss in losses[2:4])])
+    assert groups == [{"reported-loss", "resume-repeats-data"}]

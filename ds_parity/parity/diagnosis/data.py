@@ -98,7 +98,9 @@ def _repeated(view: View) -> Iterator[Cause]:
         counts = all(b.tokens == a.tokens and b.prompts == a.prompts for b, a, _ in rows)
         if not counts or any(it is None for row in known for it in row):
             continue
-        if all(b == a for b, a, _ in known):
+        # Losses of few digits next to 0 are the same by chance, and come back as well.
+        chance = first * _losses_alike(view) ** len(later) >= _CHANCE
+        if not chance and all(b == a for b, a, _ in known):
             # Weights have moved, and would have shown it.
             yield from _logged_late(view, start)
             return
@@ -116,7 +118,7 @@ def _repeated(view: View) -> Iterator[Cause]:
         if view.recorded("grad_norm") and not _come_back(norms, proved=proved):
             return
         # Weights have moved since, so losses come back by about.
-        if _come_back(known, proved=proved):
+        if not chance and _come_back(known, proved=proved):
             losses = ", ".join(f"{b:.4g} for {a:.4g}" for b, a, _ in known[:3])
             counted = all(one.tokens is not None for one in later)
             what = "counts are those" if counted else "the data may be that"
@@ -136,6 +138,18 @@ def _share_alike(view: View) -> float:
         return 1.0
     pairs = len(counts) * (len(counts) - 1) / 2
     return (sum(some * (some - 1) / 2 for some in Counter(counts).values()) + 1) / (pairs + 1)
+
+
+def _losses_alike(view: View) -> float:
+    """How often two losses of the reference are the same as they were written (0 to 1), by pairs and by digits."""
+    losses = [a.loss for a, _ in view.pairs if a.loss is not None and math.isfinite(a.loss)]
+    pairs, spread = len(losses) * (len(losses) - 1) / 2, max(losses, default=0.0) - min(losses, default=0.0)
+    if not pairs or not spread:
+        return 1.0
+    alike_by_pairs = sum(some * (some - 1) / 2 for some in Counter(losses).values()) / pairs
+    written = [trace.precision.get("loss") for trace in (view.reference, view.candidate)]
+    unit = max((how.unit(max(losses, key=abs)) for how in written if how is not None), default=0.0)
+    return max(alike_by_pairs, min(1.0, unit / spread))
 
 
 def _come_back(known: Sequence[tuple[float | None, float | None, float | None]], *, proved: bool) -> bool:
