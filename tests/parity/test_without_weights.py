@@ -124,3 +124,38 @@ def test_one_digit_behind_an_exponent_is_rounded(tmp_path):
     found = compare(*opened(tmp_path, 12, *sides), Tier.REASSOCIATED)
     assert found.equal
     assert found.proves_little
+
+
+@pytest.mark.parametrize("kl", [None, 1.0, 1.3])
+def test_a_metric_that_differs_in_front_of_a_loss_does_not_prove_a_wrong_log(kl):
+    """Another clipping: the loss is off by a little behind a few updates, and norms hardly show it."""
+
+    def side(off, times):
+        trace = bare(run(), loss=lambda n, loss: 1 / loss + off * (n > 2), grad_norm=lambda n, value: value + off / 1e4)
+        shown = {} if times is None else {"metrics": times}
+        return Trace(
+            trace.header,
+            tuple(
+                it.model_copy(update={k: {"kl": 0.1 * it.step * by ** (it.step > 1)} for k, by in shown.items()})
+                for it in trace.steps
+            ),
+        )
+
+    diagnosis = of("fp32", side(0.0, kl and 1.0), side(1e-4, kl))
+    assert diagnosis.causes == ()
+    assert set(diagnosis.classes) >= OF_UPDATE
+
+
+def test_losses_that_are_the_reference_s_but_for_a_little_are_no_moving_average():
+    logged = (1.0, 0.5, 0.9, 0.6, 0.8, 0.7)
+    for share, told in ((0.9, True), (1 - 1e-4, False)):
+        smooth = [logged[0]]
+        for loss in logged[1:]:
+            smooth.append(share * loss + (1 - share) * smooth[-1])
+        pair = [rewritten_losses(run(), of_side) for of_side in (logged, smooth)]
+        said = of("fp32", *pair).causes[0].evidence
+        assert ("moving average" in said) == told, said
+
+
+def rewritten_losses(trace, losses):
+    return Trace(trace.header, tuple(it.model_copy(update={"loss": losses[it.step - 1]}) for it in trace.steps))

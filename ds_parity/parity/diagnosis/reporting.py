@@ -17,6 +17,7 @@ from ds_parity.parity.diagnosis.view import View, alike, near, told
 _SINGLE = 1e-5  # of the greatest loss: what few sums in single precision leave
 
 _TERM = 0.01  # of a gradient norm
+_ALL_NEW = 0.99  # of a loss
 _LEAST_SHARE = 0.03  # of a loss: whole numbers lie so close beyond it that any loss is nearly one over them
 
 
@@ -195,7 +196,8 @@ def _smoothed(view: View) -> float | None:
         for (_, before), (new, now) in pairwise(losses)
         if before is not None and now is not None and new is not None and new != before
     ]
-    return shares[0] if len(shares) > 1 and alike(shares, 1e-3) and 0 < shares[0] < 1 else None
+    # What is new but for rounding is no average.
+    return shares[0] if len(shares) > 1 and alike(shares, 1e-3) and 0 < shares[0] < _ALL_NEW else None
 
 
 def _norm(view: View, behind: str = "") -> Iterator[Cause]:

@@ -388,15 +388,26 @@ class View:
         """Whether gradient norms that agree show, without weights, that what else differs was only logged."""
         # Norms that lie within a wide bound, as far apart as the losses, show another training as well as the same.
         effects = [effect(name, self.pairs, None) for name in sorted(self.fields & (TRAINED_ON | {"metrics"}))] or [1.0]
-        # Behind the first step a loss may be off by a little because the weights are, where a norm hardly shows these.
-        from_the_start = self.step(0) == 1 and effect("loss", self.pairs[:1], None) > _TELLING * max(effects)
-        if "loss" in self.at_first and not from_the_start and max(effects) <= _FAR:
+        if self._loss_may_follow_weights:
             return False
         if "metrics" in self.fields and "loss" not in self.fields:
             telling = 0.0 if self._may_be_a_divergence else _OF_A_METRIC
         else:
             telling = _TELLING
         return self._norms_apart == 0.0 or self._norms_apart < telling * min(effects)
+
+    @property
+    def _loss_may_follow_weights(self) -> bool:
+        """Whether a loss may be off by a little because the weights are, where a norm hardly shows these.
+
+        That may be so behind the first step. Metrics that differ, in front of it or by more, prove nothing against it.
+        """
+        most = max((effect(name, self.pairs, None) for name in sorted(self.fields & TRAINED_ON)), default=1.0)
+        from_the_start = self.step(0) == 1 and effect("loss", self.pairs[:1], None) > _TELLING * most
+        others = [it for it in self._differences if it.step is not None and plain(it.field) != "metrics"]
+        first = min((it.step for it in others if it.step is not None), default=None)
+        at_first = {plain(it.field) for it in others if it.step == first}
+        return "loss" in at_first and not from_the_start and most <= _FAR
 
     @property
     def _may_be_a_divergence(self) -> bool:

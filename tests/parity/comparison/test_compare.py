@@ -470,7 +470,9 @@ def all_within_bounds(reference, candidate, tier):
         return False
     losses = [abs(r.loss) for r in reference.steps if r.loss is not None and math.isfinite(r.loss)]
     scales = {
-        k: max([LEAST_METRIC, *(abs(r.metrics[k]) for r in reference.steps if math.isfinite(r.metrics.get(k, math.inf)))])
+        k: max(
+            [LEAST_METRIC, *(abs(r.metrics[k]) for r in reference.steps if math.isfinite(r.metrics.get(k, math.inf)))]
+        )
         for k in "xy"
     }
     norms = [abs(r.grad_norm) for r in reference.steps if r.grad_norm is not None and math.isfinite(r.grad_norm)]
