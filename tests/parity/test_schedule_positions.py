@@ -424,3 +424,32 @@ def test_a_warm_up_that_is_over_at_once_may_have_moved_often_in_each_step(steps,
         one, other = trace(sides[0], counts), trace(sides[1], counts, range(first + 1, length))
         named = {it.name for it in grouped(diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes)[0]}
         assert named & {"scheduler-stepped-often", "scheduler-per-pass"}, (length, named)
+
+
+def of_few(rates, others, passes, first=1):
+    """The causes that are named first of a record of few steps."""
+    pair = [trace([(rate,) for rate in side], passes, off) for side, off in ((rates, ()), (others, range(2, 9)))]
+    moved = (
+        Trace(it.header, tuple(one.model_copy(update={"step": first + n}) for n, one in enumerate(it.steps)))
+        for it in pair
+    )
+    a, b = moved
+    return {cause.name for cause in grouped(diagnose(a, b, compare(a, b, Tier.REASSOCIATED)).causes)[0]}
+
+
+def test_moves_of_often_and_of_each_pass_are_named_where_they_give_as_many_rates_as_steps_ahead_do():
+    """The reference has half of the rates that are due, or all but the last: its schedule is no line."""
+    stairs = [n / 3e3 for n in (1, 2, 3, 3, 1.5, 1.5, 1.5, 1.5, 0.75)]
+    twice = of_few(stairs[:5], stairs[::2], [3, 3, 2, 2, 3])
+    assert twice == {"schedule-off-by-steps", "scheduler-stepped-often"}
+    square = [0.05 * (1 - n / 8) ** 2 for n in range(9)]
+    each_pass = of_few(square[:5], [square[n] for n in (0, 2, 3, 4, 6)], [2, 1, 1, 2, 2])
+    assert each_pass == {"schedule-off-by-steps", "scheduler-per-pass"}
+    line = [n / 9e3 for n in (3, 6, 9, 9, 8, 7, 6, 5, 4)]
+    ranks = of_few(line[1:5], line[2::2], [2, 4, 2, 3], first=2)
+    assert ranks >= {"schedule-off-by-steps", "scheduler-stepped-often"}
+
+
+def test_one_step_ahead_in_all_rates_is_no_scheduler_that_moves_often():
+    square = [0.05 * (1 - n / 8) ** 2 for n in range(9)]
+    assert of_few(square[:5], square[1:6], [2] * 5) == {"schedule-off-by-steps"}

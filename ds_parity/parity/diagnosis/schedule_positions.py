@@ -85,11 +85,48 @@ def ahead(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
             said = f"from step {step} on the LR is that of {by} steps later "
             said += f"({where_due(after[0], a[first])})"
             yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
+            if longer is None:
+                yield from _often_within(view, a, b, len(a) - first - by)
             if first == 0 and by < len(a) and a[by] == max(a) and sorted(a[: by + 1]) == a[: by + 1]:
                 yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}, behind the reference's warm-up")
             elif first == 0 and view.is_excerpt:
                 yield Cause("another-warm-up", Fit.SEQUENCE, f"{said}; {not_seen(view)}")
             return
+
+
+def _often_within(view: View, a: list[float], b: list[float], least: int) -> Iterator[Cause]:
+    """Several moves of the scheduler in every step, which give as many of the rates as some steps ahead do.
+
+    Of a schedule that is no line nothing tells the rates that the reference doesn't come to.
+
+    Args:
+        view: two traces side by side.
+        a: the reference's rates.
+        b: the candidate's.
+        least: in how many of the steps that differ the reference has to have the rate.
+    """
+    fitting = {some for some in range(2, MOST) if _predicted(view, a, b, [some] * len(b)) >= least}
+    known = all(view.passes)
+    per_pass = max(view.passes) > 1 and _predicted(view, a, b, view.passes) >= least if known else bool(fitting)
+    said = f"the scheduler moves often in each step, in the steps for which the reference has such a rate ({b[0]:.4g}, "
+    said += f"{b[1]:.4g}, ...)"
+    if per_pass:
+        yield Cause("scheduler-per-pass", Fit.SEQUENCE, said)
+    if is_often(view, fitting, per_pass=per_pass):
+        yield Cause("scheduler-stepped-often", Fit.SEQUENCE, said)
+
+
+def _predicted(view: View, a: list[float], b: list[float], moves: list[int]) -> int:
+    """For how many steps that differ the reference has the rate behind so many moves; 0 where it has another one."""
+    most = 0
+    # Where an excerpt begins in the schedule is not known.
+    for ahead_by in range(len(a) if view.is_excerpt else 1):
+        for places in _places(moves):
+            due = [a[at + ahead_by] if at + ahead_by < len(a) else None for at, _ in zip(places, b, strict=False)]
+            rates = [rate for rate in due[view.first :] if rate is not None]
+            if all(rate is None or same(y, rate) for rate, y in zip(due, b, strict=True)) and not alike(rates, SAME):
+                most = max(most, len(rates))
+    return most
 
 
 def ahead_at_rest(view: View, a: list[float], b: list[float]) -> Iterator[Cause]:
