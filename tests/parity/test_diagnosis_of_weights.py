@@ -445,6 +445,45 @@ def test_weights_that_one_step_took_apart_are_not_rounded(fault, rounded):
     assert ("weights-in-bf16" in {cause.name for cause in found.causes}) == rounded, found
 
 
+class Displaced(Wide):
+    """Weights that lie apart by so many times what bf16 rounds, in directions that change."""
+
+    times = (1.0,) * STEPS
+
+    def after(self, at, weights, before):
+        self.at = at
+        return weights
+
+    def kept(self, weights):
+        return weights + 0.6 * self.times[self.at] * DIRECTIONS[self.at]
+
+
+class DisplacedByLittle(Displaced):
+    times = (0.55, *(1.0,) * (STEPS - 1))
+
+
+class FirstShortAndTurned(Displaced):
+    """The first update is shorter; behind it other gradients take the weights elsewhere, each on its own."""
+
+    times = (0.0, *(0.5,) * (STEPS - 1))
+
+    def entering(self, at, gradient):
+        return super().entering(at, gradient) * (1.0 if at else 0.92)
+
+
+DIRECTIONS = np.linalg.qr(np.random.default_rng(3).normal(size=(SIZE, STEPS)))[0].T
+
+
+@pytest.mark.parametrize(
+    ("fault", "rounded"),
+    [(FirstShortAndTurned, False), (DisplacedByLittle, False), (Displaced, True), (WideToBf16, True)],
+)
+def test_weights_that_are_rounded_lie_as_far_apart_at_once_and_not_along_the_update(fault, rounded):
+    a, b = started(Wide, START), started(fault, START)
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert ("weights-in-bf16" in {cause.name for cause in found.causes}) == rounded, found
+
+
 class Short(Run):
     """Plain SGD, whose updates are shorter than what bf16 resolves."""
 
