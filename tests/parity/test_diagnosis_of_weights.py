@@ -686,3 +686,11 @@ def test_a_rate_used_one_step_late_is_named_where_other_weights_have_other_gradi
     group = {cause.name for cause in grouped(found.causes)[0]}
     assert ("lr-in-use" in group) == (fault is WarmedUpLate), found
     assert ("update-lost" in group) == (fault is not WarmedUpLate), found
+
+
+def test_the_class_of_a_named_cause_is_left_open():
+    """A rate of 0 that was used in place of the logged one leaves no update, and so no direction of one."""
+    a, b = WarmedUp().trace(), WarmedUpLate().trace()
+    found = diagnose(a, b, compare(a, b, Tier.REASSOCIATED))
+    assert {cause.name for cause in found.causes} == {"lr-in-use"}
+    assert "schedule" in found.classes

@@ -18,7 +18,7 @@ from ds_parity.parity.diagnosis import (
     windows,
 )
 from ds_parity.parity.diagnosis.alike import not_excluded
-from ds_parity.parity.diagnosis.causes import Cause
+from ds_parity.parity.diagnosis.causes import CLASSES, Cause
 from ds_parity.parity.diagnosis.certain import certain
 from ds_parity.parity.diagnosis.classes import possible
 from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
@@ -59,8 +59,10 @@ def diagnose(reference: Trace | TraceFile, candidate: Trace | TraceFile, compari
         # What both sides have is equal: one of them tells less than the other.
         next_step = recording(of_one_side)
         return Diagnosis(causes=(), certain=certain(view), classes=("logging",), not_excluded=(), next=next_step)
-    causes, classes = _causes(view), possible(view)
+    causes, left_open = _causes(view), possible(view)
     named = {cause.name for cause in causes}
+    # What is named is not excluded.
+    classes = tuple(it for it in CLASSES if it in {*left_open, *(cause.kind for cause in causes)})
     return Diagnosis(
         causes=causes,
         certain=(*certain(view), *said),
