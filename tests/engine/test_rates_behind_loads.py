@@ -167,3 +167,45 @@ def test_what_another_scheduler_has_cycled_is_not_loaded_with_the_optimizer(made
     stepped(saved, 3)
     engine = loaded(engine_of(made), saved, "optimizer")
     assert stepped(engine, 4) == stepped(engine_of(made), 4)
+
+
+@pytest.mark.parametrize(("part", "second"), [("scheduler", 0.99), ("optimizer", 0.9)])
+def test_the_second_beta_goes_with_the_optimizer(part, second):
+    """OneCycleLR cycles the first one."""
+    saved, engine = engine_of(one_cycle(0.1), betas=(0.7, 0.9)), engine_of(one_cycle(0.1), betas=(0.8, 0.99))
+    stepped(saved, 3)
+    first = (saved if part == "scheduler" else engine).optimizer.param_groups[0]["betas"][0]
+    loaded(engine, saved, part)
+    assert [group["betas"] for group in engine.optimizer.param_groups] == [(first, second)] * 2
+
+
+def test_a_rate_that_a_loop_has_moved_beside_the_schedule_is_loaded():
+    saved, engine = engine_of(halved), engine_of(halved)
+    stepped(saved, 2)
+    for group in saved.optimizer.param_groups:
+        group["lr"] *= 0.1
+    loaded(engine, saved, "scheduler")
+    assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.0025, 0.00125])
+
+
+class Noting(Own):
+    """Keeps something else under the name by which torch's schedulers keep rates."""
+
+    noted = None
+
+    def state_dict(self):
+        return {"steps": self.steps, "_last_lr": self.noted}
+
+
+@pytest.mark.parametrize(
+    "noted", [0.1, {"policy": 0.1}, "ab", [None, None], torch.tensor(0.1), torch.tensor([0.7, 0.7]), [0.7]]
+)
+@pytest.mark.parametrize("told", [True, False])
+def test_a_note_of_a_scheduler_is_no_rate_where_the_checkpoint_tells_one_or_it_is_none(noted, told, monkeypatch):
+    monkeypatch.setattr(Noting, "noted", noted)
+    saved, engine = engine_of(Noting), engine_of(Noting)
+    stepped(saved, 3)
+    loaded(engine, saved, "scheduler", told=told)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    two_rates = isinstance(noted, torch.Tensor) and noted.dim() == 1
+    assert rates == pytest.approx([0.0125, 0.00625] if told else [0.7, 0.7] if two_rates else [0.1, 0.05])

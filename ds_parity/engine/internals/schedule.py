@@ -164,6 +164,10 @@ def follow_the_schedule(
         for name in own.keys() & values.keys() & moved:
             if isinstance(group.get(name), torch.Tensor):
                 group[name].fill_(float(values[name]))
+            elif name == "betas" and name in group:
+                # The first is cycled, and the others are the optimizer's own (OneCycleLR and CyclicLR of torch 2.13.0,
+                # OneCycle of DeepSpeed 0.19.8).
+                group[name] = type(group[name])((*values[name][:1], *group[name][1:]))
             else:
                 group[name] = values[name]
 
@@ -174,10 +178,12 @@ def _due(scheduler: Any, saved: Sequence[Mapping[str, Any]] | None, groups: int)
     if isinstance(scheduler, _BY_ITERATION):
         # A function of its step and of what this configuration says.
         rates = scheduler.get_lr() if scheduler.last_batch_iteration >= 0 else None
+    elif all("lr" in one for one in known):
+        # What the groups had: a loop may have moved it beside the scheduler.
+        return known
     else:
-        state = scheduler.state_dict()
-        rates = state.get("_last_lr") if isinstance(state, Mapping) else None
-        if (rates is None or len(rates) != groups) and not all("lr" in one for one in known):
+        rates = _last_rates(scheduler, groups)
+        if rates is None:
             _LOG.warning(
                 "neither the checkpoint nor the state of the scheduler %s has a rate for each parameter group, and the "
                 "optimizer's states were not loaded: the learning rates stay as they are until its next step. Set the "
@@ -187,6 +193,17 @@ def _due(scheduler: Any, saved: Sequence[Mapping[str, Any]] | None, groups: int)
     if rates is None or len(rates) != groups:
         return known
     return [{**one, "lr": float(rate)} for one, rate in zip(known, rates, strict=True)]
+
+
+def _last_rates(scheduler: Any, groups: int) -> list[float] | None:
+    """What torch's schedulers keep as the rates that they gave last; None where a state has no such numbers."""
+    state = scheduler.state_dict()
+    last = state.get("_last_lr") if isinstance(state, Mapping) else None
+    try:
+        rates = [float(rate) for rate in last] if last is not None and not isinstance(last, str | Mapping) else []
+    except (TypeError, ValueError):  # a name that a scheduler of one's own uses for something else
+        return None
+    return rates if len(rates) == groups else None
 
 
 class _Loud(wrapt.ObjectProxy[Any]):
