@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
@@ -58,10 +58,13 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
         CheckpointError: `own_values` refuses the client state.
     """
     adapter = choose(engine)
-    ours = kept_states.kept(engine, adapter.groups()) | {MEMBERS: members(engine, adapter.groups_of_optimizer())}
+    ours = kept_states.kept(engine, adapter.groups())
+    # Pipelines have saved these from the first, so that an earlier state is known by them.
+    own = own_values(engine, client_state, ours)
+    ours[MEMBERS] = members(engine, adapter.groups_of_optimizer())
     ours |= {universal_stages.TIED: universal_stages.places(engine.module), _SETTINGS: _settings(engine)}
     ours[SCHEDULE] = moved_by_the_schedule(engine)
-    return {**own_values(engine, client_state, ours), KEY: ours}
+    return {**own, KEY: ours}
 
 
 def save(engine: Any, saving: Saving, state: Mapping[str, Any], before: Gather, behind: Gather) -> Any:
@@ -164,7 +167,8 @@ def _in_words(value: Any) -> str:
     if hasattr(value, "tolist") and not isinstance(value, type):
         value = value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
+        # With its kind, which says as much as its values (no field can be called so); with slots it has no `__dict__`.
+        value = {"class": type(value), **{one.name: getattr(value, one.name, None) for one in fields(value)}}
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_in_words, value))}]"
     if isinstance(value, Mapping):

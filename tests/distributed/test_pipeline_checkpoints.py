@@ -115,7 +115,8 @@ def around(folder):
     }
     engine.save_checkpoint(folder, tag="older")
     _, older = engine.load_checkpoint(folder, tag="older")
-    older["ds_parity"].pop("states")  # as releases wrote it before checkpoints had it
+    for name in ("states", "members", "settings", "schedule"):  # as releases wrote it before checkpoints had them
+        older["ds_parity"].pop(name)
     found["older state"] = refusal(lambda: engine.save_checkpoint(folder, tag="older", client_state=older))
     engine.save_checkpoint(folder, tag="broken")
     for host in ("own", "other"):

@@ -30,6 +30,13 @@ class Plan:
     steps: int
 
 
+@dataclasses.dataclass(slots=True)
+class Narrow:
+    """Has no `__dict__`."""
+
+    steps: int
+
+
 ALIKE = [
     (0, 0.0),
     (0.0, -0.0),
@@ -45,6 +52,7 @@ ALIKE = [
     (0.1, Decimal("0.1")),
     (Kind.FAST, Kind.FAST),
     (Plan(1), Plan(1)),
+    (Narrow(1), Narrow(1.0)),
     (torch.Tensor, torch.Tensor),
 ]
 APART = [
@@ -64,6 +72,8 @@ APART = [
     (2**53, 2**53 + 1),
     (Kind.SLOW, Kind.FAST),
     (Plan(1), Plan(2)),
+    (Narrow(1), Narrow(2)),
+    (Plan(1), Narrow(1)),
     (np.float32, np.float64),
     (Decimal("sNaN"), Decimal(1)),
     (len, max),
