@@ -19,7 +19,9 @@ from ds_parity.engine.internals.checkpoints import (
     COUNTS,
     NAMES,
     has_experts,
+    keep_loss_scale,
     loads_universal_weights_alone,
+    loss_scale,
     own_clipping,
     weights_of,
     without_deepspeeds,
@@ -31,12 +33,14 @@ from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.universal import load_untrained
+from ds_parity.engine.internals.unstepped import loaded_as_frozen, saved_as_frozen
 from ds_parity.engine.kept_states import (
     NAMES_OF_STATES,
     kept,
     of_this_optimizer,
     refuse_states_of_others,
     refuse_universal_in_turns,
+    saved_in_fp16,
 )
 from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
@@ -65,7 +69,8 @@ def save(driver: Driver, saving: Saving, client_state: Any) -> Any:
     """
     with naming_lost_ranks("save_checkpoint()"):
         state = with_window(driver, client_state, saving)
-        with whole_on_each_rank(driver.engine):
+        stepped = chain.from_iterable(driver.adapter.groups())
+        with whole_on_each_rank(driver.engine), saved_as_frozen(driver.engine, stepped):
             return write(driver.adapter, saving, state, driver.say_saved)
 
 
@@ -81,13 +86,17 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     with naming_lost_ranks("load_checkpoint()"):
         before, there = driver.state.half_loaded, _refuse_to_begin(driver, load_dir, tag, options)
         driver.state.half_loaded = str(load_dir) if there else before
-        rates = moved_by_the_schedule(driver.engine, whatever_moves=True)
+        rates, scale = moved_by_the_schedule(driver.engine, whatever_moves=True), loss_scale(driver.engine)
         path, state = _loaded_by_all(driver, load_dir, tag, options)
     if path is None:
         driver.state.half_loaded = before
         # Nothing was loaded, so the open window goes on as it was.
         return path, state
-    refuse_universal_in_turns(driver.engine, load_dir, (state or {}).get(KEY, {}))
+    ours = (state or {}).get(KEY, {})
+    refuse_universal_in_turns(driver.engine, load_dir, ours)
+    fp16 = saved_in_fp16(ours, state or {})
+    if driver.engine.load_universal_checkpoint() and fp16 is False:
+        keep_loss_scale(driver.engine, scale)
     driver.abandon()
     driver.adapter.forget_copies()
     forget_sparse_names(driver.engine)
@@ -97,13 +106,12 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
         if optimizer:
             named = options["load_module_strict"] and options["custom_load_fn"] is None
-            ours = (state or {}).get(KEY, {})
-            refuse_states_of_others(driver.engine, ours, driver.adapter.groups(), named=named)
+            refuse_states_of_others(driver.engine, ours, driver.adapter.groups(), named=named, fp16=fp16)
             refuse_other_members(driver.engine, ours, driver.adapter.groups_of_optimizer(), named=named)
             if not named:
                 driver.adapter.show_stepped_weights()
         resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
-        saved = (state or {}).get(KEY, {}).get(SCHEDULE)
+        saved = ours.get(SCHEDULE)
         follow_the_schedule(driver.engine, rates, saved, scheduler=scheduler, optimizer=optimizer)
     # A part that is loaded over another leaves what the other was.
     driver.state.half_loaded = None if is_whole(driver.engine, options) else before
@@ -133,6 +141,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     # may wait for this one there, and hear of an error once they come out, or this one ends.
     gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
     alone = not (gathers or options["custom_load_fn"])
+    stepped, strict = list(chain.from_iterable(driver.adapter.groups())), options["load_module_strict"]
     with (
         driver.telling_of_load() if alone else _telling_at_once(driver),
         explained(driver, load_dir, tag),
@@ -142,12 +151,12 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         any_shape_is_gathered(),
         literal_paths(),
         empty_partitions(engine),
+        loaded_as_frozen(engine, stepped, strict=strict),
         identities(engine) as files,
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
         if path is not None and engine.load_universal_checkpoint():
-            stepped = chain.from_iterable(driver.adapter.groups())
-            load_untrained(engine, path, stepped, strict=options["load_module_strict"])
+            load_untrained(engine, path, stepped, strict=strict)
     said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
     return path, state

@@ -28,6 +28,7 @@ NAMES_OF_STATES = "states"
 # Under these names of the window's state.
 _OWNERS = "states_of"
 _TURNS = "round_robin_gradients"
+_CONFIG = "ds_config"
 # Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
 _ALIKE = (
     {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"},
@@ -76,7 +77,12 @@ def refuse_universal_in_turns(engine: Engine, load_dir: str, state: Mapping[str,
 
 
 def refuse_states_of_others(
-    engine: Engine, state: Mapping[str, Any], groups: Iterable[Iterable[torch.nn.Parameter]], *, named: bool
+    engine: Engine,
+    state: Mapping[str, Any],
+    groups: Iterable[Iterable[torch.nn.Parameter]],
+    *,
+    named: bool,
+    fp16: bool | None,
 ) -> None:
     """Raise CheckpointError where the states that were loaded are those of another optimizer or parameter.
 
@@ -86,7 +92,9 @@ def refuse_states_of_others(
             of before, or bare DeepSpeed, did.
         groups: the parameters of this engine's groups, on ZeRO 3 of its sub-groups.
         named: parameters have the names here that they had there; else some may have others, in the same places.
+        fp16: what `saved_in_fp16` returns.
     """
+    _refuse_other_scale(engine, fp16)
     _refuse_other_owners(engine, state.get(_OWNERS, {}), _owners(engine, groups), named=named)
     _refuse_other_turns(engine, state.get(_TURNS))
     if engine.load_universal_checkpoint():
@@ -134,15 +142,38 @@ def _refuse_other_owners(engine: Engine, saved: Mapping[str, Any], own: Mapping[
             f"{saved['optimizer'][0]}, whose states are others. Load it with the optimizer that saved it, or with "
             f"load_optimizer_states=False. {HALF_WAY}"
         )
-    if saved["fp16"] != own["fp16"] and (own["fp16"] or not int(engine.zero_optimization_stage())):
-        there, here = ("with" if one["fp16"] else "without" for one in (saved, own))
-        raise CheckpointError(
-            f"the checkpoint was saved {there} fp16, and this engine runs {here} it: DeepSpeed has put the loss scale "
-            "of then in the place of this one's, and steps would be divided by it, or gradients vanish. Load it with "
-            f"the fp16 that saved it, or with load_optimizer_states=False. {HALF_WAY}"
-        )
     if not engine.load_universal_checkpoint() and (named or _moved(saved["parameters"], own["parameters"])):
         _refuse_other_places(saved["parameters"], own["parameters"])
+
+
+def saved_in_fp16(state: Mapping[str, Any], client_state: Mapping[str, Any]) -> bool | None:
+    """Return whether a checkpoint was saved by an engine that ran in fp16; None where nothing says.
+
+    Args:
+        state: as in `refuse_states_of_others`.
+        client_state: as it was loaded.
+    """
+    if owners := state.get(_OWNERS):
+        return bool(owners["fp16"])
+    # Bare DeepSpeed saves its configuration, as it was given.
+    config = client_state.get(_CONFIG)
+    if not isinstance(config, Mapping):
+        return None
+    section = config.get("fp16")
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _refuse_other_scale(engine: Engine, saved: bool | None) -> None:
+    own, stage = bool(engine.fp16_enabled()), int(engine.zero_optimization_stage())
+    # A universal checkpoint leaves this engine's scale as it is (`keep_loss_scale`).
+    if saved in (None, own) or (stage and not own) or (own and engine.load_universal_checkpoint()):
+        return
+    there, here = ("with" if fp16 else "without" for fp16 in (saved, own))
+    raise CheckpointError(
+        f"the checkpoint was saved {there} fp16, and this engine runs {here} it: DeepSpeed has put the loss scale "
+        "of then in the place of this one's, and steps would be divided by it, or gradients vanish. Load it with "
+        f"the fp16 that saved it, or with load_optimizer_states=False. {HALF_WAY}"
+    )
 
 
 def _refuse_other_turns(engine: Engine, saved: bool | None) -> None:

@@ -269,8 +269,9 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:
-            adapter, named = choose(engine), options["load_module_strict"]
-            kept_states.refuse_states_of_others(engine, (state or {}).get(KEY, {}), adapter.groups(), named=named)
+            adapter, named, ours = choose(engine), options["load_module_strict"], (state or {}).get(KEY, {})
+            # Pipelines have no fp16.
+            kept_states.refuse_states_of_others(engine, ours, adapter.groups(), named=named, fp16=None)
             if not named:
                 adapter.show_stepped_weights()
     except CheckpointError as error:

@@ -49,7 +49,7 @@ def test_what_one_rank_saved_with_true_is_converted_right(saved_on, is_refused):
 def test_one_column_has_the_states_of_all_parameters_with_either_setting(ranks, is_refused):
     engine = engine_of(ranks, universal=False)
     with pytest.raises(CheckpointError) if is_refused else nullcontext():
-        kept_states.refuse_states_of_others(engine, {"round_robin_gradients": False}, [], named=True)
+        kept_states.refuse_states_of_others(engine, {"round_robin_gradients": False}, [], named=True, fp16=None)
 
 
 def test_a_pipeline_that_finds_no_checkpoint_says_nothing_of_turns(monkeypatch):

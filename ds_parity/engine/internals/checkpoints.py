@@ -66,6 +66,7 @@ _WRITING: Final = ("makedirs", "create", "save")
 # What makes the files: a state_dict() of an optimizer, a scheduler or a model may raise in them.
 _MAKING: Final = ("_save_checkpoint", "_save_zero_checkpoint")
 _CLIP: Final = "clip_grad"
+_OF_THE_LOSS: Final = ("loss_scaler", "dynamic_loss_scale")
 _ALONE: Final = "load_module_checkpoint_state_from_checkpoint_dir_stage3"
 
 
@@ -102,6 +103,29 @@ def own_clipping(engine: Any) -> Iterator[None]:
     finally:
         if kept is not None:
             setattr(engine.optimizer, _CLIP, kept)
+
+
+def loss_scale(engine: Any) -> dict[str, Any]:
+    """Return what a wrapper scales losses by, for `keep_loss_scale`.
+
+    Args:
+        engine: a bare DeepSpeed engine.
+    """
+    return {name: getattr(engine.optimizer, name) for name in _OF_THE_LOSS if hasattr(engine.optimizer, name)}
+
+
+def keep_loss_scale(engine: Any, before: Mapping[str, Any]) -> None:
+    """Let a wrapper scale losses as before a load.
+
+    It loads what was saved (_load_global_state of runtime/zero/stage_1_and_2.py and stage3.py, 0.19.8). Of a run
+    without fp16 that is a scale of 1, which never grows, and in fp16 gradients would vanish.
+
+    Args:
+        engine: a bare DeepSpeed engine.
+        before: what `loss_scale` was in front of the load.
+    """
+    for name, value in before.items():
+        setattr(engine.optimizer, name, value)
 
 
 @contextmanager

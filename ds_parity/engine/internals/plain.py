@@ -28,7 +28,8 @@ class Plain(Adapter):
         Without it `get_global_grad_norm()` is None here (tools/deepspeed_faults/clip_norm_lost.py). It costs nothing:
         the same call, its result kept. The call leaves sparse gradients unclipped
         (tools/deepspeed_faults/sparse_gradient_not_clipped.py), so it is given what stands for them. Where experts lie
-        on different ranks it takes the mean of the ranks' norms for the norm (expert_norm_zero0.py).
+        on different ranks it takes the mean of the ranks' norms for the norm (expert_norm_zero0.py). A GradScaler takes
+        its scale off what the optimizer steps, so that nothing else is clipped where there is one.
 
         DeepSpeed's Adam begins to count anew where another parameter is the last one with a gradient, and counts a step
         twice where two dtypes are in a group (fused_adam_count.py).
@@ -37,7 +38,7 @@ class Plain(Adapter):
         engine = self.engine
 
         def clip_fp32_gradients() -> None:
-            parameters = [_multiplied(one) for one in engine.module.parameters()]
+            parameters = [_multiplied(one) for one in self._clipped()]
             if self.experts_apart and engine.mpu is None:
                 norm = self._clip_with_experts(parameters)
             else:
@@ -70,6 +71,13 @@ class Plain(Adapter):
             # Of no gradient at all torch gives a norm on its default device, whatever that is.
             if dense:
                 self._skip_unless_finite(torch.nn.utils.get_total_norm(dense))
+
+    def _clipped(self) -> list[Parameter]:
+        everything = list(self.engine.module.parameters())
+        if self.grad_scaler() is None:
+            return everything
+        stepped = {id(one) for group in self.groups() for one in group}
+        return [one for one in everything if id(one) in stepped]
 
     def _clip_with_experts(self, parameters: list[torch.Tensor]) -> torch.Tensor:
         """Clip by the norm of all experts' gradients, of which a rank has its own, and return that norm."""

@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_parity.engine.internals.surface import Engine, Parameter
+from ds_parity.engine.internals.unstepped import lacks
 from ds_parity.errors import CheckpointError
 
 _EXTRA: Final = "_extra_state"
@@ -65,7 +66,7 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
         engine: that has loaded the checkpoint, inside `any_shape_is_gathered`.
         path: of the model's file, as DeepSpeed's load returns it.
         stepped: the model's parameters that the optimizer steps.
-        strict: a frozen weight or a buffer that the checkpoint lacks is an error; else it stays as it is.
+        strict: a weight or a buffer that the checkpoint lacks is an error; else it stays as it is.
 
     Raises:
         CheckpointError: the checkpoint lacks one, or has it in another shape.
@@ -77,10 +78,10 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     if not wanted:
         return
     held = _held(wanted, _saved(path), parameters)
-    # ZeRO 3 saves nothing of a parameter that is not frozen, and which no optimizer steps.
-    absent = [
-        name for name in wanted if name not in held and not (name in parameters and parameters[name].requires_grad)
-    ]
+    absent = [name for name in wanted if name not in held]
+    trained = [name for name in absent if name in parameters and parameters[name].requires_grad]
+    if strict and trained:
+        raise CheckpointError(lacks(trained))
     if strict and absent:
         others = f", and {len(absent) - 1} more" if absent[1:] else ""
         raise CheckpointError(

@@ -428,6 +428,20 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run begins with the weights of an older checkpoint, without its optimizer's states",
     ),
     DeepSpeedFault(
+        "unstepped_not_saved",
+        "a checkpoint has nothing of a weight that is not frozen and in no group of the optimizer",
+        "freeze what is not trained (requires_grad_(False)) before the engine is built",
+        lambda c: c.stage == 3,
+        "the optimizer was given a part of the model, and the rest is not frozen",
+    ),
+    DeepSpeedFault(
+        "loss_scale_of_others",
+        "behind a checkpoint of a run without fp16 the loss scale is 1 for ever, and small gradients are nothing",
+        "load it with the precision that saved it, or begin with its weights alone (load_optimizer_states=False)",
+        lambda c: c.fp16 and c.stage > 0,
+        "a run in fp16 goes on from a checkpoint of fp32, or from a universal one of bf16",
+    ),
+    DeepSpeedFault(
         "clips_as_saved",
         "gradients are clipped as the run that saved the checkpoint did, whatever gradient_clipping says",
         "set engine.optimizer.clip_grad behind load_checkpoint()",
