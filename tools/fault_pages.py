@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_parity.parity.doctor.measured import measured
-from tools.fault_scripts import digest, kept, kept_digest, names
+from tools.fault_scripts import digest, kept, names
 
 
 def runs() -> str:
@@ -12,11 +12,11 @@ def runs() -> str:
         "| DeepSpeed | scripts run | of these in their present state, as far as is recorded | torch |",
         "|---" * 4 + "|",
     ]
-    torches, number = kept()["torch"], len(names())
+    known, now = kept(), {name: digest(name) for name in names()}
     for version in measured():
-        run = _run(version)
-        present = sum(kept_digest(version, name) == digest(name) for name in run)
-        rows.append(f"| {version} | {len(run)} of {number} | {present} | {torches[version]} |")
+        run, digests = _run(version), known["digests"].get(version, {})
+        present = sum(digests.get(name) == now[name] for name in run)
+        rows.append(f"| {version} | {len(run)} of {len(now)} | {present} | {known['torch'][version]} |")
     return "\n".join(rows) + "\n"
 
 

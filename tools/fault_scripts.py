@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,18 @@ def digest(name: str, folder: Path = SCRIPTS) -> str:
         folder: of the scripts.
     """
     text = (folder / f"{name}.py").read_text()
-    imported = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
-    others = sorted(stem for stem in imported if stem and stem != _COMMON and (folder / f"{stem}.py").is_file())
+    others = sorted(stem for stem in _imported(text) if stem and stem != _COMMON and (folder / f"{stem}.py").is_file())
     texts = [_code((folder / f"{stem}.py").read_text()) for stem in (name, _COMMON, *others)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
+# Each version asks for the same files.
+@cache
+def _imported(text: str) -> set[str | None]:
+    return {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+
+
+@cache
 def _code(text: str) -> str:
     lines: list[str] = text.splitlines()
     for node in ast.walk(ast.parse(text)):
@@ -56,8 +63,6 @@ def kept_digest(version: str, name: str) -> str | None:
 
 def missing(version: str) -> list[str]:
     """Return the scripts of which nothing is kept of a version, or only what another state of the script found."""
-    return [
-        name
-        for name in names()
-        if name not in kept()["versions"].get(version, {}) or kept_digest(version, name) != digest(name)
-    ]
+    everything = kept()
+    found, digests = (everything[part].get(version, {}) for part in ("versions", "digests"))
+    return [name for name in names() if name not in found or digests.get(name) != digest(name)]
