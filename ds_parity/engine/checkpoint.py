@@ -33,7 +33,7 @@ from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.universal import load_untrained
-from ds_parity.engine.internals.unstepped import loaded_as_frozen, saved_as_frozen
+from ds_parity.engine.internals.unstepped import loaded_as_frozen, refuse_to_leave_out, saved_as_frozen
 from ds_parity.engine.kept_states import (
     NAMES_OF_STATES,
     kept,
@@ -151,7 +151,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         any_shape_is_gathered(),
         literal_paths(),
         empty_partitions(engine),
-        loaded_as_frozen(engine, stepped, strict=strict),
+        loaded_as_frozen(engine, stepped, strict=strict, custom=bool(options["custom_load_fn"])),
         identities(engine) as files,
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
@@ -207,12 +207,15 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         saving: what is saved.
 
     Raises:
-        CheckpointError: a window is open, a load has ended half way, or `own_values` refuses the client state.
+        CheckpointError: a window is open, a load has ended half way, `own_values` refuses the client state, or
+            `refuse_to_leave_out` what is left out.
         RankDesyncError: not every rank saves, or not all of them the same.
     """
     try:
         refuse_half_loaded(driver.state.half_loaded, "save_checkpoint()")
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
+        if saving.without_frozen:
+            refuse_to_leave_out(driver.engine, chain.from_iterable(driver.adapter.groups()))
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())

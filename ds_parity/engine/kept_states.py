@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from ds_parity.engine.half_loaded import HALF_WAY
 from ds_parity.engine.internals.checkpoints import (
@@ -29,6 +30,7 @@ NAMES_OF_STATES = "states"
 _OWNERS = "states_of"
 _TURNS = "round_robin_gradients"
 _CONFIG = "ds_config"
+_FLAG = TypeAdapter(bool)
 # Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
 _ALIKE = (
     {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"},
@@ -155,12 +157,15 @@ def saved_in_fp16(state: Mapping[str, Any], client_state: Mapping[str, Any]) -> 
     """
     if owners := state.get(_OWNERS):
         return bool(owners["fp16"])
-    # Bare DeepSpeed saves its configuration, as it was given.
+    # Bare DeepSpeed saves its configuration, as it was given: pydantic takes 1 and "true", too.
     config = client_state.get(_CONFIG)
     if not isinstance(config, Mapping):
         return None
     section = config.get("fp16")
-    return isinstance(section, Mapping) and section.get("enabled") is True
+    try:
+        return _FLAG.validate_python(section.get("enabled", False)) if isinstance(section, Mapping) else False
+    except ValidationError:
+        return None
 
 
 def _refuse_other_scale(engine: Engine, saved: bool | None) -> None:

@@ -21,18 +21,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 class _Model(torch.nn.Module):
     """A layer that is trained, and a weight that nobody freezes or steps."""
 
-    def __init__(self, value):
+    def __init__(self, value, shape=(5, 3), frozen=(2,)):
         super().__init__()
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(4, 3)
-        self.head = torch.nn.Parameter(torch.full((5, 3), value))
+        self.head = torch.nn.Parameter(torch.full(shape, value))
+        self.frozen = torch.nn.Parameter(torch.full(frozen, value), requires_grad=False)
 
     def forward(self, x):
         return (torch.tanh(self.layer(x)) @ self.head.t()).float().pow(2).mean()
 
 
-def _engine(stage, value, **keys):
-    model = _Model(value)
+def _engine(stage, value, model=None, step=None, **keys):
+    model = _Model(value) if model is None else model
     made = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_passes": 2,
@@ -40,7 +41,7 @@ def _engine(stage, value, **keys):
         "zero_allow_untested_optimizer": True,
         **keys,
     }
-    optimizer = torch.optim.AdamW(model.layer.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.layer.parameters() if step is None else step, lr=0.1)
     return ds_parity.initialize(model=model, optimizer=optimizer, config=made)[0]
 
 
@@ -71,7 +72,7 @@ def weights_of_nobody(folder):
         engine = _engine(stage, SAVED)
         _step(engine)
         engine.save_checkpoint(path)
-        trains = [one.requires_grad for one in engine.module.parameters()]
+        trains = [one.requires_grad for _, one in sorted(engine.module.named_parameters())]
         engine.__wrapped__.save_checkpoint(bare)
         found = {"as it is": _loaded(stage, path, universal=False), "trains": trains}
         found["weights alone"] = _loaded(stage, path, universal=False, load_optimizer_states=False)
@@ -85,6 +86,39 @@ def weights_of_nobody(folder):
             found["bare, universal"] = _loaded(stage, bare, universal=True)
         results[stage] = found
     return from_all(results)
+
+
+def _kept(src, dst):
+    """Loads the layer, and leaves the rest as it is."""
+    there = {name: value for name, value in src.items() if name.startswith("layer")}
+    dst.load_state_dict(there, strict=False)
+
+
+@at_length_on_two_ranks
+def loads_beside_nobody(folder):
+    """On ZeRO 3: what loads end in that leave such a weight to somebody else, or find another one."""
+    engine, found = _engine(3, SAVED), {}
+    _step(engine)
+    engine.save_checkpoint(folder)
+    found["left out"] = from_all(refusal(lambda: engine.save_checkpoint(f"{folder}-b", exclude_frozen_parameters=True)))
+    found["custom"] = _loaded(3, folder, universal=False, load_optimizer_states=False, custom_load_fn=_kept)
+    for name, shapes in {"head": {"shape": (4, 3)}, "frozen": {"frozen": (3,)}}.items():
+        other = _engine(3, OWN, _Model(OWN, **shapes))
+        found[name] = [from_all(refusal(lambda: other.load_checkpoint(folder))), _head(other)]  # noqa: B023
+    found["theirs"] = _two_engines(f"{folder}-two")
+    return from_all(found)
+
+
+def _two_engines(folder):
+    """The weight of a second engine over the model, behind a load of the first one's checkpoint from before."""
+    model = _Model(SAVED)
+    first = _engine(3, SAVED, model)
+    second = _engine(3, SAVED, model, step=[model.head])
+    first.save_checkpoint(folder)
+    with GatheredParameters([model.head], modifier_rank=0):
+        model.head.data.fill_(OWN)
+    first.load_checkpoint(folder)
+    return _head(second)
 
 
 @at_length_on_two_ranks
@@ -108,7 +142,7 @@ def _norms():
     model = _Model(OWN).double()
     model(torch.ones(2, 4, dtype=torch.float64)).backward()
     layer, everything = (list(one.parameters()) for one in (model.layer, model))
-    return [float(torch.nn.utils.get_total_norm([p.grad for p in of])) for of in (layer, everything)]
+    return [float(torch.nn.utils.get_total_norm([p.grad for p in of if p.requires_grad])) for of in (layer, everything)]
 
 
 @pytest.mark.parametrize("what", ["as it is", "weights alone", "universal"])
@@ -125,7 +159,7 @@ def test_a_weight_that_nobody_steps_is_loaded(two_ranks_at_length, stage, what):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_save_leaves_it_as_it_was(two_ranks_at_length, stage):
     for results in two_ranks_at_length.of(weights_of_nobody):
-        assert results[str(stage)]["trains"] == [True] * 3
+        assert results[str(stage)]["trains"] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("what", ["bare", "bare, universal"])
@@ -136,6 +170,33 @@ def test_where_the_checkpoint_has_nothing_of_it_zero3_says_so(two_ranks_at_lengt
         said, head = results["3"]["bare, not strict"]
         assert said == ["nothing was raised"] * 2
         assert head == pytest.approx([OWN] * 15)
+
+
+def test_what_is_left_out_with_the_frozen_ones_is_refused(two_ranks_at_length):
+    for results in two_ranks_at_length.of(loads_beside_nobody):
+        for said in results["left out"]:
+            assert said.startswith(
+                "CheckpointError: save_checkpoint(exclude_frozen_parameters=True) on ZeRO stage 3: head"
+            )
+
+
+def test_a_function_of_the_callers_leaves_it_as_it_does(two_ranks_at_length):
+    for said, head in (results["custom"] for results in two_ranks_at_length.of(loads_beside_nobody)):
+        assert said == ["nothing was raised"] * 2
+        assert head == pytest.approx([OWN] * 15)
+
+
+@pytest.mark.parametrize("what", ["head", "frozen"])
+def test_one_of_another_shape_is_refused(two_ranks_at_length, what):
+    for results in two_ranks_at_length.of(loads_beside_nobody):
+        said, head = results[what]
+        assert all(f"the checkpoint's {what} has the shape" in one for one in said), said
+        assert head == pytest.approx([OWN] * len(head))
+
+
+def test_what_another_engine_steps_stays_as_that_one_has_it(two_ranks_at_length):
+    for results in two_ranks_at_length.of(loads_beside_nobody):
+        assert results["theirs"] == pytest.approx([OWN] * 15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -75,3 +75,22 @@ def test_groups_that_differ_are_shown_from_where_they_do(saved, own, said):
     with pytest.raises(CheckpointError) as error:
         kept_states._refuse_other_places([saved], [own])
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "fp16"),
+    [
+        ({"fp16": {"enabled": True}}, True),
+        ({"fp16": {"enabled": 1, "loss_scale": 0}}, True),
+        ({"fp16": {"enabled": "true"}}, True),
+        ({"fp16": {"enabled": False}}, False),
+        ({"fp16": {}}, False),
+        ({}, False),
+        ({"fp16": {"enabled": "auto"}}, None),
+        (None, None),
+    ],
+)
+def test_bare_deepspeeds_configuration_tells_whether_a_run_was_in_fp16(config, fp16):
+    """As DeepSpeed takes it."""
+    assert kept_states.saved_in_fp16({}, {"ds_config": config}) is fp16
+    assert kept_states.saved_in_fp16({"states_of": {"fp16": True}}, {"ds_config": config}) is True

@@ -113,6 +113,15 @@ def test_a_rate_that_is_a_tensor_stays_one():
     assert float(rate) == pytest.approx(0.0125)
 
 
+def test_a_rate_that_was_saved_as_a_tensor_is_a_number_where_it_was_one():
+    """torch's optimizers refuse a tensor in some of their ways (foreach)."""
+    saved, engine = engine_of(halved, lr=torch.tensor(0.1), foreach=False), engine_of(halved)
+    stepped(saved, 3)
+    loaded(engine, saved, "scheduler")
+    rate = engine.optimizer.param_groups[0]["lr"]
+    assert (type(rate), rate) == (float, pytest.approx(0.0125))
+
+
 @pytest.mark.parametrize("made", [Own, InATuple])
 def test_a_scheduler_that_saves_no_rate_is_told_of(made, caplog):
     """Behind a checkpoint of bare DeepSpeed."""

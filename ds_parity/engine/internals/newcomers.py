@@ -58,7 +58,7 @@ class Newcomers:
             )
         new = [one for one in came if one[1].grad is not None]
         # Nearly always there is none, and the groups are not looked at.
-        owned = {id(p) for engine in self._everybody for p in engine._stepped()} if new else set()
+        owned = stepped_by_any() if new else set()
         lost = [one for one in new if id(one[1]) not in owned]
         if lost:
             raise WindowError(
@@ -93,6 +93,11 @@ class Newcomers:
 
     def _stepped(self) -> list[Parameter]:
         return [p for group in self._adapter.groups() for p in group]
+
+
+def stepped_by_any() -> set[int]:
+    """Return the ids of the parameters that the engines of this process step."""
+    return {id(p) for one in Newcomers._everybody for p in one._stepped()}
 
 
 def names_of(parameters: list[tuple[str, Parameter]]) -> str:

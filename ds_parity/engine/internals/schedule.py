@@ -162,14 +162,20 @@ def follow_the_schedule(
     for group, own, values in zip(groups, before, due, strict=True):
         # Another scheduler, or another optimizer, may have been saved, which moved what none moves here.
         for name in own.keys() & values.keys() & moved:
-            if isinstance(group.get(name), torch.Tensor):
-                group[name].fill_(float(values[name]))
-            elif name == "betas" and name in group:
+            if name == "betas" and name in group:
                 # The first is cycled, and the others are the optimizer's own (OneCycleLR and CyclicLR of torch 2.13.0,
                 # OneCycle of DeepSpeed 0.19.8).
-                group[name] = type(group[name])((*values[name][:1], *group[name][1:]))
+                first, *others = group[name]
+                group[name] = type(group[name])((_of_the_kind(first, values[name][0]), *others))
             else:
-                group[name] = values[name]
+                group[name] = _of_the_kind(group.get(name), values[name])
+
+
+def _of_the_kind(own: Any, value: Any) -> Any:
+    """A value as the group has it: torch's optimizers step by a rate that is a tensor in some of their ways alone."""
+    if isinstance(own, torch.Tensor):
+        return own.fill_(float(value))
+    return float(value) if isinstance(value, torch.Tensor) else value
 
 
 def _due(scheduler: Any, saved: Sequence[Mapping[str, Any]] | None, groups: int) -> Sequence[Mapping[str, Any]]:

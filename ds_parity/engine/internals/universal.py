@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_parity.engine.internals.surface import Engine, Parameter
-from ds_parity.engine.internals.unstepped import lacks
+from ds_parity.engine.internals.unstepped import lacks, of_none
 from ds_parity.errors import CheckpointError
 
 _EXTRA: Final = "_extra_state"
@@ -72,6 +72,7 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
         CheckpointError: the checkpoint lacks one, or has it in another shape.
     """
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    stepped = list(stepped)
     loaded = {id(one) for one in stepped}
     own = engine.module.state_dict()
     wanted = [name for name in own if name not in parameters or id(parameters[name]) not in loaded]
@@ -79,14 +80,17 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
         return
     held = _held(wanted, _saved(path), parameters)
     absent = [name for name in wanted if name not in held]
-    trained = [name for name in absent if name in parameters and parameters[name].requires_grad]
-    if strict and trained:
-        raise CheckpointError(lacks(trained))
+    nobodys = of_none(engine, stepped)
+    if strict and (lost := [name for name in absent if name in nobodys]):
+        raise CheckpointError(lacks(lost))
+    if int(engine.zero_optimization_stage()) == 3:  # which saves nothing of what another engine over this model steps
+        absent = [name for name in absent if name not in parameters or not parameters[name].requires_grad]
     if strict and absent:
         others = f", and {len(absent) - 1} more" if absent[1:] else ""
         raise CheckpointError(
-            f"the universal checkpoint has no {absent[0]}{others}, a buffer or a frozen weight of this model: "
-            "load it into the model that was saved, or give load_module_strict=False to keep what this engine has"
+            f"the universal checkpoint has no {absent[0]}{others}, a buffer or a weight of this model that is not "
+            "stepped: load it into the model that was saved, or give load_module_strict=False to keep what this "
+            "engine has"
         )
     _refuse_other_shapes(held, {name: one for name, one in own.items() if not name.endswith(_EXTRA)} | parameters)
     partitioned = {id(one): one for name in held if hasattr(one := parameters.get(name), "ds_id")}

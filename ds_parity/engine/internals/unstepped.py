@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+from ds_parity.engine.internals.newcomers import stepped_by_any
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.errors import CheckpointError
 
 _FROZEN: Final = "frozen_param_fragments"
+_SHAPES: Final = "frozen_param_shapes"
+_WHOLE_MODEL: Final = 3  # the ZeRO stage that partitions it
 _MOST_NAMES: Final = 3
 
 
@@ -26,23 +29,42 @@ def saved_as_frozen(engine: Engine, stepped: Iterable[Parameter]) -> Iterator[No
         engine: a bare DeepSpeed engine, of any stage.
         stepped: the model's parameters that the optimizer steps.
     """
-    with _frozen(_of_none(engine, stepped).values()):
+    with _frozen(of_none(engine, stepped).values()):
         yield
 
 
+def refuse_to_leave_out(engine: Engine, stepped: Iterable[Parameter]) -> None:
+    """Raise CheckpointError where ZeRO 3 is to save nothing of what is frozen, and would leave out these, too.
+
+    Args:
+        engine: a bare DeepSpeed engine, of any stage.
+        stepped: the model's parameters that the optimizer steps.
+    """
+    if named := of_none(engine, stepped):
+        raise CheckpointError(
+            f"save_checkpoint(exclude_frozen_parameters=True) on ZeRO stage 3: {_listed(sorted(named))} is not frozen, "
+            "and in no group of the optimizer, and DeepSpeed would leave it out as well; leave "
+            "exclude_frozen_parameters out, or freeze it (requires_grad_(False)) if it need not be saved"
+        )
+
+
 @contextmanager
-def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bool) -> Iterator[None]:
-    """Return a context in which ZeRO 3 loads them so.
+def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bool, custom: bool) -> Iterator[None]:
+    """Return a context in which ZeRO 3 loads them so, and what is frozen in its own shape alone.
+
+    DeepSpeed copies the part of a rank as it lies, into a weight of whatever shape (load_module_state_dict, 0.19.8).
 
     Args:
         engine: a bare DeepSpeed engine, of any stage.
         stepped: the model's parameters that the optimizer steps.
         strict: one that the checkpoint lacks is an error; else it stays as it is.
+        custom: a function of the caller's loads the model, so that these stay as it leaves them.
 
     Raises:
-        CheckpointError: the checkpoint lacks one: bare DeepSpeed saved it, or ds_parity before it saved these.
+        CheckpointError: the checkpoint lacks one: bare DeepSpeed saved it, or ds_parity before it saved these; or has
+            one, or a frozen one, in another shape.
     """
-    named = _of_none(engine, stepped)
+    named = {} if custom else of_none(engine, stepped)
 
     def finding(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,28 +75,55 @@ def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bo
             if strict and lacking:
                 raise CheckpointError(lacks(lacking))
             with _frozen(one for name, one in named.items() if name in there):
+                _refuse_other_shapes(engine, checkpoint.get(_SHAPES) or {})
                 return load(checkpoint, *args, **kwargs)
 
         return loaded
 
-    with wrapped(engine, "load_module_state_dict", finding if named else lambda load: load):
+    if int(engine.zero_optimization_stage()) != _WHOLE_MODEL:
         yield
+        return
+    with wrapped(engine, "load_module_state_dict", finding):
+        yield
+
+
+def _refuse_other_shapes(engine: Engine, saved: Mapping[str, Any]) -> None:
+    for name, one in engine.module.named_parameters():
+        own = tuple(getattr(one, "ds_shape", one.shape))
+        if not one.requires_grad and name in saved and tuple(saved[name]) != own:
+            raise CheckpointError(
+                f"the checkpoint's {name} has the shape {tuple(saved[name])}, and this model's has {own}: load it into "
+                "the model that was saved. Loading ends half way, so start a new engine"
+            )
 
 
 def lacks(names: list[str]) -> str:
     """Return what to say of a checkpoint that has nothing of weights that are not frozen, and that nobody steps."""
-    others = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return (
-        f"the checkpoint has no {', '.join(names[:_MOST_NAMES])}{others}: ZeRO stage 3 of DeepSpeed saves nothing of a "
-        "parameter that is not frozen, and is in no group of the optimizer. Give load_module_strict=False to keep what "
-        "this engine has, and load those weights into the model from where they came"
+        f"the checkpoint has no {_listed(names)}: ZeRO stage 3 of DeepSpeed saves nothing of a parameter that is not "
+        "frozen, and is in no group of the optimizer, or another model was saved. Loading ends half way: start a new "
+        "engine, with these weights in its model from where they came, and give load_module_strict=False, which keeps "
+        "them"
     )
 
 
-def _of_none(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter]:
-    if int(engine.zero_optimization_stage()) != 3:
+def _listed(names: list[str]) -> str:
+    others = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{', '.join(names[:_MOST_NAMES])}{others}"
+
+
+def of_none(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter]:
+    """Return by name the parameters that are not frozen, and that no optimizer steps; none on other stages than 3.
+
+    What another engine over this model steps is in that one's checkpoint, and may be of another time in this one's.
+
+    Args:
+        engine: a bare DeepSpeed engine, of any stage.
+        stepped: the model's parameters that its optimizer steps.
+    """
+    if int(engine.zero_optimization_stage()) != _WHOLE_MODEL:
         return {}
-    owned = {id(one) for one in stepped}
+    owned = {*map(id, stepped), *stepped_by_any()}
     return {
         name: one
         for name, one in engine.module.named_parameters()
