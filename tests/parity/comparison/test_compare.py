@@ -265,9 +265,11 @@ def test_a_metric_near_0_is_as_exact_as_the_terms_that_cancel_in_it(as_files, tm
 
     assert compared("kl", 0.9).equal
     assert fields(compared("kl", 1.1)) == [(1, "metrics.kl")]
-    for rate in ("lr", "train/lr", "opt.lr", "base_lr", "learning_rate", "learning_rate_0"):
+    for rate in ("lr", "train/lr", "opt.lr", "base_lr", "learning_rate", "learning_rate_0", "lr_0", "LR-actor", "lr/a"):
         assert fields(compared(rate, 0.9)) == [(1, f"metrics.{rate}")]
     assert compared("slr", 0.9).equal
+    assert compared("actor/pg_loss", 0.9 * LEAST_LOSS / LEAST_METRIC).equal, "it is as exact as a loss"
+    assert fields(compared("PG_Loss", 1.1 * LEAST_LOSS / LEAST_METRIC)) == [(1, "metrics.PG_Loss")]
 
 
 def test_every_bounded_field_has_a_constant_for_every_dtype_and_a_short_type_none_that_is_greater():
