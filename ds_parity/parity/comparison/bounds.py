@@ -66,6 +66,7 @@ LEAST_LOSS = 0.5
 # compared as the loss.
 LEAST_METRIC = 0.05
 _PARTS = re.compile(r"[^a-z]+")
+_HUMPS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +115,13 @@ def eps(dtype: str) -> float:
 def least_metric(name: str) -> float:
     """Return what a metric is compared relative to at the least (>= 0): nothing, where it is a learning rate.
 
-    That is set, and not summed up. It is known by its name: a part of it is "lr" (`actor/lr`, `lr_0`), or
-    "learning_rate" is in it. One with "loss" in its name is as exact as a loss.
+    That is set, and not summed up. It is known by its name: a part of it is "lr" (`actor/lr`, `lr0`, `actorLr`), or it
+    says "learning rate" in whatever spelling. One with "loss" in its name is as exact as a loss.
     """
-    lowered = name.lower()
-    if "learning_rate" in lowered or "lr" in _PARTS.split(lowered):
+    parts = _PARTS.split(_HUMPS.sub("_", name).lower())
+    if "learningrate" in "".join(parts) or not {"lr", "lrs"}.isdisjoint(parts):
         return 0.0
-    return LEAST_LOSS if "loss" in lowered else LEAST_METRIC
+    return LEAST_LOSS if "loss" in name.lower() else LEAST_METRIC
 
 
 def stored_rounding(reference: Header, candidate: Header, dtype: str) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from ds_parity.parity.comparison import notes
 from ds_parity.parity.comparison.alignment import NO_ROLLOUTS, Aligned, align
 from ds_parity.parity.comparison.blocks import Blocks, in_memory, streamed
-from ds_parity.parity.comparison.bounds import LEAST_LOSS, LINEAR, Tier, eps, least_metric, stored_rounding
+from ds_parity.parity.comparison.bounds import LEAST_LOSS, LINEAR, Tier, eps, stored_rounding
 from ds_parity.parity.comparison.fields import NAMES, Comparison, Difference, present, value_of
 from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.parity.comparison.tally import Tally
@@ -102,6 +102,7 @@ def compare(reference: Trace | TraceFile, candidate: Trace | TraceFile, tier: Ti
             *made.notes,
             *notes.of_rules(made.rules, absent),
             *notes.of_digits(reference, candidate, made.ruler, tally.slack),
+            *notes.of_small_metrics(made.ruler, tally),
             *little,
         ),
         proves_little=little,
@@ -168,7 +169,7 @@ def _survey(trace: TraceFile) -> tuple[dict[str, float], bool]:
         floors["loss"] = max(floors.get("loss", LEAST_LOSS), _greatest(fields["loss"]))
         for name in set().union(*fields["metrics"]):
             values = [metrics.get(name) for metrics in fields["metrics"]]
-            floors[METRIC + name] = max(floors.get(METRIC + name, least_metric(name)), _greatest(values))
+            floors[METRIC + name] = max(floors.get(METRIC + name, 0.0), _greatest(values))
         norms.extend(norm for norm in fields["grad_norm"] if norm is not None)
     return {**floors, "grad_norm": _usual(norms)} if floors else floors, counts
 
@@ -197,11 +198,12 @@ def _ruler(aligned: Aligned, tier: Tier, dtype: str, left_out: frozenset[str], o
 
 
 def _floors(reference: Trace) -> dict[str, float]:
-    metrics = {name for record in reference.steps for name in record.metrics}
-    floors = {"loss": LEAST_LOSS, **{METRIC + name: least_metric(name) for name in metrics}}
-    for name, least in floors.items():
+    names = {METRIC + name for record in reference.steps for name in record.metrics} | {"loss"}
+    floors = {}
+    for name in names:
         values = (value_of(record, name) for record in reference.steps)
-        floors[name] = max(least, _greatest([value for value in values if isinstance(value, float)]))
+        floors[name] = _greatest([value for value in values if isinstance(value, float)])
+    floors["loss"] = max(floors["loss"], LEAST_LOSS)
     floors["grad_norm"] = _usual([step.grad_norm for step in reference.steps if step.grad_norm is not None])
     return floors
 

@@ -9,10 +9,12 @@ from ds_parity.parity.comparison.ruler import BINARY, Ruler
 from ds_parity.parity.comparison.tally import LOOSE, Moved, Tally
 from ds_parity.trace import Header, Precision, Trace
 from ds_parity.trace.columns import TraceFile
+from ds_parity.trace.records import METRIC
 
 Rules = tuple[tuple[tuple[str, ...], str], ...]
 _PACKING = ("passes", "idle_passes")
 _HEADER = ("scenario", "config_hash", "seed", "ranks", "device", "versions")
+_MOST = 3
 _SAME_START = 1e-6  # weights in fp32 and the same in fp64 lie less apart
 
 
@@ -139,6 +141,20 @@ def of_bounds(ruler: Ruler, tally: Tally) -> Iterator[str]:
             yield from _of_weights(tally.signal, ruler)
         elif bound.relative > LOOSE:
             yield f"the bound of {name} grows to {bound.relative:.3g} ({bound}): equal within it proves little"
+
+
+def of_small_metrics(ruler: Ruler, tally: Tally) -> Iterator[str]:
+    """Metrics that are so small that their bound is more than a tenth of them: what lies within is not seen."""
+    if ruler.tier is Tier.EXACT or not tally.steps:
+        return
+    small = []
+    for name in sorted(name for name in ruler.floors if name.startswith(METRIC) and ruler.floors[name]):
+        most, may = ruler.floors[name], ruler.bound(name, tally.terms).relative * ruler.scale(name)
+        if may > LOOSE * most:
+            small.append(f"{name.removeprefix(METRIC)} (at most {most:.2g}, by {may:.2g})")
+    if small:
+        more = f", and {len(small) - _MOST} more" if len(small) > _MOST else ""
+        yield f"these metrics may differ by much of themselves within their bounds: {', '.join(small[:_MOST])}{more}"
 
 
 def _of_weights(signal: Moved, ruler: Ruler) -> Iterator[str]:

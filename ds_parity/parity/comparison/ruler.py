@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_parity.parity.comparison.bounds import DRIFT, EPS, FAR, TURN, Bound, C, Tier
+from ds_parity.parity.comparison.bounds import DRIFT, EPS, FAR, TURN, Bound, C, Tier, least_metric
 from ds_parity.parity.comparison.fields import BOUNDED
 from ds_parity.parity.comparison.travel import Travelled
 from ds_parity.trace import Precision
@@ -20,8 +20,8 @@ BINARY = 1e-6
 class Ruler:
     """What bounds depend on. Losses and metrics can be near 0, so `floors` are the greatest of the reference.
 
-    They are no less than `LEAST_LOSS` for losses and `LEAST_METRIC` for metrics, which may be differences of terms that
-    are as large; a metric that is a learning rate has no such least.
+    What they are compared relative to (`scale`) is no less than `LEAST_LOSS` for losses, and `least_metric` for
+    metrics, which may be differences of terms that are as large.
 
     A gradient can be near 0 too, where the rollouts of a window cancel, and is as exact as they are: its norm's floor
     is the median of the reference's.
@@ -69,7 +69,8 @@ class Ruler:
     def scale(self, name: str) -> float:
         """What differences of a field are at least relative to: a number that was rounded to 0 is no nearer to it."""
         rounded = (it.slack(0.0) for it in self.written.get(name, ()) if it is not None)
-        return max(self.floors.get(name, 0.0), *rounded, 0.0)
+        least = least_metric(name.removeprefix(METRIC)) if name.startswith(METRIC) else 0.0
+        return max(self.floors.get(name, 0.0), least, *rounded, 0.0)
 
     def digits(self, name: str) -> str:
         """How a field was written, for a sentence; empty where it was in full."""

@@ -4,7 +4,7 @@ import math
 import struct
 import sys
 
-from ds_parity.parity.comparison.bounds import Tier, greatest
+from ds_parity.parity.comparison.bounds import Tier, greatest, least_metric
 from ds_parity.parity.comparison.fields import BOUNDED, FIELDS, value_of
 from ds_parity.trace import Weights
 from ds_parity.trace.records import METRIC
@@ -68,7 +68,8 @@ class Step:
 
     def scale(self, name):
         rounded = [it.slack(0.0) for it in self.ruler.written.get(name, ()) if it]
-        return max([self.ruler.floors.get(name, 0.0), *rounded])
+        least = [least_metric(name.removeprefix(METRIC))] if name.startswith(METRIC) else []
+        return max([self.ruler.floors.get(name, 0.0), *least, *rounded])
 
     def gap(self, name):
         a, b = value_of(self.a, name), value_of(self.b, name)

@@ -265,11 +265,30 @@ def test_a_metric_near_0_is_as_exact_as_the_terms_that_cancel_in_it(as_files, tm
 
     assert compared("kl", 0.9).equal
     assert fields(compared("kl", 1.1)) == [(1, "metrics.kl")]
-    for rate in ("lr", "train/lr", "opt.lr", "base_lr", "learning_rate", "learning_rate_0", "lr_0", "LR-actor", "lr/a"):
+    for rate in (
+        "lr",
+        "train/lr",
+        "opt.lr",
+        "base_lr",
+        "learning_rate",
+        "learning_rate_0",
+        "lr0",
+        "LR-a",
+        "actorLr",
+        "Learning Rate",
+    ):
         assert fields(compared(rate, 0.9)) == [(1, f"metrics.{rate}")]
     assert compared("slr", 0.9).equal
     assert compared("actor/pg_loss", 0.9 * LEAST_LOSS / LEAST_METRIC).equal, "it is as exact as a loss"
     assert fields(compared("PG_Loss", 1.1 * LEAST_LOSS / LEAST_METRIC)) == [(1, "metrics.PG_Loss")]
+
+
+def test_a_metric_that_is_small_beside_its_bound_is_told_of():
+    one = trace(record(1, metrics={"kl": 3e-4, "reward": 1.0, "none": 0.0}))
+    said = [note for note in compare(one, one, REASSOCIATED, "bf16").notes if "metrics may differ" in note]
+    assert len(said) == 1
+    assert said[0].endswith("within their bounds: kl (at most 0.0003, by 0.00055)")
+    assert not [note for note in compare(one, one, REASSOCIATED).notes if "metrics may differ" in note]
 
 
 def test_every_bounded_field_has_a_constant_for_every_dtype_and_a_short_type_none_that_is_greater():
