@@ -363,6 +363,23 @@ GUARDS: tuple[Guard, ...] = (
         "a step moves the engine's scheduler by what a loop gives, and by the batch size where that raises a TypeError",
         ("self.lr_scheduler.step(**(lr_kwargs or {}))", "self.lr_scheduler.step(self.train_batch_size())"),
     ),
+    Guard(
+        ENGINE,
+        "load_module_state_dict",
+        "internals/unstepped.py",
+        "a load copies a rank's part of each weight that is frozen just then, by its name",
+        (
+            "saved_frozen_params = checkpoint[FROZEN_PARAM_FRAGMENTS]",
+            "param.ds_tensor.data.copy_(saved_frozen_params[name].data)",
+        ),
+    ),
+    Guard(
+        ENGINE,
+        "_get_zero_frozen_param_attributes",
+        "internals/unstepped.py",
+        "a save has a rank's part of each weight that is frozen just then, by its name",
+        ("frozen_param_fragments[name] = attr_func(param)",),
+    ),
     # Pipelines: pipeline.py and internals/stages.py.
     Guard(
         PIPELINE,
