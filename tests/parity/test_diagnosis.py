@@ -761,6 +761,29 @@ def test_a_metric_that_is_no_divergence_is_logged_otherwise_where_norms_are_off_
     assert next((cause.name for cause in found), None) == name, found
 
 
+def test_the_evidence_of_a_metric_is_where_it_is_off():
+    """And not the first steps, which may agree."""
+
+    def logged(last):
+        return lambda n: {"metrics": {"reward": last if n == 6 else 0.1 * n}}
+
+    found = causes(logged(7.0), reference=logged(0.5))
+    assert found
+    assert all(cause.evidence.startswith("reward: 7 for 0.5; ") for cause in found), found
+
+
+def test_a_metric_that_is_nan_in_both_is_no_wrong_log():
+    """NaN equals nothing, so that the traces differ."""
+
+    def logged(n):
+        return {"metrics": {"reward": math.nan if n == 6 else 0.1 * n}}
+
+    a, b = trace(logged, engine="torch", ranks=1), trace(logged)
+    comparison = compare(a, b, Tier.REASSOCIATED)
+    assert [one.name for one in comparison.found] == ["metrics.reward"]
+    assert diagnose(a, b, comparison).causes == ()
+
+
 def test_a_metric_that_rounding_alone_changed_is_no_evidence():
     def logged(kl, entropy=2.5):
         return lambda n: {"metrics": {"entropy": entropy, "kl": kl}}

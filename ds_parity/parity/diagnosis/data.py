@@ -89,6 +89,8 @@ def _repeated(view: View) -> Iterator[Cause]:
     """From a step on the counts of earlier steps again, and losses near theirs."""
     first = view.first
     dues, later = [a for a, _ in view.pairs[first:]], [b for _, b in view.pairs[first:]]
+    # Losses of few digits next to 0 are the same by chance, and come back as well.
+    chance = first * _losses_alike(view) ** len(later) >= _CHANCE
     for start in range(first):
         then = [a for a, _ in view.pairs[start : start + len(later)]]
         if len(then) < len(later) or len(later) < 2:
@@ -98,8 +100,6 @@ def _repeated(view: View) -> Iterator[Cause]:
         counts = all(b.tokens == a.tokens and b.prompts == a.prompts for b, a, _ in rows)
         if not counts or any(it is None for row in known for it in row):
             continue
-        # Losses of few digits next to 0 are the same by chance, and come back as well.
-        chance = first * _losses_alike(view) ** len(later) >= _CHANCE
         if not chance and all(b == a for b, a, _ in known):
             # Weights have moved, and would have shown it.
             yield from _logged_late(view, start)

@@ -229,13 +229,29 @@ def _metrics(view: View) -> Iterator[Cause]:
             said = f"{name} is NaN where the reference has a number; {_proof(view)}"
             yield Cause("nan-in-metric-reduce", Fit.ALONE, said)
             continue
-        listed = ", ".join(f"{y:.4g} for {x:.4g}" for x, y, _ in known[:4])
+        apart = _farthest([(x, y) for x, y, _ in known])
+        if not apart:
+            continue  # NaN in both, which equals nothing
+        listed = ", ".join(f"{y:.4g} for {x:.4g}" for x, y in apart)
         if _accumulates(known):
             said = f"{name}: {listed}; it holds the step before too, and {_proof(view)}"
             yield Cause("reset-gated-by-logging", Fit.EVERY_STEP, said)
         else:
             for cause in ("reported-metric", "accuracy-of-means"):
                 yield Cause(cause, Fit.ALONE, f"{name}: {listed}; {_proof(view)}")
+
+
+def _farthest(pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The four pairs that lie farthest apart, in their order; none of them is of equal numbers, or NaN twice."""
+    far = [(_apart(x, y), at) for at, (x, y) in enumerate(pairs)]
+    most = sorted((one for one in far if one[0]), key=lambda one: (-one[0], one[1]))[:4]
+    return [pairs[at] for at in sorted(at for _, at in most)]
+
+
+def _apart(x: float, y: float) -> float:
+    if x == y or (math.isnan(x) and math.isnan(y)):
+        return 0.0
+    return abs(y - x) if math.isfinite(x) and math.isfinite(y) else math.inf
 
 
 def _accumulates(known: list[tuple[float, float, int]]) -> bool:
