@@ -61,10 +61,11 @@ LEAST_LOSS = 0.5
 # Metrics, too, and to no less than this: one may be a mean of differences of terms of the order 1, as a KL is
 # (exp(d) - d - 1, which is 1e-5 where the policy has hardly moved). Over 80 drawn clean trainings (GRPO, PPO, policy
 # gradients; 538 steps each in fp32, bf16 and fp16) the greatest error of such a KL was 0.015 (fp32), 0.007 (bf16),
-# 0.011 (fp16) times eps * sqrt(rollouts), which is 0.003, 0.009 and 0.015 of the constant C: this is 3 times as much.
-# A metric that is a policy's loss errs by 0.06 (fp32), 0.09 (bf16), 0.2 (fp16) of C in the same measure, and is
-# compared as the loss.
-LEAST_METRIC = 0.05
+# 0.011 (fp16) times eps * sqrt(rollouts), which is 0.003, 0.009 and 0.015 of the constant C. In short types this is 2.5
+# times as much, because real differences lie within it: a KL of 1e-3 that is twice as large, for example. In long ones
+# it hides next to nothing, and is more, for models whose log probabilities are larger than theirs. A metric that is a
+# policy's loss errs by 0.06 (fp32), 0.09 (bf16), 0.2 (fp16) of C in the same measure, and is compared as the loss.
+LEAST_METRIC = {"fp64": 0.05, "fp32": 0.05, "bf16": 0.025, "fp16": 0.04}
 _PARTS = re.compile(r"[^a-z]+")
 _HUMPS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
@@ -112,7 +113,7 @@ def eps(dtype: str) -> float:
     return EPS[dtype]
 
 
-def least_metric(name: str) -> float:
+def least_metric(name: str, dtype: str) -> float:
     """Return what a metric is compared relative to at the least (>= 0): nothing, where it is a learning rate.
 
     That is set, and not summed up. It is known by its name: a part of it is "lr" (`actor/lr`, `lr0`, `actorLr`), or it
@@ -121,7 +122,7 @@ def least_metric(name: str) -> float:
     parts = _PARTS.split(_HUMPS.sub("_", name).lower())
     if "learningrate" in "".join(parts) or not {"lr", "lrs"}.isdisjoint(parts):
         return 0.0
-    return LEAST_LOSS if "loss" in name.lower() else LEAST_METRIC
+    return LEAST_LOSS if "loss" in name.lower() else LEAST_METRIC[dtype]
 
 
 def stored_rounding(reference: Header, candidate: Header, dtype: str) -> float:

@@ -69,7 +69,7 @@ class Ruler:
     def scale(self, name: str) -> float:
         """What differences of a field are at least relative to: a number that was rounded to 0 is no nearer to it."""
         rounded = (it.slack(0.0) for it in self.written.get(name, ()) if it is not None)
-        least = least_metric(name.removeprefix(METRIC)) if name.startswith(METRIC) else 0.0
+        least = least_metric(name.removeprefix(METRIC), self.dtype) if name.startswith(METRIC) else 0.0
         return max(self.floors.get(name, 0.0), least, *rounded, 0.0)
 
     def digits(self, name: str) -> str:

@@ -68,7 +68,7 @@ class Step:
 
     def scale(self, name):
         rounded = [it.slack(0.0) for it in self.ruler.written.get(name, ()) if it]
-        least = [least_metric(name.removeprefix(METRIC))] if name.startswith(METRIC) else []
+        least = [least_metric(name.removeprefix(METRIC), self.ruler.dtype)] if name.startswith(METRIC) else []
         return max([self.ruler.floors.get(name, 0.0), *least, *rounded])
 
     def gap(self, name):
