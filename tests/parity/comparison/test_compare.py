@@ -492,7 +492,10 @@ def all_within_bounds(reference, candidate, tier):
     losses = [abs(r.loss) for r in reference.steps if r.loss is not None and math.isfinite(r.loss)]
     scales = {
         k: max(
-            [LEAST_METRIC["fp32"], *(abs(r.metrics[k]) for r in reference.steps if math.isfinite(r.metrics.get(k, math.inf)))]
+            [
+                LEAST_METRIC["fp32"],
+                *(abs(r.metrics[k]) for r in reference.steps if math.isfinite(r.metrics.get(k, math.inf))),
+            ]
         )
         for k in "xy"
     }
