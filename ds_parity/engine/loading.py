@@ -23,8 +23,9 @@ _OF_SAVING: Final = (
     "its saving broke off, or files were lost or damaged. Nothing was loaded; load the one before it, by its tag"
 )
 _OF_CONVERSION: Final = (
-    "its conversion broke off, files were lost, or another model, or another set of trained parameters, was saved. "
-    "Nothing was loaded; convert it anew, into a folder of its own, and load it into the model that saved it"
+    "its conversion broke off, files were lost, or another model, or another set of trained parameters, was saved, or "
+    "a pipeline that had not taken a step yet. Nothing was loaded; convert it anew, into a folder of its own, and load "
+    "it into the model that saved it (of a pipeline, one that was saved behind a step)"
 )
 _WAY_OUT: Final = (
     "Training would go on from a mixture of them. Load one checkpoint on every rank, with the same arguments (a tag "
