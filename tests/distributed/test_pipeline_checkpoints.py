@@ -18,7 +18,7 @@ from tests.distributed.test_pipelines import alone_in_the_process, config, micro
 pytestmark = pytest.mark.ranks
 SIZES = [[2, 1], [3]]
 HALVES = {"bf16": {"enabled": True}}
-ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}}
 IN_TURNS = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
 
 

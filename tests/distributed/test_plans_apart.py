@@ -12,10 +12,11 @@ from ds_parity.parity.data.rollouts import load_rollouts, shorten
 from ds_parity.parity.running import weights
 from tests.distributed.cells import config
 from tests.distributed.engines import build, forward, from_all, one_pass, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 
 pytestmark = pytest.mark.ranks
-STAGES = (0, 2, 3)
+OFTEN, SELDOM = (0, 3), (2,)
+STAGES = OFTEN + SELDOM
 WAYS = {
     "one by one": {},
     "ahead": {"lookahead": 3},
@@ -151,11 +152,9 @@ def _built(stage, **section):
     return build(config(stage, passes=8, exchange_timeout=20, **section))
 
 
-@on_two_ranks
-def plans_apart(folder):
-    """By stage, way of reading and plans: what is raised, the steps, and whether no weight has moved."""
+def _plans_apart(stages):
     results = {}
-    for stage in STAGES:
+    for stage in stages:
         for way, options in WAYS.items():
             for name in APART:
                 engine = _built(stage)
@@ -167,6 +166,18 @@ def plans_apart(folder):
             said = refusal(lambda: _trained(engine, _own(_rollouts(), 0), **options))  # noqa: B023  # called here
             results[f"{stage} {way} one part on both"] = from_all([said, engine.global_steps])
     return results
+
+
+@on_two_ranks
+def plans_apart(folder):
+    """By stage, way of reading and plans: what is raised, the steps, and whether no weight has moved."""
+    return _plans_apart(OFTEN)
+
+
+@at_length_on_two_ranks
+def plans_apart_at_length(folder):
+    """The same on other stages."""
+    return _plans_apart(SELDOM)
 
 
 @on_two_ranks
@@ -184,11 +195,15 @@ def plans_alike(folder):
     return results
 
 
+def _found(request, stage, what):
+    return either(request, plans_apart, plans_apart_at_length, seldom=stage in SELDOM)[f"{stage} {what}"]
+
+
 @pytest.mark.parametrize("name", APART)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_different_plans_are_refused_on_every_rank(two_ranks, stage, way, name):
-    for said, steps, kept in two_ranks.of(plans_apart)[f"{stage} {way} {name}"]:
+@pytest.mark.parametrize("stage", by_length(OFTEN, SELDOM, "two_ranks"))
+def test_different_plans_are_refused_on_every_rank(request, stage, way, name):
+    for said, steps, kept in _found(request, stage, f"{way} {name}"):
         assert said.startswith("RankDesyncError: ranks take their micro-batches from different plans (rank 0 begins ")
         assert "Give plan() the same rollouts in the same order" in said
         assert kept == (steps == 0)
@@ -196,9 +211,9 @@ def test_different_plans_are_refused_on_every_rank(two_ranks, stage, way, name):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_part_of_a_plan_on_both_ranks_is_refused(two_ranks, stage, way):
-    (first, _), (second, _) = two_ranks.of(plans_apart)[f"{stage} {way} one part on both"]
+@pytest.mark.parametrize("stage", by_length(OFTEN, SELDOM, "two_ranks"))
+def test_one_part_of_a_plan_on_both_ranks_is_refused(request, stage, way):
+    (first, _), (second, _) = _found(request, stage, f"{way} one part on both")
     assert second.startswith("ConfigError: a micro-batch that passes() has read is that of data-parallel rank 0 in its")
     assert "dist.get_rank(engine.data_parallel_group)" in second
     assert first.startswith("RankDesyncError: ")
