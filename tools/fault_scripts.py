@@ -55,12 +55,6 @@ def kept() -> dict[str, Any]:
     return empty | json.loads(PATH.read_text()) if PATH.exists() else empty
 
 
-def kept_digest(version: str, name: str) -> str | None:
-    """Return the digest of the script that was run with a version; None where that script is not known."""
-    found: str | None = kept()["digests"].get(version, {}).get(name)
-    return found
-
-
 def missing(version: str) -> list[str]:
     """Return the scripts of which nothing is kept of a version, or only what another state of the script found."""
     everything = kept()

@@ -69,8 +69,7 @@ def save(driver: Driver, saving: Saving, client_state: Any) -> Any:
     """
     with naming_lost_ranks("save_checkpoint()"):
         state = with_window(driver, client_state, saving)
-        stepped = chain.from_iterable(driver.adapter.groups())
-        with whole_on_each_rank(driver.engine), saved_as_frozen(driver.engine, stepped):
+        with whole_on_each_rank(driver.engine), saved_as_frozen(driver.engine, _stepped(driver)):
             return write(driver.adapter, saving, state, driver.say_saved)
 
 
@@ -122,7 +121,7 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     """Raise before anything is loaded, on every rank alike; return whether there is something to load."""
     engine = driver.engine
     # Experts have other names in a checkpoint than in the model of one rank.
-    stepped = [] if has_experts(engine) else list(chain.from_iterable(driver.adapter.groups()))
+    stepped = [] if has_experts(engine) else _stepped(driver)
     said = driver.say_to_load(loading.asked(engine, load_dir, tag, options, stepped))
     there = loading.refuse_unlike_loads(load_dir, said)
     driver.refuse_loading()
@@ -141,7 +140,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     # may wait for this one there, and hear of an error once they come out, or this one ends.
     gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
     alone = not (gathers or options["custom_load_fn"])
-    stepped, strict = list(chain.from_iterable(driver.adapter.groups())), options["load_module_strict"]
+    stepped, strict = _stepped(driver), options["load_module_strict"]
     with (
         driver.telling_of_load() if alone else _telling_at_once(driver),
         explained(driver, load_dir, tag),
@@ -160,6 +159,11 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
     return path, state
+
+
+def _stepped(driver: Driver) -> list[Any]:
+    """The model's parameters that the optimizer steps."""
+    return list(chain.from_iterable(driver.adapter.groups()))
 
 
 @contextmanager
@@ -215,7 +219,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         refuse_half_loaded(driver.state.half_loaded, "save_checkpoint()")
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
         if saving.without_frozen:
-            refuse_to_leave_out(driver.engine, chain.from_iterable(driver.adapter.groups()))
+            refuse_to_leave_out(driver.engine, _stepped(driver))
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())

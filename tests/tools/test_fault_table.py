@@ -88,7 +88,7 @@ class TestKeeping:
         for outcome in ("fault", "right"):
             fault_table.keep("0.19.8", "2.13.0", {"a": {"ZeRO 0": outcome}}, {"a": f"of {outcome}"})
         assert fault_table.kept()["versions"]["0.19.8"]["a"] == {"ZeRO 0": "right"}
-        assert fault_scripts.kept_digest("0.19.8", "a") == "of right"
+        assert fault_scripts.kept()["digests"]["0.19.8"]["a"] == "of right"
 
 
 class TestDigests:

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_parity.engine.internals.surface import Engine, Parameter
-from ds_parity.engine.internals.unstepped import lacks, of_none
+from ds_parity.engine.internals.unstepped import has_elements, lacks, of_none
 from ds_parity.errors import CheckpointError
 
 _EXTRA: Final = "_extra_state"
@@ -46,13 +46,9 @@ def incomplete(engine: Engine, folder: Path, stepped: Iterable[Parameter]) -> st
         if lost:
             return f"zero/{name}/{min(lost)}.pt"
     wanted = {id(one) for one in stepped}
-    names = [name for name, one in engine.module.named_parameters() if id(one) in wanted and _has_elements(one)]
+    names = [name for name, one in engine.module.named_parameters() if id(one) in wanted and has_elements(one)]
     lacking = next((name for name in names if name not in there), None)
     return None if lacking is None else f"zero/{lacking}"
-
-
-def _has_elements(parameter: Parameter) -> bool:
-    return bool(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, strict: bool) -> None:

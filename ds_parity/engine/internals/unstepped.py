@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from ds_parity.engine.internals.newcomers import stepped_by_any
@@ -17,8 +17,7 @@ _WHOLE_MODEL: Final = 3  # the ZeRO stage that partitions it
 _MOST_NAMES: Final = 3
 
 
-@contextmanager
-def saved_as_frozen(engine: Engine, stepped: Iterable[Parameter]) -> Iterator[None]:
+def saved_as_frozen(engine: Engine, stepped: Iterable[Parameter]) -> AbstractContextManager[None]:
     """Return a context in which ZeRO 3 saves the parameters that no optimizer steps with those that are frozen.
 
     DeepSpeed saves what is frozen, and what the optimizer has. A weight that is neither is in no file, and stays as the
@@ -29,8 +28,7 @@ def saved_as_frozen(engine: Engine, stepped: Iterable[Parameter]) -> Iterator[No
         engine: a bare DeepSpeed engine, of any stage.
         stepped: the model's parameters that the optimizer steps.
     """
-    with _frozen(of_none(engine, stepped).values()):
-        yield
+    return _frozen(of_none(engine, stepped).values())
 
 
 def refuse_to_leave_out(engine: Engine, stepped: Iterable[Parameter]) -> None:
@@ -128,8 +126,13 @@ def of_none(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter
         name: one
         for name, one in engine.module.named_parameters()
         # DeepSpeed saves what has no elements with what is frozen.
-        if one.requires_grad and id(one) not in owned and getattr(one, "ds_numel", one.numel()) > 0
+        if one.requires_grad and id(one) not in owned and has_elements(one)
     }
+
+
+def has_elements(parameter: Parameter) -> bool:
+    """Return whether a parameter has elements, also where ZeRO 3 has partitioned it."""
+    return bool(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 @contextmanager
