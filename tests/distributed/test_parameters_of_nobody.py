@@ -26,7 +26,7 @@ class _Model(torch.nn.Module):
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(4, 3)
         self.head = torch.nn.Parameter(torch.full(shape, value))
-        self.frozen = torch.nn.Parameter(torch.full(frozen, value), requires_grad=False)
+        self.frozen = torch.nn.Parameter(torch.full(frozen, value), requires_grad=False) if frozen else None
 
     def forward(self, x):
         return (torch.tanh(self.layer(x)) @ self.head.t()).float().pow(2).mean()
@@ -55,9 +55,9 @@ def _head(engine):
         return engine.module.head.detach().flatten().tolist()
 
 
-def _loaded(stage, path, *, universal, **options):
+def _loaded(stage, path, *, universal, model=None, **options):
     """What a load ends in, and the weight behind it."""
-    engine = _engine(stage, OWN, checkpoint={"load_universal": universal})
+    engine = _engine(stage, OWN, model, checkpoint={"load_universal": universal})
     said = from_all(refusal(lambda: engine.load_checkpoint(path, **options)))
     dist.barrier()
     return said, _head(engine)
@@ -94,6 +94,11 @@ def _kept(src, dst):
     dst.load_state_dict(there, strict=False)
 
 
+def _all(src, dst):
+    """Loads what there is."""
+    dst.load_state_dict(src)
+
+
 @at_length_on_two_ranks
 def loads_beside_nobody(folder):
     """On ZeRO 3: what loads end in that leave such a weight to somebody else, or find another one."""
@@ -101,24 +106,66 @@ def loads_beside_nobody(folder):
     _step(engine)
     engine.save_checkpoint(folder)
     found["left out"] = from_all(refusal(lambda: engine.save_checkpoint(f"{folder}-b", exclude_frozen_parameters=True)))
-    found["custom"] = _loaded(3, folder, universal=False, load_optimizer_states=False, custom_load_fn=_kept)
+    found["custom"] = _loaded(3, folder, universal=False, custom_load_fn=_kept)
+    options = {"custom_load_fn": _kept, "load_module_strict": False}
+    found["custom, not strict"] = _loaded(3, folder, universal=False, **options)
+    for name, function in {"custom, weights alone": _kept, "custom, all of the weights": _all}.items():
+        options = {"custom_load_fn": function, "load_optimizer_states": False}
+        found[name] = _loaded(3, folder, universal=False, **options)
     for name, shapes in {"head": {"shape": (4, 3)}, "frozen": {"frozen": (3,)}}.items():
         other = _engine(3, OWN, _Model(OWN, **shapes))
         found[name] = [from_all(refusal(lambda: other.load_checkpoint(folder))), _head(other)]  # noqa: B023
-    found["theirs"] = _two_engines(f"{folder}-two")
+    bare = _engine(3, SAVED, _Model(SAVED, frozen=None))
+    bare.__wrapped__.save_checkpoint(f"{folder}-none", exclude_frozen_parameters=True)
+    found["none of it"] = _loaded(3, f"{folder}-none", universal=False, model=_Model(OWN, frozen=None))
     return from_all(found)
 
 
-def _two_engines(folder):
-    """The weight of a second engine over the model, behind a load of the first one's checkpoint from before."""
-    model = _Model(SAVED)
-    first = _engine(3, SAVED, model)
-    second = _engine(3, SAVED, model, step=[model.head])
-    first.save_checkpoint(folder)
+def _filled(model, value):
     with GatheredParameters([model.head], modifier_rank=0):
-        model.head.data.fill_(OWN)
+        model.head.data.fill_(value)
+
+
+@at_length_on_two_ranks
+def two_engines_over_one_model(folder):
+    """On ZeRO 3: the weight of a second engine over the model, behind loads of the first one's checkpoint."""
+    model = _Model(SAVED)
+    first, second = _engine(3, SAVED, model), _engine(3, SAVED, model, step=[model.head])
+    _step(first)
+    first.save_checkpoint(folder)
+    assert converted(folder, 1) in (None, "nothing was raised")
+    found = {"alone": _loaded(3, folder, universal=False), "alone, universal": _loaded(3, folder, universal=True)}
+    _filled(model, OWN)
     first.load_checkpoint(folder)
-    return _head(second)
+    found["theirs"] = _head(second)
+    for name, universal in {"theirs, built first": False, "theirs, universal": True}.items():
+        other = _Model(OWN)
+        second = _engine(3, OWN, other, step=[other.head])
+        _engine(3, OWN, other, checkpoint={"load_universal": universal}).load_checkpoint(folder)
+        found[name] = _head(second)
+    return from_all(found)
+
+
+@at_length_on_two_ranks
+def an_engine_that_was_replaced(folder):
+    """On ZeRO 3: what is saved and loaded of a weight that an earlier engine stepped, by what that one did."""
+    found = {}
+    # Behind one step of the earlier engine, the model's next forward raises inside DeepSpeed.
+    for name, steps in {"stepped": 2, "never stepped": 0}.items():
+        model = _Model(SAVED)
+        earlier = _engine(3, SAVED, model, step=[*model.layer.parameters(), model.head])
+        for _ in range(steps):
+            _step(earlier)
+        del earlier
+        later = _engine(3, SAVED, model)
+        _step(later)
+        saved = _head(later)
+        later.save_checkpoint(f"{folder}-{steps}")
+        found[name] = [saved, *_loaded(3, f"{folder}-{steps}", universal=False)]
+        _filled(model, OWN)
+        later.load_checkpoint(f"{folder}-{steps}")
+        found[f"{name}, here"] = [saved, _head(later)]
+    return from_all(found)
 
 
 @at_length_on_two_ranks
@@ -180,9 +227,26 @@ def test_what_is_left_out_with_the_frozen_ones_is_refused(two_ranks_at_length):
             )
 
 
-def test_a_function_of_the_callers_leaves_it_as_it_does(two_ranks_at_length):
-    for said, head in (results["custom"] for results in two_ranks_at_length.of(loads_beside_nobody)):
+def test_a_function_of_the_callers_is_told_that_it_is_not_given_it(two_ranks_at_length):
+    for results in two_ranks_at_length.of(loads_beside_nobody):
+        said, head = results["custom"]
+        assert all("a custom_load_fn is not given head, which is not frozen" in one for one in said), said
+        assert head == pytest.approx([OWN] * 15)
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [("custom, not strict", OWN), ("custom, weights alone", OWN), ("custom, all of the weights", SAVED)],
+)
+def test_a_function_of_the_callers_leaves_it_as_it_does(two_ranks_at_length, what, value):
+    for said, head in (results[what] for results in two_ranks_at_length.of(loads_beside_nobody)):
         assert said == ["nothing was raised"] * 2
+        assert head == pytest.approx([value] * 15)
+
+
+def test_a_checkpoint_without_what_is_frozen_lacks_it(two_ranks_at_length):
+    for said, head in (results["none of it"] for results in two_ranks_at_length.of(loads_beside_nobody)):
+        assert all("the checkpoint has no head: ZeRO stage 3" in one for one in said), said
         assert head == pytest.approx([OWN] * 15)
 
 
@@ -194,18 +258,28 @@ def test_one_of_another_shape_is_refused(two_ranks_at_length, what):
         assert head == pytest.approx([OWN] * len(head))
 
 
-def test_what_another_engine_steps_stays_as_that_one_has_it(two_ranks_at_length):
-    for results in two_ranks_at_length.of(loads_beside_nobody):
-        assert results["theirs"] == pytest.approx([OWN] * 15)
+@pytest.mark.parametrize("what", ["theirs", "theirs, built first", "theirs, universal"])
+def test_what_another_engine_steps_stays_as_that_one_has_it(two_ranks_at_length, what):
+    for results in two_ranks_at_length.of(two_engines_over_one_model):
+        assert results[what] == pytest.approx([OWN] * 15)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_norm_has_no_loss_scale_in_it(two_ranks_at_length, stage, dtype):
-    own, everything = _norms()
-    wanted = everything if not stage and dtype != "float16" else own
-    for results in two_ranks_at_length.of(norms_beside_nobody):
-        assert results[f"{stage} {dtype}"] == pytest.approx(wanted, rel={"float32": 1e-5}.get(dtype, 2e-2))
+@pytest.mark.parametrize("what", ["alone", "alone, universal"])
+def test_what_another_engine_stepped_is_loaded_where_there_is_none(two_ranks_at_length, what):
+    for results in two_ranks_at_length.of(two_engines_over_one_model):
+        said, head = results[what]
+        assert said == ["nothing was raised"] * 2
+        assert head == pytest.approx([SAVED] * 15)
+
+
+@pytest.mark.parametrize("what", ["stepped", "never stepped"])
+def test_what_an_engine_stepped_that_was_replaced_is_saved_and_loaded(two_ranks_at_length, what):
+    for results in two_ranks_at_length.of(an_engine_that_was_replaced):
+        saved, said, head = results[what]
+        assert said == ["nothing was raised"] * 2
+        assert head == pytest.approx(saved)
+        saved, head = results[f"{what}, here"]
+        assert head == pytest.approx(saved)
 
 
 def test_many_names_are_counted():

@@ -7,6 +7,7 @@ step, where it partitions all parameters of the model again, frozen ones too.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +15,7 @@ from ds_parity.errors import WindowError
 
 if TYPE_CHECKING:
     from ds_parity.engine.internals.base import Adapter
-    from ds_parity.engine.internals.surface import Parameter
+    from ds_parity.engine.internals.surface import Engine, Parameter
 
 _WAY_OUT: Final = (
     "add and replace parameters before the engine is built, or build a new engine over the model as it is now (with "
@@ -30,15 +31,19 @@ class Newcomers:
     """
 
     _everybody: Final[weakref.WeakSet[Newcomers]] = weakref.WeakSet()
+    # Orders what engines do. It goes by windows, so that it is alike on every rank; when one is collected is not.
+    _clock: Final = itertools.count(1)
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self._known: dict[int, Parameter] = {}
+        self._built = self._used = 0
 
     def begin(self) -> None:
         """Take the parameters that are there as those that the engine was built with."""
         # They are held, so that none that comes later is given the id of one that went.
         self._known = {id(p): p for p in self._adapter.engine.module.parameters()}
+        self._built = next(self._clock)
         self._everybody.add(self)
 
     def end(self) -> None:
@@ -50,6 +55,7 @@ class Newcomers:
 
         It is asked in a window's second pass and before its step.
         """
+        self._used = next(self._clock)
         came = self._new()
         if whole := self._whole(came):
             raise WindowError(
@@ -91,13 +97,33 @@ class Newcomers:
         named = self._adapter.engine.module.named_parameters()
         return [(name, p) for name, p in named if id(p) not in self._known]
 
-    def _stepped(self) -> list[Parameter]:
-        return [p for group in self._adapter.groups() for p in group]
+    def _stepped(self) -> set[int]:
+        return {id(p) for group in self._adapter.groups() for p in group}
+
+    def _replaced_by(self, later: Newcomers) -> bool:
+        """Whether it did nothing since a later engine was built, which goes on where it was, or took its parameters.
+
+        DeepSpeed's hooks keep an engine that its caller has let go of without `destroy()`.
+        """
+        if max(self._built, self._used) > later._built:
+            return False
+        return bool(self._used) or not self._stepped().isdisjoint(later._stepped())
 
 
 def stepped_by_any() -> set[int]:
     """Return the ids of the parameters that the engines of this process step."""
-    return {id(p) for one in Newcomers._everybody for p in one._stepped()}
+    return set().union(*(one._stepped() for one in Newcomers._everybody))
+
+
+def stepped_by_others(engine: Engine) -> set[int]:
+    """Return the ids of the parameters that other engines step, but for those that this one has replaced.
+
+    Args:
+        engine: a bare DeepSpeed engine.
+    """
+    own = next((one for one in Newcomers._everybody if one._adapter.engine is engine), None)
+    others = [one for one in Newcomers._everybody if one is not own]
+    return set().union(*(it._stepped() for it in others if own is None or not it._replaced_by(own)))
 
 
 def names_of(parameters: list[tuple[str, Parameter]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.engine.internals.unstepped import has_elements, lacks, of_none
 from ds_parity.errors import CheckpointError
@@ -70,6 +71,8 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     stepped = list(stepped)
     loaded = {id(one) for one in stepped}
+    if int(engine.zero_optimization_stage()) == 3:  # where a load leaves what another engine over this model steps
+        loaded |= {id(one) for one in parameters.values() if one.requires_grad} & stepped_by_others(engine)
     own = engine.module.state_dict()
     wanted = [name for name in own if name not in parameters or id(parameters[name]) not in loaded]
     if not wanted:
@@ -79,8 +82,6 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     nobodys = of_none(engine, stepped)
     if strict and (lost := [name for name in absent if name in nobodys]):
         raise CheckpointError(lacks(lost))
-    if int(engine.zero_optimization_stage()) == 3:  # which saves nothing of what another engine over this model steps
-        absent = [name for name in absent if name not in parameters or not parameters[name].requires_grad]
     if strict and absent:
         others = f", and {len(absent) - 1} more" if absent[1:] else ""
         raise CheckpointError(

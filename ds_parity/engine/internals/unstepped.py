@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
-from ds_parity.engine.internals.newcomers import stepped_by_any
+from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.errors import CheckpointError
@@ -22,13 +22,14 @@ def saved_as_frozen(engine: Engine, stepped: Iterable[Parameter]) -> AbstractCon
 
     DeepSpeed saves what is frozen, and what the optimizer has. A weight that is neither is in no file, and stays as the
     new engine's model has it behind a load, without an error (runtime/engine.py, _get_zero_frozen_param_attributes,
-    0.16.9 to 0.19.8; tools/deepspeed_faults/unstepped_not_saved.py).
+    0.16.9 to 0.19.8; tools/deepspeed_faults/unstepped_not_saved.py). What another engine over the model steps is saved,
+    too, as on the other stages: that engine need not be there when this is loaded.
 
     Args:
         engine: a bare DeepSpeed engine, of any stage.
         stepped: the model's parameters that the optimizer steps.
     """
-    return _frozen(of_none(engine, stepped).values())
+    return _frozen(_in_no_group(engine, stepped).values())
 
 
 def refuse_to_leave_out(engine: Engine, stepped: Iterable[Parameter]) -> None:
@@ -60,19 +61,19 @@ def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bo
 
     Raises:
         CheckpointError: the checkpoint lacks one: bare DeepSpeed saved it, or ds_parity before it saved these; or has
-            one, or a frozen one, in another shape.
+            one, or a frozen one, in another shape; or has one that a function of the caller's does not see.
     """
-    named = {} if custom else of_none(engine, stepped)
+    named = of_none(engine, stepped)
 
     def finding(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            there = checkpoint.get(_FROZEN)
-            if there is None:  # saved without what is frozen
-                return load(checkpoint, *args, **kwargs)
+            there = checkpoint.get(_FROZEN) or {}  # None where it was saved without what is frozen
             lacking = sorted(named.keys() - there.keys())
-            if strict and lacking:
+            if custom and strict and (parts := _in_parts(named, checkpoint["module"])):
+                raise CheckpointError(_not_given(parts))
+            if strict and not custom and lacking:
                 raise CheckpointError(lacks(lacking))
-            with _frozen(one for name, one in named.items() if name in there):
+            with _frozen(one for name, one in named.items() if name in there and not custom):
                 _refuse_other_shapes(engine, checkpoint.get(_SHAPES) or {})
                 return load(checkpoint, *args, **kwargs)
 
@@ -105,6 +106,22 @@ def lacks(names: list[str]) -> str:
     )
 
 
+def _in_parts(named: Mapping[str, Parameter], given: Mapping[str, Any]) -> list[str]:
+    """The names that a function of the caller's gets nothing of: without the optimizer's states it gets whole ones."""
+    sizes = {name: int(getattr(one, "ds_numel", one.numel())) for name, one in named.items()}
+    whole = {name for name, size in sizes.items() if name in given and given[name].numel() == size}
+    return sorted(named.keys() - whole)
+
+
+def _not_given(names: list[str]) -> str:
+    return (
+        f"a custom_load_fn is not given {_listed(names)}, which is not frozen, and in no group of the optimizer: with "
+        "the states of the optimizer, ZeRO stage 3 of DeepSpeed gives it no whole weight. Loading ends half way: start "
+        "a new engine, and leave custom_load_fn out to load it, or give load_module_strict=False, which leaves it as "
+        "the function does"
+    )
+
+
 def _listed(names: list[str]) -> str:
     others = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{', '.join(names[:_MOST_NAMES])}{others}"
@@ -119,9 +136,16 @@ def of_none(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter
         engine: a bare DeepSpeed engine, of any stage.
         stepped: the model's parameters that its optimizer steps.
     """
+    found = _in_no_group(engine, stepped)
+    others = stepped_by_others(engine) if found else set()
+    return {name: one for name, one in found.items() if id(one) not in others}
+
+
+def _in_no_group(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter]:
+    """By name what is not frozen, and what this engine's optimizer does not step; nothing on other stages than 3."""
     if int(engine.zero_optimization_stage()) != _WHOLE_MODEL:
         return {}
-    owned = {*map(id, stepped), *stepped_by_any()}
+    owned = set(map(id, stepped))
     return {
         name: one
         for name, one in engine.module.named_parameters()
