@@ -66,6 +66,16 @@ LEAST_LOSS = 0.5
 # it hides next to nothing, and is more, for models whose log probabilities are larger than theirs. A metric that is a
 # policy's loss errs by 0.06 (fp32), 0.09 (bf16), 0.2 (fp16) of C in the same measure, and is compared as the loss.
 LEAST_METRIC = {"fp64": 0.05, "fp32": 0.05, "bf16": 0.025, "fp16": 0.04}
+
+# A gradient of log probabilities is a sum of probabilities less 0 or 1, which fp32 has to eps of 1 and not of the sum:
+# where a policy is sure of its tokens, the norm is small, and is as exact as this one would be. Of 200 drawn clean
+# trainings (GRPO in fp32; 1,900 steps) the error was at most 3.4 eps * sqrt(rollouts) but for two such policies, with
+# norms of 0.002, where it was 47 and 49, and is 2.9 with this least. A loss in other units has other norms, so it is no
+# more than SURE times the usual norm: that hides 1.6e-5 * sqrt(rollouts) of a norm at most. In short types the logits'
+# own rounding is more: the greatest error was 0.63 of the constant 0.9.
+LEAST_NORM = {"fp64": 0.05, "fp32": 0.05, "bf16": 0.0, "fp16": 0.0}
+SURE = 30
+
 _PARTS = re.compile(r"[^a-z]+")
 _HUMPS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
@@ -117,12 +127,19 @@ def least_metric(name: str, dtype: str) -> float:
     """Return what a metric is compared relative to at the least (>= 0): nothing, where it is a learning rate.
 
     That is set, and not summed up. It is known by its name: a part of it is "lr" (`actor/lr`, `lr0`, `actorLr`), or it
-    says "learning rate" in whatever spelling. One with "loss" in its name is as exact as a loss.
+    says "learning rate" in whatever spelling. One with "loss" in its name is as exact as a loss, unless it is that of a
+    KL (`kl_loss`, `actor/klLoss`).
     """
     parts = _PARTS.split(_HUMPS.sub("_", name).lower())
     if "learningrate" in "".join(parts) or not {"lr", "lrs"}.isdisjoint(parts):
         return 0.0
-    return LEAST_LOSS if "loss" in name.lower() else LEAST_METRIC[dtype]
+    of_kl = any(part.startswith("kl") or part.endswith("kl") for part in parts)
+    return LEAST_LOSS if "loss" in name.lower() and not of_kl else LEAST_METRIC[dtype]
+
+
+def least_norm(usual: float, dtype: str) -> float:
+    """Return what a gradient norm is compared relative to at the least (>= `usual`, that of the reference)."""
+    return max(usual, min(LEAST_NORM[dtype], SURE * usual))
 
 
 def stored_rounding(reference: Header, candidate: Header, dtype: str) -> float:

@@ -148,9 +148,11 @@ def of_small_metrics(ruler: Ruler, tally: Tally) -> Iterator[str]:
     if ruler.tier is Tier.EXACT or not tally.steps:
         return
     small = []
-    for name in sorted(name for name in ruler.floors if name.startswith(METRIC) and ruler.floors[name]):
-        most, may = ruler.floors[name], ruler.bound(name, tally.terms).relative * ruler.scale(name)
-        if may > LOOSE * most:
+    for name in sorted(name for name in ruler.floors if name.startswith(METRIC)):
+        # The candidate's, too: one that is 0 in the reference alone may be anything within its bound.
+        most = max(ruler.floors[name], tally.greatest.get(name, 0.0))
+        may = ruler.bound(name, tally.terms).relative * ruler.scale(name)
+        if most and may > LOOSE * most:
             small.append(f"{name.removeprefix(METRIC)} (at most {most:.2g}, by {may:.2g})")
     if small:
         more = f", and {len(small) - _MOST} more" if len(small) > _MOST else ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_parity.parity.comparison.bounds import DRIFT, EPS, FAR, TURN, Bound, C, Tier, least_metric
+from ds_parity.parity.comparison.bounds import DRIFT, EPS, FAR, TURN, Bound, C, Tier, least_metric, least_norm
 from ds_parity.parity.comparison.fields import BOUNDED
 from ds_parity.parity.comparison.travel import Travelled
 from ds_parity.trace import Precision
@@ -24,7 +24,7 @@ class Ruler:
     metrics, which may be differences of terms that are as large.
 
     A gradient can be near 0 too, where the rollouts of a window cancel, and is as exact as they are: its norm's floor
-    is the median of the reference's.
+    is the median of the reference's, or more in long types (`least_norm`).
 
     `written` holds, per field, how the traces wrote it: a number that was rounded may be any that rounds to it.
 
@@ -69,8 +69,12 @@ class Ruler:
     def scale(self, name: str) -> float:
         """What differences of a field are at least relative to: a number that was rounded to 0 is no nearer to it."""
         rounded = (it.slack(0.0) for it in self.written.get(name, ()) if it is not None)
-        least = least_metric(name.removeprefix(METRIC), self.dtype) if name.startswith(METRIC) else 0.0
-        return max(self.floors.get(name, 0.0), least, *rounded, 0.0)
+        floor = self.floors.get(name, 0.0)
+        if name.startswith(METRIC):
+            floor = max(floor, least_metric(name.removeprefix(METRIC), self.dtype))
+        elif name == "grad_norm":
+            floor = least_norm(floor, self.dtype)
+        return max(floor, *rounded, 0.0)
 
     def digits(self, name: str) -> str:
         """How a field was written, for a sentence; empty where it was in full."""

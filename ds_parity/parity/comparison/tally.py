@@ -32,6 +32,7 @@ from ds_parity.parity.comparison.judge import Apart, Judged, judge
 from ds_parity.parity.comparison.rows import row
 from ds_parity.parity.comparison.ruler import Ruler
 from ds_parity.trace.columns import Array, Columns
+from ds_parity.trace.records import METRIC
 
 WHOLE = 1000
 """Of so many steps every row is kept, and so many differences; the others are counted."""
@@ -98,6 +99,7 @@ class Tally:
     signal: Moved | None = None
     rounded: bool = False
     silent: dict[str, bool] = field(default_factory=dict)
+    greatest: dict[str, float] = field(default_factory=dict)
     _fields: dict[str, FieldFound] = field(default_factory=dict)
     _measured: dict[str, tuple[float, Measured]] = field(default_factory=dict)
     _means: dict[str, _Means] = field(default_factory=lambda: {"loss": _Means(), "grad_norm": _Means()})
@@ -179,6 +181,8 @@ class Tally:
                 self.slack[name] = max(self.slack.get(name, 0.0), float(apart.slack.max()))
             if name in _SILENT and apart.known.any():
                 self.silent[name] = self.silent.get(name, True) and _is_zero(block, name, apart.known)
+            if name.startswith(METRIC) and block.candidate is not None:
+                self._of_metric(name, np.abs(block.candidate.floats(name).values[apart.known]))
             self.rounded |= bool((apart.known & ~apart.differs & (apart.gap > 0)).any())
             bounded = name in BOUNDED or name in self.ruler.written
             if self.ruler.tier is not Tier.EXACT and bounded and apart.known.any():
@@ -189,6 +193,10 @@ class Tally:
         self.steps += len(differs)
         self.differing += int(differs.sum())
         self.terms = block.terms[-1]
+
+    def _of_metric(self, name: str, sizes: Array) -> None:
+        most = float(sizes[np.isfinite(sizes)].max(initial=0.0))
+        self.greatest[name] = max(self.greatest.get(name, 0.0), most)
 
     def _look_at(self, block: Block) -> None:
         for side, columns in (("reference", block.reference), ("candidate", block.candidate)):

@@ -69,7 +69,10 @@ class Step:
     def scale(self, name):
         rounded = [it.slack(0.0) for it in self.ruler.written.get(name, ()) if it]
         least = [least_metric(name.removeprefix(METRIC), self.ruler.dtype)] if name.startswith(METRIC) else []
-        return max([self.ruler.floors.get(name, 0.0), *least, *rounded])
+        floor = self.ruler.floors.get(name, 0.0)
+        # A norm far below 1 is as exact as one of 0.05 in long types, and no more than 30 times less exact.
+        least += [min(0.05, 30 * floor)] if name == "grad_norm" and self.ruler.dtype in ("fp32", "fp64") else []
+        return max([floor, *least, *rounded])
 
     def gap(self, name):
         a, b = value_of(self.a, name), value_of(self.b, name)

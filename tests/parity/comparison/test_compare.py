@@ -281,6 +281,23 @@ def test_a_metric_near_0_is_as_exact_as_the_terms_that_cancel_in_it(as_files, tm
     assert compared("slr", 0.9).equal
     assert compared("actor/pg_loss", 0.9 * LEAST_LOSS / LEAST_METRIC["fp32"]).equal, "it is as exact as a loss"
     assert fields(compared("PG_Loss", 1.1 * LEAST_LOSS / LEAST_METRIC["fp32"])) == [(1, "metrics.PG_Loss")]
+    for kl in ("actor/kl_loss", "klLoss", "approx_kl_loss", "kldiv_loss"):
+        assert compared(kl, 0.9).equal
+        assert fields(compared(kl, 1.1)) == [(1, f"metrics.{kl}")], "a KL is not as exact as a loss"
+
+
+@pytest.mark.parametrize(("dtype", "norm", "times"), [("fp32", 0.002, 25), ("fp64", 1e-6, 30), ("bf16", 0.002, 1)])
+@pytest.mark.parametrize("as_files", [False, True])
+def test_a_small_norm_is_compared_relative_to_a_greater_one_in_long_types(tmp_path, as_files, dtype, norm, times):
+    def compared(part):
+        off = part * times * Bound(C[dtype]["grad_norm"], EPS[dtype], 4).relative
+        pair = [trace(record(1, grad_norm=norm)), trace(record(1, grad_norm=norm * (1 + off)))]
+        if as_files:
+            pair = [on_disk(tmp_path / f"{side}.jsonl", it) for side, it in zip("ab", pair, strict=True)]
+        return compare(*pair, REASSOCIATED, dtype)
+
+    assert compared(0.9).equal
+    assert fields(compared(1.1)) == [(1, "grad_norm")]
 
 
 def test_a_metric_that_is_small_beside_its_bound_is_told_of():
@@ -289,6 +306,13 @@ def test_a_metric_that_is_small_beside_its_bound_is_told_of():
     assert len(said) == 1
     assert said[0].endswith("within their bounds: kl (at most 0.0003, by 0.00027)")
     assert not [note for note in compare(one, one, REASSOCIATED).notes if "metrics may differ" in note]
+
+
+def test_a_metric_that_is_0_in_the_reference_alone_is_told_of():
+    none, some = (trace(record(1, metrics={"clip_frac": value})) for value in (0.0, 2e-4))
+    compared = compare(none, some, REASSOCIATED, "bf16")
+    assert compared.equal
+    assert [note for note in compared.notes if note.endswith("bounds: clip_frac (at most 0.0002, by 0.00027)")]
 
 
 def test_every_bounded_field_has_a_constant_for_every_dtype_and_a_short_type_none_that_is_greater():
