@@ -33,7 +33,12 @@ from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.universal import load_untrained
-from ds_parity.engine.internals.unstepped import loaded_as_frozen, refuse_to_leave_out, saved_as_frozen
+from ds_parity.engine.internals.unstepped import (
+    loaded_as_frozen,
+    refuse_doubtful_owners,
+    refuse_to_leave_out,
+    saved_as_frozen,
+)
 from ds_parity.engine.kept_states import (
     NAMES_OF_STATES,
     kept,
@@ -69,6 +74,7 @@ def save(driver: Driver, saving: Saving, client_state: Any) -> Any:
     """
     with naming_lost_ranks("save_checkpoint()"):
         state = with_window(driver, client_state, saving)
+        driver.adapter.kept.note_use()
         with whole_on_each_rank(driver.engine), saved_as_frozen(driver.engine, _stepped(driver)):
             return write(driver.adapter, saving, state, driver.say_saved)
 
@@ -131,6 +137,9 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     if not options["load_optimizer_states"]:
         _refuse_weights_alone_with_autotp(driver)
     refuse_a_part_of_universal(engine, options)
+    if options["load_module_strict"]:
+        refuse_doubtful_owners(engine, _stepped(driver))
+    driver.adapter.kept.note_use()
     return there
 
 

@@ -138,6 +138,16 @@ def two_engines_over_one_model(folder):
     _filled(model, OWN)
     first.load_checkpoint(folder)
     found["theirs"] = _head(second)
+    for name, options in {
+        "weights alone": {"load_optimizer_states": False},
+        "not strict": {"load_module_strict": False},
+    }.items():
+        first.load_checkpoint(folder, **options)
+        found[f"theirs, {name}"] = _head(second)
+        _filled(model, OWN)
+    model.head.requires_grad_(False)
+    first.load_checkpoint(folder)
+    found["theirs, frozen just now"] = [*_head(second), float(model.head.requires_grad)]
     for name, universal in {"theirs, built first": False, "theirs, universal": True}.items():
         other = _Model(OWN)
         second = _engine(3, OWN, other, step=[other.head])
@@ -147,7 +157,7 @@ def two_engines_over_one_model(folder):
 
 
 @at_length_on_two_ranks
-def an_engine_that_was_replaced(folder):
+def an_engine_whose_place_may_be_taken(folder):
     """On ZeRO 3: what is saved and loaded of a weight that an earlier engine stepped, by what that one did."""
     found = {}
     # Behind one step of the earlier engine, the model's next forward raises inside DeepSpeed.
@@ -156,15 +166,20 @@ def an_engine_that_was_replaced(folder):
         earlier = _engine(3, SAVED, model, step=[*model.layer.parameters(), model.head])
         for _ in range(steps):
             _step(earlier)
-        del earlier
         later = _engine(3, SAVED, model)
         _step(later)
         saved = _head(later)
         later.save_checkpoint(f"{folder}-{steps}")
         found[name] = [saved, *_loaded(3, f"{folder}-{steps}", universal=False)]
         _filled(model, OWN)
-        later.load_checkpoint(f"{folder}-{steps}")
-        found[f"{name}, here"] = [saved, _head(later)]
+        said = from_all(refusal(lambda: later.load_checkpoint(f"{folder}-{steps}")))  # noqa: B023
+        found[f"{name}, here"] = [said, saved, _head(later)]
+        if said != ["nothing was raised"] * 2:
+            later.load_checkpoint(f"{folder}-{steps}", load_module_strict=False)
+            found[f"{name}, not strict"] = _head(later)
+            earlier.destroy()
+            later.load_checkpoint(f"{folder}-{steps}")
+            found[f"{name}, destroyed"] = [saved, _head(later)]
     return from_all(found)
 
 
@@ -258,10 +273,14 @@ def test_one_of_another_shape_is_refused(two_ranks_at_length, what):
         assert head == pytest.approx([OWN] * len(head))
 
 
-@pytest.mark.parametrize("what", ["theirs", "theirs, built first", "theirs, universal"])
+@pytest.mark.parametrize(
+    "what", ["", ", built first", ", universal", ", weights alone", ", not strict", ", frozen just now"]
+)
 def test_what_another_engine_steps_stays_as_that_one_has_it(two_ranks_at_length, what):
     for results in two_ranks_at_length.of(two_engines_over_one_model):
-        assert results[what] == pytest.approx([OWN] * 15)
+        head = results[f"theirs{what}"]
+        assert head[:15] == pytest.approx([OWN] * 15)
+        assert head[15:] == ([False] if "frozen" in what else []), "it is left as frozen as it was"
 
 
 @pytest.mark.parametrize("what", ["alone", "alone, universal"])
@@ -273,12 +292,26 @@ def test_what_another_engine_stepped_is_loaded_where_there_is_none(two_ranks_at_
 
 
 @pytest.mark.parametrize("what", ["stepped", "never stepped"])
-def test_what_an_engine_stepped_that_was_replaced_is_saved_and_loaded(two_ranks_at_length, what):
-    for results in two_ranks_at_length.of(an_engine_that_was_replaced):
+def test_what_an_earlier_engine_stepped_is_saved(two_ranks_at_length, what):
+    for results in two_ranks_at_length.of(an_engine_whose_place_may_be_taken):
         saved, said, head = results[what]
         assert said == ["nothing was raised"] * 2
         assert head == pytest.approx(saved)
-        saved, head = results[f"{what}, here"]
+
+
+def test_an_engine_that_never_stepped_is_replaced_by_one_that_steps_the_same(two_ranks_at_length):
+    for results in two_ranks_at_length.of(an_engine_whose_place_may_be_taken):
+        said, saved, head = results["never stepped, here"]
+        assert said == ["nothing was raised"] * 2
+        assert head == pytest.approx(saved)
+
+
+def test_where_its_place_may_be_taken_or_not_the_caller_says_which(two_ranks_at_length):
+    for results in two_ranks_at_length.of(an_engine_whose_place_may_be_taken):
+        said, _, head = results["stepped, here"]
+        assert all("head belongs to another engine over this model, which was used before" in one for one in said), said
+        assert head == results["stepped, not strict"] == pytest.approx([OWN] * 15)
+        saved, head = results["stepped, destroyed"]
         assert head == pytest.approx(saved)
 
 

@@ -126,6 +126,10 @@ class KeptGradients:
             self._adapter.copy_first_gradient()
             self._noted = self._adapter.gradients_seen()
 
+    def note_use(self) -> None:
+        """Note that the engine is in use: it is saved or loaded."""
+        self._newcomers.use()
+
     def refuse_newcomers(self) -> None:
         """Raise WindowError where a gradient of the window belongs to a parameter that no optimizer holds."""
         self._newcomers.refuse()

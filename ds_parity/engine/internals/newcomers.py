@@ -55,7 +55,7 @@ class Newcomers:
 
         It is asked in a window's second pass and before its step.
         """
-        self._used = next(self._clock)
+        self.use()
         came = self._new()
         if whole := self._whole(came):
             raise WindowError(
@@ -100,14 +100,21 @@ class Newcomers:
     def _stepped(self) -> set[int]:
         return {id(p) for group in self._adapter.groups() for p in group}
 
-    def _replaced_by(self, later: Newcomers) -> bool:
-        """Whether it did nothing since a later engine was built, which goes on where it was, or took its parameters.
+    def use(self) -> None:
+        """Note that the engine is in use."""
+        self._used = next(self._clock)
 
-        DeepSpeed's hooks keep an engine that its caller has let go of without `destroy()`.
+    def in_use_beside(self, other: Newcomers) -> bool | None:
+        """Return whether the engine is in use beside another one, or that one has taken its place; None for either.
+
+        DeepSpeed's hooks keep an engine that its caller has let go of without `destroy()`, so that it can't be seen.
         """
-        if max(self._built, self._used) > later._built:
-            return False
-        return bool(self._used) or not self._stepped().isdisjoint(later._stepped())
+        if max(self._built, self._used) > other._built:
+            return True
+        if self._used:
+            return None
+        # Built before, and never used: by a loop that begins with a load, or tried and given up for the other one.
+        return self._stepped().isdisjoint(other._stepped())
 
 
 def stepped_by_any() -> set[int]:
@@ -115,15 +122,18 @@ def stepped_by_any() -> set[int]:
     return set().union(*(one._stepped() for one in Newcomers._everybody))
 
 
-def stepped_by_others(engine: Engine) -> set[int]:
-    """Return the ids of the parameters that other engines step, but for those that this one has replaced.
+def stepped_by_others(engine: Engine, *, doubtful: bool = False) -> set[int]:
+    """Return the ids of the parameters that other engines step, but for those whose place this one has taken.
 
     Args:
         engine: a bare DeepSpeed engine.
+        doubtful: of those alone whose place may be taken or not: used before this one was built, and not since.
     """
     own = next((one for one in Newcomers._everybody if one._adapter.engine is engine), None)
     others = [one for one in Newcomers._everybody if one is not own]
-    return set().union(*(it._stepped() for it in others if own is None or not it._replaced_by(own)))
+    states = [(it, True if own is None else it.in_use_beside(own)) for it in others]
+    wanted = (None,) if doubtful else (True, None)
+    return set().union(*(it._stepped() for it, used in states if used in wanted))
 
 
 def names_of(parameters: list[tuple[str, Parameter]]) -> str:

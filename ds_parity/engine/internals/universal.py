@@ -72,7 +72,7 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     stepped = list(stepped)
     loaded = {id(one) for one in stepped}
     if int(engine.zero_optimization_stage()) == 3:  # where a load leaves what another engine over this model steps
-        loaded |= {id(one) for one in parameters.values() if one.requires_grad} & stepped_by_others(engine)
+        loaded |= stepped_by_others(engine)
     own = engine.module.state_dict()
     wanted = [name for name in own if name not in parameters or id(parameters[name]) not in loaded]
     if not wanted:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
@@ -29,7 +31,7 @@ def saved_as_frozen(engine: Engine, stepped: Iterable[Parameter]) -> AbstractCon
         engine: a bare DeepSpeed engine, of any stage.
         stepped: the model's parameters that the optimizer steps.
     """
-    return _frozen(_in_no_group(engine, stepped).values())
+    return _set_to(False, _in_no_group(engine, stepped).values())
 
 
 def refuse_to_leave_out(engine: Engine, stepped: Iterable[Parameter]) -> None:
@@ -64,6 +66,10 @@ def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bo
             one, or a frozen one, in another shape; or has one that a function of the caller's does not see.
     """
     named = of_none(engine, stepped)
+    theirs = _of_others(engine, stepped)
+    frozen = list(
+        {id(one): one for one in theirs.values() if not one.requires_grad}.values()
+    )  # just now, as where two engines take turns
 
     def finding(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,9 +79,10 @@ def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bo
                 raise CheckpointError(_not_given(parts))
             if strict and not custom and lacking:
                 raise CheckpointError(lacks(lacking))
-            with _frozen(one for name, one in named.items() if name in there and not custom):
+            ours = [one for name, one in named.items() if name in there and not custom]
+            with _set_to(False, ours), _set_to(True, frozen):
                 _refuse_other_shapes(engine, checkpoint.get(_SHAPES) or {})
-                return load(checkpoint, *args, **kwargs)
+                return load({**checkpoint, "module": _with_own(theirs, checkpoint["module"])}, *args, **kwargs)
 
         return loaded
 
@@ -84,6 +91,23 @@ def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bo
         return
     with wrapped(engine, "load_module_state_dict", finding):
         yield
+
+
+def refuse_doubtful_owners(engine: Engine, stepped: Iterable[Parameter]) -> None:
+    """Raise CheckpointError where ZeRO 3 may be to load a weight, or to leave it to another engine.
+
+    Args:
+        engine: a bare DeepSpeed engine, of any stage.
+        stepped: the model's parameters that its optimizer steps.
+    """
+    named = sorted(_of_others(engine, stepped, doubtful=True))
+    if named:
+        raise CheckpointError(
+            f"load_checkpoint() on ZeRO stage 3: {_listed(named)} belongs to another engine over this model, which "
+            "was used before this one was built, and not since. If this engine has taken its place, call the "
+            "other one's destroy(), and the weights are loaded; if both are in use, give load_module_strict=False, "
+            "which leaves them as they are"
+        )
 
 
 def _refuse_other_shapes(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -104,6 +128,17 @@ def lacks(names: list[str]) -> str:
         "engine, with these weights in its model from where they came, and give load_module_strict=False, which keeps "
         "them"
     )
+
+
+def _with_own(theirs: Mapping[str, Parameter], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is loaded of a model, with what it has already in place of the whole weights that are given of these.
+
+    Without the optimizer's states DeepSpeed loads whole weights, and writes all of a model's. All ranks come here.
+    """
+    parts = _in_parts(theirs, given)
+    whole = {name: one for name, one in theirs.items() if name not in parts}
+    with GatheredParameters(list(whole.values())):
+        return {**given, **{name: one.detach().to("cpu", copy=True) for name, one in whole.items()}}
 
 
 def _in_parts(named: Mapping[str, Parameter], given: Mapping[str, Any]) -> list[str]:
@@ -137,8 +172,17 @@ def of_none(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter
         stepped: the model's parameters that its optimizer steps.
     """
     found = _in_no_group(engine, stepped)
-    others = stepped_by_others(engine) if found else set()
-    return {name: one for name, one in found.items() if id(one) not in others}
+    others = _of_others(engine, stepped) if found else {}
+    return {name: one for name, one in found.items() if name not in others}
+
+
+def _of_others(engine: Engine, stepped: Iterable[Parameter], *, doubtful: bool = False) -> dict[str, Parameter]:
+    """By name what other engines step and this one does not, frozen or not; nothing on other stages than 3."""
+    if int(engine.zero_optimization_stage()) != _WHOLE_MODEL:
+        return {}
+    theirs = stepped_by_others(engine, doubtful=doubtful) - set(map(id, stepped))
+    named = engine.module.named_parameters(remove_duplicate=False)
+    return {name: one for name, one in named if id(one) in theirs}
 
 
 def _in_no_group(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter]:
@@ -160,12 +204,12 @@ def has_elements(parameter: Parameter) -> bool:
 
 
 @contextmanager
-def _frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
+def _set_to(trained: bool, parameters: Iterable[Parameter]) -> Iterator[None]:
     held = list(parameters)
     for one in held:
-        one.requires_grad = False
+        one.requires_grad = trained
     try:
         yield
     finally:
         for one in held:
-            one.requires_grad = True
+            one.requires_grad = not trained
