@@ -75,7 +75,7 @@ def counts_of(
             "its end; pass prompts=, how many the micro-batch finishes (0 where their other rollouts are still to come)"
         )
     counted = {"rollouts": usual_rollouts, **{name: given[name] for name in COUNTED if name in given}}
-    counts = Counts(**counted)
+    counts = Counts(**counted, usual="rollouts" not in given)
     if weighting is not None and weighting.terms is not None:
         return weighting.terms.weighed(counts, terms, given.get("weight", {}))
     return replace(counts, weights=(given["weight"],)) if "weight" in given else counts

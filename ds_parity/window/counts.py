@@ -95,6 +95,7 @@ class Counts:
             (`terms`): finite and >= 0; empty where all are 0.
         lacks: names of the terms that its caller gives the weight 0. Others may weigh 0, too, and are a part of their
             rollout's loss: of a turn that is not its last, where losses are sums.
+        usual: its caller has not said how many rollouts, so that these are the usual number.
 
     Raises:
         WindowError: a count is negative, above 2**40, fractional, NaN, a flag, a float, or a tensor off the CPU, which
@@ -106,6 +107,7 @@ class Counts:
     tokens: int = 0
     weights: tuple[float, ...] = ()
     lacks: frozenset[str] = field(default=frozenset(), compare=False)
+    usual: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in COUNTED:

@@ -116,7 +116,8 @@ class Ledger:
         """Count one micro-batch of this rank, in a window that the caller ends."""
         self._refuse_closed()
         self.passes += 1
-        self.window = self._plus(self.window, counts, ranks=1)
+        usual = self.window.usual + int(counts.active and counts.usual)
+        self.window = replace(self._plus(self.window, counts, ranks=1), usual=usual)
         return self.window
 
     def expect(self, total: float) -> None:

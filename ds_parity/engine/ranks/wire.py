@@ -26,9 +26,11 @@ from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
 _HEAD = 3  # how many ranks ask to stop, and how many may be early; how many begin plans, and which
 _FIELDS = 6  # of a pass
+_ACTIVE = 3  # where among them it says whether it is
 # Two counts share a number: each is below 2**21, so that the sum is exact in float64 too.
 _EARLY = 1 << 32
 _BEGINS = 1 << 32
+_USUAL = 1 << 32
 MOST_PLANS: Final = 1 << 18
 """What stands for the plans that a rank begins is below it: sums of its squares are exact on 2**14 ranks."""
 RUNS: Final = "runs a pass"
@@ -151,6 +153,7 @@ class Answer:
         early: how many ranks may announce passes in the step before them.
         begin: how many ranks begin plans.
         plans_agree: these begin the same ones.
+        counted_alike: of the ranks that are active in a pass, all have said how many rollouts it contains, or none.
         passes: what the announced passes contain over all ranks.
     """
 
@@ -159,7 +162,19 @@ class Answer:
     early: int
     begin: int
     plans_agree: bool
+    counted_alike: bool
     passes: tuple[GatheredPass, ...]
+
+
+def _usual(count: int) -> int:
+    """Return what is added to how many are active where so many of them count as usual."""
+    return _USUAL * count
+
+
+def _counted_alike(number: float) -> bool:
+    """Whether all that are active count as usual, or none."""
+    usual, active = divmod(round(number), _USUAL)
+    return usual in (0, active)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +208,8 @@ class Message:
             numbers += [int(one.out_of_data), int(one.stuck)]
             numbers += counts.weights or [0] * self.weights
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
+        for at, one in enumerate(self.passes):
+            numbers[at * (_FIELDS + self.weights) + _ACTIVE] += _usual(one.counts.active and one.counts.usual)
         # The counts of a shared micro-batch enter the sum once.
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
         begun = [_BEGINS + self.begun, self.begun**2] if self.begun else [0, 0]
@@ -206,7 +223,8 @@ class Message:
         """
         fields = _FIELDS + self.weights
         numbers = sums[_HEAD : _HEAD + fields * len(self.passes)]
-        passes = [self._gathered(numbers[at : at + fields]) for at in range(0, len(numbers), fields)]
+        starts = range(0, len(numbers), fields)
+        passes = [self._gathered(numbers[at : at + fields]) for at in starts]
         begin, plans = divmod(int(sums[1]), _BEGINS)
         return Answer(
             peers_agree=self.peers.size == 1 or sums[-1] == 0,
@@ -214,13 +232,14 @@ class Message:
             early=int(sums[0] // _EARLY),
             begin=begin,
             plans_agree=heads_agree((plans, int(sums[2])), begin),
+            counted_alike=all(_counted_alike(numbers[at + _ACTIVE]) for at in starts),
             passes=tuple(passes),
         )
 
     def _gathered(self, numbers: Sequence[float]) -> GatheredPass:
         rollouts, prompts, tokens, active, out_of_data, stuck = (round(number) for number in numbers[:_FIELDS])
         weights = tuple(numbers[_FIELDS:])
-        totals = PassTotals(rollouts, prompts, tokens, active, weights if any(weights) else ())
+        totals = PassTotals(rollouts, prompts, tokens, active % _USUAL, weights if any(weights) else ())
         return GatheredPass(totals, out_of_data, stuck)
 
 
@@ -249,11 +268,12 @@ class WindowMessage:
         numbers: list[float] = [own.micro_batches, own.rollouts, own.prompts, own.tokens, own.weight]
         numbers += own.weights or [0] * self.weights
         checksum = [self.peers.checksum([*numbers, own.passes])] if self.peers.size > 1 else []
+        numbers[0] += _usual(own.usual)
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
         return [int(self.stop), *sent, *checksum, own.passes]
 
-    def unpack(self, sums: Sequence[float]) -> tuple[bool, bool, WindowTotals]:
-        """Return whether peers agree, whether a rank asks to stop, and what the window contains over all ranks.
+    def unpack(self, sums: Sequence[float]) -> tuple[bool, bool, bool, WindowTotals]:
+        """Return whether peers agree, ranks counted alike, one asks to stop, and what all ranks' window contains.
 
         Args:
             sums: of what `pack` returned, over all ranks.
@@ -261,6 +281,7 @@ class WindowMessage:
         active, rollouts, prompts, tokens = (round(number) for number in sums[1:5])
         weights = tuple(sums[6 : 6 + self.weights])
         totals = WindowTotals(
-            round(sums[-1]), active, rollouts, prompts, tokens, sums[5], weights if any(weights) else ()
+            round(sums[-1]), active % _USUAL, rollouts, prompts, tokens, sums[5], weights if any(weights) else ()
         )
-        return self.peers.size == 1 or sums[6 + self.weights] == 0, sums[0] > 0, totals
+        agree = self.peers.size == 1 or sums[6 + self.weights] == 0
+        return agree, _counted_alike(sums[1]), sums[0] > 0, totals

@@ -1,0 +1,65 @@
+"""A count that one rank gives and another leaves out is an error on both: the usual number would stand for it."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.cells import config
+from tests.distributed.engines import build, forward, from_all, refusal
+from tests.distributed.sets import on_two_ranks
+
+pytestmark = pytest.mark.ranks
+BOUNDARIES = ("rollouts", "caller")
+
+
+def _run(engine, boundary, given):
+    """Run passes with the counts of each, None for an idle one, and step in the last; the rollouts of the record."""
+    for index, counts in enumerate(given):
+        if counts is None:
+            engine.idle(forward(engine, index))
+        else:
+            engine.backward(forward(engine, index), **counts)
+        if boundary == "rollouts" or index == len(given) - 1:
+            engine.step()
+    engine.finish()
+    return engine.last_step.rollouts
+
+
+CASES = {
+    "left out in the first pass": [[{}, {"rollouts": 3}], [{"rollouts": 3}, {"rollouts": 3}]],
+    "never given": [[{}, {}], [{"rollouts": 3}, {"rollouts": 3}]],
+    "idle": [[None, {"rollouts": 3}], [{"rollouts": 3}, {"rollouts": 3}]],
+    "idle, then left out by both": [[None, {}], [{}, {}]],
+    "given by both from the second pass on": [[{}, {"rollouts": 3}], [{}, {"rollouts": 3}]],
+}
+"""By name: the counts of two passes on each of the ranks."""
+RIGHT = {"idle": 9, "idle, then left out by both": 6, "given by both from the second pass on": 10}
+"""How many rollouts the ones have that nobody refuses; the usual number is 2."""
+
+
+@on_two_ranks
+def counts_of_one_rank(folder):
+    """By boundary and case: what it ends in, or how many rollouts were counted."""
+    results = {}
+    for boundary in BOUNDARIES:
+        for name, ranks in CASES.items():
+            made = config(2, passes=100, boundary=boundary, last_window="step", exchange_timeout=60)
+            engine, counted = build({**made, "train_micro_batch_size_per_gpu": 2}), []
+            passes = ranks[dist.get_rank()]
+            said = refusal(lambda: counted.append(_run(engine, boundary, passes)))  # noqa: B023
+            results[f"{boundary}, {name}"] = [said, *counted]
+    return from_all(results)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("name", CASES)
+def test_rollouts_are_given_for_all_micro_batches_or_for_none(two_ranks, boundary, name):
+    # A window that its caller ends is asked as a whole.
+    right = RIGHT.get(name) if boundary == "rollouts" or "from the second" not in name else None
+    for results in two_ranks.of(counts_of_one_rank):
+        found = results[f"{boundary}, {name}"]
+        if right is not None:
+            assert found == ["nothing was raised", right]
+        else:
+            (said,) = found
+            assert said.startswith("RankDesyncError: rollouts= was left out by rank 0 (Counts(rollouts=")
+            assert "and given for other micro-batches" in said
