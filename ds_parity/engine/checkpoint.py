@@ -28,6 +28,7 @@ from ds_parity.engine.internals.checkpoints import (
 )
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
+from ds_parity.engine.internals.left_over import refuse_left_over
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
@@ -164,6 +165,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
         if path is not None and engine.load_universal_checkpoint():
+            refuse_left_over(engine, path)
             load_untrained(engine, path, stepped, strict=strict)
     said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.checkpoints import going_on
 from ds_parity.engine.internals.identity import marked
+from ds_parity.engine.internals.left_over import remove_left_over, written
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.writers import Writer
 from ds_parity.errors import CheckpointError
 
+_LOG: Final = logging.getLogger("ds_parity")
 Gather = Callable[[Any], list[Any]]
 KEY: Final = "ds_parity"
 """Under this name of the client state: that of the windows."""
@@ -137,23 +140,44 @@ def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Ga
     # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
     by_deepspeed = saving.names_latest and adapter.writes_latest_itself
     identity = state[KEY][IDENTITY]
-    with going_on(adapter.engine) as errors, marked(adapter.engine, identity):
+    with going_on(adapter.engine) as errors, marked(adapter.engine, identity), written(adapter.engine) as names:
         saved = adapter.engine.save_checkpoint(saving.save_dir, saving.tag, state, by_deepspeed, saving.without_frozen)
-    _refuse_a_part(saving, "its files", errors, gather)
+    by_all = _refuse_a_part(saving, "its files", errors, gather, names)
+    _remove_left_over(saving, by_all)
     if saving.names_latest and not by_deepspeed:
         name_latest(saving, gather)
     return saved
 
 
-def _refuse_a_part(saving: Saving, what: str, errors: Sequence[Exception], gather: Gather) -> None:
-    gathered = enumerate(gather(in_short(errors[0]) if errors else None))
-    failed = [f"rank {rank} could not write {what} ({said})" for rank, said in gathered if said is not None]
+def _remove_left_over(saving: Saving, names: Collection[str]) -> None:
+    folder = Path(saving.save_dir) / saving.tag
+    try:
+        remove_left_over(folder, names)
+    except OSError as error:
+        _LOG.warning(
+            "a file of a rank that an earlier save under the tag %r had, and this one has not, could not be removed "
+            "(%s): remove zero_pp_rank_* of ranks that this run has not from %s before it is converted",
+            saving.tag,
+            in_short(error),
+            folder,
+        )
+
+
+def _refuse_a_part(
+    saving: Saving, what: str, errors: Sequence[Exception], gather: Gather, names: Collection[str] = ()
+) -> set[str]:
+    """Raise where a rank could not write; return the names of the files that all ranks have written."""
+    gathered = gather((in_short(errors[0]) if errors else None, sorted(names)))
+    failed = [
+        f"rank {rank} could not write {what} ({said})" for rank, (said, _) in enumerate(gathered) if said is not None
+    ]
     if failed:
         raise CheckpointError(
             f"save_checkpoint({saving.save_dir!r}, tag={saving.tag!r}): {'; '.join(failed[:3])}. The checkpoint is not "
             "whole, and the file latest names what it named before. Mend what that says (a full disk, a folder that "
             "can't be written, a client state that can't be pickled), and save again; the engine is as it was"
         ) from (errors[0] if errors else None)
+    return {name for _, written_there in gathered for name in written_there}
 
 
 def name_latest(saving: Saving, gather: Gather) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 import ds_parity
 from tests.distributed.cells import config
+from tests.distributed.continuing import converted
 from tests.distributed.engines import build, from_all, refusal
 from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 
@@ -218,3 +220,81 @@ def test_a_tag_names_a_folder_below_that_of_all_checkpoints(two_ranks, tag, says
         assert says in said
         assert says == said or said.startswith("CheckpointError: save_checkpoint(")
     assert "beside" not in found["lies beside"]
+
+
+def _left_over(folder):
+    """Copies of the last rank's files, as a run of four ranks would have left them, and the names of all files."""
+    if dist.get_rank() == 0:
+        for file in list(folder.glob("*zero_pp_rank_1_*")):
+            for rank in (2, 3):
+                shutil.copy(file, folder / file.name.replace("rank_1_", f"rank_{rank}_", 1))
+    dist.barrier()
+
+
+def _ranks_with_files(folder):
+    return sorted({file.name.split("zero_pp_rank_")[1][0] for file in folder.glob("*zero_pp_rank_*")})
+
+
+@at_length_on_two_ranks
+def files_of_more_ranks(folder):
+    """By cell: of which ranks there are files, before and behind a save, and what a universal load ends in.
+
+    Then what one ends in of files that nobody has removed.
+    """
+    results = {}
+    for cell in CELLS:
+        path = Path(folder) / cell.replace(" ", "-")
+        engine = _trained(cell, 1)
+        engine.save_checkpoint(str(path), tag="global_step1")
+        _left_over(path / "global_step1")
+        (path / "global_step1" / "notes_states.pt").write_text("mine")
+        before = _ranks_with_files(path / "global_step1")
+        engine.save_checkpoint(str(path), tag="global_step1")
+        dist.barrier()
+        found = {"before": before, "behind": _ranks_with_files(path / "global_step1")}
+        found["mine"] = (path / "global_step1" / "notes_states.pt").exists()
+        if cell.startswith("3"):
+            found["right"] = _converted_and_loaded(path, cell, engine)
+            _left_over(path / "global_step1")
+            shutil.rmtree(path / "universal", ignore_errors=True)
+            dist.barrier()
+            found["wrong"] = _converted_and_loaded(path, cell, engine)
+        results[cell] = found
+    return from_all(results)
+
+
+def _converted_and_loaded(path, cell, saved):
+    """What a load ends in of what is converted, and whether each weight is that of the engine that saved."""
+    said = converted(str(path), 1)
+    assert said in (None, "nothing was raised"), said
+    stage, more = CELLS[cell]
+    made = {**config(stage, passes=4, optimizer="AdamW", exchange_timeout=60), **more}
+    engine = build({**made, "checkpoint": {"load_universal": True}})
+    _goes_on(engine, 1)
+    said = from_all(refusal(lambda: engine.load_checkpoint(str(path), tag="universal")))
+    return said, all(map(torch.equal, _whole_weights(saved), _whole_weights(engine)))
+
+
+def _whole_weights(engine):
+    with GatheredParameters(list(engine.module.parameters())):
+        return [one.detach().clone() for one in engine.module.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
+def test_files_of_ranks_that_a_save_has_not_are_removed(two_ranks_at_length, cell):
+    for results in two_ranks_at_length.of(files_of_more_ranks):
+        found = results[cell]
+        assert found["before"] == ["0", "1", "2", "3"]
+        assert found["behind"] == ["0", "1"]
+        assert found["mine"]
+
+
+@pytest.mark.slow
+def test_what_was_converted_with_files_of_more_ranks_is_refused(two_ranks_at_length):
+    for results in two_ranks_at_length.of(files_of_more_ranks):
+        said, equal = results["3 fp32"]["right"]
+        assert said == ["nothing was raised"] * 2
+        assert equal
+        said, _ = results["3 fp32"]["wrong"]
+        assert all("was made of the files of 4 ranks, and 2 have saved it" in one for one in said), said

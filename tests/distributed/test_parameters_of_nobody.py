@@ -309,7 +309,7 @@ def test_an_engine_that_never_stepped_is_replaced_by_one_that_steps_the_same(two
 def test_where_its_place_may_be_taken_or_not_the_caller_says_which(two_ranks_at_length):
     for results in two_ranks_at_length.of(an_engine_whose_place_may_be_taken):
         said, _, head = results["stepped, here"]
-        assert all("head belongs to another engine over this model, which was used before" in one for one in said), said
+        assert all("another engine over this model steps head, and was used before" in one for one in said), said
         assert head == results["stepped, not strict"] == pytest.approx([OWN] * 15)
         saved, head = results["stepped, destroyed"]
         assert head == pytest.approx(saved)

@@ -103,8 +103,8 @@ def refuse_doubtful_owners(engine: Engine, stepped: Iterable[Parameter]) -> None
     named = sorted(_of_others(engine, stepped, doubtful=True))
     if named:
         raise CheckpointError(
-            f"load_checkpoint() on ZeRO stage 3: {_listed(named)} belongs to another engine over this model, which "
-            "was used before this one was built, and not since. If this engine has taken its place, call the "
+            f"load_checkpoint() on ZeRO stage 3: another engine over this model steps {_listed(named)}, and was used "
+            "before this one was built, and not since. If this engine has taken its place, call the "
             "other one's destroy(), and the weights are loaded; if both are in use, give load_module_strict=False, "
             "which leaves them as they are"
         )

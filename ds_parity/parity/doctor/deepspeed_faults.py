@@ -435,6 +435,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the optimizer was given a part of the model, and the rest is not frozen",
     ),
     DeepSpeedFault(
+        "converted_with_left_over",
+        "a universal checkpoint has weights and states of other places, without an error",
+        "give each checkpoint a tag of its own, or remove files of ranks that the run has not before a conversion",
+        lambda c: c.stage == 3,
+        "a run of fewer ranks saves under the tag of a run of more, and the checkpoint is converted",
+    ),
+    DeepSpeedFault(
         "loss_scale_of_others",
         "behind a checkpoint of a run without fp16 the loss scale is 1 for ever, and small gradients are nothing",
         "load it with the precision that saved it, or begin with its weights alone (load_optimizer_states=False)",
